@@ -205,7 +205,7 @@ JUDGES = (
     (
         "compressed-tensors",
         "vLLM 0.32 on a CPU",
-        "log-probabilities within bf16's rounding; w8a16 has no kernel there",
+        "log-probabilities within 0.1 (w4a16), or what fp8 itself changes; w8a16 has no kernel there",
         "export/test_compressed.py",
         "qwen2",
     ),

@@ -17,6 +17,7 @@ from ds_finetune.export.file_record import Runs, verify_files, write_file_record
 from ds_finetune.export.formats import GGUF, ExportOptions, ExportResult
 from ds_finetune.export.from_checkpoint import check_free_space
 from ds_finetune.export.gguf.gguf_tensors import KINDS, GgufTensor, gguf_tensors
+from ds_finetune.export.gguf.llama_template import check_template
 from ds_finetune.export.gguf.llama_tokenizer import add_tokenizer, splitting
 from ds_finetune.export.gguf.settings import add_settings, check_settings, notes_on
 from ds_finetune.export.output_folder import as_output_errors, check_out_empty, replaced_folder
@@ -65,7 +66,9 @@ verify = partial(verify_files, kind=_FORMAT, parts_at=_tensors_at)
 def check_model(
     config: PretrainedConfig, *, is_classifier: bool, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
-    """ExportError where the type, a setting or the tokenizer has no counterpart in llama.cpp, or it classifies."""
+    """ExportError where the type, a setting, the tokenizer or its template has no counterpart in llama.cpp, or it
+    classifies.
+    """
     family = GGUF.check_model_type(config.model_type)
     if is_classifier:
         raise ExportError(
@@ -75,6 +78,7 @@ def check_model(
     check_settings(config, family)
     if tokenizer is not None:
         splitting(tokenizer)
+        check_template(tokenizer)
 
 
 def _write_file(

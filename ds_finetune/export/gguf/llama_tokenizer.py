@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ExportError
+from ds_finetune.export.gguf.llama_template import check_template
 from ds_finetune.model.build.hub_folder import check_inside
 
 _PROBE = (
@@ -72,10 +73,12 @@ def splitting(tokenizer: PreTrainedTokenizerBase) -> str | None:
 def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int, source: Path) -> None:
     """Add the tokenizer of `folder`, which `source` was exported to, to `writer`, for a model of `vocab_size` tokens.
 
-    DataError where the folder has none; ExportError as of `splitting`, and where it has more tokens than the model.
+    DataError where the folder has none; ExportError as of `splitting` and `check_template`, and where it has more
+    tokens than the model.
     """
     tokenizer = load_tokenizer(str(folder))
     tokenizer.name_or_path = str(source)
+    check_template(tokenizer)
     rules, tree = splitting(tokenizer), json.loads(tokenizer.backend_tokenizer.to_str())
     core, added = tree["model"], {token["id"]: token for token in tree["added_tokens"]}
     texts = {number: text for text, number in core["vocab"].items()}

@@ -11,7 +11,9 @@ from xllamacpp import CommonParams, Server, ggml_type, llama_flash_attn_type
 
 
 def main() -> None:
-    """Load the GGUF of the first argument, and write the answers to the list of requests on stdin to the second."""
+    """Load the GGUF of the first argument, with the chat template of the third one if there is one, and write the
+    answers to the list of requests on stdin to the second.
+    """
     params = CommonParams()
     params.model.path = sys.argv[1]
     params.n_ctx, params.n_gpu_layers, params.n_parallel = 512, 0, 1
@@ -20,6 +22,8 @@ def main() -> None:
     # The cache of keys and values is in f16 otherwise.
     params.cache_type_k = params.cache_type_v = ggml_type.GGML_TYPE_F32
     params.flash_attn_type = llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    if len(sys.argv) > 3:
+        params.use_jinja, params.chat_template = True, sys.argv[3]
     server = Server(params)
     answers = [server.handle_completions(request) for request in json.load(sys.stdin)]
     Path(sys.argv[2]).write_text(json.dumps(answers), encoding="utf-8")

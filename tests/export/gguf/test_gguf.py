@@ -25,7 +25,7 @@ from tests.running import tiny_task
 
 gguf = pytest.importorskip("gguf", reason="the gguf extra is not installed: pip install 'ds_finetune[gguf]'")
 
-from ds_finetune.export.gguf import llama_tokenizer  # noqa: E402 - it needs gguf
+from ds_finetune.export.gguf import llama_template, llama_tokenizer  # noqa: E402 - it needs gguf
 
 LAYER = {
     "attn_norm": "input_layernorm",
@@ -307,6 +307,37 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     refused(ExportError, "llama.cpp is not known to split text like the tokenizer .*BPE after Whitespace; sha256")
     (hub / "tokenizer.json").unlink()
     refused(DataError, "no tokenizer in")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "{% if a is le 2 %}{{ a | sum // 2 }}{% endif %}",
+            "the filter `sum`, the test `le`, `//`, which llama.cpp cannot",
+        ),
+        ("{% if %}", "a mistake in line 1 \\(Expected an expression"),
+    ],
+)
+def test_a_chat_template_that_llama_cpp_cannot_compute(tmp_path: Path, text: str, said: str) -> None:
+    save("llama", tmp_path / "hub")
+    (tmp_path / "hub" / "chat_template.jinja").write_text(text)
+    with pytest.raises(ExportError, match=f"the chat template `default` has {said}"):
+        ds_finetune.export_model(tmp_path / "hub", tmp_path / "out", format="gguf")
+    assert [each.name for each in tmp_path.iterdir()] == ["hub"]
+
+
+def test_published_chat_templates_are_not_refused(shared_data: Path) -> None:
+    texts = [file.read_text() for file in (shared_data / "tokenizers" / "chat_templates").iterdir()]
+    texts = [json.loads(text).get("chat_template", "") if text.startswith("{\n") else text for text in texts]
+    assert sum(map(bool, texts)) >= 7
+    for text in [
+        *texts,
+        "{%- generation -%}{{ messages | length }}{%- endgeneration -%}{% for a in b %}{% break %}{% endfor %}",
+    ]:
+        llama_template.check_template(
+            PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=text)
+        )
 
 
 def test_a_run_is_refused_before_its_first_step_and_exports_at_its_end(tmp_path: Path) -> None:

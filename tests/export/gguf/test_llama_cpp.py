@@ -19,6 +19,8 @@ from tests.export.gguf.models import MODELS, TEXTS, greedy, save
 pytest.importorskip("gguf", reason="the gguf extra is not installed: pip install 'ds_finetune[gguf]'")
 pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
 
+from ds_finetune.export.gguf import llama_template
+
 WORKER = ROOT / "tests" / "export" / "gguf" / "llama_worker.py"
 TOKENS = 36
 TOLERANCES = {"f32": 1e-4, "f16": 5e-2}
@@ -50,6 +52,41 @@ def chosen(answer: dict[str, Any]) -> tuple[list[int], list[dict[int, float]]]:
     return [each["id"] for each in content], [
         {top["id"]: top["logprob"] for top in each["top_logprobs"]} for each in content
     ]
+
+
+def test_its_server_starts_with_no_template_that_is_refused(tmp_path: Path) -> None:
+    save("llama", tmp_path / "hub")
+    ds_finetune.export_model(tmp_path / "hub", tmp_path / "out", format="gguf", dtype="f32")
+    file = str(next((tmp_path / "out").glob("*.gguf")))
+
+    def starts(text: str) -> bool:
+        template = "{% for message in messages %}{{ message.content }}{% endfor %}" + text
+        command = [sys.executable, str(WORKER), file, str(tmp_path / "answers.json"), template]
+        return (
+            subprocess.run(
+                command,
+                input=json.dumps([ASKED | {"prompt": [1], "n_predict": 1}]),
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+            ).returncode
+            == 0
+        )
+
+    lacking = [f"{{{{ 'a' | {name} }}}}" for name in llama_template._FILTERS.split()]
+    lacking += [f"{{% if 2 is {name}(2) %}}{{% endif %}}" for name in llama_template._TESTS.split()]
+    lacking += [f"{{% set made = {name}('a') %}}" for name in llama_template._FUNCTIONS.split()]
+    lacking += [
+        "{% block a %}{% endblock %}",
+        "{% include 'a' %}",
+        "{% with a = 1 %}{% endwith %}",
+        "{{ 2 ** 3 }}",
+        "{{ 7 // 2 }}",
+    ]
+    assert [text for text in lacking if starts(text)] == []
+    known = "{{ messages | selectattr('role', 'equalto', 'user') | list | count }}{% generation %}{{ 'a' | d('b') }}{% endgeneration %}"
+    assert starts(known)
 
 
 @pytest.mark.parametrize("kind", TOLERANCES)
