@@ -44,7 +44,13 @@ from ds_finetune.model.weights.names import hub_pieces, is_kept_in_fp32
 __all__ = ["check_model", "load_model", "load_scorer", "verify", "write"]
 _FORMAT = "compressed-tensors 1"
 """Format of the record of a folder."""
-verify = partial(verify_files, kind=_FORMAT)
+
+
+def verify(folder: Path, base: Path | None) -> VerificationResult:
+    """Compare the files of a folder with their digests in its record, and mark it."""
+    return verify_files(folder, base, _FORMAT)
+
+
 _WEIGHT = ".weight"
 _CHUNK_NUMEL = 2**22
 _SLACK = 2**-6

@@ -8,7 +8,6 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,7 +33,13 @@ from ds_finetune.model.weights.names import hub_pieces
 
 _FORMAT = "adapter 1"
 """Format of the record of an adapter folder."""
-verify = partial(verify_files, kind=_FORMAT)
+
+
+def verify(folder: Path, base: Path | None) -> VerificationResult:
+    """Compare the files of a folder with their digests in its record, and mark it."""
+    return verify_files(folder, base, _FORMAT)
+
+
 _MERGE = "merge it: ds-finetune export ADAPTER OUT --base MODEL"
 
 
