@@ -278,6 +278,7 @@ RUN_FILES = {
 _STATED = {"zai-org--GLM-4.7-Flash": GLM_47_FLASH}
 OTHER_STATES = {
     "classify_qwen3_0b6": "Qwen--Qwen3-0.6B",
+    "deepseek_v4_flash_lora": "deepseek-ai--DeepSeek-V4-Flash",
     "kto_r1_distill_qwen_7b_lora": "deepseek-ai--DeepSeek-R1-Distill-Qwen-7B",
 }
 """Run files whose ranks hold other states than an equal share of 16 bytes a parameter."""
