@@ -247,7 +247,7 @@ class Engine:
 
     def keep_as_reference(self) -> None:
         """Keep the weights of this moment for `token_log_probs`, in the memory of the host."""
-        self._kept = KeptWeights(self.lm)
+        self._kept = KeptWeights(self._ds.module)
 
     def allow_only(self, allowed: torch.Tensor | None) -> None:
         """From now on the loss of answers knows only the ids that are `allowed`, bool [vocabulary], or all of them, as

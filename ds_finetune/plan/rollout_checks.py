@@ -115,11 +115,6 @@ def rollout_checks() -> Iterator[Refusal]:
         "set objective.reference to adapters_off, which keeps no second copy of the weights",
     )
     yield _refused(
-        lambda run: _section(run).reference == "start" and run.stage == 3,
-        "objective.reference start with ZeRO stage 3, whose ranks hold parts of the weights",
-        "set stage 2, add `lora`, or set objective.reference to none",
-    )
-    yield _refused(
         lambda run: _section(run).kl_weight and not _section(run).has_reference(has_adapters=run.lora is not None),
         "objective.kl_weight {objective.kl_weight:g} without a reference model",
         "set objective.reference to start, add `lora`, whose reference is the model with its adapters off, or set "

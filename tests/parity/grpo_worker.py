@@ -45,7 +45,7 @@ def run(tree: dict[str, Any], launched: Launched) -> tuple[str, dict[str, Any]]:
 
 
 def _run(engine: Engine, layout: Layout) -> dict[str, Any]:
-    keeps = not layout.cell.has_lora and engine.plan.zero_stage < 3
+    keeps = not layout.cell.has_lora
     if keeps:
         engine.keep_as_reference()
     every, found, moments = [(answer, 0.0) for answer in answers()], {"steps": []}, dict[str, torch.Tensor]()
@@ -85,10 +85,13 @@ def _run(engine: Engine, layout: Layout) -> dict[str, Any]:
 
 
 def _of_kept_weights(engine: Engine, batch: Batch, first: LogProbs) -> dict[str, bool]:
-    """Whether the weights of the start compute the first bits again, and those of now other ones."""
-    kept, now = (engine.token_log_probs([batch], of_reference=is_kept) for is_kept in (True, False))
-    same, unmoved = (all(np.array_equal(part[number], first[number]) for number in first) for part in (kept, now))
-    return {"kept": same, "moved": not unmoved}
+    """Whether the weights of the start compute the first bits again, and those of now other ones, as before."""
+    before, kept, now = (engine.token_log_probs([batch], of_reference=is_kept) for is_kept in (False, True, False))
+
+    def are_equal(one: LogProbs, other: LogProbs) -> bool:
+        return all(np.array_equal(one[number], other[number]) for number in first)
+
+    return {"kept": are_equal(kept, first), "moved": not are_equal(now, first), "restored": are_equal(now, before)}
 
 
 def _step(engine: Engine, variant: Variant, known: LogProbs, reference: LogProbs) -> Batch:

@@ -140,12 +140,6 @@ SAMPLED: list[tuple[str, dict[str, Any], dict[str, Any], Mesh | None]] = [
     ("objective.ratio capped without objective.ratio_cap", grpo(ratio="capped"), {}, None),
     ("adapters_off without lora: there are no adapters", grpo(reference="adapters_off"), {}, None),
     ("objective.reference start with lora, whose", grpo(reference="start") | {"lora": {}}, {}, None),
-    (
-        "objective.reference start with ZeRO stage 3, whose ranks hold parts",
-        grpo(reference="start"),
-        {"stage": 3},
-        None,
-    ),
     ("objective.kl_weight 0.1 without a reference model", grpo(kl_weight=0.1), {}, None),
     ("objective.kl_weight 0.1 without a", grpo(kl_weight=0.1, reference="none") | {"lora": {}}, {}, None),
     ("train.for `1000 tokens`: how long the sampled", GRPO | {"train": {"for": "1000 tokens"}}, {}, None),

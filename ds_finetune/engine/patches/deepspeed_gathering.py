@@ -9,9 +9,11 @@ from typing import Any
 
 from torch import nn
 
+from ds_finetune.engine.patches.deepspeed_init import forget_second_copies
 from ds_finetune.foreign.guard import Foreign, replaced
 
 _HOOKS = Foreign("deepspeed", "runtime/zero/parameter_offload.py:181-182, 362-525")
+_PARTS = Foreign("deepspeed", "runtime/zero/partition_parameters.py:1323-1327, 1604-1610, 1778-1814")
 _SINGLE = Foreign("deepspeed", "runtime/zero/partition_parameters.py:61-120")
 _SINGLE_HANDLES = {"NoGatherHandle": "param", "NoGatherCoalescedHandle": "params"}
 """Gathers of parameters that one rank holds whole, and the private attribute of each with its parameters."""
@@ -37,6 +39,23 @@ def whole_weights(optimizer: Any, lm: nn.Module) -> Iterator[None]:  # noqa: ANN
         _without_hooks(lm, {handle.id for handle in handles}),
     ):
         yield
+
+
+@contextmanager
+def repartitioned(lm: nn.Module) -> Iterator[None]:
+    """While this is open, the parts of parameters that ZeRO-3 keeps on each rank may be changed: afterwards those that
+    were whole are gathered from their parts again, as small ones are after each step. Collective.
+    """
+    from deepspeed.runtime.zero import partition_parameters
+
+    status = _PARTS.attribute(partition_parameters, "ZeroParamStatus").AVAILABLE
+    whole: list[Any] = [param for param in lm.parameters() if getattr(param, "ds_status", None) is status]
+    for param in whole:
+        param.partition()
+    yield
+    forget_second_copies(lm)
+    for first in whole[:1]:
+        first.all_gather(whole)
 
 
 @contextmanager

@@ -151,9 +151,10 @@ def _fp32_rows(plan: Plan, model: ModelConfig, weights: RankWeights) -> Iterator
 def _kept_rows(plan: Plan, weights: RankWeights) -> Iterator[MemoryRow]:
     """The weights of a reference (engine/kept_weights.py), and on a GPU their copy while it is computed."""
     if is_grpo(plan.objective) and plan.objective.reference == "start":
-        size, option = WEIGHT_BYTES[plan.precision] * weights.numel, "objective.reference"
+        held = weights.numel if plan.zero_stage < 3 else sum(kind.sharded for kind in weights.kinds)
+        size, option = WEIGHT_BYTES[plan.precision] * held, "objective.reference"
         yield MemoryRow("weights of the start", "host", size, option)
-        if plan.device == "cuda":
+        if plan.device == "cuda" and plan.offload_param == "none":
             yield MemoryRow("weights of the start, in use", "gpu", size, option, ("rollout",))
 
 

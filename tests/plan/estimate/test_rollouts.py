@@ -148,6 +148,9 @@ def test_weights_of_the_start_are_kept_on_the_host() -> None:
     host, used = rows["weights of the start"], rows["weights of the start, in use"]
     assert (host.place, used.place, used.when) == ("host", "gpu", ("rollout",))
     assert host.num_bytes == used.num_bytes == 2 * lm.num_parameters()
+    cut = planned(ranks=2, device="cuda", precision="bf16", stage=3, objective=GRPO | {"reference": "start"})
+    rows = {row.name: row for row in estimate_memory(cut, LLAMA).rows}
+    assert rows["weights of the start"].num_bytes == lm.num_parameters()
 
 
 def seconds(tree: Mapping[str, Any], plan: Plan) -> float:

@@ -131,18 +131,40 @@ def test_a_run_resumes_at_each_step_bit_by_bit(
         kept.rename(resumed)
 
 
-def test_the_reference_of_a_resumed_run_is_the_model_of_the_start(tmp_path: Path) -> None:
+CPU = {"device": "cpu", "pin_memory": False}
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"stage": 3},
+        pytest.param({"stage": 2}, marks=pytest.mark.slow),
+        pytest.param({"stage": 3, "offload_param": CPU, "offload_optimizer": CPU}, marks=pytest.mark.slow),
+    ],
+    ids=lambda zero: f"stage {zero['stage']}{', offloaded' * (len(zero) > 1)}",
+)
+def test_the_reference_of_a_resumed_run_is_the_model_of_the_start(tmp_path: Path, zero: dict[str, Any]) -> None:
+    """Whatever ranks share out: divergence, norms of gradients and weights are those of one rank."""
+    folders = [tmp_path / name for name in ("one", "two")]
     sections = {"objective": {"reference": "start", "kl_weight": 0.1}, "rollout": {"steps_per_rollout": 2}}
-    run_file = sums_task(tmp_path, **sections, checkpoint={"every": "1 steps", "keep": 9})
-    run(run_file)
-    every = results(tmp_path)
-    first, *others = [record["train/kl"] for record in every[0]]
-    assert first == 0
-    assert all(kl > 0 for kl in others)
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000003")
-    shutil.rmtree(tmp_path / "run" / "export")
-    run(run_file)
-    assert results(tmp_path) == every
+    for ranks, folder in enumerate(folders, start=1):
+        folder.mkdir()
+        given = sections | ({"deepspeed": {"zero_optimization": zero}} if ranks == 2 else {})
+        run_file = sums_task(folder, **given, train={"micro_batch_size": 2}, checkpoint={"every": "1 steps", "keep": 9})
+        run(run_file, ranks=ranks)
+    one, two = map(results, folders)
+    assert one[0][0]["train/kl"] == 0
+    for first, second in zip(one[0], two[0], strict=True):
+        assert second["train/kl"] == pytest.approx(first["train/kl"], rel=1e-4, abs=1e-7)
+        assert second["train/grad_norm"] == pytest.approx(first["train/grad_norm"], rel=1e-4)
+        assert second["step"] == 1 or second["train/kl"] > 1e-4
+    models = [LlamaForCausalLM.from_pretrained(folder / "run" / "export").state_dict() for folder in folders]
+    for name, weight in models[0].items():
+        torch.testing.assert_close(models[1][name], weight, rtol=1e-4, atol=1e-6)
+    shutil.rmtree(folders[1] / "run" / "checkpoints" / "step-000003")
+    shutil.rmtree(folders[1] / "run" / "export")
+    run(run_file, ranks=2)
+    assert results(folders[1]) == two
 
 
 def test_a_damaged_rollout_is_not_resumed_from(tmp_path: Path) -> None:
