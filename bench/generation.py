@@ -22,8 +22,8 @@ import torch.distributed as dist
 from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.devices import choose_device
-from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.engine.groups.default_group import process_group
+from ds_finetune.engine.sampling.answers import SamplingLimits
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
@@ -71,7 +71,7 @@ def answer_twice(
     """Seconds of the first and second answers of a fresh engine, and the answers."""
     plan = make_plan(RunSettings.of(config), world=world, device=device)
     prompts, tokens = asked
-    limits, seconds, answers = GenerationLimits(tokens, [], 0), [], None
+    limits, seconds, answers = SamplingLimits(tokens, ()), [], None
     with start_engine(plan, make_model_plan(RunSettings.of(config, mesh=plan.mesh))) as engine:
         for _ in range(2):
             dist.barrier()

@@ -24,7 +24,6 @@ from bench.generation import config_of
 from ds_finetune.cli.main import exit_process
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
-from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.sampling.answers import PromptToSample, SamplingLimits, SamplingRequest
 from ds_finetune.engine.start_engine import start_engine
@@ -86,7 +85,7 @@ def compare(engine: Engine, asked: argparse.Namespace) -> None:
 
 def greedy(engine: Engine, ids: list[list[int]], asked: argparse.Namespace) -> int:
     """Number of tokens of greedy answers, one prompt at a time."""
-    answers = engine.generate(ids, GenerationLimits(asked.tokens, [], 0))
+    answers = engine.generate(ids, SamplingLimits(asked.tokens, ()))
     assert answers is not None
     return sum(map(len, answers))
 

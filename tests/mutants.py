@@ -539,10 +539,10 @@ MUTANTS = (
         GRPO,
     ),
     Mutant(
-        "no score by the others where a reward is late",
+        "a reward that is late is asked again",
         "objectives/rewards/pool.py",
-        'known[worker.at] = {**late, "seconds": settings["timeout"]}',
-        'said = {**late, "seconds": settings["timeout"]}',
+        'return {**late_part(settings, "and its process was killed"), "seconds": settings["timeout"]}',
+        "continue",
         LATE,
     ),
     Mutant(

@@ -109,6 +109,8 @@ class Counts:
     """Rows that cannot be read or tokenised."""
     bad: tuple[str, ...] = ()
     """Errors of such rows, the first `BAD_ROWS_SHOWN` of each part."""
+    long_prompts: tuple[tuple[int, str], ...] = ()
+    """Prompts that leave no room for an answer: tokens beyond the limit, and the location of the row."""
 
     def __add__(self, other: Self) -> Self:
         """The sum of both."""
@@ -225,7 +227,8 @@ def read_counts(folder: Path) -> Counts:
         name: NamedCounts({key: (rows, where) for key, (rows, where) in written[name]["entries"].items()})
         for name in ("dropped", "noted", "unread", "named", "by_path")
     }
-    return Counts(**written | named | {"bad": tuple(written["bad"])})
+    lists = {"bad": tuple(written["bad"]), "long_prompts": tuple(map(tuple, written["long_prompts"]))}
+    return Counts(**written | named | lists)
 
 
 def make_documents(tokens: Sequence[Tokens], rules: Sequence[str], *, max_seq_len: int) -> tuple[Documents, Counts]:

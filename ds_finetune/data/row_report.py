@@ -4,6 +4,7 @@ Data of which too much would not be trained, or in which no row has a column tha
 """
 
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 from ds_finetune.config.sections import DataConfig
 from ds_finetune.config.units import share_text
@@ -83,6 +84,8 @@ def dropped_rows_hint(counts: Counts) -> str:
     entries = counts.dropped.entries
     worst = max(entries, key=lambda name: entries[name][0], default=None)
     if worst is None or entries[worst][0] < counts.nothing_supervised + counts.too_long_dropped:
+        if counts.long_prompts:
+            return "raise train.max_seq_len, lower rollout.max_new_tokens, or raise data.max_dropped_ratio"
         if counts.too_long_dropped > counts.nothing_supervised:
             return "raise train.max_seq_len, set data.long_rows to truncate, or raise data.max_dropped_ratio"
         return "check that rows have texts and answers, data.columns, data.train_on and the template"
@@ -127,6 +130,13 @@ def check_bad_rows(counts: Counts, config: DataConfig) -> None:
 def check_dropped_rows(counts: Counts, config: DataConfig, sources: Sequence[Source]) -> None:
     """DataError where too many rows are dropped or too many tokens are cut off, or where no row is left."""
     check_bad_rows(counts, config)
+    if counts.long_prompts and "drop" not in (config.long_rows, config.bad_rows):
+        excess, where = max(counts.long_prompts, key=itemgetter(0))
+        raise DataError(
+            f"{len(counts.long_prompts):,} of {counts.read:,} prompts are longer than train.max_seq_len less "
+            f"rollout.max_new_tokens, the longest by {excess:,} tokens: {where}",
+            hint=f"raise train.max_seq_len by {excess:,}, or set data.long_rows to drop",
+        )
     names = ", ".join(source.path for source in sources)
     dropped = counts.nothing_supervised + counts.too_long_dropped + counts.dropped.rows + counts.bad_rows
     reason = ", ".join(dropped_row_lines(counts))

@@ -326,24 +326,20 @@ def _encode_for_decoder(
 
 
 def _make_prompts(samples: Sequence[tuple[str, Prompt]], how: Tokenisation) -> Made:
-    """One document for each prompt, with its record; no token carries loss. A longer prompt is an error or left out: a
+    """One document for each prompt, with its record; no token carries loss. A longer prompt is counted and left out: a
     part of a question has another answer.
     """
     tokens = SampleTokeniser(how.tokenizer, how.settings).tokenise(samples)
     kept: list[KeptDocument] = []
-    counts = Counts(read=len(samples))
+    long: list[tuple[int, str]] = []
     for (where, prompt), row in zip(samples, tokens, strict=True):
-        if len(row.ids) <= how.limits.max_seq_len:
-            kept += [] if row.dropped else [_prompt_document(row.ids, prompt, where)]
-            continue
-        if how.limits.long_rows != "drop":
-            raise DataError(
-                f"{where}: the prompt has {len(row.ids)} tokens, and train.max_seq_len less rollout.max_new_tokens is "
-                f"{how.limits.max_seq_len}",
-                hint="raise train.max_seq_len, or set data.long_rows to drop",
-            )
-        counts += Counts(too_long_dropped=1)
+        excess = len(row.ids) - how.limits.max_seq_len
+        if excess > 0:
+            long.append((excess, where))
+        elif not row.dropped:
+            kept.append(_prompt_document(row.ids, prompt, where))
     documents = Documents.of(kept)
+    counts = Counts(read=len(samples), too_long_dropped=len(long), long_prompts=tuple(long))
     return documents, counts + documents.counts, tokens
 
 

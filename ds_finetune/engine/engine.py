@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ds_finetune.data.batches import Batch, MicroBatch
-from ds_finetune.engine.generation import GenerationLimits, answer_prompts
+from ds_finetune.engine.generation import answer_prompts
 from ds_finetune.engine.gradients import FiniteProbe, clip_gradients
 from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.groups.communication import CommunicationMeter
@@ -48,9 +48,8 @@ from ds_finetune.engine.results import (
     scores_of,
     step_result,
 )
-from ds_finetune.engine.sampling.answers import SampledAnswer, SamplingRequest
-from ds_finetune.engine.sampling.batch import check_answers
-from ds_finetune.engine.sampling.sampler import sample_prompts
+from ds_finetune.engine.sampling.answers import SampledAnswer, SamplingLimits, SamplingRequest
+from ds_finetune.engine.sampling.sampler import check_answers, sample_prompts
 from ds_finetune.engine.state.state import EngineState
 from ds_finetune.engine.state.whole_tensors import WholeTensors, named_parameters
 from ds_finetune.errors import RunError
@@ -257,7 +256,7 @@ class Engine:
         head.forbidden = None if allowed is None else ~allowed.chunk(tp)[self.plan.mesh.place("tp")].to(self._device)
 
     def generate(
-        self, prompts: list[list[int]], limits: GenerationLimits, *, is_over: Callable[[], bool] = _never
+        self, prompts: list[list[int]], limits: SamplingLimits, *, is_over: Callable[[], bool] = _never
     ) -> list[list[int]] | None:
         """Greedy answers (token ids without the prompt and the stop token) to `prompts`, which are distributed over
         the ranks.

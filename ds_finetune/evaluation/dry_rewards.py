@@ -2,16 +2,18 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from statistics import mean
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config.rewards import RewardConfig
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.prompts import ANSWER, check_records
+from ds_finetune.engine.sampling.answer_model import AnswerModel, check_cache
+from ds_finetune.engine.sampling.answers import PromptToSample
+from ds_finetune.engine.sampling.sampler import Drawing, PromptPart, sample_parts
 from ds_finetune.errors import ConfigError
 from ds_finetune.evaluation.evaluate import find_stop_ids
 from ds_finetune.evaluation.model_scores import load_model
@@ -21,6 +23,7 @@ from ds_finetune.objectives.rewards.answers import AnswerToScore, column_of
 from ds_finetune.objectives.rewards.pool import Part, Rewards, open_rewards
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.trainer.preview import training_rows
+from ds_finetune.trainer.rollouts.sampling import AnswerTexts
 
 
 @dataclass(frozen=True)
@@ -81,18 +84,20 @@ class _RewardTrial:
         return ScoredAnswers(f"reference answers of {len(given)} records", [answers[0] for answers in given], parts)
 
     def samples(self, rewards: Rewards, most: int) -> ScoredAnswers:
-        """An answer of the model to each of the first prompts, drawn by transformers at temperature 1."""
+        """An answer of the model to each of the first prompts, sampled as a run samples it."""
         folder = resolve_folder(self.run.model.path)
         check_generates(folder)
-        model = load_model(folder)
-        torch.manual_seed(self.run.train.seed)
-        answers = []
-        for number in range(min(most, len(self.rows))):
-            prompt, limit = self.rows.prompt_ids(number), self.run.rollout.max_new_tokens
-            ids, stops = _generate(model, self.tokenizer, prompt, most=limit)
-            ends = bool(ids) and ids[-1] in stops
-            text = str(self.tokenizer.decode(ids[:-1] if ends else ids))
-            answers.append(replace(self._answer(number, text, ids), finish="stop" if ends else "length"))
+        lm = load_model(folder)
+        model, seed = AnswerModel(lm, lm.device), self.run.train.seed
+        check_cache(model)
+        stops, vocabulary = find_stop_ids(lm, self.tokenizer), lm.config.get_text_config().vocab_size
+        texts = AnswerTexts(self.tokenizer, tuple(stops), vocabulary, self.run.rollout)
+        numbers = range(min(most, len(self.rows)))
+        prompts = [PromptToSample(number, self.rows.prompt_ids(number), key=0) for number in numbers]
+        parts = [PromptPart(prompt, range(1), prompt.number) for prompt in prompts]
+        parts.sort(key=lambda part: part.length)
+        found = sample_parts(model, parts, Drawing(texts.limits, seed, lm.device))
+        answers = [texts.to_score(self.rows, number, found[number], 0) for number in numbers]
         return ScoredAnswers(f"{len(answers)} answers of the model", answers, rewards.start(answers).parts())
 
     def _answer(self, number: int, text: str, ids: Sequence[int]) -> AnswerToScore:
@@ -133,27 +138,6 @@ def _reference_text(section: RewardConfig, record: Mapping[str, object]) -> str 
     if section.reward == "math" and not any(mark in text for mark in (r"\boxed", "$")):
         return rf"\boxed{{{text}}}"
     return f"```python\n{text}\n```" if section.reward == "code" and "```" not in text else text
-
-
-def _generate(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: list[int], *, most: int
-) -> tuple[list[int], list[int]]:
-    """Ids of an answer, and the ids that end one. Ids without a token are not drawn."""
-    stops = find_stop_ids(model, tokenizer)
-    absent = sorted(set(range(model.config.get_text_config().vocab_size)) - set(tokenizer.get_vocab().values()))
-    ids = torch.tensor([prompt], device=model.device)
-    with torch.no_grad():
-        out = model.generate(  # type: ignore[operator]
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=True,
-            **{"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0},
-            max_new_tokens=most,
-            eos_token_id=stops,
-            pad_token_id=stops[0],
-            suppress_tokens=absent or None,
-        )
-    return out[0, len(prompt) :].tolist(), stops
 
 
 def faults(sections: Sequence[RewardConfig], scored: Sequence[ScoredAnswers]) -> Iterator[str]:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -19,8 +19,8 @@ from ds_finetune.data.batches import BatchPlan, MicroBatch, eval_baseline, eval_
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.stream import StreamedRows
 from ds_finetune.engine.engine import Engine
-from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.engine.results import HeldOutScores
+from ds_finetune.engine.sampling.answers import SamplingLimits
 from ds_finetune.observers.checkpointing import Checkpointing, CheckpointPolicy
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matches
 from ds_finetune.observers.performance import Utilisation, peak_flops
@@ -278,12 +278,13 @@ class _HeldOutEvaluation:
     def exact_match(self) -> Mapping[str, float] | None:
         """Share of right answers to the first prompts of each set, and to those of all sets together."""
         generate, dp = self.run.config.eval.generate, batch_plan(self.run).dp
+        limits = SamplingLimits(generate.max_new_tokens, tuple(self.run.inputs.stop_ids))
         pairs = {name: rows.prompts_and_answers(generate.prompts) for name, rows in self.run.inputs.held_out.items()}
         answers: dict[str, tuple[list[str], list[str]]] = {}
         with self._phase("answers", sum(math.ceil(len(of_set) / dp) for of_set in pairs.values())) as line:
             is_over = line.before_each(self.signals.is_stop_requested)
             for name, of_set in pairs.items():
-                ids = self.engine.generate([prompt for prompt, _ in of_set], self._limits, is_over=is_over)
+                ids = self.engine.generate([prompt for prompt, _ in of_set], limits, is_over=is_over)
                 if ids is None:
                     return None
                 answers[name] = (self._texts(ids), self._texts([answer for _, answer in of_set]))
@@ -296,11 +297,6 @@ class _HeldOutEvaluation:
     def _baseline(self, rows: PreparedRows, plan: BatchPlan) -> Iterator[MicroBatch]:
         mismatched = mismatched_answers(self.run.plan, self.engine.objective, rows)
         return iter(()) if mismatched is None else eval_baseline(mismatched, plan, limit=self.run.config.eval.limit)
-
-    @cached_property
-    def _limits(self) -> GenerationLimits:
-        inputs, generate = self.run.inputs, self.run.config.eval.generate
-        return GenerationLimits(generate.max_new_tokens, inputs.stop_ids, inputs.pad_token_id)
 
     def _samples(
         self, name: str, pairs: Sequence[tuple[list[int], list[int]]], given: list[str], expected: list[str]

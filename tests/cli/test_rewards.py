@@ -48,7 +48,7 @@ def test_reference_answers_and_answers_of_the_model(tmp_path: Path, capsys: pyte
     assert "mine │ 1.000 │ - │ 0 │ 0 │" in out
     assert "format │ 0.000 │ - │ 0 │ 0 │" in out
     assert "2 answers of the model" in out
-    assert "train.jsonl line 2: number " in out
+    assert "train.jsonl line 2, answer 1: number " in out
     assert "prompt: '<|bos|><|user|>1+1<|assistant|>'" in out
 
 

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import eval_batches, training_batches
 from ds_finetune.engine.engine import Engine
-from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.engine.groups.collectives import all_gather_object, all_gather_scalar, all_reduce_max
 from ds_finetune.engine.groups.process_groups import Groups
 from ds_finetune.engine.rank_model import build_rank_model, start_teacher
+from ds_finetune.engine.sampling.answers import SamplingLimits
 from ds_finetune.features.feature import RankParts
 from ds_finetune.features.table import features_of
 from ds_finetune.model import routers
@@ -160,7 +160,7 @@ def test_a_step_and_an_evaluation(layout: str, rank: int) -> None:
         batch = next(iter(training_batches(every, batch_plan(engine.plan), start_step=0, total_rows=len(every))))
         result = engine.step(batch, lr=1e-3)
         held_out = engine.evaluate(islice(eval_batches(every, batch_plan(engine.plan)), 1))
-        engine.generate([[5, 6, 7]], GenerationLimits(2, [1], 0))
+        engine.generate([[5, 6, 7]], SamplingLimits(2, (1,)))
         list(engine.logits([[5, 6, 7]]))
     assert not result.skipped
     assert held_out is not None

@@ -51,6 +51,14 @@ class SampledAnswer(NamedTuple):
     """Marks of the experts that drew each token, [tokens, layers]; None where there are none, or a server sampled."""
 
 
+OnAnswer = Callable[[int, SampledAnswer], object]
+"""Gets the place of an answer among all answers, and the answer."""
+
+
+def ignore(_place: int, _answer: SampledAnswer) -> None:
+    """Do nothing with an answer."""
+
+
 @dataclass(frozen=True)
 class SamplingRequest:
     """`group_size` answers to each of `prompts`, which every rank asks for; their places count prompt x group_size +
@@ -72,7 +80,5 @@ class SamplingRequest:
     """
     on_forward: Callable[[], object] = lambda: None
     """Called before each forward of a rank, or as often as `is_over`."""
-    on_answer: Callable[[int, SampledAnswer], object] = lambda place, answer: None
-    """Called with the place of an answer and the answer itself as soon as it has ended: where it was sampled, or on one
-    rank where a server answers.
-    """
+    on_answer: OnAnswer = ignore
+    """Called as soon as an answer has ended: where it was sampled, or on one rank where a server answers."""

@@ -36,19 +36,12 @@ def _parts(layer: Any) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401 - a l
     return layer.keys, layer.values, layer.indexer_keys
 
 
-class _Columns:
-    """The columns of all layers: how many have tokens, and for how many there is memory."""
-
-    def __init__(self, used: int, reserved: int) -> None:
-        self.used, self.reserved = used, reserved
-
-
 class _RowLayer(DynamicIndexedLayer):
     """Keys and values of one layer; `update` writes the tokens of the column that the forward computes."""
 
-    def __init__(self, columns: _Columns) -> None:
+    def __init__(self, cache: "RowCache") -> None:
         super().__init__()
-        self._columns = columns
+        self._cache = cache
         self.parts: list[torch.Tensor | None] = [None, None, None]
 
     def update(  # type: ignore[override]
@@ -62,7 +55,7 @@ class _RowLayer(DynamicIndexedLayer):
         return self._write(2, indexer_key_states)
 
     def _write(self, index: int, token: torch.Tensor) -> torch.Tensor:
-        part, column = self.parts[index], self._columns.used
+        part, column = self.parts[index], self._cache.columns
         assert part is not None, index
         assert token.shape[-2] == 1, token.shape
         part[..., column : column + 1, :] = token
@@ -70,11 +63,11 @@ class _RowLayer(DynamicIndexedLayer):
 
     def get_seq_length(self) -> int:
         """Tokens before the running forward."""
-        return self._columns.used
+        return self._cache.columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys that a query of `query_length` tokens attends to, and the first of them."""
-        return self._columns.used + query_length, 0
+        return self._cache.columns + query_length, 0
 
 
 class RowCache(Cache):
@@ -87,10 +80,12 @@ class RowCache(Cache):
         """Take prompts of at most `columns` tokens, each for some of the rows. `longest` is the most columns that there
         will be.
         """
-        self._columns, self._longest = _Columns(columns, columns), longest
         super().__init__(layers=[])
+        self.columns = self._reserved = columns
+        """Columns with tokens, and those for which there is memory."""
+        self._longest = longest
         for prompt, of_prompt in prompts:
-            self.layers += [_RowLayer(self._columns) for _ in prompt.cache.layers[len(self.layers) :]]
+            self.layers += [_RowLayer(self) for _ in prompt.cache.layers[len(self.layers) :]]
             for layer, given in zip(self.layers, prompt.cache.layers, strict=True):
                 layer.parts = [
                     None if part is None else self._filled(whole, part, prompt, of_prompt, rows=rows)
@@ -100,33 +95,27 @@ class RowCache(Cache):
     def _filled(
         self, whole: torch.Tensor | None, part: torch.Tensor, prompt: ReadPrompt, of_prompt: slice, *, rows: int
     ) -> torch.Tensor:
-        columns, tokens = self._columns.used, part[prompt.row, ..., prompt.tokens, :]
+        columns, tokens = self.columns, part[prompt.row, ..., prompt.tokens, :]
         whole = part.new_zeros(rows, *part.shape[1:-2], columns, part.shape[-1]) if whole is None else whole
         whole[of_prompt, ..., columns - tokens.shape[-2] :, :] = tokens
         return whole
 
-    @property
-    def columns(self) -> int:
-        """Columns with tokens."""
-        return self._columns.used
-
     def begin_column(self) -> None:
         """Have memory for a further token of each row."""
-        columns = self._columns
-        if columns.used < columns.reserved:
+        if self.columns < self._reserved:
             return
-        columns.reserved = min(self._longest, max(columns.used + 1, int(columns.used * _GROWTH)))
+        self._reserved = min(self._longest, max(self.columns + 1, int(self.columns * _GROWTH)))
 
         def grow(part: torch.Tensor) -> torch.Tensor:
-            grown = part.new_empty(*part.shape[:-2], columns.reserved, part.shape[-1])
-            grown[..., : columns.used, :] = part
+            grown = part.new_empty(*part.shape[:-2], self._reserved, part.shape[-1])
+            grown[..., : self.columns, :] = part
             return grown
 
         self._replace(grow)
 
     def end_column(self) -> None:
         """Count the column that a forward has filled."""
-        self._columns.used += 1
+        self.columns += 1
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Drop all rows but these, int64 [kept rows]."""

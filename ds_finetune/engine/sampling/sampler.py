@@ -1,21 +1,208 @@
-"""Samples answers to prompts, which are distributed over the ranks, in batches as large as memory allows."""
+"""Samples answers to prompts, which are distributed over the ranks, in batches as large as memory allows: token by
+token, where rows whose answers have ended leave a batch.
+"""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from ds_finetune.engine.answer_weights import least_free_bytes, weights_for_answers
-from ds_finetune.engine.sampling.answer_model import AnswerModel
-from ds_finetune.engine.sampling.answers import SampledAnswer, SamplingRequest
-from ds_finetune.engine.sampling.batch import BatchOfAnswers, Drawing, PromptPart
-from ds_finetune.engine.sampling.cache_check import check_cache
-from ds_finetune.engine.sampling.row_cache import token_bytes
+from ds_finetune.engine.generation import least_free_bytes, weights_for_answers
+from ds_finetune.engine.sampling.answer_model import AnswerModel, check_cache
+from ds_finetune.engine.sampling.answers import (
+    Finish,
+    OnAnswer,
+    PromptToSample,
+    SampledAnswer,
+    SamplingLimits,
+    SamplingRequest,
+    ignore,
+)
+from ds_finetune.engine.sampling.noise import answer_keys, draw_tokens, id_keys
+from ds_finetune.engine.sampling.row_cache import ReadPrompt, RowCache, token_bytes
+from ds_finetune.errors import RunError
 from ds_finetune.features.routers import BalanceLoss
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
-from ds_finetune.plan.forward import rows_of_batch
+from ds_finetune.plan.forward import PROMPT_TOKENS, rows_of_batch
 from ds_finetune.plan.plan import Plan
+
+_KEPT_SHARE = 7 / 8
+"""Rows that have ended stay in the batch while this share has not, since the cache is copied where some leave."""
+_BROKEN = -1
+"""The token of an answer for which no token can be drawn, because its logits are not finite; it ends the answer."""
+
+
+def check_answers(answers: Iterable[SampledAnswer]) -> None:
+    """RunError where the logits of an answer were not finite; the same on all ranks that have the same answers."""
+    for answer in answers:
+        if answer.ids[-1] == _BROKEN:
+            raise RunError(
+                f"token {len(answer.ids)} of an answer cannot be drawn: logits are not finite",
+                hint="lower optim.lr, or train in bf16 or fp32 instead of fp16",
+            )
+
+
+@dataclass(frozen=True)
+class PromptPart:
+    """Some answers to one prompt, with their numbers in its group and the place of the first among all answers."""
+
+    prompt: PromptToSample
+    samples: range
+    place: int
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt.ids)
+
+
+@dataclass
+class _RunningAnswer:
+    place: int
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    experts: list[NDArray[np.int16]] = field(default_factory=list)
+    finish: Finish | None = None
+
+    def add(self, token: int, log_prob: float, limits: SamplingLimits) -> None:
+        self.ids.append(token)
+        self.log_probs.append(log_prob)
+        if token == _BROKEN:
+            # Not an error here, since other ranks wait for this one's forwards.
+            self.finish = "length"
+        elif token in limits.stop_ids or (limits.stops is not None and limits.stops(self.ids)):
+            self.finish = "stop"
+        elif len(self.ids) == limits.max_new_tokens:
+            self.finish = "length"
+
+    def sampled(self) -> SampledAnswer:
+        assert self.finish is not None
+        experts = np.stack(self.experts) if self.experts else None
+        return SampledAnswer(np.array(self.ids), np.array(self.log_probs, dtype=np.float32), self.finish, experts)
+
+
+class Drawing:
+    """How the tokens of answers are chosen from logits: by noise of `seed`, or with None the most probable one."""
+
+    def __init__(self, limits: SamplingLimits, seed: int | None, device: torch.device) -> None:
+        self.limits, self._seed, self._device = limits, seed, device
+        self._forbidden: torch.Tensor | None = None
+        self._of_ids = torch.zeros(0, dtype=torch.int64)
+
+    def keys(self, parts: Sequence[PromptPart]) -> torch.Tensor:
+        """A key of each answer, int64 [rows]."""
+        numbers = [(part.prompt.key, part.prompt.number, sample) for part in parts for sample in part.samples]
+        return answer_keys(self._seed or 0, numbers, self._device)
+
+    def tokens(self, logits: torch.Tensor, keys: torch.Tensor, *, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """An id for each row of `logits` fp32 [rows, vocabulary], and its log-probability among allowed ids."""
+        if self._forbidden is None:
+            self._forbidden, self._of_ids = self._of_vocabulary(logits.shape[1])
+        logits = logits.masked_fill_(self._forbidden, float("-inf"))
+        if self._seed is not None:
+            return draw_tokens(logits, keys, self._of_ids, position=position)
+        log_probs, ids = logits.log_softmax(dim=-1).max(dim=-1)
+        return ids, log_probs
+
+    def _of_vocabulary(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        allowed = torch.ones(size, dtype=torch.bool) if self.limits.allowed is None else self.limits.allowed
+        assert allowed.any(), self.limits
+        return ~allowed.to(self._device), id_keys(size, self._device)
+
+
+class BatchOfAnswers:
+    """The answers to `parts`, which are sorted by the lengths of their prompts."""
+
+    def __init__(self, model: AnswerModel, parts: Sequence[PromptPart], drawing: Drawing) -> None:
+        self._model, self._drawing = model, drawing
+        self._running = [_RunningAnswer(part.place + number) for part in parts for number in range(len(part.samples))]
+        self._answers = list(self._running)
+        self._keys = drawing.keys(parts)
+        lengths = [part.length for part in parts for _ in part.samples]
+        self._lengths = torch.tensor(lengths, device=model.device)
+        columns = max(lengths)
+        # Columns that the cache may have: the last token of an answer is not read.
+        longest = columns + drawing.limits.max_new_tokens - 1
+        self._is_key = None
+        if min(lengths) < columns:
+            first = (columns - self._lengths)[:, None, None, None]
+            self._is_key = torch.arange(longest, device=model.device) >= first
+        self._logits: list[torch.Tensor] = []
+        self._experts: list[NDArray[np.int16]] = []
+        """Marks of the experts of each row at the token after which the latest logits are; none without experts."""
+        self._cache = RowCache(self._read_prompts(parts), rows=len(lengths), columns=columns, longest=longest)
+
+    def _read_prompts(self, parts: Sequence[PromptPart]) -> Iterator[tuple[ReadPrompt, slice]]:
+        """The prompts with the rows that they fill; the cache of one forward is in memory at a time."""
+        begin, size = 0, max(1, PROMPT_TOKENS // parts[-1].length)
+        for first in range(0, len(parts), size):
+            some = parts[first : first + size]
+            prompts, logits = self._model.read_prompts([part.prompt.ids for part in some])
+            for place, (part, prompt, row) in enumerate(zip(some, prompts, logits, strict=True)):
+                self._logits.append(row.expand(len(part.samples), -1))
+                if self._model.routers is not None:
+                    self._experts += [self._model.routers.marks[place]] * len(part.samples)
+                yield prompt, slice(begin, begin + len(part.samples))
+                begin += len(part.samples)
+
+    def run(self, on_answer: OnAnswer) -> dict[int, SampledAnswer]:
+        """Sample until all answers have ended; returns them by their places. `on_answer` is called with the place of
+        each when it ends.
+        """
+        logits, self._logits = torch.cat(self._logits), []
+        with self._model.reading_tokens():
+            for position in range(self._drawing.limits.max_new_tokens):
+                ids = self._draw(logits, position, on_answer)
+                if all(answer.finish for answer in self._running):
+                    break
+                ids = self._drop_ended(ids)
+                is_key = None if self._is_key is None else self._is_key[..., : self._cache.columns + 1]
+                logits = self._model.read_tokens(ids, self._lengths + position, self._cache, is_key)
+                self._experts = [] if self._model.routers is None else list(self._model.routers.marks)
+        return {answer.place: answer.sampled() for answer in self._answers}
+
+    def _draw(self, logits: torch.Tensor, position: int, on_answer: OnAnswer) -> torch.Tensor:
+        """Add a token to each answer that runs; returns the tokens of all rows, int64 [rows]."""
+        drawn, log_probs = self._drawing.tokens(logits, self._keys, position=position)
+        ids = self._model.agreed(drawn.where(log_probs.isfinite(), _BROKEN))
+        for row, (answer, token, log_prob) in enumerate(
+            zip(self._running, ids.tolist(), log_probs.tolist(), strict=True)
+        ):
+            if answer.finish is None:
+                answer.experts += self._experts[row : row + 1]
+                answer.add(token, log_prob, self._drawing.limits)
+                if answer.finish and token != _BROKEN:
+                    on_answer(answer.place, answer.sampled())
+        return ids.clamp(min=0)
+
+    def _drop_ended(self, ids: torch.Tensor) -> torch.Tensor:
+        """Drop the rows of answers that have ended, where these are many enough; returns the tokens of the others."""
+        kept = [row for row, answer in enumerate(self._running) if answer.finish is None]
+        if len(kept) > _KEPT_SHARE * len(self._running):
+            return ids
+        self._running = [self._running[row] for row in kept]
+        rows = torch.tensor(kept, device=ids.device)
+        self._cache.keep_rows(rows)
+        self._keys, self._lengths = self._keys[rows], self._lengths[rows]
+        self._is_key = None if self._is_key is None else self._is_key[rows]
+        return ids[rows]
+
+
+def sample_parts(
+    model: AnswerModel, parts: Sequence[PromptPart], drawing: Drawing, on_answer: OnAnswer = ignore
+) -> dict[int, SampledAnswer]:
+    """Answers to parts by their places: all together, or those with prompts of one length."""
+    if model.takes_mixed_lengths:
+        return BatchOfAnswers(model, parts, drawing).run(on_answer) if parts else {}
+    answers: dict[int, SampledAnswer] = {}
+    for length in sorted({part.length for part in parts}):
+        group = [part for part in parts if part.length == length]
+        answers |= BatchOfAnswers(model, group, drawing).run(on_answer)
+    return answers
 
 
 def sample_prompts(
@@ -37,25 +224,15 @@ def sample_prompts(
             on_forward=request.on_forward,
             routers=next((each.routers for each in wrapped.module.extras if isinstance(each, BalanceLoss)), None),
         )
-        check_cache(model, wrapped.module.lm)
+        check_cache(model)
         rows = request.batch_rows or _rows_in_memory(model, plan, request)
         drawing = Drawing(request.limits, request.seed, device)
         for parts in _batches(request, plan, rows):
             if request.is_over():
                 return None
-            for group in sampled_together(parts, model):
-                answers |= BatchOfAnswers(model, group, drawing, request.limits).run(request.on_answer)
+            answers |= sample_parts(model, parts, drawing, request.on_answer)
             model.join_others()
     return answers
-
-
-def sampled_together(parts: Sequence[PromptPart], model: AnswerModel) -> Iterator[Sequence[PromptPart]]:
-    """The parts of a batch that are sampled together: all, or those with prompts of one length."""
-    if model.takes_mixed_lengths:
-        yield from [parts] if parts else []
-        return
-    for length in sorted({part.length for part in parts}):
-        yield [part for part in parts if part.length == length]
 
 
 def _rows_in_memory(model: AnswerModel, plan: Plan, request: SamplingRequest) -> int:

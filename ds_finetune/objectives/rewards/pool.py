@@ -49,25 +49,15 @@ class _LateError(Exception):
     """The process did not answer in time, and was killed."""
 
 
-def _is_ready(pipe: int, event: int) -> bool:
-    """Whether a pipe can be read or written now or soon, or its other end is closed."""
-    # Not select(2), which refuses file descriptors from 1024 on; a rank of a large cluster has as many sockets.
-    poll = select.poll()
-    poll.register(pipe, event)
-    return bool(poll.poll(200))
-
-
 class _Worker:
     """One process, which is started when it is first needed and again after it has ended."""
 
     def __init__(self, settings: Sequence[Mapping[str, Any]], log: IO[bytes]) -> None:
         self._settings, self._log = settings, log
         self._process: subprocess.Popen[bytes] | None = None
-        self._requests = self._replies = -1
-        self._read = b""
         self._is_closed = False
         self.at = 0
-        """Number of the reward that it computes, or has computed last."""
+        """Number of the reward that it computes, or cannot load."""
 
     def start(self) -> None:
         """Start the process unless it runs; RewardFaultError where a reward cannot be loaded."""
@@ -75,7 +65,6 @@ class _Worker:
             return
         if self._is_closed:
             raise _EndedError("is not needed any more")
-        self._read = b""
         # A session of its own: Ctrl-C reaches the program only, and what a reward starts is killed with it.
         self._process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM],
@@ -84,14 +73,9 @@ class _Worker:
             stderr=self._log,
             start_new_session=True,
         )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._requests, self._replies = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self._requests, False)
         limit = _START_SECONDS + max(map(seconds_of, self._settings))
         try:
-            self._send(self._settings, limit)
-            said = self._receive(limit)
+            said = self._reply(json.dumps(self._settings), limit)
         except _LateError:
             raise RewardFaultError(f"takes more than {limit:g} seconds to load") from None
         if said["error"]:
@@ -99,22 +83,14 @@ class _Worker:
             self.kill()
             raise RewardFaultError(said["error"])
 
-    def score(self, answer: AnswerToScore, known: dict[int, Part]) -> None:
-        """Add to `known` what each reward says of an answer, by its number; those in it are not asked again."""
-        self.at = 0
+    def score(self, at: int, answer: str) -> Part:
+        """What reward number `at` says of an answer, which is given as JSON."""
+        self.at = at
         self.start()
-        self._send({"answer": asdict(answer), "known": list(known)}, _START_SECONDS)
-        limit, is_stuck = _START_SECONDS, False
-        while len(known) < len(self._settings):
-            said = self._receive(limit)
-            if "part" in said:
-                known[self.at] = said["part"]
-                is_stuck |= "is_stuck" in said["part"]
-            else:
-                self.at = said["at"]
-                limit = seconds_of(self._settings[self.at]) + GRACE_SECONDS
-        if is_stuck:
+        said = self._reply(f"[{at}, {answer}]", seconds_of(self._settings[at]) + GRACE_SECONDS)
+        if "is_stuck" in said:
             self.kill()
+        return said
 
     def close(self) -> None:
         """End the process for good; a thread that waits for it hears of that."""
@@ -137,38 +113,34 @@ class _Worker:
             if self._process is not None:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _send(self, message: object, seconds: float) -> None:
-        rest = json.dumps(message).encode() + b"\n"
-        for _ in self._until(seconds):
-            if _is_ready(self._requests, select.POLLOUT):
-                try:
-                    rest = rest[os.write(self._requests, rest) :]
-                except BrokenPipeError:
-                    self._raise_ended()
-            if not rest:
-                return
-
-    def _receive(self, seconds: float) -> dict[str, Any]:
-        for _ in self._until(seconds):
-            if b"\n" not in self._read and _is_ready(self._replies, select.POLLIN):
-                new = os.read(self._replies, 2**16)
-                self._read += new
-                if not new:
-                    self._raise_ended()
-            if b"\n" in self._read:
-                break
-        line, _, self._read = self._read.partition(b"\n")
-        said: dict[str, Any] = json.loads(line)
-        return said
-
-    def _until(self, seconds: float) -> Iterator[None]:
-        """Repeat until the process has ended or used `seconds`. A pause of this machine counts as one of them."""
+    def _reply(self, message: str, seconds: float) -> dict[str, Any]:
+        """Send a line and read one. A pause of this machine counts as one of the `seconds`."""
         assert self._process is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        requests, replies = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(requests, False)
+        # Not select(2), which refuses file descriptors from 1024 on; a rank of a large cluster has as many sockets.
+        poll = select.poll()
+        poll.register(requests, select.POLLOUT)
+        poll.register(replies, select.POLLIN)
+        rest, line = message.encode() + b"\n", b""
         last, used = time.monotonic(), 0.0
         while used < seconds:
             has_ended = self._is_closed or self._process.poll() is not None
-            yield
-            if has_ended:
+            ready = dict(poll.poll(200))
+            if requests in ready:
+                with suppress(BrokenPipeError):
+                    rest = rest[os.write(requests, rest) :]
+                if not rest:
+                    poll.unregister(requests)
+            new = os.read(replies, 2**16) if replies in ready else b""
+            line += new
+            if line.endswith(b"\n"):
+                said: dict[str, Any] = json.loads(line)
+                return said
+            # Pipes may be closed before the process ends, or held open by what it has started.
+            if not new and (has_ended or replies in ready):
                 self._raise_ended()
             now = time.monotonic()
             last, used = now, used + min(now - last, 1.0)
@@ -294,7 +266,8 @@ class Rewards:
     def _score(self, answer: AnswerToScore) -> list[Part]:
         worker = self._idle.get()
         try:
-            return self._parts(worker, answer)
+            text = json.dumps(asdict(answer))
+            return [self._part(worker, at, text) for at in range(len(self.names))]
         finally:
             log = self._log.fileno()
             if os.fstat(log).st_size > _LOG_BYTES:
@@ -302,30 +275,19 @@ class Rewards:
                 os.write(log, f"This log had more than {_LOG_BYTES:,} bytes and was emptied here.\n".encode())
             self._idle.put(worker)
 
-    def _parts(self, worker: _Worker, answer: AnswerToScore) -> list[Part]:
-        """What the rewards say. One that ends its process is asked twice, one that is late once."""
-        known: dict[int, Part] = {}
-        said: Part = {}
-        ended_at = -1
-        while not said:
+    def _part(self, worker: _Worker, at: int, answer: str) -> Part:
+        """What a reward says. One that ends its process is asked twice, one that is late once."""
+        how, settings = "", self._settings[at]
+        for _ in range(2):
             try:
-                worker.score(answer, known)
-                break
+                return worker.score(at, answer)
             except _LateError:
-                settings = self._settings[worker.at]
-                late = late_part(settings, "and its process was killed")
-                known[worker.at] = {**late, "seconds": settings["timeout"]}
-            except _EndedError as ended:
-                error: Part = {"error": f"{ended}, twice", "seconds": 0.0}
-                if worker.at in known:
-                    # It ends before it computes any reward.
-                    said = error
-                elif worker.at == ended_at:
-                    known[worker.at] = error
-                ended_at = worker.at
+                return {**late_part(settings, "and its process was killed"), "seconds": settings["timeout"]}
             except RewardFaultError as fault:
-                said = {"error": str(fault), "seconds": 0.0}
-        return [known.get(at, said) for at in range(len(self.names))]
+                return {"error": str(fault), "seconds": 0.0}
+            except _EndedError as ended:
+                how = str(ended)
+        return {"error": f"{how}, twice", "seconds": 0.0}
 
 
 def check_files(sections: Sequence[RewardConfig]) -> None:

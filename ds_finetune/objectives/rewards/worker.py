@@ -1,4 +1,5 @@
-"""A process that computes rewards, started by pool.py. It reads one answer as a line of JSON, and writes lines back.
+"""A process that computes rewards, started by pool.py. It reads an answer and the number of a reward as a line of
+JSON, and writes a line back.
 
 Each reward has an alarm that raises an exception in it. Where that does not arrive, as in C code, a thread of
 faulthandler ends the process, and so does the process that started it. What rewards print goes to the log of the pool.
@@ -198,23 +199,6 @@ def _raise_time_is_up(_: int, __: FrameType | None) -> None:
     raise RewardAlarmError
 
 
-class _Replies:
-    """Writes lines to the process that started this one.
-
-    A process that a reward has forked, and that returned from the reward as well, ends when it writes here.
-    """
-
-    def __init__(self, pipe: int) -> None:
-        self._pipe, self._owner = pipe, os.getpid()
-
-    def write(self, message: Mapping[str, Any]) -> None:
-        if os.getpid() != self._owner:
-            os._exit(0)
-        line = json.dumps(message).encode() + b"\n"
-        while line:
-            line = line[os.write(self._pipe, line) :]
-
-
 def _load(every: list[Settings]) -> tuple[list[Scorer], str, int]:
     """The functions of all rewards; or the error of one, and its number."""
     scorers: list[Scorer] = []
@@ -237,21 +221,21 @@ def main() -> None:
     """Answer requests on standard input until it is closed, or the thread that started this process has ended. Rewards
     have none, and what they print goes to standard error.
     """
-    requests, replies = os.dup(0), os.dup(1)
+    requests, replies, owner = os.dup(0), os.dup(1), os.getpid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     # PR_SET_PDEATHSIG of prctl(2).
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
     # A scheduler that asks a run to end signals all of its processes; rewards are still needed until it has saved.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    out = _Replies(replies)
-    with os.fdopen(requests, "rb") as lines:
+    with os.fdopen(requests) as lines, os.fdopen(replies, "w") as out:
         every = json.loads(lines.readline())
         scorers, error, number = _load(every)
-        out.write({"error": error, "at": number})
+        print(json.dumps({"error": error, "at": number}), file=out, flush=True)
         for line in lines:
-            request = json.loads(line)
-            answer = AnswerToScore(**request["answer"])
-            for at in [at for at in range(len(every)) if at not in request["known"]]:
-                out.write({"at": at})
-                out.write({"part": run_reward(scorers[at], every[at], answer)})
+            at, answer = json.loads(line)
+            said = run_reward(scorers[at], every[at], AnswerToScore(**answer))
+            if os.getpid() != owner:
+                # A process that a reward has forked has returned from the reward as well.
+                os._exit(0)
+            print(json.dumps(said), file=out, flush=True)

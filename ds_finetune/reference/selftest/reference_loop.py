@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from ds_finetune.config.objectives import DistillObjective, ObjectiveConfig, SftObjective, is_distillation, is_grpo
 from ds_finetune.config.sections import MtpConfig
-from ds_finetune.engine.generation import GenerationLimits
+from ds_finetune.engine.sampling.answers import SamplingLimits
 from ds_finetune.foreign.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
 from ds_finetune.model.build.skeleton import Task
 from ds_finetune.model.weights.names import is_adapter
@@ -49,7 +49,7 @@ from ds_finetune.reference.selftest.plain_losses import (
 SFT = SftObjective()
 LR, BETAS, EPS = 1e-3, (0.9, 0.95), 1e-8
 PROMPTS = [ids[: 3 + 2 * number].tolist() for number, (ids, _) in enumerate(samples()[:5])]
-LIMITS = GenerationLimits(max_new_tokens=3, stop_ids=[1], pad_id=0)
+LIMITS = SamplingLimits(max_new_tokens=3, stop_ids=(1,))
 
 
 @dataclass
@@ -265,10 +265,8 @@ def _supervised_logits(model: nn.Module, ids: np.ndarray, labels: np.ndarray) ->
 
 
 def _answer(model: Any, prompt: list[int]) -> list[int]:  # noqa: ANN401 - a causal LM
-    ids, options = (
-        torch.tensor([prompt]),
-        {"max_new_tokens": LIMITS.max_new_tokens, "eos_token_id": LIMITS.stop_ids, "pad_token_id": LIMITS.pad_id},
-    )
+    ids, ends = torch.tensor([prompt]), list(LIMITS.stop_ids)
+    options = {"max_new_tokens": LIMITS.max_new_tokens, "eos_token_id": ends, "pad_token_id": 0}
     with torch.no_grad():
         out = model.eval().generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options)
     return [token for token in out[0, len(prompt) :].tolist() if token not in LIMITS.stop_ids]

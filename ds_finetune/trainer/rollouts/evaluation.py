@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -55,8 +56,13 @@ class RewardEvaluation:
             return None
         if self.collect is not None:
             self.collect([sample for name in greedy for sample in self._samples(name, greedy[name])])
-        names = greedy.keys() if _ALL in greedy else {_ALL: None, **greedy}
-        return {name: held_out_scores(_of_sets(greedy, name), _of_sets(sampled, name)) for name in names}
+        sets = {name: (greedy[name], sampled.get(name, [])) for name in greedy}
+        if _ALL not in sets:
+            greedy_of_all, sampled_of_all = (
+                list(chain.from_iterable(side)) for side in zip(*sets.values(), strict=True)
+            )
+            sets = {_ALL: (greedy_of_all, sampled_of_all), **sets}
+        return {name: held_out_scores(*of_set) for name, of_set in sets.items()}
 
     def _groups(self, size: int) -> dict[str, list[AnswerGroup]] | None:
         """For each prompt of each set a group of `size` sampled answers, or of the greedy answer where that is 0; None
@@ -69,25 +75,20 @@ class RewardEvaluation:
             sampled = self.source.sampler.sample(
                 rows, prompts, size or 1, greedy=not size, is_over=self.is_stop_requested
             )
-            groups = sampled.groups(self.source.rule)
+            groups = sampled.groups()
             if groups is None:
                 return None
             found[name] = groups
         return found
 
     def _samples(self, name: str, groups: Sequence[AnswerGroup]) -> Iterable[Sample]:
-        sampler, rows = self.source.sampler, self.source.run.inputs.held_out[name]
+        texts, rows = self.source.sampler.texts, self.source.run.inputs.held_out[name]
         columns = [section.read_column for section in self.source.run.config.rewards if section.read_column]
         for group in groups[:_MOST_SAMPLES]:
             value = column_of(rows.record(group.number), columns[0]) if columns else None
             expected = "" if value is None else str(value)
-            prompt, answer = sampler.prompt_text(rows, group.number), sampler.text(group.answers[0])
+            prompt, answer = texts.prompt_text(rows, group.number), texts.text(group.answers[0])
             yield Sample(0, name, prompt, answer, expected, f"reward {group.rewards[0]:.4g}")
-
-
-def _of_sets(groups: Mapping[str, list[AnswerGroup]], name: str) -> list[AnswerGroup]:
-    """The groups of a set, or those of all sets for the name that stands for all."""
-    return groups[name] if name in groups else [group for of_set in groups.values() for group in of_set]
 
 
 def held_out_scores(greedy: Sequence[AnswerGroup], sampled: Sequence[AnswerGroup]) -> HeldOutScores:

@@ -117,10 +117,10 @@ class RolloutSamples(LineFile):
         kept = [*order[: _SAMPLED_ANSWERS // 2], *order[_SAMPLED_ANSWERS // 2 :][-(_SAMPLED_ANSWERS // 2) :]]
         return {
             "row": rows.where(group.number),
-            "prompt": sampler.prompt_text(rows, group.number),
+            "prompt": sampler.texts.prompt_text(rows, group.number),
             "answers": [
                 {
-                    "text": sampler.text(group.answers[at]),
+                    "text": sampler.texts.text(group.answers[at]),
                     "reward": _number(group.rewards[at]),
                     "parts": {
                         name: _number(part) for name, part in zip(sampler.rewards.names, group.parts[at], strict=True)

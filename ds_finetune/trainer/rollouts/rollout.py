@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ds_finetune.checkpoint.commit import complete_steps, step_name
 from ds_finetune.checkpoint.folder import raise_on_every_rank
 from ds_finetune.checkpoint.tools import CHECKPOINTS
+from ds_finetune.config.objectives import GrpoObjective
 from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.sampling.answers import SampledAnswer
 from ds_finetune.errors import CheckpointError, OutputError
@@ -40,16 +41,6 @@ def mean_score(scores: Floats) -> float:
 
 
 @dataclass(frozen=True)
-class RewardRule:
-    """How the rewards of an answer become its advantage; keys of the objective, and the weights of the rewards."""
-
-    weights: Floats
-    scale: Literal["sum", "each"]
-    """How rewards are combined that advantages compare; with `each` they add up to 0 in a group."""
-    advantage: Literal["mean", "mean_std", "leave_one_out"]
-
-
-@dataclass(frozen=True)
 class AnswerGroup:
     """A prompt, the answers that were sampled to it, and how they were scored."""
 
@@ -68,11 +59,18 @@ class AnswerGroup:
 
     @classmethod
     def scored(
-        cls, prompt: tuple[int, int], answers: Sequence[SampledAnswer], parts: Floats, rule: RewardRule
+        cls,
+        prompt: tuple[int, int],
+        answers: Sequence[SampledAnswer],
+        parts: Floats,
+        weights: Floats,
+        section: GrpoObjective,
     ) -> "AnswerGroup":
-        """The group of a prompt, which is its draw and its number, with what follows from the scores of its answers."""
-        compared, total = (combine_rewards(parts, rule.weights, how) for how in (rule.scale, "sum"))
-        found = advantages(compared[None], rule.advantage)[0]
+        """The group of a prompt, which is its draw and its number, with what follows from the scores of its answers and
+        the weights of the rewards.
+        """
+        compared, total = (combine_rewards(parts, weights, how) for how in (section.reward_scale, "sum"))
+        found = advantages(compared[None], section.advantage)[0]
         return cls(*prompt, tuple(answers), parts, total, found, bool(has_spread(compared[None])[0]))
 
     @property

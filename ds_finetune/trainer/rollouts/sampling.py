@@ -3,21 +3,23 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.cluster.watchdog.progress import RankProgress
 from ds_finetune.config.objectives import GrpoObjective
+from ds_finetune.config.sections import RolloutConfig
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.engine.groups.collectives import all_gather_object
-from ds_finetune.engine.sampling.answers import PromptToSample, SampledAnswer, SamplingLimits, SamplingRequest
+from ds_finetune.engine.sampling.answers import PromptToSample, SampledAnswer, SamplingLimits, SamplingRequest, ignore
 from ds_finetune.errors import FinetuneError
 from ds_finetune.objectives.rewards.answers import AnswerToScore
 from ds_finetune.objectives.rewards.pool import Rewards
 from ds_finetune.trainer.prepare import PreparedRun
-from ds_finetune.trainer.rollouts.rollout import AnswerGroup, Floats, RewardRule
+from ds_finetune.trainer.rollouts.rollout import AnswerGroup, Floats
 
 PHASE = "rollout"
 """What the watchdog and the status call it."""
@@ -31,6 +33,54 @@ StartSampling = Callable[[SamplingRequest], Callable[[], Answers | None]]
 """Begins to sample what is requested, and returns a function that waits for all answers; both are collective. The
 engine of the run itself has them at once, a server samples them while the run does something else.
 """
+
+
+@dataclass(frozen=True)
+class AnswerTexts:
+    """The texts of prompts and answers, and where answers end."""
+
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: tuple[int, ...]
+    num_ids: int
+    """Size of the model's vocabulary."""
+    rollout: RolloutConfig
+
+    def text(self, answer: SampledAnswer) -> str:
+        """The text of an answer, without the token that ended it; other special tokens remain."""
+        ids = answer.ids.tolist()
+        ends = ids and ids[-1] in self.stop_ids
+        return str(self.tokenizer.decode(ids[:-1] if ends else ids))
+
+    def prompt_text(self, rows: PreparedRows, number: int) -> str:
+        """The text of a prompt as the model sees it."""
+        return str(self.tokenizer.decode(rows.prompt_ids(number)))
+
+    @cached_property
+    def limits(self) -> SamplingLimits:
+        """Where an answer ends, and which ids are never drawn: those that the tokenizer does not have."""
+        return SamplingLimits(
+            max_new_tokens=self.rollout.max_new_tokens,
+            stop_ids=self.stop_ids,
+            allowed=allowed_ids(self.tokenizer.get_vocab(), self.num_ids),
+            stops=self._has_stop if self.rollout.stop else None,
+        )
+
+    def _has_stop(self, ids: list[int]) -> bool:
+        """Whether the end of the tokens so far has one of the texts that end an answer."""
+        texts = self.rollout.stop
+        tail = self.tokenizer.decode(ids[-(max(map(len, texts)) + _TAIL) :])
+        return any(text in tail for text in texts)
+
+    def to_score(self, rows: PreparedRows, number: int, answer: SampledAnswer, at: int) -> AnswerToScore:
+        """What rewards get of answer number `at` to a prompt."""
+        return AnswerToScore(
+            record=rows.record(number),
+            prompt=self.prompt_text(rows, number),
+            text=self.text(answer),
+            ids=answer.ids.tolist(),
+            finish=answer.finish,
+            where=f"{rows.where(number)}, answer {at + 1}",
+        )
 
 
 class SampledGroups:
@@ -55,9 +105,9 @@ class SampledGroups:
         """Begin to score an answer on this rank."""
         self._places.append(place)
         prompt, at = divmod(place, self._size)
-        self._pending.add(self._sampler.to_score(self._rows, self._prompts[prompt][1], answer, at))
+        self._pending.add(self._sampler.texts.to_score(self._rows, self._prompts[prompt][1], answer, at))
 
-    def groups(self, rule: RewardRule) -> list[AnswerGroup] | None:
+    def groups(self) -> list[AnswerGroup] | None:
         """The groups with their scores, for which this waits; None where the request was over before. Collective:
         RewardError on every rank where a reward is at fault on one.
         """
@@ -80,8 +130,9 @@ class SampledGroups:
             unparsed += number
         self.noted |= {"reward": time.perf_counter() - began, "unparsed": unparsed}
         parts = scores.reshape(len(self._prompts), self._size, -1)
+        weights, section = self._sampler.rewards.weights, self._sampler.objective
         return [
-            AnswerGroup.scored(prompt, of_prompt, of_group, rule)
+            AnswerGroup.scored(prompt, of_prompt, of_group, weights, section)
             for prompt, of_prompt, of_group in zip(self._prompts, answers, parts, strict=True)
         ]
 
@@ -103,6 +154,7 @@ class Sampler:
     start: StartSampling
     rewards: Rewards
     progress: RankProgress
+    texts: AnswerTexts
 
     def sample(
         self,
@@ -123,27 +175,17 @@ class Sampler:
         request = SamplingRequest(
             [PromptToSample(number, rows.prompt_ids(number), key=draw) for draw, number in prompts],
             group_size=size,
-            limits=self.limits,
+            limits=self.texts.limits,
             seed=None if greedy else self.run.plan.seed,
             batch_rows=None if (rows_at_once := self.run.config.rollout.batch_rows) == "auto" else rows_at_once,
             is_over=is_over,
             # So that the watchdog sees that a long rollout is no hang.
             on_forward=self.progress.restart_limit,
-            on_answer=found.score if is_first else lambda place, answer: None,
+            on_answer=found.score if is_first else ignore,
         )
         found.wait = self.start(request)
         found.noted["sample"] = time.perf_counter() - began
         return found
-
-    def text(self, answer: SampledAnswer) -> str:
-        """The text of an answer, without the token that ended it; other special tokens remain."""
-        ids = answer.ids.tolist()
-        ends = ids and ids[-1] in self.run.inputs.stop_ids
-        return str(self.run.inputs.tokenizer.decode(ids[:-1] if ends else ids))
-
-    def prompt_text(self, rows: PreparedRows, number: int) -> str:
-        """The text of a prompt as the model sees it."""
-        return str(self.run.inputs.tokenizer.decode(rows.prompt_ids(number)))
 
     @property
     def objective(self) -> GrpoObjective:
@@ -151,33 +193,6 @@ class Sampler:
         section = self.run.config.objective
         assert isinstance(section, GrpoObjective)
         return section
-
-    @cached_property
-    def limits(self) -> SamplingLimits:
-        """Where an answer ends, and which ids are never drawn: those that the tokenizer does not have."""
-        inputs, rollout = self.run.inputs, self.run.config.rollout
-        return SamplingLimits(
-            max_new_tokens=rollout.max_new_tokens,
-            stop_ids=tuple(inputs.stop_ids),
-            allowed=allowed_ids(inputs.tokenizer.get_vocab(), int(inputs.hf_config.vocab_size)),
-            stops=partial(self._has_stop, tuple(rollout.stop)) if rollout.stop else None,
-        )
-
-    def _has_stop(self, texts: Sequence[str], ids: list[int]) -> bool:
-        """Whether the end of the tokens so far has one of `texts`."""
-        tail = self.run.inputs.tokenizer.decode(ids[-(max(map(len, texts)) + _TAIL) :])
-        return any(text in tail for text in texts)
-
-    def to_score(self, rows: PreparedRows, number: int, answer: SampledAnswer, at: int) -> AnswerToScore:
-        """What rewards get of answer number `at` to a prompt."""
-        return AnswerToScore(
-            record=rows.record(number),
-            prompt=self.prompt_text(rows, number),
-            text=self.text(answer),
-            ids=answer.ids.tolist(),
-            finish=answer.finish,
-            where=f"{rows.where(number)}, answer {at + 1}",
-        )
 
 
 def allowed_ids(vocabulary: Mapping[str, int], num_ids: int) -> torch.Tensor | None:

@@ -4,9 +4,10 @@ before the steps that train them, and the place from which all of this resumes.
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,26 +22,14 @@ from ds_finetune.objectives.rewards.pool import open_rewards
 from ds_finetune.trainer.batches import batch_plan, total_rows
 from ds_finetune.trainer.loop import Progress
 from ds_finetune.trainer.prepare import PreparedRun
-from ds_finetune.trainer.rollouts.rollout import AnswerGroup, RewardRule, Rollout, RolloutFiles, TokenNumbers
-from ds_finetune.trainer.rollouts.sampling import PHASE, SampledGroups, Sampler
+from ds_finetune.trainer.rollouts.rollout import AnswerGroup, Rollout, RolloutFiles, TokenNumbers
+from ds_finetune.trainer.rollouts.sampling import PHASE, AnswerTexts, SampledGroups, Sampler
 from ds_finetune.trainer.rollouts.vllm import ServerLostError, sampling_started
 
 LOST = (ServerLostError, RewardError)
 """Errors after which the steps that are done are saved."""
 MOST_DRAWS = 4
 """With `no_spread: resample` a rollout draws at most so many times its number of prompts."""
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """A rollout whose answers are sampled, and whose rewards are being computed."""
-
-    first: int
-    steps: int
-    done: int
-    """Steps that were done when its answers were sampled."""
-    draws: range
-    sampled: SampledGroups
 
 
 class RolloutSource:
@@ -55,15 +44,16 @@ class RolloutSource:
         """Why no scored answers come any more, as one of `LOST`."""
         self._left = 0
         """How many of its steps follow."""
-        self._ahead: _Begun | Rollout | None = None
-        """The rollout after it, which is sampled before its steps where the run file says so."""
+        self._ahead: Rollout | Callable[[], Rollout] | None = None
+        """The rollout after it, which is sampled before its steps where the run file says so, or what waits for its
+        rewards.
+        """
         self._resumed: dict[str, Any] = {}
         self._engine, self._files = engine, files
         self._plan = batch_plan(run)
         self._objective = sampler.objective
         self._steps = run.config.rollout.steps_per_rollout
         self._per_epoch = rows_per_epoch(self.rows, self._plan)
-        self.rule = RewardRule(sampler.rewards.weights, self._objective.reward_scale, self._objective.advantage)
 
     def state(self) -> dict[str, Any]:
         """The file that a run needs to resume, by its step; empty where no rollout has steps that are not done.
@@ -83,7 +73,7 @@ class RolloutSource:
         is none: who resumes samples it by the weights of then.
         """
         try:
-            ahead = None if self._ahead is None else self._scored(self._ahead)
+            ahead = self._ahead() if callable(self._ahead) else self._ahead
         except LOST as lost:
             self.lost, ahead = lost, None
         self._ahead = ahead
@@ -123,20 +113,24 @@ class RolloutSource:
             batch = self._batch(self.latest, step - self.latest.first)
             yield replace(batch, position=Position(*divmod(cursor, self._per_epoch)))
 
-    def _begin(self, first: int, cursor: int, *, done: int) -> "_Begun":
-        """Sample answers to the prompts from draw `cursor` on, after `done` steps, for those from step `first` on."""
+    def _begin(self, first: int, cursor: int, *, done: int) -> Callable[[], Rollout]:
+        """Sample answers to the prompts from draw `cursor` on, after `done` steps, for those from step `first` on;
+        returns what waits for their rewards.
+        """
         steps = min(self._steps, self.run.schedule.steps - first)
         draws = range(cursor, cursor + self._num_prompts(first, first + steps))
-        return _Begun(first, steps, done, draws, self._sample(draws))
+        empty = Rollout(first, (), (), draws.stop, steps, done)
+        return partial(self._scored, empty, draws, self._sample(draws))
 
     def _sample(self, draws: range) -> SampledGroups:
         with self.sampler.progress.during(PHASE):
             prompts = [(draw, row_id(draw, self._per_epoch, self._plan)) for draw in draws]
             return self.sampler.sample(self.rows, prompts, self._objective.group_size)
 
-    def _complete(self, begun: "_Begun | Rollout") -> Rollout:
+    def _complete(self, begun: Rollout | Callable[[], Rollout]) -> Rollout:
         """The rollout with all that its steps need."""
-        rollout, began = self._scored(begun), time.perf_counter()
+        rollout = begun() if callable(begun) else begun
+        began = time.perf_counter()
         with self.sampler.progress.during(PHASE):
             rollout = self._with_log_probs(rollout)
         return replace(rollout, noted={**rollout.noted, "log_probs": time.perf_counter() - began})
@@ -146,30 +140,28 @@ class RolloutSource:
         per_step = self.run.config.rollout.prompts_per_step
         return min(end * per_step, total_rows(self.run, self.rows)) - start * per_step
 
-    def _scored(self, begun: "_Begun | Rollout") -> Rollout:
+    def _scored(self, empty: Rollout, draws: range, sampled: SampledGroups) -> Rollout:
         """The rollout with the rewards of its answers; with `no_spread: resample` further prompts are drawn."""
-        if isinstance(begun, Rollout):
-            return begun
         mode, groups, noted = self._objective.no_spread, list[AnswerGroup](), Counter[str]()
-        draws, sampled, prompts = begun.draws, begun.sampled, len(begun.draws)
+        prompts = len(draws)
         end = draws.start + MOST_DRAWS * prompts
         while True:
             with self.sampler.progress.during(PHASE):
-                groups += sampled.groups(self.rule) or ()
+                groups += sampled.groups() or ()
             noted.update(sampled.noted)
             missing = prompts - sum(group.has_spread for group in groups) if mode == "resample" else 0
             draws = range(draws.stop, min(draws.stop + missing, end))
             if not draws:
                 break
             sampled = self._sample(draws)
-        if not begun.first and all(np.isnan(group.rewards).all() for group in groups):
+        if not empty.first and all(np.isnan(group.rewards).all() for group in groups):
             raise RewardError(
                 f"no reward applies to any of the {len(groups) * self._objective.group_size} answers of the first "
                 f"rollout: {', '.join(self.sampler.rewards.names)} returned None",
                 hint="return a number; None is for answers to which a reward does not apply",
             )
         trained = tuple(place for place, group in enumerate(groups) if mode == "count" or group.has_spread)
-        return Rollout(begun.first, tuple(groups), trained, draws.start, begun.steps, begun.done, noted)
+        return replace(empty, groups=tuple(groups), trained=trained, until=draws.start, noted=noted)
 
     def _with_log_probs(self, rollout: Rollout) -> Rollout:
         """The rollout with log-probabilities of the reference, and with those that the steps after the first one
@@ -229,6 +221,8 @@ def open_rollouts(run: PreparedRun, engine: Engine, progress: RankProgress) -> I
         open_rewards(sections, ranks_here=world.local_world_size, log=log) as rewards,
         sampling_started(run, engine, progress) as start,
     ):
-        sampler = Sampler(run, start, rewards, progress)
-        engine.allow_only(sampler.limits.allowed)
+        rollout, vocabulary = run.config.rollout, int(run.inputs.hf_config.vocab_size)
+        texts = AnswerTexts(run.inputs.tokenizer, tuple(run.inputs.stop_ids), vocabulary, rollout)
+        sampler = Sampler(run, start, rewards, progress, texts)
+        engine.allow_only(sampler.texts.limits.allowed)
         yield RolloutSource(run, engine, sampler, files)

@@ -26,7 +26,7 @@ from ds_finetune.trainer.exports import export
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.rollouts.rollout import FOLDER
 from ds_finetune.trainer.rollouts.sampling import Answers, StartSampling
-from ds_finetune.trainer.rollouts.vllm_server import Floats, VllmServer, results_of
+from ds_finetune.trainer.rollouts.vllm_server import Floats, T, VllmServer, results_of
 
 _AT_ONCE = 256
 """Requests that are under way at a time where rollout.batch_rows is auto; each has all answers of a group."""
@@ -122,8 +122,8 @@ class VllmEngine:
     def _collect(self, begun: "_Answers") -> None:
         """Wait until the server has sampled what was begun, or has failed; nothing is begun then."""
         while not begun.is_whole and begun.error is None:
-            arrived, begun.error = all_gather_object(self._arrived(begun))[0]
-            for place, answers in arrived.items():
+            arrived, begun.error = all_gather_object(self._tried(lambda _: begun.take()))[0]
+            for place, answers in (arrived or {}).items():
                 self._take(begun, place, answers)
             if begun.request.is_over():
                 break
@@ -140,18 +140,11 @@ class VllmEngine:
 
     def _take(self, begun: "_Answers", place: int, answers: Sequence[SampledAnswer]) -> None:
         """Take the answers to the prompt at `place`, of which one rank tells."""
-        request, mesh = begun.request, self._run.plan.mesh
+        request, plan = begun.request, self._run.plan
         begun.found[place] = [_cut(answer, request.limits) for answer in answers]
-        if place % self._run.plan.zero_ranks == mesh.place("dp") * mesh.sp + mesh.place("sp"):
+        if place % plan.zero_ranks == plan.mesh.place("dp") * plan.mesh.sp + plan.mesh.place("sp"):
             for number, answer in enumerate(begun.found[place]):
                 request.on_answer(place * request.group_size + number, answer)
-
-    def _arrived(self, begun: "_Answers") -> tuple[dict[int, list[SampledAnswer]], FinetuneError | None]:
-        """The answers of a moment by the places of their prompts, and the error of a server that has failed."""
-        try:
-            return begun.take(), None
-        except ServeError as failed:
-            return {}, self._lost(failed)
 
     def close(self) -> None:
         """End what the server is sampling, and remove the folders of weights."""
@@ -169,19 +162,21 @@ class VllmEngine:
             shutil.rmtree(old, ignore_errors=True)
         self._server = check_server(self._run)
 
-    def _attempt(self, work: Callable[[VllmServer], None]) -> None:
-        """Do on rank zero what may find that the server has failed; the error is raised on every rank."""
-        error = None
-        if self._engine.is_rank_zero:
-            try:
-                work(self._server)  # type: ignore[arg-type]
-            except ServeError as failed:
-                error = self._lost(failed)
-        raise_on_every_rank(error)
+    def _attempt(self, work: Callable[[VllmServer], object]) -> None:
+        """Do what may find on rank zero that the server has failed; the error is raised on every rank."""
+        raise_on_every_rank(self._tried(work)[1])
 
-    def _lost(self, error: ServeError) -> ServeError | ServerLostError:
-        """The error for a failure: before the first answers it is one of the start."""
-        return ServerLostError(error.message, hint=error.hint) if self._has_answered else error
+    def _tried(self, work: Callable[[VllmServer], T]) -> tuple[T | None, FinetuneError | None]:
+        """What `work` returns on rank zero, or the error of a server that has failed, which before its first answers is
+        one of the start.
+        """
+        if not self._engine.is_rank_zero:
+            return None, None
+        try:
+            return work(self._server), None  # type: ignore[arg-type]
+        except ServeError as failed:
+            lost = ServerLostError(failed.message, hint=failed.hint)
+            return None, lost if self._has_answered else failed
 
     def _update(self) -> None:
         """Let the server load the weights of this moment, unless it has them, and compare what they compute."""

@@ -54,11 +54,11 @@ class VllmServer:
         """Check that it is a vLLM server in dev mode, whose model has the values of config.json in `shape`, and takes
         `max_tokens` tokens of prompt and answer.
         """
-        models = self._get("/v1/models", found="is no vLLM server: it has no route /v1/models", hint=START)
+        models = self._request("/v1/models", missing="is no vLLM server: it has no route /v1/models")
         missing = "is not in dev mode: it has no route {}, by which it is told to load weights"
         for route in ("/weight_info", "/is_paused"):
-            self._get(route, found=missing.format(route), hint=START)
-        info = self._get("/server_info?config_format=json", found=missing.format("/server_info"), hint=START)
+            self._request(route, missing=missing.format(route))
+        info = self._request("/server_info?config_format=json", missing=missing.format("/server_info"))
         try:
             model = models["data"][0]
             self.name, longest, folder = model["id"], model["max_model_len"], Path(model["root"])
@@ -83,18 +83,18 @@ class VllmServer:
 
     def load(self, folder: Path, version: str) -> None:
         """Load the weights of a folder, which it must not have loaded before, and give them the name `version`."""
-        self._post("/pause?mode=abort", {})
-        self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
-        cache = self._post("/reset_prefix_cache", {})
+        self._request("/pause?mode=abort", {})
+        self._request("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+        cache = self._request("/reset_prefix_cache", {})
         if not (isinstance(cache, dict) and cache.get("success")):
             raise self._error(f"has not emptied its prefix cache: {cache}", "see its output; then start both again")
-        self._post("/update_weight_version", {"new_version": version})
-        self._post("/resume", {})
+        self._request("/update_weight_version", {"new_version": version})
+        self._request("/resume", {})
         self.check_version(version)
 
     def check_version(self, version: str) -> None:
         """Check that the weights have the name `version`: another one was not set, or another run uses the server."""
-        found = self._get("/weight_info").get("weight_version")
+        found = self._request("/weight_info").get("weight_version")
         if found != version:
             raise self._error(
                 f"has weights of version {found}, and this run has loaded {version}",
@@ -145,11 +145,11 @@ class VllmServer:
 
     def abort(self) -> None:
         """End all requests that are under way."""
-        self._request("/abort_requests", b"{}", seconds=_SECONDS)
+        self._request("/abort_requests", {}, seconds=_SECONDS)
 
     def check_health(self) -> None:
         """Check that it still answers."""
-        self._request("/health", None, seconds=_SECONDS)
+        self._request("/health")
 
     def _answer(self, choice: Mapping[str, Any]) -> SampledAnswer:
         ids, log_probs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
@@ -163,22 +163,18 @@ class VllmServer:
 
     def _complete(self, prompt: Sequence[int], **settings: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - JSON
         body = {"model": self.name, "prompt": list(prompt), "return_token_ids": True, **settings}
-        choices: list[dict[str, Any]] = self._post("/v1/completions", body).get("choices") or []
+        choices: list[dict[str, Any]] = self._request("/v1/completions", body).get("choices") or []
         return choices
 
-    def _post(self, route: str, body: object) -> Any:  # noqa: ANN401 - JSON
-        return self._request(route, json.dumps(body).encode(), seconds=_LONG_SECONDS)
-
-    def _get(self, route: str, *, found: str = "", hint: str = START) -> Any:  # noqa: ANN401 - JSON
-        """What a route answers; `found` says what is wrong where the server does not have it."""
-        return self._request(route, None, seconds=_SECONDS, missing=found, hint=hint)
-
-    def _request(
-        self, route: str, body: bytes | None, *, seconds: float, missing: str = "", hint: str = "see its output"
-    ) -> Any:  # noqa: ANN401 - JSON
+    def _request(self, route: str, body: object = None, *, seconds: float | None = None, missing: str = "") -> Any:  # noqa: ANN401 - JSON
+        """What a route answers to a GET, or to a POST of `body`; `missing` says what is wrong where there is no such
+        route.
+        """
+        data, hint = (None, START) if body is None else (json.dumps(body).encode(), "see its output")
+        seconds = seconds or (_SECONDS if body is None else _LONG_SECONDS)
         key = os.environ.get(API_KEY)
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        request = urllib.request.Request(self.address + route, data=body, headers=headers)
+        request = urllib.request.Request(self.address + route, data=data, headers=headers)
         try:
             with self._opener.open(request, timeout=seconds) as answer:
                 text = answer.read().decode()

@@ -7,12 +7,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ds_finetune.engine.sampling import cache_check
-from ds_finetune.engine.sampling.answer_model import AnswerModel
+from ds_finetune.engine.sampling import answer_model
+from ds_finetune.engine.sampling.answer_model import AnswerModel, check_cache
 from ds_finetune.engine.sampling.answers import PromptToSample, SampledAnswer, SamplingLimits
-from ds_finetune.engine.sampling.batch import BatchOfAnswers, Drawing, PromptPart, check_answers
-from ds_finetune.engine.sampling.cache_check import check_cache
-from ds_finetune.engine.sampling.sampler import sampled_together
+from ds_finetune.engine.sampling.sampler import Drawing, PromptPart, check_answers, sample_parts
 from ds_finetune.errors import ModelError, RunError
 from ds_finetune.model.attention.by_document import BY_DOCUMENT
 from ds_finetune.model.build.skeleton import build_skeleton
@@ -48,9 +46,8 @@ def _sampled(
 ) -> list[SampledAnswer]:
     model = AnswerModel(lm, CPU)
     parts = [PromptPart(prompt, samples, place * len(samples)) for place, prompt in enumerate(prompts)]
-    drawing, found = Drawing(limits, None if greedy else SEED, CPU), dict[int, SampledAnswer]()
-    for group in sampled_together(sorted(parts, key=lambda part: part.length), model):
-        found |= BatchOfAnswers(model, group, drawing, limits).run(lambda place, answer: None)
+    drawing = Drawing(limits, None if greedy else SEED, CPU)
+    found = sample_parts(model, sorted(parts, key=lambda part: part.length), drawing)
     return [found[place] for place in range(len(prompts) * len(samples))]
 
 
@@ -174,20 +171,20 @@ def test_a_type_without_a_row_in_the_table_is_tried_first(monkeypatch: pytest.Mo
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4}
     ours, plain = (_generic("mistral", **heads) for _ in range(2))
     ours.config._attn_implementation = BY_DOCUMENT
-    check_cache(AnswerModel(ours, CPU), ours)
+    check_cache(AnswerModel(ours, CPU))
     prompts = prompts_of(LENGTHS)
     for prompt, answer in zip(prompts, _sampled(ours, prompts, range(1)), strict=True):
         assert_same(answer, plain_answer(plain, prompt, 0, LIMITS))
-    monkeypatch.setattr(cache_check, "_LIMITS", {torch.float32: 0.0})
-    check_cache(AnswerModel(ours, CPU), ours)
+    monkeypatch.setattr(answer_model, "_LIMITS", {torch.float32: 0.0})
+    check_cache(AnswerModel(ours, CPU))
     with pytest.raises(ModelError, match="`mistral` cannot be sampled: with a cache its logits differ by"):
-        check_cache(AnswerModel(plain, CPU), plain)
+        check_cache(AnswerModel(plain, CPU))
 
 
 def test_layers_with_another_state_are_refused_by_name() -> None:
     mamba = _generic("mamba", state_size=4)
     with pytest.raises(ModelError, match="`mamba` cannot be sampled: it has linear_attention"):
-        check_cache(AnswerModel(mamba, CPU), mamba)
+        check_cache(AnswerModel(mamba, CPU))
 
 
 def test_logits_that_are_not_finite_are_an_error() -> None:

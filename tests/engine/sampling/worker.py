@@ -17,13 +17,13 @@ from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.answer_batches import ScoredAnswer, answer_batch
 from ds_finetune.data.batches import Batch
-from ds_finetune.engine import answer_weights
+from ds_finetune.engine import generation
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.sampling.answers import PromptToSample, SampledAnswer, SamplingLimits, SamplingRequest
-from ds_finetune.engine.sampling.batch import Drawing
+from ds_finetune.engine.sampling.sampler import Drawing
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import RunError
 from ds_finetune.plan.plan import make_plan
@@ -79,7 +79,7 @@ def main() -> None:
                 tree["train"] |= {"global_batch_size": 2 * prompts, "micro_batch_size": 2}
             config = RunConfig.model_validate(tree)
             # Nothing fits into no memory, so that each layer is gathered for each token.
-            answer_weights.WEIGHTS_SHARE = 0.0 if name == "zero3-layers" else 0.5
+            generation.WEIGHTS_SHARE = 0.0 if name == "zero3-layers" else 0.5
             plan = make_plan(RunSettings.of(config), world=world, device=device)
             with start_engine(plan, model_of(config)) as engine:
                 found[name] = _sampled(engine, has_step=name in WITH_STEP)

@@ -16,16 +16,17 @@ import pytest
 import torch
 
 from ds_finetune.checkpoint.commit import step_name
+from ds_finetune.config.objectives import GrpoObjective
 from ds_finetune.config.sections import RolloutConfig
 from ds_finetune.engine.sampling.answers import SampledAnswer, SamplingRequest
 from ds_finetune.objectives.rewards.pool import open_rewards
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.trainer.rollouts.evaluation import RewardEvaluation, held_out_scores, ks, pass_at
-from ds_finetune.trainer.rollouts.rollout import AnswerGroup, RewardRule, Rollout, RolloutFiles
-from ds_finetune.trainer.rollouts.sampling import Sampler, allowed_ids
+from ds_finetune.trainer.rollouts.rollout import AnswerGroup, Rollout, RolloutFiles
+from ds_finetune.trainer.rollouts.sampling import AnswerTexts, Sampler, allowed_ids
 from tests.objectives.rewards.scoring import section_of
 
-RULE = RewardRule(np.array([1.0, 0.5]), "sum", "mean")
+WEIGHTS, SECTION = np.array([1.0, 0.5]), GrpoObjective(name="grpo")
 NAN = float("nan")
 
 
@@ -40,7 +41,7 @@ def group(draw: int, parts: list[list[float]]) -> AnswerGroup:
         )
         for length in range(1, len(parts) + 1)
     ]
-    return AnswerGroup.scored((draw, draw % 3), answers, np.array(parts), RULE)
+    return AnswerGroup.scored((draw, draw % 3), answers, np.array(parts), WEIGHTS, SECTION)
 
 
 def test_rewards_of_a_group_are_weighed_and_compared() -> None:
@@ -57,10 +58,10 @@ def test_rewards_of_a_group_are_weighed_and_compared() -> None:
 
 def test_rewards_that_are_scaled_one_by_one_are_reported_as_sums() -> None:
     """A greedy answer is a group of one, which scaling would make 0 whatever its score."""
-    rule = RewardRule(np.array([1.0, 0.5]), "each", "mean")
+    rule = (WEIGHTS, GrpoObjective(name="grpo", reward_scale="each"))
     (answer, other) = group(0, [[1, 0], [0, 1]]).answers
-    assert AnswerGroup.scored((0, 0), [answer], np.array([[1.0, 1.0]]), rule).rewards.tolist() == [1.5]
-    both = AnswerGroup.scored((0, 0), [answer, other], np.array([[1.0, 1.0], [0.0, 1.0]]), rule)
+    assert AnswerGroup.scored((0, 0), [answer], np.array([[1.0, 1.0]]), *rule).rewards.tolist() == [1.5]
+    both = AnswerGroup.scored((0, 0), [answer, other], np.array([[1.0, 1.0], [0.0, 1.0]]), *rule)
     assert both.rewards.tolist() == [1.5, 0.5]
     assert both.advantages.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])
     assert both.has_spread
@@ -159,12 +160,15 @@ def _start(request: SamplingRequest, seen: Path) -> Any:
     return lambda: [answers for _ in request.prompts]
 
 
-def _run_of() -> Any:
+def _texts() -> AnswerTexts:
     tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(str, ids)), get_vocab=lambda: {"a": 0})
+    return AnswerTexts(tokenizer, (9,), 10, RolloutConfig())  # type: ignore[arg-type]
+
+
+def _run_of() -> Any:
     return SimpleNamespace(
         plan=SimpleNamespace(mesh=Mesh(0, 1), dp=1, seed=3),
-        config=SimpleNamespace(rollout=RolloutConfig()),
-        inputs=SimpleNamespace(tokenizer=tokenizer, stop_ids=(9,), hf_config=SimpleNamespace(vocab_size=10)),
+        config=SimpleNamespace(rollout=RolloutConfig(), objective=SECTION),
     )
 
 
@@ -172,9 +176,9 @@ def test_rewards_run_while_other_answers_are_sampled(tmp_path: Path, monkeypatch
     monkeypatch.setattr("ds_finetune.trainer.rollouts.sampling.all_gather_object", lambda mine: [mine])
     seen, sections = tmp_path / "seen", ["exact_match", ":counts_calls"]
     with open_rewards([section_of(each) for each in sections], workers=1) as rewards:
-        sampler = Sampler(_run_of(), partial(_start, seen=seen), rewards, SimpleNamespace(restart_limit=None))  # type: ignore[arg-type]
+        sampler = Sampler(_run_of(), partial(_start, seen=seen), rewards, SimpleNamespace(restart_limit=None), _texts())  # type: ignore[arg-type]
         sampled = sampler.sample(_Rows(seen), [(7, 0), (8, 1)], 3)  # type: ignore[arg-type]
-        found = sampled.groups(RULE)
+        found = sampled.groups()
     assert found is not None
     assert [each.parts[:, 0].tolist() for each in found] == [[1, 0, 0], [0, 1, 0]]
     assert sorted(np.concatenate([each.parts[:, 1] for each in found])) == [1, 2, 3, 4, 5, 6]
@@ -200,8 +204,8 @@ def test_ranks_meet_while_rewards_are_slow(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("ds_finetune.trainer.rollouts.sampling._MEETING_SECONDS", 0.01)
     seen.touch()
     with open_rewards([section_of({"reward": f"{tmp_path}/slow.py:reward", "timeout": 240})], workers=1) as rewards:
-        sampler = Sampler(_run_of(), partial(_start, seen=seen), rewards, SimpleNamespace(restart_limit=None))  # type: ignore[arg-type]
-        found = sampler.sample(_Rows(seen), [(7, 0), (8, 1)], 3).groups(RULE)  # type: ignore[arg-type]
+        sampler = Sampler(_run_of(), partial(_start, seen=seen), rewards, SimpleNamespace(restart_limit=None), _texts())  # type: ignore[arg-type]
+        found = sampler.sample(_Rows(seen), [(7, 0), (8, 1)], 3).groups()  # type: ignore[arg-type]
     assert found is not None
     assert len(found) == 2
     assert meetings[:3] == [False] * 3
@@ -211,11 +215,11 @@ def test_ranks_meet_while_rewards_are_slow(tmp_path: Path, monkeypatch: pytest.M
 def test_held_out_prompts_have_other_noise_than_those_of_training() -> None:
     """And a stop is asked for between batches."""
     given: list[Any] = []
-    over = SimpleNamespace(groups=lambda rule: None)
+    over = SimpleNamespace(groups=lambda: None)
     sampler = SimpleNamespace(sample=lambda rows, prompts, size, **keys: given.append((prompts, keys)) or over)
     config = SimpleNamespace(rollout=SimpleNamespace(eval_samples=4), eval=SimpleNamespace(limit=3))
     run = SimpleNamespace(inputs=SimpleNamespace(held_out={"eval": range(9)}), config=config)
-    source = SimpleNamespace(sampler=sampler, rule=RULE, run=run)
+    source = SimpleNamespace(sampler=sampler, run=run)
     assert RewardEvaluation(source, lambda: True).scores() is None  # type: ignore[arg-type]
     ((prompts, keys),) = given
     assert [number for _, number in prompts] == [0, 1, 2]
@@ -227,8 +231,8 @@ def test_samples_show_the_reference_answer_that_rewards_read() -> None:
     rows = SimpleNamespace(record=lambda number: {"extra": {"truth": 7}, "answer": "other"})
     sections = [section_of({"reward": "exact_match", "column": "extra.truth"})]
     run = SimpleNamespace(inputs=SimpleNamespace(held_out={"eval": rows}), config=SimpleNamespace(rewards=sections))
-    sampler = SimpleNamespace(prompt_text=lambda rows, number: "1+1", text=lambda answer: "2")
-    evaluation = RewardEvaluation(SimpleNamespace(sampler=sampler, run=run), lambda: False)  # type: ignore[arg-type]
+    texts = SimpleNamespace(prompt_text=lambda rows, number: "1+1", text=lambda answer: "2")
+    evaluation = RewardEvaluation(SimpleNamespace(sampler=SimpleNamespace(texts=texts), run=run), lambda: False)  # type: ignore[arg-type]
     (sample,) = evaluation._samples("eval", [group(0, [[1, 0]])])
     assert sample.expected == "7"
 
