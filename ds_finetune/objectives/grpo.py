@@ -61,8 +61,16 @@ def combine_rewards(
     NaN, not applicable, is left out; an answer to which no reward applies is NaN.
     """
     applies = ~np.isnan(parts)
-    parts = advantages(parts.T, "mean_std").T if how == "each" else parts
-    total = np.where(applies, parts * weights, 0.0).sum(axis=1)
+    compared, factors = parts, weights
+    if how == "each":
+        compared, found = advantages(parts.T, "mean").T, np.ma.masked_invalid(parts).std(axis=0, ddof=1)
+        factors = weights / np.where(has_spread(parts.T), found.filled(1.0), 1.0)
+    total = np.where(applies, compared * factors, 0.0).sum(axis=1)
+    # Parts that cancel each other leave their rounding, which `mean_std` would make as large as any reward.
+    rounding = _ROUNDING * np.where(applies, np.abs(parts * factors), 0.0).sum(axis=1).max()
+    scored = total[applies.any(axis=1)]
+    if len(scored) and np.ptp(scored) <= rounding:
+        total[:] = scored[0]
     return np.where(applies.any(axis=1), total, np.nan)
 
 
