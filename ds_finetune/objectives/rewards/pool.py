@@ -36,7 +36,7 @@ _PACKAGES = str(Path(__file__).resolve().parents[3])
 _PROGRAM = (
     f"import sys; sys.path.append({_PACKAGES!r}); from ds_finetune.objectives.rewards import worker; worker.main()"
 )
-_START_SECONDS = 120.0
+_START_SECONDS, _END_SECONDS = 120.0, 1.0
 _LOG_BYTES = 2**24
 """A log that is longer is emptied, and says so."""
 
@@ -149,7 +149,9 @@ class _Worker:
 
     def _raise_ended(self) -> None:
         assert self._process is not None
-        # It may have closed its pipes only.
+        # It may have closed its pipes only; one that ends says itself how.
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
         self._signal()
         code = self._process.wait()
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

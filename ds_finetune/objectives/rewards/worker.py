@@ -143,17 +143,24 @@ async def _awaited(value: Any) -> Any:  # noqa: ANN401 - what a reward returns
     return await value
 
 
-def check_score(score: object) -> float | None:
-    """A score as a number, or None; RewardFaultError for anything else."""
+def check_score(score: Any) -> float | None:  # noqa: ANN401 - what a reward returns
+    """A score as a number, or None; RewardFaultError for anything else. Numbers and truth values of numpy and torch
+    count as those of Python.
+    """
+    score = score.item() if getattr(score, "shape", None) == () else score
     if score is None:
         return None
     if isinstance(score, list | tuple | dict):
         raise RewardFaultError(f"returned {len(score)} scores ({score!r:.60}), and should return one for one answer")
     if not isinstance(score, Real):
         raise RewardFaultError(f"returned {type(score).__name__} {score!r:.60}, and should return a number or None")
-    if not math.isfinite(score):
-        raise RewardFaultError(f"returned {float(score)}, and should return a finite number or None")
-    return float(score)
+    try:
+        number = float(score)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise RewardFaultError(f"returned {number}, and should return a finite number or None")
+    return number
 
 
 def run_reward(scorer: Scorer, settings: Settings, answer: AnswerToScore) -> dict[str, Any]:

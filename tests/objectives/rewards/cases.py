@@ -41,6 +41,24 @@ def infinite(text: str) -> float:
     return float("inf")
 
 
+def too_large(text: str) -> int:
+    return 10**400
+
+
+def of_numpy(text: str) -> Any:
+    import numpy as np
+
+    return {"4": np.bool_(True), "5": np.array(0.5), "6": np.float32(0.25), "7": np.int64(3)}[text]
+
+
+def raises_what_has_no_text(text: str) -> float:
+    class SilentError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    raise SilentError
+
+
 def a_text(text: str) -> Any:
     return "good"
 

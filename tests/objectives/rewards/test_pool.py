@@ -58,9 +58,15 @@ def test_what_a_function_gets() -> None:
     assert scores_of([":everything", ":any_arguments"], [RIGHT]).tolist() == [[6, len(worker.ARGUMENTS)]]
 
 
+def test_scores_may_be_numbers_of_numpy() -> None:
+    assert scores_of([":of_numpy"], [answer_of(text) for text in "4567"]).tolist() == [[1], [0.5], [0.25], [3]]
+
+
 FAULTS = [
     ("not_a_number", "it returned nan, and should return a finite number"),
     ("infinite", "it returned inf"),
+    ("too_large", "it returned inf, and should return a finite number"),
+    ("raises_what_has_no_text", "it ended its process with exit code 1, twice"),
     ("a_text", "it returned str 'good'"),
     ("a_list", "it returned 2 scores ([1.0, 0.0]), and should return one for one answer"),
     ("raises", "it raised ZeroDivisionError: division by zero at"),
