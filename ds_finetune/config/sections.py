@@ -408,7 +408,7 @@ class RolloutConfig(Section):
     temperature: Refused[float] = Field(default=1.0, gt=0)
     """Temperature of sampling; only 1 is supported."""
     stop: Annotated[Refused[tuple[str, ...]], BeforeValidator(as_list)] = ()
-    """Texts that end an answer, beside the end token of the model."""
+    """Texts that end an answer, beside the end token of the model; rewards see what is before them."""
     eval_samples: int = Field(default=0, ge=0)
     """Answers to each held-out prompt that are sampled for `eval/pass_at_k`, beside the greedy one."""
     batch_rows: Free[Annotated[int, Field(ge=1)] | Literal["auto"]] = "auto"

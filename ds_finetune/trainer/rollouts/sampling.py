@@ -46,10 +46,12 @@ class AnswerTexts:
     rollout: RolloutConfig
 
     def text(self, answer: SampledAnswer) -> str:
-        """The text of an answer, without the token that ended it; other special tokens remain."""
+        """The text of an answer, without the token or the text that ended it; other special tokens remain."""
         ids = answer.ids.tolist()
-        ends = ids and ids[-1] in self.stop_ids
-        return str(self.tokenizer.decode(ids[:-1] if ends else ids))
+        if ids and ids[-1] in self.stop_ids:
+            return str(self.tokenizer.decode(ids[:-1]))
+        text = str(self.tokenizer.decode(ids))
+        return text[: min((text.index(stop) for stop in self.rollout.stop if stop in text), default=len(text))]
 
     def prompt_text(self, rows: PreparedRows, number: int) -> str:
         """The text of a prompt as the model sees it."""

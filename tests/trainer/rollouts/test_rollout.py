@@ -237,6 +237,13 @@ def test_samples_show_the_reference_answer_that_rewards_read() -> None:
     assert sample.expected == "7"
 
 
+@pytest.mark.parametrize(("ids", "text"), [([1, 2, 9], "12"), ([1, 2, 7, 8], "12"), ([1, 2, 3], "123"), ([9], "")])
+def test_rewards_do_not_see_what_ends_an_answer(ids: list[int], text: str) -> None:
+    """Neither the end token, which is 9 here, nor a text that ends answers."""
+    texts = replace(_texts(), rollout=RolloutConfig(stop=("78",)))
+    assert texts.text(SampledAnswer(np.array(ids), np.zeros(len(ids), np.float32), "stop")) == text
+
+
 def test_ids_without_a_token_are_not_drawn() -> None:
     assert allowed_ids({"a": 0, "b": 1}, 2) is None
     found = allowed_ids({"a": 0, "b": 2, "of another model": 9}, 4)
