@@ -1,12 +1,11 @@
 """A process that computes rewards, started by pool.py. It reads an answer and the number of a reward as a line of
 JSON, and writes a line back.
 
-Each reward has an alarm that raises an exception in it. Where that does not arrive, as in C code, a thread of
-faulthandler ends the process, and so does the process that started it. What rewards print goes to the log of the pool.
+Each reward has an alarm that raises an exception in it. Where that does not arrive, as in C code, the process that
+started this one ends it; where that has ended itself, the kernel does. What rewards print goes to the log of the pool.
 """
 
 import ctypes
-import faulthandler
 import importlib.util
 import inspect
 import json
@@ -181,7 +180,6 @@ def run_reward(scorer: Scorer, settings: Settings, answer: AnswerToScore) -> dic
     except BaseException as raised:  # noqa: BLE001 - whatever the code of a user raises, also by sys.exit
         traceback.print_exc()
         said = {"error": f"raised {_shown(raised)}"}
-    faulthandler.cancel_dump_traceback_later()
     return {**said, "seconds": time.monotonic() - began}
 
 
@@ -198,7 +196,6 @@ def _set_limits(seconds: float, memory: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (memory if hard < 0 else min(memory, hard), hard))
-    faulthandler.dump_traceback_later(seconds + 2 * GRACE_SECONDS, exit=True, file=2)
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
@@ -220,7 +217,6 @@ def _load(every: list[Settings]) -> tuple[list[Scorer], str, int]:
             return [], f"cannot be imported: {_shown(raised)}", number
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            faulthandler.cancel_dump_traceback_later()
     return scorers, "", 0
 
 

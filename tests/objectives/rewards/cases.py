@@ -96,6 +96,11 @@ def hangs_in_c(text: str) -> float:
     return 1.0
 
 
+def names_itself_and_hangs(record: dict[str, Any], text: str) -> float:
+    Path(record["file"]).write_text(str(os.getpid()))
+    return hangs_in_c(text)
+
+
 def counts_calls(record: dict[str, Any]) -> int:
     with Path(record["file"]).open("a") as file:
         file.write("x")

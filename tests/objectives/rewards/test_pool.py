@@ -123,17 +123,23 @@ def test_other_rewards_count_where_the_answer_is_at_fault(monkeypatch: pytest.Mo
     assert scores_of(sections, [RIGHT, WRONG]).tolist() == [[1, -0.5, 1], [0, -0.5, 0]]
 
 
-def test_the_process_that_hangs_in_c_ends_without_the_one_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = (
-        "from ds_finetune.objectives.rewards import worker; worker.GRACE_SECONDS = 0.1\n"
-        "import json\nfrom tests.objectives.rewards.scoring import *\n"
-        f"settings = section_of({{'reward': ':hangs_in_c', 'timeout': {LATE}}}).settings\n"
-        "worker.run_reward(worker.load_scorer(settings), settings, answer_of('4'))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LONGEST)
-    assert done.returncode == 1
-    assert "Timeout" in done.stderr
-    assert "hangs_in_c" in done.stderr
+def test_the_process_that_hangs_in_c_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
+    kept, program = tmp_path / "pid", "from tests.objectives.rewards.scoring import *\n"
+    program += f"scores_of([':names_itself_and_hangs'], [answer_of('4', {{'file': {str(kept)!r}}})])"
+    started = subprocess.Popen([sys.executable, "-c", program])
+    deadline = time.monotonic() + LONGEST
+    while not (kept.exists() and kept.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    started.kill()
+    started.wait()
+    wait_for_end(int(kept.read_text()), deadline)
+
+
+def wait_for_end(pid: int, deadline: float) -> None:
+    while (began := began_at(pid)) and not has_ended(pid, began):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_process_that_was_killed_is_started_again_for_the_same_answer(tmp_path: Path) -> None:
@@ -153,11 +159,7 @@ def test_what_a_reward_starts_ends_with_it(tmp_path: Path) -> None:
     kept = tmp_path / "pid"
     with pytest.raises(RewardError, match="ended its process with exit code 1, twice"):
         scores_of([":leaves_a_process"], [answer_of("4", {"file": str(kept)})])
-    deadline = time.monotonic() + LONGEST
-    pid = int(kept.read_text())
-    while (began := began_at(pid)) and not has_ended(pid, began):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for_end(int(kept.read_text()), time.monotonic() + LONGEST)
 
 
 def test_what_a_reward_prints_goes_to_the_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
