@@ -107,20 +107,17 @@ def _dialogue(layout: str) -> tuple[str, str, str, Any]:
     return layout, needed, " ".join({*row.optional, "output", ANSWER, "solution"} - {"system"}), read
 
 
-def first_unusable(sections: Sequence[RewardConfig], rows: "PreparedRows") -> tuple[str, str] | None:
-    """Location and problem of the first record that a reward cannot use; None where all can be used."""
+def unusable_record(sections: Sequence[RewardConfig], rows: "PreparedRows") -> str:
+    """The first record that a reward cannot use, and what the reward says of it; empty where all can be used."""
     rewards = [section.settings for section in sections]
     problems = ((number, needs_of(rewards, rows.record(number))) for number in range(len(rows)))
-    return next(((rows.where(number), problem) for number, problem in problems if problem), None)
+    return next((f"{rows.where(number)}: {problem}" for number, problem in problems if problem), "")
 
 
 def check_records(sections: Sequence[RewardConfig], rows: "PreparedRows") -> None:
     """DataError for the first record that a reward cannot use; to be called before the first rollout."""
-    if found := first_unusable(sections, rows):
-        where, problem = found
-        raise DataError(
-            f"{where}: {problem}", hint="correct the row, or name its column by the key `column` of the reward"
-        )
+    if problem := unusable_record(sections, rows):
+        raise DataError(problem, hint="correct the row, or name its column by the key `column` of the reward")
 
 
 PROMPT_LAYOUTS: Mapping[str, LayoutColumns] = by_name(

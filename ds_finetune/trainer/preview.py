@@ -1,7 +1,7 @@
 """Preview of the training data: samples with their supervised tokens marked, and counts of rows and tokens."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain
 
 from rich.console import Group, RenderableType
@@ -9,11 +9,10 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from ds_finetune.config.rewards import RewardConfig
 from ds_finetune.config.units import share_text
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
-from ds_finetune.data.prompts import first_unusable
+from ds_finetune.data.prompts import unusable_record
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.row_report import row_notes, server_prompt_line
 from ds_finetune.data.tokenizer_files import load_tokenizer
@@ -33,7 +32,8 @@ def preview_of(run: RunSettings, *, samples: int) -> RenderableType:
     shown = chain.from_iterable(
         _shown_source(rows, name, units[:samples], tokenizer) for name, units in rows.units_of_sources().items()
     )
-    notes = (*rows.notes, *row_notes(rows.counts), *needs_lines(run.rewards, rows))
+    unusable = unusable_record(run.rewards, rows) if rows.kind.name == "prompts" else ""
+    notes = (*rows.notes, *row_notes(rows.counts), *filter(None, [unusable]))
     table = Table(title="counts", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     most = limits.max_seq_len - limits.answer_tokens
     for name, text in count_lines(rows, most, is_packed=run.data.packing and rows.kind.name != "prompts"):
@@ -113,12 +113,6 @@ def marked_spans(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenize
             continue
         yield tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False), mask[start]
         start = end
-
-
-def needs_lines(rewards: Sequence[RewardConfig], rows: PreparedRows) -> Iterator[str]:
-    """A line for the first record that a reward cannot use."""
-    if rows.kind.name == "prompts" and (problem := first_unusable(rewards, rows)):
-        yield f"{problem[0]}: {problem[1]}"
 
 
 def count_lines(rows: PreparedRows, max_seq_len: int, *, is_packed: bool) -> list[tuple[str, str]]:
