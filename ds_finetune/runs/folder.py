@@ -20,7 +20,6 @@ from ds_finetune.runs.metrics import (
     METRICS,
     ROLLOUTS,
     SAMPLES,
-    RolloutAnswer,
     Sample,
     read_expert_table,
     read_rollouts,
@@ -178,7 +177,7 @@ class RunFolder:
         return [] if (path := self.file(SAMPLES)) is None else read_samples(path)
 
     @property
-    def rollouts(self) -> list[RolloutAnswer]:
+    def rollouts(self) -> list[Sample]:
         """Answers that were sampled to training prompts, oldest first."""
         return [] if (path := self.file(ROLLOUTS)) is None else read_rollouts(path)
 

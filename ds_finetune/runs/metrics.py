@@ -233,7 +233,9 @@ def _times_of(line: bytes) -> tuple[int, list[float]] | None:
 
 @dataclass(frozen=True)
 class Sample:
-    """The answer that the model gave at a step to a prompt of the held-out set `name`, and the expected one."""
+    """The answer that the model gave at a step to a prompt of the held-out set `name`, which is empty for training
+    prompts, and the expected one.
+    """
 
     step: int
     name: str
@@ -242,7 +244,7 @@ class Sample:
     expected: str
     """Empty where only rewards tell how good an answer is."""
     scores: str = ""
-    """Its rewards in words, where it has any."""
+    """In words its rewards, where it has any, and for a training prompt its advantage and how it ended."""
 
     def line(self) -> str:
         """The line of `samples.jsonl`."""
@@ -250,27 +252,18 @@ class Sample:
         return json.dumps(tree, ensure_ascii=False) + "\n"
 
 
-@dataclass(frozen=True)
-class RolloutAnswer:
-    """An answer that was sampled to a training prompt before a step, and how it was scored."""
-
-    step: int
-    prompt: str
-    text: str
-    scores: str
-    """Its reward, the parts of it, its advantage and how it ended, in words."""
-
-
-def read_rollouts(path: Path) -> list[RolloutAnswer]:
-    """The answers in the last 8 MiB of a file, oldest first; lines that are none are passed over."""
+def read_rollouts(path: Path) -> list[Sample]:
+    """Answers that were sampled to training prompts before a step, in the last 8 MiB of a file, oldest first; lines
+    that are none are passed over.
+    """
     return [answer for line in read_tail(path, _MOST_BYTES).splitlines() for answer in _answers_of(line)]
 
 
-def _answers_of(line: bytes) -> list[RolloutAnswer]:
+def _answers_of(line: bytes) -> list[Sample]:
     record = _record_of(line) or {"answers": []}
     try:
         return [
-            RolloutAnswer(record[_STEP], str(record["prompt"]), str(each["text"]), _scores_text(each))
+            Sample(record[_STEP], "", str(record["prompt"]), str(each["text"]), "", _scores_text(each))
             for each in record["answers"]
         ]
     except (KeyError, TypeError, AttributeError):

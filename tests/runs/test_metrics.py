@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ds_finetune.runs.metrics import MetricsReader, RolloutAnswer, last_record, read_rollouts
+from ds_finetune.runs.metrics import MetricsReader, Sample, last_record, read_rollouts
 
 
 def _line(step: int, **values: object) -> str:
@@ -111,5 +111,5 @@ def test_answers_of_rollouts_are_read_and_other_lines_passed_over(tmp_path: Path
     ]
     path.write_text(_line(1, prompt="2 + 3", answers=[answer]) + "".join(damaged))
     assert read_rollouts(path) == [
-        RolloutAnswer(1, "2 + 3", "5", "reward 1.5 (number 1.0, format None), advantage 0.5, stop")
+        Sample(1, "", "2 + 3", "5", "", "reward 1.5 (number 1.0, format None), advantage 0.5, stop")
     ]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_finetune.config.units import share_text
-from ds_finetune.runs.metrics import RolloutAnswer, Sample
+from ds_finetune.runs.metrics import Sample
 from ds_finetune.runs.report.blocks import (
     NONE,
     Block,
@@ -210,7 +210,7 @@ def answer_section(run: ReportedRun) -> ReportSection | None:
 
 def rollout_section(run: ReportedRun) -> ReportSection | None:
     """Answers of rollouts over the run, with how they were scored; None for a run without rollouts."""
-    by_prompt: dict[tuple[int, str], list[RolloutAnswer]] = {}
+    by_prompt: dict[tuple[int, str], list[Sample]] = {}
     for answer in run.folder.rollouts:
         by_prompt.setdefault((answer.step, answer.prompt), []).append(answer)
     groups = list(by_prompt.items())
@@ -220,7 +220,7 @@ def rollout_section(run: ReportedRun) -> ReportSection | None:
             f"Before step {step:,}",
             _shortened(prompt),
             "",
-            [(answer.scores, _shortened(answer.text)) for answer in group],
+            [(answer.scores, _shortened(answer.answer)) for answer in group],
         )
         for (step, prompt), group in (groups[place] for place in kept)
     ]

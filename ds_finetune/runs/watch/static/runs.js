@@ -235,7 +235,7 @@ function sectionsOf(run, open) {
     run.watchdog && section("Report of the watchdog", element("pre", {}, run.watchdog), true),
     run.log && element("section", { class: "panel" }, element("h3", {}, "End of the log"), element("pre", { class: "log", tabindex: 0, "aria-label": "End of the log" }, run.log)),
     run.samples.length > 0 && element("section", { class: "panel" }, element("h3", {}, "Generated samples"), samplesOf(run.samples)),
-    run.rollouts.length > 0 && element("section", { class: "panel" }, element("h3", {}, "Sampled answers and their rewards"), rolloutsOf(run.rollouts)),
+    run.rollouts.length > 0 && element("section", { class: "panel" }, element("h3", {}, "Sampled answers and their rewards"), samplesOf(run.rollouts, "before")),
     section("Plan", Object.keys(run.plan).length > 0 && pairsOf(run.plan)),
     section("Configuration", run.config && element("pre", {}, run.config)),
     section("Checkpoints and exports", (run.checkpoints.length > 0 || Object.keys(run.exports).length > 0) && savedOf(run)),
@@ -244,25 +244,15 @@ function sectionsOf(run, open) {
   ].filter(Boolean);
 }
 
-function samplesOf(samples) {
+function samplesOf(samples, when = "after") {
   const step = samples.at(-1).step;
   const shown = samples.filter((sample) => sample.step === step);
-  return element("div", { class: "samples" }, element("p", { class: "sub" }, `after step ${step.toLocaleString("en")}`),
+  return element("div", { class: "samples" }, element("p", { class: "sub" }, `${when} step ${step.toLocaleString("en")}`),
     shown.map((sample) => element("dl", {},
       element("dt", {}, "Prompt"), element("dd", {}, element("pre", {}, sample.prompt)),
-      element("dt", {}, "Answer"), element("dd", { class: sample.answer.trim() === sample.expected.trim() ? "right" : "" }, element("pre", {}, sample.answer || " ")),
+      element("dt", {}, "Answer"), element("dd", { class: sample.expected && sample.answer.trim() === sample.expected.trim() ? "right" : "" }, element("pre", {}, sample.answer || " ")),
       sample.expected && [element("dt", {}, "Expected"), element("dd", {}, element("pre", {}, sample.expected))],
       sample.scores && [element("dt", {}, "Scores"), element("dd", {}, sample.scores)])));
-}
-
-function rolloutsOf(answers) {
-  const step = answers.at(-1).step;
-  const shown = answers.filter((answer) => answer.step === step);
-  return element("div", { class: "samples" }, element("p", { class: "sub" }, `before step ${step.toLocaleString("en")}`),
-    shown.map((answer) => element("dl", {},
-      element("dt", {}, "Prompt"), element("dd", {}, element("pre", {}, answer.prompt)),
-      element("dt", {}, "Answer"), element("dd", {}, element("pre", {}, answer.text || " ")),
-      element("dt", {}, "Scores"), element("dd", {}, answer.scores))));
 }
 
 function pairsOf(tree) {
