@@ -117,7 +117,10 @@ def unusable_record(sections: Sequence[RewardConfig], rows: "PreparedRows") -> s
 def check_records(sections: Sequence[RewardConfig], rows: "PreparedRows") -> None:
     """DataError for the first record that a reward cannot use; to be called before the first rollout."""
     if problem := unusable_record(sections, rows):
-        raise DataError(problem, hint="correct the row, or name its column by the key `column` of the reward")
+        raise DataError(
+            f"the rewards cannot use {problem}",
+            hint="correct the row, or name its column by the key `column` of the reward",
+        )
 
 
 PROMPT_LAYOUTS: Mapping[str, LayoutColumns] = by_name(
