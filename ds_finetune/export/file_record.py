@@ -11,7 +11,7 @@ import xxhash
 
 from ds_finetune.config.units import GIB, MIB
 from ds_finetune.errors import ConfigError, ExportError
-from ds_finetune.export.output_folder import RECORD
+from ds_finetune.export.output_folder import RECORD, as_output_errors
 from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.export.verify.verify import VerificationResult, mark_folder
 
@@ -50,7 +50,8 @@ class FileSums:
 def write_file_record(folder: Path, tree: Mapping[str, Any]) -> None:
     """Write `tree`, the digests of all files in `folder`, and a digest of both, to the file RECORD."""
     whole = {**tree, "files": {name: asdict(FileSums.of(path)) for name, path in _files(folder)}}
-    (folder / RECORD).write_text(json.dumps({**whole, "sum": _sum_of(whole)}) + "\n", encoding="utf-8")
+    with as_output_errors(folder):
+        (folder / RECORD).write_text(json.dumps({**whole, "sum": _sum_of(whole)}) + "\n", encoding="utf-8")
 
 
 def read_file_record(folder: Path, kind: str, parse: Callable[[Mapping[str, Any]], T]) -> tuple[dict[str, FileSums], T]:

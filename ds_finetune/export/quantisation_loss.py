@@ -1,7 +1,6 @@
 """What quantising the weights of a language model costs: loss and divergence on rows of its run, or on its own text."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +12,12 @@ from transformers import GenerationConfig, PreTrainedModel
 from ds_finetune.config.units import GIB
 from ds_finetune.data.tokenizer_files import load_tokenizer
 
-_ROWS, _LENGTH = 8, 64
-"""Texts that the model samples, and their tokens; rows of a run are cut to twice as many."""
-Row = tuple[list[int], list[bool]]
-"""Token ids, and which of them count."""
+_ROWS, _LENGTH = 8, 128
+"""Rows of a run, and the tokens that they are cut to."""
+_TEXTS, _TEXT_LENGTH = 16, 16
+"""Texts that the model samples, and their tokens."""
+Batch = tuple[torch.Tensor, torch.Tensor]
+"""Token ids [rows, length], at most `_LENGTH` of them, and which count."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def quantisation_loss(
     rows, sums = _rows_of_run(source, before.name_or_path), np.zeros(4)
     said = f"of {len(rows)} rows of the run" if rows else "that the model sampled"
     for ids, counts in rows or _sampled(before):
-        chosen = np.array(ids[1:])[counts[1:], None]
+        chosen = ids[:, 1:][counts[:, 1:], None].numpy()
         first, last = (_log_probabilities(model, ids, counts) for model in (before, after))
         losses = (-np.take_along_axis(each, chosen, -1).sum(dtype=np.float64) for each in (first, last))
         sums += (len(chosen), *losses, (np.exp(first) * (first - last)).sum(dtype=np.float64))
@@ -62,45 +63,46 @@ def quantisation_loss(
     return QuantisationLoss(dtype, said, int(sums[0]), loss_before, loss_after, divergence, *sizes)
 
 
-def _rows_of_run(source: Path, tokenizer_folder: str) -> list[Row]:
+def _rows_of_run(source: Path, tokenizer_folder: str) -> list[Batch]:
     """The first tokens of documents that a run has kept as text; none where there is no run, or it streams its rows."""
     folders = (source, *source.absolute().parents[:2])
     file = next((file for folder in folders if (file := folder / "data.json").is_file()), None)
     samples = [] if file is None else json.loads(file.read_text(encoding="utf-8")).get("samples", [])
-    rows: list[Row] = []
+    rows: list[Batch] = []
     for sample in samples[:_ROWS]:
         ids: list[int] = []
         counts: list[bool] = []
         for text, is_supervised in sample["spans"]:
             ids += load_tokenizer(tokenizer_folder)(text, add_special_tokens=False)["input_ids"]
             counts += [bool(is_supervised)] * (len(ids) - len(counts))
-        counts = counts[: 2 * _LENGTH]
+        counts = counts[:_LENGTH]
         if len(counts) > 1:
-            rows.append((ids[: len(counts)], counts if any(counts[1:]) else [True] * len(counts)))
+            counts = counts if any(counts[1:]) else [True] * len(counts)
+            rows.append((torch.tensor([ids[: len(counts)]]), torch.tensor([counts])))
     return rows
 
 
-def _sampled(model: PreTrainedModel) -> list[Row]:
+def _sampled(model: PreTrainedModel) -> list[Batch]:
     """Texts that the model samples at temperature 1 after a token each, always the same."""
     with torch.random.fork_rng(devices=()), torch.no_grad():
         torch.manual_seed(0)
-        first = torch.randint(model.config.vocab_size, (_ROWS, 1))
+        first = torch.randint(model.config.vocab_size, (_TEXTS, 1))
         # The model's own settings may narrow the choice, or end early.
         model.generation_config = GenerationConfig(
             do_sample=True,
             top_k=0,
-            max_new_tokens=_LENGTH - 1,
-            min_new_tokens=_LENGTH - 1,
+            max_new_tokens=_TEXT_LENGTH - 1,
+            min_new_tokens=_TEXT_LENGTH - 1,
             pad_token_id=0,
             use_cache=model.generation_config.use_cache,
         )
         ids = model.generate(first, attention_mask=torch.ones_like(first))
-    return [(row, [True] * len(row)) for row in ids.tolist()]
+    return [(part, torch.ones_like(part, dtype=torch.bool)) for part in ids.split(_LENGTH // _TEXT_LENGTH)]
 
 
-def _log_probabilities(model: PreTrainedModel, ids: Sequence[int], counts: Sequence[bool]) -> NDArray[np.float32]:
+def _log_probabilities(model: PreTrainedModel, ids: torch.Tensor, counts: torch.Tensor) -> NDArray[np.float32]:
     """Log-probabilities [tokens that count, vocabulary] of the next token before each."""
     with torch.no_grad():
-        logits = model(torch.tensor([ids]), use_cache=False).logits[0, :-1]
-        logs: NDArray[np.float32] = logits[list(counts[1:])].float().log_softmax(-1).numpy()
+        logits = model(ids, use_cache=False).logits[:, :-1]
+        logs: NDArray[np.float32] = logits[counts[:, 1:]].float().log_softmax(-1).numpy()
     return logs

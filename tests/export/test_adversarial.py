@@ -22,6 +22,7 @@ from ds_finetune.cli.main import main
 from ds_finetune.config.sections import LoraConfig
 from ds_finetune.errors import OutputError
 from ds_finetune.export.adapter import AdapterBase, write_adapter
+from ds_finetune.export.file_record import write_file_record
 from ds_finetune.families.table import family_of
 from ds_finetune.model.adapters.lora import Factors
 from ds_finetune.model.weights.load import weights_digest
@@ -225,6 +226,25 @@ def test_an_adapter_on_a_disk_that_takes_no_more(tmp_path: Path) -> None:
     ):
         write_adapter(factors, lora, tmp_path / "adapter", AdapterBase(name="y", digest="", family=family))
     assert contents(tmp_path) == before
+
+
+def test_a_record_on_a_disk_that_takes_no_more(tmp_path: Path) -> None:
+    with _files_end_at(2**10), pytest.raises(OutputError, match=r"cannot be written: File too large"):
+        write_file_record(tmp_path, {"format": "onnx 2", "tokens": [0] * 1000})
+
+
+@pytest.mark.parametrize("kind", ["onnx", "compressed-tensors", "safetensors"])
+def test_an_index_without_metadata(kind: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers cannot load it; what reads it without transformers is as usual."""
+    index = place / "model" / "model.safetensors.index.json"
+    tree = json.loads(index.read_text())
+    del tree["metadata"]
+    index.write_text(json.dumps(tree))
+    code, said = main(["export", f"{place}/model", f"{place}/out", "--format", kind]), capsys.readouterr().err
+    assert (place / "out").exists() == (code == 0)
+    assert ("index.json has no `metadata`" in said) == (kind in ("onnx", "compressed-tensors"))
+    assert said.count("error:") == (code == 2)
+    assert (code == 0) == (kind == "safetensors")
 
 
 @pytest.mark.slow

@@ -242,15 +242,23 @@ def _differing_tokens(model: OnnxModel, reference: Reference, tolerance: float) 
     """Number of the reference's new tokens that ONNX Runtime would not choose greedily after the same tokens.
 
     0 means that greedy decoding gives the same tokens. A token whose lead over the second best is within the tolerance
-    is not counted. With a cache, tokens are fed one at a time.
+    is not counted.
     """
     assert reference.tokens is not None
     assert reference.leads is not None
-    ids, (pads, length) = reference.tokens[:, :-1], PROMPTS
-    mask = np.array([[0] * count + [1] * (ids.shape[1] - count) for count in pads], dtype=np.int64)
-    chunks = (length, *[1] * (NEW_TOKENS - 1)) if model.has_cache else (ids.shape[1],)
-    best = model.logits(ids, mask, chunks)[:, -NEW_TOKENS:].argmax(axis=-1)
+    best = new_token_logits(model, reference.tokens).argmax(axis=-1)
     return int(((best != reference.tokens[:, -NEW_TOKENS:]) & (reference.leads > tolerance)).sum())
+
+
+def new_token_logits(model: OnnxModel, tokens: Ints) -> np.ndarray:
+    """Logits [rows, NEW_TOKENS, vocabulary] before each of the new tokens of a Reference.
+
+    With a cache, the first two are fed one at a time and the others together: each piece reads every weight once.
+    """
+    ids, (pads, length) = tokens[:, :-1], PROMPTS
+    mask = np.array([[0] * count + [1] * (ids.shape[1] - count) for count in pads], dtype=np.int64)
+    chunks = (length, 1, 1, NEW_TOKENS - 3) if model.has_cache else (ids.shape[1],)
+    return model.logits(ids, mask, chunks)[:, -NEW_TOKENS:]
 
 
 def with_logits(case: Case, model: PreTrainedModel) -> Case:
@@ -277,9 +285,14 @@ def greedy_tokens(model: PreTrainedModel) -> tuple[Ints, Floats]:
     # The model's own settings may sample or end early; the best token of every step is compared.
     model.generation_config = settings
     out: Any = model.generate(torch.from_numpy(prompts.ids), attention_mask=torch.from_numpy(prompts.mask))
-    best = torch.stack(out.logits, dim=1).topk(2).values
-    leads = (best[..., 0] - best[..., 1]) / torch.stack(out.logits, dim=1).abs().amax(dim=-1)
-    return out.sequences.numpy(), leads.numpy()
+    return out.sequences.numpy(), leads_of(torch.stack(out.logits, dim=1))
+
+
+def leads_of(logits: torch.Tensor) -> Floats:
+    """`leads` of a Reference."""
+    best = logits.topk(2).values
+    leads: Floats = ((best[..., 0] - best[..., 1]) / logits.abs().amax(dim=-1)).numpy()
+    return leads
 
 
 def _experts_text(model: PreTrainedModel, reached: Mapping[str, set[int]]) -> str:

@@ -22,7 +22,7 @@ from ds_finetune.export.plain_source import copy_settings, plain_folder, plain_m
 from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.families.table import family_of
-from ds_finetune.model.build.hub_folder import HubFolder
+from ds_finetune.model.build.hub_folder import HubFolder, check_index
 from ds_finetune.model.loss.score_config import is_classifier
 
 if TYPE_CHECKING:
@@ -113,6 +113,7 @@ def _write_and_compare(
     from ds_finetune.export.onnx.record import write_record
 
     model, hub = plain_model(folder, lambda config: check_model(config, is_classifier=is_classifier(config)))
+    check_index(folder)
     _check_quantised(options, model.config)
     with replaced_folder(out) as partial:
         with as_output_errors(partial):

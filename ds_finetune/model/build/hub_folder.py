@@ -242,6 +242,15 @@ def _may_be(key: str, dtype: torch.dtype) -> bool:
     return dtype in _WEIGHTS or (is_table(key) and dtype in (torch.int32, torch.int64))
 
 
+def check_index(folder: Path) -> None:
+    """ModelError where transformers 5.23 cannot load `folder`, since it reads `metadata` of an index
+    (utils/hub.py:969), and other programs need none.
+    """
+    index = folder / INDEX
+    if index.is_file() and '"metadata"' not in index.read_text(encoding="utf-8"):
+        raise ModelError(f"{index} has no `metadata`, which transformers reads", hint='add `"metadata": {}` to it')
+
+
 def has_weights(folder: Path) -> bool:
     """Whether `folder` has published weights."""
     return (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
