@@ -107,6 +107,7 @@ def gsm8k(folder: Path, rows: Path) -> Task:
     if task.start.is_dir():
         return task
     read = [json.loads(line) for line in rows.read_text().splitlines()]
+    task.rows.parent.mkdir(parents=True, exist_ok=True)
     pairs = [{"prompt": row["question"], "completion": row["answer"]} for row in read]
     for path, some in ((task.rows, pairs[:-100]), (task.rows.with_name("eval.jsonl"), pairs[-100:])):
         path.write_text("".join(json.dumps(pair) + "\n" for pair in some))

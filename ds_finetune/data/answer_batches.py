@@ -1,5 +1,6 @@
 """Batches of answers that the model has sampled: rows of prompts with answers, and what is known of their tokens."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -35,14 +36,15 @@ class ScoredAnswer:
 def answer_batch(answers: Sequence[ScoredAnswer], plan: BatchPlan, *, position: Position | None = None) -> Batch:
     """This rank's share of a step on `answers`, which are the same on every rank, with the counts of all of them.
 
-    Packed rows are filled with the longest answers first, and empty rows fill up the last forwards: the number of
-    forwards depends on the answers, and is the same on every rank. `position` is that in the prompts after the step.
+    Packed rows are filled with the longest documents first. The number of forwards depends on the answers, and is the
+    same on every rank; the last ones may have fewer rows, and one that is empty where a rank has none. `position` is
+    that in the prompts after the step.
     """
     every = _rows(answers, plan)
     rows = [*every, *[None] * (-len(every) % (plan.micro_batch_size * plan.dp))]
     rows = rows or [None] * (plan.micro_batch_size * plan.dp)
     mine = _indices_of_rank(rows, plan)
-    batch = make_batch([rows[index] for index in mine], plan, position or Position(0, 0), ())
+    batch = make_batch([rows[index] for index in mine], plan, position or Position(0, 0), (), is_filled=False)
     by_number = {answer.number: answer for answer in answers}
     assert len(by_number) == len(answers), "two answers of a step have the same number"
     return replace(
@@ -55,20 +57,54 @@ def answer_batch(answers: Sequence[ScoredAnswer], plan: BatchPlan, *, position: 
 def _rows(answers: Sequence[ScoredAnswer], plan: BatchPlan) -> list[Row]:
     """Rows of one answer each, or of as many as fit."""
     if plan.row_len is None:
-        return [_row([answer]) for answer in answers]
+        return [_row([[answer]]) for answer in answers]
+    if plan.shares_prompts:
+        return [_row(together) for together in _share_prompts(answers, plan.row_len)]
     lengths = np.array([len(answer.prompt_ids) + len(answer.ids) for answer in answers], dtype=np.int64)
-    return [_row([answers[index] for index in row]) for row in pack(lengths, plan.row_len)]
+    return [_row([[answers[index]] for index in row]) for row in pack(lengths, plan.row_len)]
 
 
-def _row(answers: Sequence[ScoredAnswer]) -> Row:
-    ids = [np.array([*answer.prompt_ids, *answer.ids], dtype=np.int32) for answer in answers]
-    prompts = [len(answer.prompt_ids) for answer in answers]
-    parts = zip(ids, prompts, strict=True)
-    labels = np.concatenate([next_token_labels(part, np.arange(len(part)) >= prompt) for part, prompt in parts])
+def _share_prompts(answers: Sequence[ScoredAnswer], row_len: int) -> list[list[list[ScoredAnswer]]]:
+    """The answers of each row, those to one prompt together. An answer joins the fullest row that has room for it, if
+    possible one that has its prompt already.
+    """
+    groups = defaultdict[tuple[int, ...], list[ScoredAnswer]](list)
+    for answer in answers:
+        groups[tuple(answer.prompt_ids)].append(answer)
+    rows: list[dict[tuple[int, ...], list[ScoredAnswer]]] = []
+    spaces: list[int] = []
+    for prompt, group in groups.items():
+        for answer in sorted(group, key=lambda each: -len(each.ids)):
+            # Where the prompt is there, its last token is repeated.
+            lengths = [len(answer.ids) + (1 if prompt in row else len(prompt)) for row in rows]
+            left = [space - length for space, length in zip(spaces, lengths, strict=True)]
+            fitting = [(prompt not in rows[row], more, row) for row, more in enumerate(left) if more >= 0]
+            if not fitting:
+                rows.append({})
+                spaces.append(row_len)
+                left.append(row_len - len(answer.ids) - len(prompt))
+            row = min(fitting)[2] if fitting else len(rows) - 1
+            rows[row].setdefault(prompt, []).append(answer)
+            spaces[row] = left[row]
+    return [list(row.values()) for row in rows]
+
+
+def _row(together: Sequence[Sequence[ScoredAnswer]]) -> Row:
+    """A row of answers, some of which share a prompt: the first of these is a document with it. The others are
+    documents that begin with its last token, from which their first one is predicted, and continue those before it.
+    """
+    placed = [
+        (answer, 0 if at == 0 else len(answer.prompt_ids) - 1) for some in together for at, answer in enumerate(some)
+    ]
+    answers = [answer for answer, _ in placed]
+    ids = [np.array([*answer.prompt_ids[begin:], *answer.ids], dtype=np.int32) for answer, begin in placed]
+    places = [np.arange(begin, begin + len(part), dtype=np.int32) for part, (_, begin) in zip(ids, placed, strict=True)]
+    is_answer = [place >= len(answer.prompt_ids) for place, answer in zip(places, answers, strict=True)]
+    labels = np.concatenate([next_token_labels(*each) for each in zip(ids, is_answer, strict=True)])
     lengths = np.array([len(part) for part in ids], dtype=np.int64)
     return Row(
         input_ids=np.concatenate(ids),
-        position_ids=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
+        position_ids=np.concatenate(places),
         labels=labels,
         supervised=int((labels != IGNORE_INDEX).sum()),
         documents=RowDocuments(

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.mixture import Mixture
-from ds_finetune.data.prepared_rows import CountedRows, Ints, Row, Rows, empty_row
+from ds_finetune.data.prepared_rows import CountedRows, Ints, Row, Rows, document_starts, empty_row
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.objectives.objective import Examples
 
@@ -49,8 +49,9 @@ class MicroBatch:
     `input_ids`, `position_ids` and `labels` are int64 [rows, tokens]; a label is the token after the one at its place.
     `lengths` int64 [rows] are the tokens of each row without padding, which follows them; 0 for an empty row that only
     completes the batch. `documents` has the lengths of the documents of each row, where padding counts as the last
-    document; it is None where each row is one document. `token_types` int64 [rows, tokens], for encoders, is 1 in the
-    second text of a pair.
+    document; it is None where each row is one document. `shared` has the number of tokens that each of them continues:
+    the first ones of the last document before it that continues none; it is None where no document does. `token_types`
+    int64 [rows, tokens], for encoders, is 1 in the second text of a pair.
     """
 
     input_ids: torch.Tensor
@@ -58,6 +59,7 @@ class MicroBatch:
     labels: torch.Tensor
     lengths: torch.Tensor
     documents: tuple[tuple[int, ...], ...] | None = None
+    shared: tuple[tuple[int, ...], ...] | None = None
     examples: Examples | None = None
     token_types: torch.Tensor | None = None
     ahead: Ahead | None = None
@@ -132,6 +134,8 @@ class BatchPlan:
     """
     meets_each_forward: bool = False
     """Whether ranks wait for each other in every forward or backward, and not only at the end of a step."""
+    shares_prompts: bool = False
+    """Whether sampled answers to a prompt share its tokens in a packed row."""
 
 
 def training_batches(
@@ -233,12 +237,23 @@ def _batch(rows: Rows, ids: Sequence[int | None], plan: BatchPlan, position: Pos
     return make_batch(rank_rows, plan, position, tuple(i for i in ids if i is not None))
 
 
-def make_batch(rows: Sequence[Row | None], plan: BatchPlan, position: Position, row_ids: tuple[int, ...]) -> Batch:
-    """One rank's share of a step from its rows; None stands for an empty row."""
-    filled = [row or empty_row(plan.pad_token_id) for row in rows]
-    size = plan.micro_batch_size
+def make_batch(
+    rows: Sequence[Row | None],
+    plan: BatchPlan,
+    position: Position,
+    row_ids: tuple[int, ...],
+    *,
+    is_filled: bool = True,
+) -> Batch:
+    """One rank's share of a step from its rows; None stands for an empty row. Unless `is_filled`, forwards with other
+    rows leave empty ones out.
+    """
+    filled, size = [row or empty_row(plan.pad_token_id) for row in rows], plan.micro_batch_size
+    forwards = [filled[start : start + size] for start in range(0, len(filled), size)]
+    if not is_filled:
+        forwards = [[row for row in some if not row.is_filler] or some[:1] for some in forwards]
     return Batch(
-        micro=tuple(_stack(filled[start : start + size], plan) for start in range(0, len(filled), size)),
+        micro=tuple(_stack(some, plan) for some in forwards),
         position=position,
         row_ids=row_ids,
         num_tokens=sum(row.num_tokens for row in filled),
@@ -281,6 +296,8 @@ def _stack(rows: Sequence[Row], plan: BatchPlan) -> MicroBatch:
     restarts = plan.row_len is not None or plan.documents_per_unit > 1 or plan.separates_padding
     positions = _positions_with_padding(rows, length, restarts=restarts)
     examples = _examples(rows, length, plan.reference) if plan.documents_per_unit else None
+    starts = [document_starts(row) for row in positions] if restarts else []
+    shared = tuple(tuple(row[begins].tolist()) for row, begins in zip(positions, starts, strict=False))
     input_ids = _pad([row.input_ids for row in rows], length, plan.pad_token_id)
     labels = _pad([row.labels for row in rows], length, IGNORE_INDEX)
     return MicroBatch(
@@ -288,7 +305,8 @@ def _stack(rows: Sequence[Row], plan: BatchPlan) -> MicroBatch:
         position_ids=torch.from_numpy(positions),
         labels=labels,
         lengths=torch.tensor([row.num_tokens for row in rows]),
-        documents=tuple(_document_lengths(row) for row in positions) if restarts else None,
+        documents=tuple(tuple(np.diff(row, append=length).tolist()) for row in starts) if restarts else None,
+        shared=shared if any(map(any, shared)) else None,
         examples=examples,
         token_types=None if examples is None else _token_types(rows, length),
         ahead=_look_ahead(input_ids, labels, torch.from_numpy(positions)) if plan.looks_ahead else None,
@@ -339,10 +357,6 @@ def _token_types(rows: Sequence[Row], length: int) -> torch.Tensor:
             lengths, end = row.documents.lengths, int(row.documents.lengths.sum())
             line[:end] = row.position_ids >= np.repeat(row.documents.second, lengths)
     return torch.from_numpy(types)
-
-
-def _document_lengths(positions: NDArray[np.int64]) -> tuple[int, ...]:
-    return tuple(np.diff(np.flatnonzero(positions == 0), append=len(positions)).tolist())
 
 
 def _pad(parts: Sequence[Ints], length: int, value: int) -> torch.Tensor:

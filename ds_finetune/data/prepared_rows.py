@@ -42,8 +42,10 @@ class RowDocuments:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One row: `input_ids`, `position_ids` (0 at the start of each document) and `labels`, int32 [tokens] each.
+    """One row: `input_ids`, `position_ids` and `labels`, int32 [tokens] each.
 
+    Positions count up within a document. One that begins at position n, and not at 0, continues the first n tokens of
+    the last document before it that begins at 0.
     `labels[t]` is the token after `input_ids[t]` in the same document if that token is supervised, else IGNORE_INDEX.
     """
 
@@ -63,14 +65,19 @@ class Row:
 
     @property
     def num_documents(self) -> int:
-        """Documents of its text; each begins at position 0."""
-        return 0 if self.is_filler else int((self.position_ids == 0).sum())
+        """Documents of its text."""
+        return 0 if self.is_filler else len(document_starts(self.position_ids))
 
     @property
     def document_lengths(self) -> NDArray[np.int64]:
         """Tokens of each document of its text."""
-        starts = np.flatnonzero(self.position_ids == 0)
+        starts = document_starts(self.position_ids)
         return np.diff(np.append(starts, len(self.position_ids)))[: self.num_documents]
+
+
+def document_starts(positions: Ints) -> NDArray[np.int64]:
+    """Where documents begin in a row: a position that does not follow the one before it."""
+    return np.flatnonzero(np.diff(positions, prepend=-2) != 1)
 
 
 class Rows(Protocol):

@@ -248,6 +248,15 @@ class Engine:
         """Keep the weights of this moment for `token_log_probs`, in the memory of the host."""
         self._kept = KeptWeights(self._ds.module)
 
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether answers to a prompt share its tokens in a packed row. Where experts are balanced they do not, since
+        each document's tokens count in its balance.
+        """
+        router = self.plan.router
+        is_balanced = router is not None and bool(router.balance or router.bias_update)
+        return self._ds.module.continues_documents and not is_balanced
+
     def allow_only(self, allowed: torch.Tensor | None) -> None:
         """From now on the loss of answers knows only the ids that are `allowed`, bool [vocabulary], or all of them, as
         the sampler draws no others: its softmax has probability 0 for the rest.

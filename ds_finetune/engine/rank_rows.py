@@ -78,6 +78,7 @@ def host_rows(micro: MicroBatch, sequence: SequenceParallelGroup | None) -> Forw
         position_ids=share(micro.position_ids),
         labels=labels,
         documents=micro.documents,
+        shared=micro.shared,
         examples=None if examples is None else _share_examples(examples, share),
         next_ids=None if ahead is None else share(ahead.input_ids),
         next_labels=None if ahead is None else share(ahead.labels),

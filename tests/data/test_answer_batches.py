@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from ds_finetune.data.answer_batches import ScoredAnswer, answer_batch
 from ds_finetune.data.batches import Batch, BatchPlan, Position
@@ -74,7 +73,8 @@ def test_a_batch_does_not_depend_on_ranks(row_len: int | None, has_costs: bool, 
     for dp in (1, 2, 3):
         shares = [answer_batch(given, replace(plan, dp=dp, rank=rank)) for rank in range(dp)]
         assert len({len(share.micro) for share in shares}) == 1
-        assert all(len(micro.input_ids) == plan.micro_batch_size for share in shares for micro in share.micro)
+        for micro in (micro for share in shares for micro in share.micro):
+            assert len(micro.lengths) == max(1, int((micro.lengths > 0).sum())) <= plan.micro_batch_size
         together = {number: document for share in shares for number, document in documents(share).items()}
         assert sum(len(documents(share)) for share in shares) == len(given)
         for answer in given:
@@ -100,7 +100,51 @@ def test_packing_needs_fewer_forwards() -> None:
     packed, unpacked = answer_batch(answers(), PLAN), answer_batch(answers(), replace(PLAN, row_len=None))
     assert len(packed.micro) < len(unpacked.micro) == 12
     few = answer_batch(answers(2), PLAN, position=Position(1, 5))
-    assert (len(few.micro), few.position) == (1, Position(1, 5))
+    assert few.position == Position(1, 5)
+    assert [len(micro.lengths) for micro in few.micro] == [2]
+    assert [len(micro.lengths) for micro in answer_batch(answers(1), PLAN).micro] == [1]
     none = answer_batch([], PLAN)
     assert (len(none.micro), none.counts["examples"], none.counts["supervised_tokens"]) == (1, 0, 0)
-    assert torch.equal(none.micro[0].lengths, torch.zeros(2, dtype=torch.int64))
+    assert none.micro[0].lengths.tolist() == [0]
+
+
+def groups() -> list[ScoredAnswer]:
+    """Four groups of six answers, one of whose prompts is a single token."""
+    prompts = [[7], [5, 6, 7, 8], list(range(20, 35)), list(range(40, 49))]
+    return [replace(answer, prompt_ids=prompts[number // 6]) for number, answer in enumerate(answers())]
+
+
+def test_answers_share_their_prompt() -> None:
+    """Every answer is predicted at the same positions as beside a prompt of its own, and rows have fewer tokens."""
+    given, plan = groups(), replace(PLAN, shares_prompts=True)
+    shared, own = answer_batch(given, plan), answer_batch(given, PLAN)
+    assert shared.counts["tokens"] < own.counts["tokens"]
+    kept = ("supervised_tokens", "examples", "documents")
+    assert {name: shared.counts[name] for name in kept} == {name: own.counts[name] for name in kept}
+    found = set()
+    for micro in shared.micro:
+        assert micro.documents is not None
+        none = [(0,) * len(lengths) for lengths in micro.documents]
+        for row, (lengths, continued) in enumerate(zip(micro.documents, micro.shared or none, strict=True)):
+            assert sum(lengths) == ROW_LEN
+            ids, labels, positions = (of[row].tolist() for of in (micro.input_ids, micro.labels, micro.position_ids))
+            begin = origin = 0
+            for length, more in zip(lengths, continued, strict=True):
+                origin = origin if more else begin
+                end = begin + length
+                assert positions[begin:end] == list(range(more, more + length))
+                whole = ids[origin : origin + more] + ids[begin:end]
+                answer = [label for label in labels[begin:end] if label != IGNORE_INDEX]
+                places = [place + more for place, label in enumerate(labels[begin:end]) if label != IGNORE_INDEX]
+                if answer:
+                    assert [whole[place + 1] for place in places] == answer
+                    found.add((tuple(whole[: places[0] + 1]), tuple(answer), len(whole)))
+                begin = end
+    assert found == {
+        (tuple(each.prompt_ids), tuple(map(int, each.ids)), len(each.prompt_ids) + len(each.ids)) for each in given
+    }
+
+
+def test_rows_of_one_answer_share_nothing() -> None:
+    for plan in (replace(PLAN, row_len=None, shares_prompts=True), PLAN):
+        assert all(micro.shared is None for micro in answer_batch(groups(), plan).micro)

@@ -26,11 +26,13 @@ def plain_varlen_attn(
     groups, (before, behind) = query.shape[1] // key.shape[1], window_size
     key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
     outs = []
-    for begin, end in pairwise(cu_seq_q.tolist()):
-        query_, key_, value_ = (part[begin:end].transpose(0, 1) for part in (query, key, value))
-        positions = torch.arange(end - begin, device=query.device)
-        distance = positions[:, None] - positions
-        seen = (distance <= (before if before >= 0 else end)) & (-distance <= (behind if behind >= 0 else end))
+    for (begin, end), (first, last) in zip(pairwise(cu_seq_q.tolist()), pairwise(cu_seq_k.tolist()), strict=True):
+        query_, key_, value_ = (part.transpose(0, 1) for part in (query[begin:end], key[first:last], value[first:last]))
+        # The last query is at the place of the last key (flash_attn/src/mask.h: seqlen_k - seqlen_q).
+        positions = torch.arange(last - first, device=query.device)
+        distance = positions[begin - end :, None] - positions
+        keys = last - first
+        seen = (distance <= (before if before >= 0 else keys)) & (-distance <= (behind if behind >= 0 else keys))
         scores = query_ @ key_.mT * (query.shape[2] ** -0.5 if scale is None else scale)
         outs.append(scores.masked_fill(~seen, float("-inf")).softmax(-1) @ value_)
     return torch.cat(outs, 1).transpose(0, 1)
@@ -43,14 +45,15 @@ def check_arguments(
     (mha_varlen_fwd), but for the dtype.
     """
     assert query.shape[2] == key.shape[2] == value.shape[2] <= 256
+    assert len(bounds[0]) == len(bounds[1])
     assert query.shape[2] % 8 == 0
     assert key.shape == value.shape
     assert query.shape[1] % key.shape[1] == 0
     assert enable_gqa or query.shape[1] == key.shape[1]
     assert all(part.stride(-1) == 1 for part in (query, key, value))
-    for each, most in zip(bounds, longest, strict=True):
+    for each, most, part in zip(bounds, longest, (query, key), strict=True):
         assert each.dtype == torch.int32
         assert each.is_contiguous()
-        assert (int(each[0]), int(each[-1])) == (0, len(query))
+        assert (int(each[0]), int(each[-1])) == (0, len(part))
         assert type(most) is int
         assert most == int(each.diff().max())

@@ -56,6 +56,7 @@ def _run(engine: Engine, layout: Layout) -> dict[str, Any]:
         moments = first_gradients(engine)
         found["adapters"] = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
     plain = _batch(engine, [_scored(answer, advantage) for answer, advantage in every])
+    found["shares"] = any(micro.shared for micro in plain.micro)
     known, off = engine.token_log_probs([plain]), dict[int, np.ndarray]()
     if layout.cell.has_lora:
         off = engine.token_log_probs([plain], of_reference=True)
@@ -126,7 +127,8 @@ def _scored(answer: Sampled, advantage: float) -> ScoredAnswer:
 
 def _batch(engine: Engine, given: Sequence[ScoredAnswer]) -> Batch:
     plan = replace(batch_plan(engine.plan, engine.objective), meets_each_forward=engine.plan.meets_each_forward)
-    return answer_batch(given, replace(plan, streamed_row_cost=lambda row: float(row.num_tokens)))
+    plan = replace(plan, streamed_row_cost=lambda row: float(row.num_tokens), shares_prompts=engine.shares_prompts)
+    return answer_batch(given, plan)
 
 
 if __name__ == "__main__":

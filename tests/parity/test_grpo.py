@@ -144,6 +144,7 @@ def _assert_equals_plain_loop(layout: Layout, folder: Path, models: Path) -> Non
         if not VARIANTS[number].is_old:
             assert step["metrics"]["ratio"] == 1
             assert step["metrics"]["approx_kl"] == 0
+    assert result["shares"] == layout.cell.packing
     if len(layout.variants) > 1:
         assert len({step["forwards"] for step in result["steps"]}) > 1
     for found, logps in ((result["logps"], first), (result["off"], off)):

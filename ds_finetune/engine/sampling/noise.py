@@ -1,7 +1,8 @@
 """Draws tokens with noise that is a function of numbers: of the seed, the prompt, the answer, the position and the id.
 
 So an answer does not depend on the rank that samples it, nor on the rows beside it. The largest of log p + g over ids,
-with independent g of a standard Gumbel distribution, is a sample of p (Gumbel, 1954).
+with independent g of a standard Gumbel distribution, is a sample of p (Gumbel, 1954); so is the largest of log(u) / p,
+with u between 0 and 1, of which g = -log(-log u) is made.
 """
 
 from collections.abc import Iterable
@@ -49,11 +50,12 @@ def id_keys(vocabulary: int, device: torch.device) -> torch.Tensor:
     return mix(torch.arange(1, vocabulary + 1, device=device) * _STEP)
 
 
-def exponential_noise(keys: torch.Tensor, of_ids: torch.Tensor) -> torch.Tensor:
-    """Independent exponential numbers, fp64 [answers, vocabulary], of keys of answers at a position and keys of ids."""
+def log_uniform_noise(keys: torch.Tensor, of_ids: torch.Tensor) -> torch.Tensor:
+    """Logarithms of independent numbers between 0 and 1, fp64 [answers, vocabulary], of keys of answers at a position
+    and keys of ids.
+    """
     bits = mix(keys[:, None] + of_ids)
-    uniform = _shift_right(bits, 64 - _BITS).double().add_(0.5).mul_(2.0**-_BITS)
-    return uniform.log_().neg_()
+    return _shift_right(bits, 64 - _BITS).double().add_(0.5).mul_(2.0**-_BITS).log_()
 
 
 def draw_tokens(
@@ -71,6 +73,5 @@ def draw_tokens(
 
 def _draw(logits: torch.Tensor, keys: torch.Tensor, of_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     log_probs = logits.log_softmax(dim=-1)
-    # The logarithm of an exponential number is that of a Gumbel distribution with the other sign.
-    ids = (log_probs.double() - exponential_noise(keys, of_ids).log_()).argmax(dim=-1)
+    ids = log_uniform_noise(keys, of_ids).div_(log_probs.exp()).argmax(dim=-1)
     return ids, log_probs.gather(1, ids[:, None])[:, 0]

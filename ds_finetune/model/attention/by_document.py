@@ -1,6 +1,5 @@
 """Attention over each document of a packed row, without a mask over the whole row: causal, or in both directions."""
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +21,7 @@ from ds_finetune.model.attention.kernels import (
     PackedDocuments,
     attend_document,
     attend_packed,
+    find_origins,
     pack_documents,
     pads_values,
 )
@@ -39,7 +39,7 @@ BY_LENGTHS = "ds_finetune_by_lengths"
 KNOWS_DOCUMENTS = (BY_DOCUMENT, BY_LENGTHS, FLASH)
 """Attention that is told where documents begin, so that nobody has to find them in positions."""
 
-_DocumentBatches = tuple[list[tuple[int, int]], torch.Tensor, torch.Tensor]
+_DocumentBatches = tuple[list[tuple[int, int, int]], torch.Tensor, torch.Tensor, torch.Tensor]
 ChosenTokens = tuple[tuple[torch.Tensor | None, ...], ...]
 """The keys that each query of a document attends to, by row and document: bool [queries, keys], none of them later than
 the query; None for all earlier ones."""
@@ -164,6 +164,7 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
     *,
     scaling: float,
     documents: tuple[Documents, ...] | None = None,
+    shared: tuple[Documents, ...] | None = None,
     sp_group: SequenceParallelGroup | None = None,
     sliding_window: int | None = None,
     dropout: float = 0.0,
@@ -177,15 +178,16 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
     width].
 
     Returns [rows, tokens, heads, value width]. `documents` has one entry for each row; with None each row is one
-    document, and with fewer queries than keys the queries are its last tokens (decoding with a cache). With `sp_group`
-    the tensors have this rank's tokens, and `documents` describes whole rows. Without `sliding_window` the module's
-    own applies; in encoders it reaches as far in both directions. `s_aux` [heads] are attention sinks: a logit that
-    each head's softmax has beside those of the tokens (gpt_oss/modeling_gpt_oss.py:244). With `chosen` queries attend
-    only to these keys. With `packed`, which describes the same documents, one call attends to all of them; a call for
-    each remains where the kernel lacks what is asked for: sinks, dropout, chosen keys. A module whose `is_causal` is
-    false attends in both directions, as in transformers 5.23 (integrations/sdpa_attention.py:143). With `is_key`, bool
-    [rows, 1, 1, keys], a single query of each row attends only to these keys. ModelError where another argument would
-    change the result.
+    document, and with fewer queries than keys the queries are its last tokens (decoding with a cache). `shared` are the
+    tokens that each document continues, `MicroBatch.shared`: its queries attend to them too. With `sp_group` the
+    tensors have this rank's tokens, and `documents` describes whole rows. Without `sliding_window` the module's own
+    applies; in encoders it reaches as far in both directions. `s_aux` [heads] are attention sinks: a logit that each
+    head's softmax has beside those of the tokens (gpt_oss/modeling_gpt_oss.py:244). With `chosen` queries attend only
+    to these keys. With `packed`, which describes the same documents, one call attends to all of them; a call for each
+    remains where the kernel lacks what is asked for: sinks, dropout, chosen keys. A module whose `is_causal` is false
+    attends in both directions, as in transformers 5.23 (integrations/sdpa_attention.py:143). With `is_key`, bool [rows,
+    1, 1, keys], a single query of each row attends only to these keys. ModelError where another argument would change
+    the result.
     """
     if unknown := _unknown(others):
         raise ModelError(
@@ -208,7 +210,7 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
     else:
         assert is_key is None, "only single queries attend to chosen keys of their rows"
         attend = _DocumentAttention(scaling, window, dropout, is_causal, s_aux)
-        out = _attend_to_rows(attend, (query, key, value), documents, chosen).transpose(1, 2)
+        out = _attend_to_rows(attend, (query, key, value), documents, shared, chosen).transpose(1, 2)
     out = out.contiguous()
     return out if sp_group is None else sp_group.gather_heads_scatter_tokens(out), None
 
@@ -217,6 +219,7 @@ def _attend_to_rows(
     attend: _DocumentAttention,
     parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     documents: tuple[Documents, ...] | None,
+    shared: tuple[Documents, ...] | None,
     chosen: ChosenTokens | None,
 ) -> torch.Tensor:
     """Attention of query, key and value [rows, heads, tokens, width], by document where rows have some."""
@@ -225,9 +228,10 @@ def _attend_to_rows(
     if documents is None and chosen is None:
         return attend(*parts)
     if documents is not None and chosen is None and attend.is_causal and query.device.type == "cpu":
-        batches = _document_batches(documents)
-        if len(batches[0]) < sum(map(len, documents)):
+        batches = _document_batches(documents, shared)
+        if shared is not None or len(batches[0]) < sum(map(len, documents)):
             return _attend_in_batches(attend, parts, batches)
+    assert shared is None, "documents continue others in one call for all of them, or on CPUs"
     of_rows = [None] * len(query) if documents is None else documents
     rows = zip(*(tensor.split(1) for tensor in parts), of_rows, chosen or [None] * len(query), strict=True)
     return torch.cat([_row(attend, row, lengths, of_row) for *row, lengths, of_row in rows])
@@ -237,37 +241,46 @@ def _attend_in_batches(
     attend: _DocumentAttention, parts: Sequence[torch.Tensor], batches: _DocumentBatches
 ) -> torch.Tensor:
     """Attention by document, as `_attend_to_rows`, where short documents of nearly the same length share a call. They
-    are padded at their ends, which no token before attends to.
+    are padded at their ends, which no token before attends to. Keys begin with those of the tokens that documents
+    continue.
     """
-    shapes, order, places = batches
-    sizes = [math.prod(shape) for shape in shapes]
-    ordered = [part.transpose(1, 2).flatten(0, 1).index_select(0, order).split(sizes) for part in parts]
+    shapes, order, of_keys, places = batches
+    sizes = [[rows * tokens, *[rows * (continued + tokens)] * 2] for rows, tokens, continued in shapes]
+    ordered = [
+        part.transpose(1, 2).flatten(0, 1).index_select(0, index).split(lengths)
+        for part, index, lengths in zip(parts, (order, of_keys, of_keys), zip(*sizes, strict=True), strict=True)
+    ]
     outs = []
-    for shape, batch in zip(shapes, zip(*ordered, strict=True), strict=True):
-        out = attend(*(part.unflatten(0, shape).transpose(1, 2) for part in batch))
+    for (rows, *_), batch in zip(shapes, zip(*ordered, strict=True), strict=True):
+        out = attend(*(part.unflatten(0, (rows, -1)).transpose(1, 2) for part in batch))
         outs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outs).index_select(0, places).unflatten(0, (len(parts[0]), -1)).transpose(1, 2)
 
 
 @lru_cache(maxsize=4)
-def _document_batches(documents: tuple[Documents, ...]) -> _DocumentBatches:
-    """The documents and the tokens of the longest one of each batch; the tokens of all batches among those of the rows,
-    with the last token of a document in the place of padding; and where each token of the rows is among them.
+def _document_batches(documents: tuple[Documents, ...], shared: tuple[Documents, ...] | None) -> _DocumentBatches:
+    """The documents of each batch, the tokens of the longest one, and how many other tokens each of them continues; the
+    tokens of all batches among those of the rows, with the last token of a document in the place of padding; the same
+    with the tokens that they continue before them; and where each token of the rows is among the former.
     """
     lengths = np.array([length for row in documents for length in row])
-    begins, alike = lengths.cumsum() - lengths, defaultdict[tuple[int, int], list[int]](list)
-    for number, length in enumerate(lengths.tolist()):
+    begins, origins, continued = find_origins(documents, shared or [(0,) * len(row) for row in documents])
+    alike = defaultdict[tuple[int, int, int], list[int]](list)
+    for number, (length, more) in enumerate(zip(lengths.tolist(), continued.tolist(), strict=True)):
         step = max(8, 2 ** (length.bit_length() - 3))
-        alike[-(-length // step) * step, number if length > _SHORT else -1].append(number)
-    shapes, order, is_token = [], [], []
-    for numbers in alike.values():
+        alike[-(-length // step) * step, number if length > _SHORT else -1, more].append(number)
+    shapes, order, keys, is_token = [], [], [], []
+    for (*_, more), numbers in alike.items():
         columns, ends = np.arange(lengths[numbers].max()), lengths[numbers, None]
-        shapes.append((len(numbers), len(columns)))
-        order.append((begins[numbers, None] + np.minimum(columns, ends - 1)).ravel())
+        shapes.append((len(numbers), len(columns), more))
+        own = begins[numbers, None] + np.minimum(columns, ends - 1)
+        order.append(own.ravel())
+        keys.append(np.hstack([origins[numbers, None] + np.arange(more), own]).ravel())
         is_token.append((columns < ends).ravel())
-    tokens = np.concatenate(order)
+    tokens, of_keys = np.concatenate(order), np.concatenate(keys)
     places = np.flatnonzero(np.concatenate(is_token))
-    return shapes, torch.from_numpy(tokens), torch.from_numpy(places[np.argsort(tokens[places])])
+    order_of_tokens = torch.from_numpy(places[np.argsort(tokens[places])])
+    return shapes, torch.from_numpy(tokens), torch.from_numpy(of_keys), order_of_tokens
 
 
 def _unknown(others: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,9 @@ from importlib.util import find_spec
 from itertools import accumulate, chain
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn import attention, functional
 from transformers import PretrainedConfig
 
@@ -21,6 +23,7 @@ from ds_finetune.plan.forward import MAX_WIDTH, flash_3_problem, varlen_problem
 
 Documents = tuple[int, ...]
 """Lengths of the consecutive documents of a row, with padding as one of them; their sum is the row's length."""
+Places = NDArray[np.int64]
 
 _COLUMNS = 8
 """Columns of a head are a multiple of this in the kernel (torch 2.13, flash_attn/flash_api.cpp, mha_varlen_fwd)."""
@@ -88,14 +91,41 @@ class PackedDocuments:
     """First tokens of all documents, and the number of all tokens: int32 [documents + 1] on the device."""
     longest: int
     """Tokens of the longest document."""
+    keys: torch.Tensor | None = None
+    """Tokens of the concatenated rows to which the queries of each document attend, with those that it continues: int64
+    [keys]; None where each document has its own tokens only."""
+    key_bounds: torch.Tensor | None = None
+    """First of the keys of each document, and the number of all: int32 [documents + 1]; None as `keys`."""
+    most_keys: int = 0
 
 
-def pack_documents(documents: Sequence[Documents], device: torch.device) -> PackedDocuments:
-    """The documents of all rows on `device`, copied there without waiting for it."""
+def pack_documents(
+    documents: Sequence[Documents], device: torch.device, shared: Sequence[Documents] | None = None
+) -> PackedDocuments:
+    """The documents of all rows on `device`, copied there without waiting for it, and the tokens that they continue."""
+
+    def copied(numbers: Sequence[int] | Places, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
     lengths = list(chain.from_iterable(documents))
-    is_gpu = device.type == "cuda"
-    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, pin_memory=is_gpu)
-    return PackedDocuments(bounds.to(device, non_blocking=True), max(lengths))
+    bounds = copied([0, *accumulate(lengths)], torch.int32)
+    if shared is None:
+        return PackedDocuments(bounds, max(lengths))
+    begins, origins, continued = find_origins(documents, shared)
+    parts = zip(origins, continued, begins, lengths, strict=True)
+    keys = [np.r_[origin : origin + more, begin : begin + length] for origin, more, begin, length in parts]
+    sizes = list(map(len, keys))
+    key_bounds = copied([0, *accumulate(sizes)], torch.int32)
+    return PackedDocuments(bounds, max(lengths), copied(np.concatenate(keys), torch.int64), key_bounds, max(sizes))
+
+
+def find_origins(documents: Sequence[Documents], shared: Sequence[Documents]) -> tuple[Places, Places, Places]:
+    """For each document its first token among those of all rows, that of the document which it continues, and how many
+    tokens of that it continues.
+    """
+    lengths, continued = (np.fromiter(chain.from_iterable(each), dtype=np.int64) for each in (documents, shared))
+    begins = lengths.cumsum() - lengths
+    return begins, begins[np.maximum.accumulate(np.where(continued == 0, np.arange(len(begins)), 0))], continued
 
 
 @kept
@@ -126,20 +156,25 @@ def attend_packed(
     key heads, tokens, value width], in fp16 or bf16 on a GPU. Returns [rows, tokens, heads, value width].
 
     A query attends to tokens that are fewer than `window` positions away, only to earlier ones where attention is
-    causal. Columns of zeros make heads as wide as the kernel wants them, which changes neither products nor sums.
+    causal. Columns of zeros make heads as wide as the kernel wants them, which changes neither products nor sums. The
+    queries of a document that continues another are the last of its keys, as the kernel places them.
     """
     rows, _, tokens, value_width = parts[2].shape
     widest = max(part.shape[3] for part in parts)
     query, key, value = (_flatten(part, width=-(-widest // _COLUMNS) * _COLUMNS) for part in parts)
-    reach = -1 if window is None or window >= packed.longest else window - 1
+    key_bounds, most_keys = packed.bounds, packed.longest
+    if packed.keys is not None and packed.key_bounds is not None:
+        key, value = key.index_select(0, packed.keys), value.index_select(0, packed.keys)
+        key_bounds, most_keys = packed.key_bounds, packed.most_keys
+    reach = -1 if window is None or window >= most_keys else window - 1
     out = varlen_attn(
         query,
         key,
         value,
         packed.bounds,
-        packed.bounds,
+        key_bounds,
         packed.longest,
-        packed.longest,
+        most_keys,
         scale=scaling,
         window_size=(reach, 0 if is_causal else reach),
         **_grouped_queries(),

@@ -60,6 +60,8 @@ class ForwardRows:
     labels: torch.Tensor
     documents: tuple[Documents, ...] | None = None
     """Lengths of the documents of each whole row; None where each row is one document."""
+    shared: tuple[Documents, ...] | None = None
+    """How many tokens of an earlier one each document continues; None where none does."""
     examples: Examples | None = None
     """The documents as an objective sees them; their `index` has this rank's tokens."""
     token_types: torch.Tensor | None = None

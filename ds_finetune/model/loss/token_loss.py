@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ds_finetune.errors import ModelError
+from ds_finetune.families.table import family_of
 from ds_finetune.model.attention.by_document import (
     BY_DOCUMENT,
     BY_LENGTHS,
@@ -191,6 +192,15 @@ class TrainedModel(nn.Module):
         self.pp_group = pp_group
 
     @property
+    def continues_documents(self) -> bool:
+        """Whether documents may continue others (`MicroBatch.shared`): attention is told of it, and nothing else reads
+        the tokens of a document together.
+        """
+        family, device = family_of(self.config.model_type), next(self.parameters()).device
+        is_told = self.config._attn_implementation == BY_DOCUMENT and (self.packs_documents or device.type == "cpu")
+        return is_told and not family.is_generic and family.indexer is None
+
+    @property
     def has_head(self) -> bool:
         """Whether a forward ends with the head on this rank; elsewhere it ends with hidden states."""
         return self.pp_group is None or self.pp_group.runs_head
@@ -229,7 +239,7 @@ class TrainedModel(nn.Module):
         with ExitStack() as stack:
             for extra in extras:
                 stack.enter_context(extra.listen(rows, is_counting=self.training, is_first=is_first))
-            hidden = self.hidden(rows.input_ids, rows.position_ids, rows.documents, rows.token_types)
+            hidden = self.hidden(rows.input_ids, rows.position_ids, rows.documents, rows.token_types, rows.shared)
         weights: list[torch.Tensor] = []
         if numbers is not None:
             numbers, weights = numbers_of_parts(numbers, extras)
@@ -255,6 +265,7 @@ class TrainedModel(nn.Module):
         position_ids: torch.Tensor,
         documents: tuple[Documents, ...] | None,
         token_types: torch.Tensor | None = None,
+        shared: tuple[Documents, ...] | None = None,
     ) -> torch.Tensor:
         """Hidden states before the head, [batch, tokens, width].
 
@@ -263,25 +274,34 @@ class TrainedModel(nn.Module):
         transformers 5.23 ignores the positions (masking_utils.py:873), and packed documents would attend to each
         other.
         """
-        lengths = self.document_arguments(documents, input_ids.device)
+        lengths = self.document_arguments(documents, input_ids.device, shared)
         inputs = {"position_ids": position_ids, "input_ids": input_ids}
         if encoder_of(self.lm.config) is not None:
             inputs = {"input_ids": input_ids, **encoder_inputs(self.lm.config, position_ids, token_types)}
         with mask_context(self.lm):
             return self.lm.base_model(use_cache=False, **inputs, **lengths).last_hidden_state
 
-    def document_arguments(self, documents: tuple[Documents, ...] | None, device: torch.device) -> dict[str, Any]:
-        """What tells attention where the documents of each row begin."""
+    def document_arguments(
+        self,
+        documents: tuple[Documents, ...] | None,
+        device: torch.device,
+        shared: tuple[Documents, ...] | None = None,
+    ) -> dict[str, Any]:
+        """What tells attention where the documents of each row begin, and how much of earlier ones they continue."""
         attention = self.lm.config._attn_implementation
         if attention == BY_DOCUMENT:
-            packed = self._pack(documents, device) if self.packs_documents and documents is not None else None
-            return {"documents": documents, "sp_group": self.sp_group, "packed": packed}
+            packed = self._pack(documents, device, shared) if self.packs_documents and documents is not None else None
+            found = {"documents": documents, "sp_group": self.sp_group, "packed": packed}
+            return found if shared is None else found | {"shared": shared}
+        assert shared is None, attention
         if attention in (FLASH, BY_LENGTHS) and documents is not None:
             return flash_arguments(documents, device)
         return {}
 
-    def _pack(self, documents: tuple[Documents, ...], device: torch.device) -> PackedDocuments:
+    def _pack(
+        self, documents: tuple[Documents, ...], device: torch.device, shared: tuple[Documents, ...] | None
+    ) -> PackedDocuments:
         """The documents on `device`; copied once for all layers, stages of a loss and extra losses of a forward."""
         if self._packed is None or self._packed[0] is not documents:
-            self._packed = documents, pack_documents(documents, device)
+            self._packed = documents, pack_documents(documents, device, shared)
         return self._packed[1]

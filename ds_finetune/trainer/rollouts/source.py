@@ -50,7 +50,7 @@ class RolloutSource:
         """
         self._resumed: dict[str, Any] = {}
         self._engine, self._files = engine, files
-        self._plan = batch_plan(run)
+        self._plan = replace(batch_plan(run), shares_prompts=engine.shares_prompts)
         self._objective = sampler.objective
         self._steps = run.config.rollout.steps_per_rollout
         self._per_epoch = rows_per_epoch(self.rows, self._plan)

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from ds_finetune.engine.sampling.noise import answer_keys, draw_tokens, exponential_noise, id_keys, mix
+from ds_finetune.engine.sampling.noise import answer_keys, draw_tokens, id_keys, log_uniform_noise, mix
 
 CPU = torch.device("cpu")
 
@@ -34,7 +34,7 @@ def test_tokens_have_the_probabilities_of_their_logits() -> None:
 def test_noise_of_neighbouring_numbers_is_independent() -> None:
     """Of neighbouring seeds, rollouts, prompts, answers and ids: no correlation beyond chance."""
     numbers = [(key, prompt, sample) for key in range(10) for prompt in range(20) for sample in range(20)]
-    noise = [exponential_noise(answer_keys(seed, numbers, CPU), id_keys(5, CPU)) for seed in (0, 1)]
+    noise = [-log_uniform_noise(answer_keys(seed, numbers, CPU), id_keys(5, CPU)) for seed in (0, 1)]
     series = torch.cat([part.T for part in noise]) - 1
     series = torch.cat([series, series.view(10, 10, 20, 20).transpose(1, 3).reshape(10, -1).roll(1, dims=1)])
     correlation = torch.corrcoef(series) - torch.eye(len(series))

@@ -241,3 +241,57 @@ def test_kernels_for_narrow_values_agree(is_padded: bool) -> None:
         query.float(), key.float(), value.float(), scale=0.07, is_causal=True
     )
     assert torch.allclose(found.float(), wanted, rtol=4e-2, atol=4e-2)
+
+
+CONTINUING = ((5, 4, 1, 3, 3), (2, 9, 5))
+"""Documents of two rows."""
+SHARED = ((0, 3, 3, 3, 0), (0, 1, 0))
+"""How many tokens of an earlier document each of them continues."""
+WHOLE = ((5, 7, 4, 6, 3), (2, 10, 5))
+WHOLE_TOKENS = (
+    *([0, 1, 2, 3, 4], [0, 1, 2, 5, 6, 7, 8], [0, 1, 2, 9], [0, 1, 2, 10, 11, 12], [13, 14, 15]),
+    *([16, 17], [16, *range(18, 27)], [*range(27, 32)]),
+)
+"""Tokens of the flattened rows of each document with those that it continues."""
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_document_may_continue_another(
+    shape: tuple[int, int, int, int],
+    is_packed: bool,
+    window: int | None,
+    with_sinks: bool,
+    calls: list[Any],
+) -> None:
+    """Outputs and gradients are those of whole documents, in which the tokens that are shared stand several times."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = [(shape[0], shape[2]), (shape[1], shape[2]), (shape[1], shape[3])]
+    parts = [torch.randn(2, 16, *size, generator=generator, dtype=torch.float64).transpose(1, 2) for size in sizes]
+    sinks = torch.randn(shape[0], generator=generator, dtype=torch.float64) if with_sinks else None
+    packed = pack_documents(CONTINUING, torch.device("cpu"), SHARED) if is_packed else None
+    given = {"documents": CONTINUING, "shared": SHARED, "packed": packed}
+    order = torch.tensor([token for tokens in WHOLE_TOKENS for token in tokens])
+    own = [-length for lengths in CONTINUING for length in lengths]
+    ends = torch.tensor([len(tokens) for tokens in WHOLE_TOKENS]).cumsum(0).tolist()
+    places = torch.cat([torch.arange(end + length, end) for end, length in zip(ends, own, strict=True)])
+
+    def attend(parts: list[torch.Tensor], **options: Any) -> torch.Tensor:
+        options |= {"sliding_window": window, "s_aux": sinks}
+        return attend_by_document(Module(), parts[0], parts[1], parts[2], None, scaling=0.3, **options)[0]
+
+    def whole(parts: list[torch.Tensor]) -> torch.Tensor:
+        rows = [part.transpose(1, 2).flatten(0, 1)[order][None].transpose(1, 2) for part in parts]
+        documents = (tuple(length for lengths in WHOLE for length in lengths),)
+        return attend(rows, documents=documents)[0][places].unflatten(0, (2, 16))
+
+    results = []
+    for compute in (whole, lambda parts: attend(parts, **given)):
+        leaves = [part.detach().requires_grad_() for part in parts]
+        out = compute(leaves)
+        out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64))
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-12)
+    assert bool(calls) == (is_packed and not with_sinks)
