@@ -9,18 +9,17 @@ import fcntl
 import json
 import os
 import queue
-import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +33,8 @@ Part = Mapping[str, Any]
 """What a reward says of an answer: `score`, `has_result` and `seconds`, or an `error`."""
 _PACKAGES = str(Path(__file__).resolve().parents[3])
 _PROGRAM = (
-    f"import sys; sys.path.append({_PACKAGES!r}); from ds_finetune.objectives.rewards import worker; worker.main()"
+    f"import sys; sys.path.append({_PACKAGES!r}); from ds_finetune.objectives.rewards import worker; "
+    "worker.main(int(sys.argv[1]))"
 )
 _START_SECONDS, _END_SECONDS = 120.0, 1.0
 _LOG_BYTES = 2**24
@@ -55,6 +55,7 @@ class _Worker:
     def __init__(self, settings: Sequence[Mapping[str, Any]], log: IO[bytes]) -> None:
         self._settings, self._log = settings, log
         self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
         self._is_closed = False
         self.at = 0
         """Number of the reward that it computes, or cannot load."""
@@ -66,13 +67,19 @@ class _Worker:
         if self._is_closed:
             raise _EndedError("is not needed any more")
         # A session of its own: Ctrl-C reaches the program only, and what a reward starts is killed with it.
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            start_new_session=True,
-        )
+        self._socket, other = socket.socketpair()
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, str(other.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                pass_fds=(other.fileno(),),
+                start_new_session=True,
+            )
+        if self._is_closed:
+            # Meanwhile, by a thread that has not seen the process.
+            self._signal()
         limit = _START_SECONDS + max(map(seconds_of, self._settings))
         try:
             said = self._reply(json.dumps(self._settings), limit)
@@ -101,11 +108,10 @@ class _Worker:
         """End the process, and all of its session."""
         if self._process is None:
             return
+        assert self._socket is not None
         self._signal()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        self._socket.close()
         self._process = None
 
     def _signal(self) -> None:
@@ -114,42 +120,28 @@ class _Worker:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def _reply(self, message: str, seconds: float) -> dict[str, Any]:
-        """Send a line and read one. A pause of this machine counts as one of the `seconds`."""
-        assert self._process is not None
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        requests, replies = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(requests, False)
-        # Not select(2), which refuses file descriptors from 1024 on; a rank of a large cluster has as many sockets.
-        poll = select.poll()
-        poll.register(requests, select.POLLOUT)
-        poll.register(replies, select.POLLIN)
-        rest, line = message.encode() + b"\n", b""
-        last, used = time.monotonic(), 0.0
-        while used < seconds:
-            has_ended = self._is_closed or self._process.poll() is not None
-            ready = dict(poll.poll(200))
-            if requests in ready:
-                with suppress(BrokenPipeError):
-                    rest = rest[os.write(requests, rest) :]
-                if not rest:
-                    poll.unregister(requests)
-            new = os.read(replies, 2**16) if replies in ready else b""
-            line += new
-            if line.endswith(b"\n"):
-                said: dict[str, Any] = json.loads(line)
-                return said
-            # Pipes may be closed before the process ends, or held open by what it has started.
-            if not new and (has_ended or replies in ready):
-                self._raise_ended()
-            now = time.monotonic()
-            last, used = now, used + min(now - last, 1.0)
-        self.kill()
-        raise _LateError
+        """Send a line and read one."""
+        assert self._socket is not None
+        self._socket.settimeout(seconds)
+        line = b""
+        try:
+            self._socket.sendall(message.encode() + b"\n")
+            while not line.endswith(b"\n"):
+                new = self._socket.recv(2**16)
+                if not new:
+                    self._raise_ended()
+                line += new
+        except TimeoutError:
+            self.kill()
+            raise _LateError from None
+        except ConnectionError:
+            self._raise_ended()
+        said: dict[str, Any] = json.loads(line)
+        return said
 
-    def _raise_ended(self) -> None:
+    def _raise_ended(self) -> NoReturn:
         assert self._process is not None
-        # It may have closed its pipes only; one that ends says itself how.
+        # It may have closed its socket only; one that ends says itself how.
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
         self._signal()

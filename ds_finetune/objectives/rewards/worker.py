@@ -13,6 +13,7 @@ import math
 import os
 import resource
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -220,25 +221,26 @@ def _load(every: list[Settings]) -> tuple[list[Scorer], str, int]:
     return scorers, "", 0
 
 
-def main() -> None:
-    """Answer requests on standard input until it is closed, or the thread that started this process has ended. Rewards
-    have none, and what they print goes to standard error.
+def main(descriptor: int) -> None:
+    """Answer the requests that come through a socket until it is closed, or the thread that started this process has
+    ended.
     """
-    requests, replies, owner = os.dup(0), os.dup(1), os.getpid()
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
+    owner = os.getpid()
     # PR_SET_PDEATHSIG of prctl(2).
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
     # A scheduler that asks a run to end signals all of its processes; rewards are still needed until it has saved.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    with os.fdopen(requests) as lines, os.fdopen(replies, "w") as out:
+    with socket.socket(fileno=descriptor) as connection, connection.makefile("rw", encoding="utf-8") as lines:
+        # Neither a program that a reward starts nor a process that it forks keeps the connection open.
+        connection.set_inheritable(False)
+        os.register_at_fork(after_in_child=lambda: os.close(descriptor))
         every = json.loads(lines.readline())
         scorers, error, number = _load(every)
-        print(json.dumps({"error": error, "at": number}), file=out, flush=True)
+        print(json.dumps({"error": error, "at": number}), file=lines, flush=True)
         for line in lines:
             at, answer = json.loads(line)
             said = run_reward(scorers[at], every[at], AnswerToScore(**answer))
             if os.getpid() != owner:
                 # A process that a reward has forked has returned from the reward as well.
                 os._exit(0)
-            print(json.dumps(said), file=out, flush=True)
+            print(json.dumps(said), file=lines, flush=True)
