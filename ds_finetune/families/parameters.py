@@ -84,7 +84,8 @@ def indexed_latent_attention(c: ModelConfig) -> AttentionTensors:
 
 
 _SPARSE, _HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
-_RATES: Mapping[str, int] = {_SPARSE: 4, _HEAVY: 128}
+RATES: Mapping[str, int] = {_SPARSE: 4, _HEAVY: 128}
+"""Tokens of an entry by kind of attention, unless `compress_rates` says others."""
 RATIOS: Mapping[int, str] = {0: "sliding_attention", 4: _SPARSE, 128: _HEAVY}
 """Kinds of attention of DeepSeek-V4 by the published `compress_ratios`; 0 where nothing is compressed."""
 
@@ -122,7 +123,7 @@ def compressed_layer(c: ModelConfig, kind: str) -> Tensors:
     for module in ("attn_hc", "ffn_hc"):
         found[f"{module}.fn"] = ((2 + streams) * streams, streams * hidden)
         found |= {f"{module}.base": ((2 + streams) * streams,), f"{module}.scale": (3,)}
-    if kind in _RATES:
+    if kind in RATES:
         series = 2 if kind == _SPARSE else 1
         found |= _compressor("self_attn.compressor", hidden, c["head_dim"], _rate(c, kind), series=series)
     return found
@@ -145,7 +146,7 @@ def compressed_types(c: ModelConfig) -> tuple[str, ...]:
 
 def longest_window(c: ModelConfig) -> int:
     """Tokens of the longest window that a layer of DeepSeek-V4 compresses into an entry; 0 where none does."""
-    return max((_rate(c, kind) for kind in compressed_types(c) if kind in _RATES), default=0)
+    return max((_rate(c, kind) for kind in compressed_types(c) if kind in RATES), default=0)
 
 
 def hashed_layers(c: ModelConfig) -> tuple[int, ...]:
@@ -166,7 +167,7 @@ class Window(NamedTuple):
 def window_of(c: ModelConfig, kind: str) -> Window | None:
     """The windows of a layer with this kind of attention; None where it has none."""
     is_sparse = kind == _SPARSE
-    return Window(_rate(c, kind), 1 + is_sparse, is_sparse) if kind in _RATES else None
+    return Window(_rate(c, kind), 1 + is_sparse, is_sparse) if kind in RATES else None
 
 
 def entry_tokens(c: ModelConfig) -> int:
@@ -180,7 +181,7 @@ def published_layers(c: ModelConfig) -> dict[str, Any]:
     """
     kinds, rope = c.get("layer_types"), c.get("rope_parameters") or {}
     found: dict[str, Any] = {}
-    if kinds and all(_rate(c, kind) == rate for kind, rate in _RATES.items()):
+    if kinds and all(_rate(c, kind) == rate for kind, rate in RATES.items()):
         numbers = {kind: ratio for ratio, kind in RATIOS.items()}
         found["compress_ratios"] = [numbers[kind] for kind in kinds]
     if c.get("mlp_layer_types"):
@@ -203,7 +204,7 @@ def _compressor(name: str, hidden: int, width: int, rate: int, *, series: int) -
 def _rate(c: ModelConfig, kind: str) -> int:
     """Tokens of a window: of `compress_rates`, or of the keys that transformers reads in its place."""
     older = c.get("compress_rate_csa" if kind == _SPARSE else "compress_rate_hca")
-    return int(older or (c.get("compress_rates") or _RATES)[kind])
+    return int(older or (c.get("compress_rates") or RATES)[kind])
 
 
 def indexed_layers(c: ModelConfig) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ds_finetune.config.units import MIB
 from ds_finetune.errors import ModelError
-from ds_finetune.families.parameters import RATIOS
+from ds_finetune.families.parameters import RATES, RATIOS
 from ds_finetune.families.table import family_of
 
 MAX_LAYERS = 1000
@@ -17,7 +17,10 @@ published models have 126.
 MAX_CONFIG_BYTES = 16 * MIB
 """Maximum size of a config.json; published ones have a few KiB."""
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "num_nextn_predict_layers")
-_SIZES_OF_V4 = ("sliding_window", "index_topk", "index_n_heads", "index_head_dim", "hc_mult", "o_groups")
+_SIZES_OF_V4 = (
+    *("sliding_window", "index_topk", "index_n_heads", "index_head_dim", "hc_mult", "hc_sinkhorn_iters"),
+    *("o_groups", "o_lora_rank", "q_lora_rank", "n_routed_experts", "num_experts_per_tok"),
+)
 _SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -86,14 +89,18 @@ def _check_type(file: Path, tree: Mapping[str, Any]) -> None:
         )
     if not family_of(str(kind)).compresses:
         return
-    ratios, rates = tree.get("compress_ratios") or (), tree.get("compress_rates") or {}
+    ratios, rates = tree.get("compress_ratios") or (), tree.get("compress_rates", RATES)
     unknown = sorted({ratio for ratio in ratios if ratio not in RATIOS}, key=str)
-    if unknown or not all(isinstance(rate, int) and rate > 1 for rate in rates.values()):
+    of_kinds = isinstance(rates, Mapping) and rates.keys() == RATES.keys()
+    if unknown or not of_kinds or not all(type(rate) is int and rate > 1 for rate in rates.values()):
         raise ModelError(
             f"{file}: layers compress {unknown or rates} tokens into an entry; known are {', '.join(map(str, RATIOS))} "
-            "in compress_ratios, and numbers above 1 in compress_rates",
+            f"in compress_ratios, and numbers above 1 in compress_rates for {' and '.join(RATES)}",
             hint=_PUBLISHED,
         )
+    for key, known in (("num_key_value_heads", 1), ("scoring_func", "sqrtsoftplus"), ("attention_dropout", 0)):
+        if tree.get(key, known) != known:
+            raise ModelError(f"{file}: {key} is {tree[key]!r}, and {kind} is known with {known!r}", hint=_PUBLISHED)
 
 
 def _check_widths(file: Path, tree: Mapping[str, Any]) -> None:

@@ -283,7 +283,11 @@ _COMPRESSED = (
         lambda run: run.family.compresses,
         (
             *UNTESTED_TRAINING,
-            Conflict("objective {objective.name}", "set objective to sft or dpo", lambda run: is_grpo(run.objective)),
+            Conflict(
+                "objective {objective.name}",
+                "set objective to sft or dpo: the cache of sampled answers has no place for compressed entries",
+                lambda run: is_grpo(run.objective),
+            ),
             setting("model.resize_vocabulary true", "use a tokenizer that fits the model: new ids have no experts"),
             Conflict(
                 "lora and mtp.train true", "leave lora or mtp out", lambda run: run.lora is not None and run.mtp.train

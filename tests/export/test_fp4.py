@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ds_finetune import read_config, train
@@ -141,3 +141,33 @@ def test_scales_that_do_not_fit(scale: torch.Tensor, tmp_path: Path) -> None:
     save_file({"a.weight": torch.zeros(4, 32, dtype=torch.int8), "a.scale": scale}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"`a.weight` \(4, 32\) of torch.int8 has scales"):
         HubFolder(tmp_path)
+
+
+def test_columns_that_fill_no_group(tmp_path: Path) -> None:
+    scale = torch.zeros(4, 2).to(torch.float8_e8m0fnu)
+    save_file({"a.weight": torch.zeros(4, 24, dtype=torch.int8), "a.scale": scale}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ModelError, match=r"`a\.weight` has 48 columns in FP4, no multiple of the 32 that share a scale"
+    ):
+        HubFolder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [(-1, "has 126 columns in FP4, no multiple of the 32"), (-16, "(64, 48) of torch.int8 has scales (64, 4)")],
+)
+def test_odd_widths_end_a_run_before_it_trains(
+    columns: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    v4, weight = publish_v4(tmp_path / "published", vocab_size=128), "layers.1.ffn.experts.0.w1.weight"
+    sections = {"model": {"path": str(v4), "weights": "load"}, "train": {"max_seq_len": 128}}
+    run_file = tiny_task(tmp_path, **sections)
+    for file in (tmp_path / "model").glob("token*"):
+        shutil.copyfile(file, v4 / file.name)
+    for file in v4.glob("model-*.safetensors"):
+        tensors = load_file(file)
+        if weight in tensors:
+            save_file(tensors | {weight: tensors[weight][:, :columns].clone()}, file)
+    assert main(["train", str(run_file)]) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.rglob("metrics.jsonl"))

@@ -16,6 +16,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import FinetuneError, ModelError
 from ds_finetune.export.base_folder import HubSource
 from ds_finetune.export.model_config import served_config
+from ds_finetune.families.parameters import RATES
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.build.hub_folder import HubFolder
@@ -278,7 +279,15 @@ def _folder(folder: Path, **changes: Any) -> Path:
     [
         ({"model_type": "deepseek_v41"}, "deepseek_v41 is neither trained nor converted: .* Engram tables"),
         ({"compress_ratios": [0, 4, 7, 4]}, r"layers compress \[7\] tokens into an entry; known are 0, 4, 128"),
-        ({"compress_rates": {"compressed_sparse_attention": 1}}, "numbers above 1 in compress_rates"),
+        ({"compress_rates": {**RATES, "compressed_sparse_attention": 1}}, "numbers above 1 in compress_rates"),
+        ({"compress_rates": {"heavily_compressed_attention": 12}}, "numbers above 1 in compress_rates"),
+        ({"compress_rates": {**RATES, "other": 3}}, "in compress_rates for compressed_sparse_attention and heavily_"),
+        ({"compress_rates": [4, 128]}, r"layers compress \[4, 128\] tokens"),
+        ({"hc_sinkhorn_iters": 0}, "hc_sinkhorn_iters is 0, not a whole number of at least 1"),
+        ({"n_routed_experts": 0}, "n_routed_experts is 0, not a whole number of at least 1"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads is 2, and deepseek_v4 is known with 1"),
+        ({"scoring_func": "softmax"}, "scoring_func is 'softmax', and deepseek_v4 is known with 'sqrtsoftplus'"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1, and deepseek_v4 is known with 0"),
         ({"index_topk": 0}, "index_topk is 0, not a whole number of at least 1"),
         ({"sliding_window": 0}, "sliding_window is 0, not a whole number of at least 1"),
     ],

@@ -148,6 +148,7 @@ def _check_parts(name: str, blocks: StoredTensor, scales: StoredTensor, folder: 
 
 PACKED = torch.int8
 _PER_BYTE = 2
+_READ = "the FP4 of DeepSeek-V4-Flash is read; give a bf16 copy"
 _BETWEEN = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 """The numbers halfway between neighbours of E2M1, by the lower one's index."""
 
@@ -218,11 +219,17 @@ def find_matrices(stored: Mapping[str, StoredTensor], folder: Path) -> dict[str,
     names = [key for key, tensor in stored.items() if tensor.dtype == PACKED and key + SCALE in stored]
     for name in names:
         packed, scales = stored[name], stored[name + SCALE]
-        groups = (packed.shape[0], packed.shape[-1] * _PER_BYTE // GROUP)
-        if packed.shape[-1] * _PER_BYTE % GROUP or scales.shape != groups or scales.dtype != BYTE_SCALE:
+        columns = packed.shape[-1] * _PER_BYTE
+        if columns % GROUP:
+            raise ModelError(
+                f"{folder}: `{name}` has {columns} columns in FP4, no multiple of the {GROUP} that share a scale",
+                hint=_READ,
+            )
+        groups = (packed.shape[0], columns // GROUP)
+        if scales.shape != groups or scales.dtype != BYTE_SCALE:
             raise ModelError(
                 f"{folder}: `{name}` {packed.shape} of {packed.dtype} has scales {scales.shape} of {scales.dtype}, not "
                 f"{groups} of {BYTE_SCALE}",
-                hint="the FP4 of DeepSeek-V4-Flash is read; give a bf16 copy",
+                hint=_READ,
             )
     return {name: Fp4Matrix(stored[name], stored[name + SCALE]) for name in names}
