@@ -234,7 +234,10 @@ A run that ends writes those of [`export.formats`](run-file.md#exportformats). E
 
 {judged}
 
-Not tried here: Ollama, SGLang, and vLLM with adapters of experts, whose product needs Triton.
+Not tried: Ollama, SGLang, the real Hugging Face Hub (a stand-in was), and vLLM with adapters of experts, whose product
+needs Triton (checked by names).
+
+{families}
 """
 OTHERS = """\
 # Keys of other trainers
@@ -262,7 +265,8 @@ def pages() -> dict[str, str]:
         "layouts.md": LAYOUTS + layouts_table() + RULES,
         "combinations.md": COMBINATIONS + "".join(_combinations()),
         "activation-memory.md": ACTIVATIONS + "".join(_activation_rows()),
-        "export-formats.md": FORMATS_PAGE.format(judged="".join(_judged())) + "".join(_formats()),
+        "export-formats.md": FORMATS_PAGE.format(judged="".join(_judged()), families="".join(_families()))
+        + "".join(_formats()),
         "accelerators.md": ACCELERATORS_PAGE + "".join(_accelerator_rows()),
     }
 
@@ -274,23 +278,25 @@ def _judged() -> Iterator[str]:
         yield f"\n| {name} | {program} | {result} (`tests/{test}`) | {types} |"
 
 
+def _families() -> Iterator[str]:
+    """A table of model types and formats: tested, or refused by name."""
+    rows: dict[str, list[str]] = {}
+    for name, family in sorted(FAMILIES.items()):
+        cells = ("tested" if row.has_family(family) else "refused" for row in FORMATS)
+        rows.setdefault(" | ".join(cells), []).append(name)
+    yield f"| model types | {' | '.join(row.name for row in FORMATS)} |\n| {'--- | ' * len(FORMATS)}--- |"
+    yield from (f"\n| {', '.join(names)} | {cells} |" for cells, names in rows.items())
+
+
 def _formats() -> Iterator[str]:
     """A heading for each format, with a line for each part of its row."""
-    named: dict[str, str] = {}
     for row in FORMATS:
-        is_all = all(row.has_family(family) for family in FAMILIES.values())
-        decoders, encoders = (", ".join(row.model_types(is_encoder=is_encoder)) for is_encoder in (False, True))
-        others = f"; of classifiers also {encoders}" if encoders else ""
-        first = named.setdefault(decoders, row.name)
-        shown = decoders if first == row.name else f"those of {first}"
         parts = {
             "take it there": "; ".join(f"`{use}`" for use in row.uses),
-            "recognised by": " or ".join(f"`{pattern}`" for pattern in row.weights),
             "`--dtype`": f"{', '.join(row.dtypes)} (default {row.dtypes[0]})",
             "options of its own": ", ".join(f"`{option}`" for option in row.options),
             "engines of `serve`": ", ".join(f"`{engine}`" for engine in row.engines),
             "installed by": f"`pip install {row.wheels}`" if row.packages else "",
-            "model types": "every one that trains" if is_all else f"{shown}{others}",
         }
         lines = (_wrapped(f"- {name}: {text}", indent="  ") for name, text in parts.items() if text)
         yield f"\n## {row.name}\n\n" + "".join(f"{line}\n" for line in lines)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import ds_finetune
 from ds_finetune.cli.main import main
@@ -181,6 +181,21 @@ def test_options_without_effect_on_a_check_are_refused(
 ) -> None:
     assert main(["export", "--check", str(tmp_path / "none"), *options]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "bert", "roberta", "modernbert"])
+def test_families_without_a_layout_are_verified_as_safetensors(family: str, tmp_path: Path) -> None:
+    """The others: test_safetensors_folder.py, and DeepSeek-V4 in tests/trainer/test_deepseek_v4.py."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"moe_intermediate_size": 16, "num_experts": 4, "num_key_value_heads": 4} if family == "qwen2_moe" else {}
+    tokens = {"vocab_size": 96, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+    config = AutoConfig.for_model(family, **sizes, **tokens)
+    kind = AutoModelForCausalLM if family == "qwen2_moe" else AutoModelForSequenceClassification
+    kind.from_config(config).save_pretrained(tmp_path / "hub")
+    ds_finetune.export_model(tmp_path / "hub", tmp_path / "out", dtype="fp32")
+    assert not (tmp_path / "out" / "UNVERIFIED").exists()
+    _, info = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] | info["unexpected_keys"]
 
 
 def test_every_cell_of_the_table_of_judges_is_a_test() -> None:
