@@ -20,6 +20,9 @@ STEPS = 150
 EVERY = 30
 
 
+TRAIN = Path(__file__).parents[1] / "ds_finetune/train.py"
+
+
 def main() -> None:
     """Run what the arguments ask for."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -91,11 +94,16 @@ def run_file(run: Path, start: Path, seed: int, arguments: argparse.Namespace) -
     return path
 
 
-def train(path: Path, *overrides: str) -> None:
+def train(path: Path, *overrides: str, ranks: int = 1) -> None:
     """Train as a run file says; its output goes to a log beside it."""
     with path.with_suffix(".log").open("w") as log:
-        command = [sys.executable, "-m", "ds_finetune", "train", str(path), *overrides]
+        command = [*on_ranks(sys.executable, ranks), str(TRAIN), str(path), *overrides]
         subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT, env={**os.environ})
+
+
+def on_ranks(python: str | Path, ranks: int) -> list[str]:
+    """The begin of a command that starts a file with so many processes on this machine."""
+    return [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
 
 
 def scores(run: Path, name: str) -> list[float]:

@@ -1,6 +1,7 @@
 """Compares training by rewards with TRL's: tokens per second of the same model, prompts, rewards and cores.
 
     OMP_NUM_THREADS=2 python -m bench.rewards_trl FOLDER --trl PYTHON [--gsm8k ROWS.jsonl] [--steps 6] [--rounds 1]
+        [--ranks 1]
 
 PYTHON is that of an environment with TRL 1.16 and the packages of this one. Without `--gsm8k` both train the tiny
 DeepSeek-V3 of bench/rewards_dates.py, after its short fine-tuning: steps of 32 prompts, whose answers of 10 to 24
@@ -8,6 +9,7 @@ tokens are nearly equally long. ROWS are those of GSM8K: a DeepSeek-V3 of 10.5 m
 for 150 steps first, and its answers have 2 to 256 tokens, 90 on average; steps have 8 prompts. Both train by exact
 match, with 8 answers to each prompt, in fp32, at temperature 1, without a reference, all answers of a step generated at
 a time.
+With `--ranks 2` and OMP_NUM_THREADS=1 each has two data parallel ranks instead of two threads.
 TRL's forwards have 64 padded answers, or 16 of GSM8K; this program packs its rows. Runs take turns. What a step takes
 is the difference of runs of one step and of more; CPU seconds are those of all processes of a run, and tell more where
 others use the cores. All answers of a step are generated and trained, so tokens are those of answers.
@@ -23,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +33,7 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from bench.rewards_dates import make_start, run_file, scores, train
+from bench.rewards_dates import make_start, on_ranks, run_file, scores, train
 from bench.small_v3 import SMALL_V3
 from ds_finetune.foreign.auto_configs import AutoConfig
 
@@ -70,9 +73,10 @@ def main() -> None:
     parser.add_argument("--gsm8k", type=Path, metavar="ROWS.jsonl")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=1)
     asked = parser.parse_args()
     task = gsm8k(asked.folder, asked.gsm8k) if asked.gsm8k else dates(asked.folder)
-    sides = {"this program": ours, "TRL": lambda *given: trls(asked.trl, *given)}
+    sides = {"this program": partial(ours, asked.ranks), "TRL": partial(trls, asked.trl, asked.ranks)}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     for side in sides.values():
         # The first run of each prepares the data, which others read.
@@ -151,7 +155,7 @@ def make_model(folder: Path, texts: Sequence[str]) -> None:
     AutoConfig.for_model("deepseek_v3", **SMALL_V3, **ids).save_pretrained(folder)
 
 
-def ours(folder: Path, task: Task, steps: int) -> Taken:
+def ours(ranks: int, folder: Path, task: Task, steps: int) -> Taken:
     """A run of this program."""
     run = folder / f"full-{steps}-steps"
     # A run folder that is there would be resumed.
@@ -161,14 +165,14 @@ def ours(folder: Path, task: Task, steps: int) -> Taken:
     off += ["optim.warmup=0 steps", "eval.limit=8", f"data.train={task.rows}"]
     off += [f"data.eval={task.rows.with_name('eval.jsonl')}"]
     off += [f"rollout.prompts_per_step={task.prompts}", f"rollout.max_new_tokens={task.max_new_tokens}"]
-    wall, cpu = timed(lambda: train(path, *off, f"train.max_seq_len={task.row_tokens}"))
+    wall, cpu = timed(lambda: train(path, *off, f"train.max_seq_len={task.row_tokens}", ranks=ranks))
     return Taken(wall, cpu, task.prompts * GROUP * sum(scores(run, "rollout/answer_tokens")))
 
 
-def trls(python: Path, folder: Path, task: Task, steps: int) -> Taken:
+def trls(python: Path, ranks: int, folder: Path, task: Task, steps: int) -> Taken:
     """A run of TRL."""
     out = folder / f"trl-{steps}-steps.json"
-    command = [str(python), __file__, *map(str, task), str(out), str(steps)]
+    command = [*on_ranks(python, ranks), __file__, *map(str, task), str(out), str(steps)]
     with out.with_suffix(".log").open("w") as log:
         wall, cpu = timed(lambda: subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT))
     return Taken(wall, cpu, task.prompts * GROUP * sum(json.loads(out.read_text())))
@@ -201,7 +205,7 @@ def train_by_trl(task: Task, out: str, steps: str) -> None:
     config = GRPOConfig(
         output_dir=f"{out}.run",
         per_device_train_batch_size=task.forward_rows,
-        gradient_accumulation_steps=task.prompts * GROUP // task.forward_rows,
+        gradient_accumulation_steps=task.prompts * GROUP // task.forward_rows // int(os.environ["WORLD_SIZE"]),
         num_generations=GROUP,
         max_completion_length=task.max_new_tokens,
         max_steps=int(steps),
@@ -218,7 +222,8 @@ def train_by_trl(task: Task, out: str, steps: str) -> None:
     trainer = GRPOTrainer(str(task.start), exact_match, config, data)
     trainer.train()
     lengths = [log["completions/mean_length"] for log in trainer.state.log_history if "loss" in log]
-    Path(out).write_text(json.dumps(lengths))
+    if trainer.accelerator.is_main_process:
+        Path(out).write_text(json.dumps(lengths))
 
 
 if __name__ == "__main__":
