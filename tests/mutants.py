@@ -598,8 +598,8 @@ MUTANTS = (
     Mutant(
         "rows that fill a batch counted as documents",
         "data/prepared_rows.py",
-        "return 0 if self.is_filler else int((self.position_ids == 0).sum())",
-        "return int((self.position_ids == 0).sum())",
+        "return 0 if self.is_filler else len(document_starts(self.position_ids))",
+        "return len(document_starts(self.position_ids))",
         LENGTHS,
     ),
     Mutant(

@@ -14,8 +14,8 @@ from ds_finetune.data.tokenizer_files import load_tokenizer
 
 _ROWS, _LENGTH = 8, 128
 """Rows of a run, and the tokens that they are cut to."""
-_TEXTS, _TEXT_LENGTH = 16, 16
-"""Texts that the model samples, and their tokens."""
+_TEXTS, _TEXT_LENGTH, _AT_ONCE = 16, 16, 4
+"""Texts that the model samples, their tokens, and the texts of a forward, since each token has numbers of all ids."""
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Token ids [rows, length], at most `_LENGTH` of them, and which count."""
 
@@ -97,7 +97,7 @@ def _sampled(model: PreTrainedModel) -> list[Batch]:
             use_cache=model.generation_config.use_cache,
         )
         ids = model.generate(first, attention_mask=torch.ones_like(first))
-    return [(part, torch.ones_like(part, dtype=torch.bool)) for part in ids.split(_LENGTH // _TEXT_LENGTH)]
+    return [(part, torch.ones_like(part, dtype=torch.bool)) for part in ids.split(_AT_ONCE)]
 
 
 def _log_probabilities(model: PreTrainedModel, ids: torch.Tensor, counts: torch.Tensor) -> NDArray[np.float32]:

@@ -103,7 +103,10 @@ def test_a_damaged_model(
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "secret.safetensors") == ["source"]
 
 
-_FP4: dict[str, object] = {"model_type": "deepseek_v4", "expert_dtype": "fp4"}
+_FP4: dict[str, object] = {
+    **{"model_type": "deepseek_v4", "expert_dtype": "fp4"},
+    **{"num_key_value_heads": 1, "scoring_func": "sqrtsoftplus"},
+}
 _INT4: dict[str, object] = {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}}
 
 

@@ -18,7 +18,7 @@ from ds_finetune.plan.plan import Plan
 from ds_finetune.plan.tested_layouts import WEIGHT_BYTES
 
 _WIDE = 4
-_DRAWING_BYTES = 36
+_DRAWING_BYTES = 30
 """Bytes of each logit of the rows whose noise is computed at a time (engine/sampling/noise.py)."""
 _LOGIT_PASSES = 25
 """Tensors of 8 bytes for each logit that are read or written while a token is drawn."""
