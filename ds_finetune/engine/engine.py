@@ -255,7 +255,7 @@ class Engine:
         """
         router = self.plan.router
         is_balanced = router is not None and bool(router.balance or router.bias_update)
-        return self._ds.module.continues_documents and not is_balanced
+        return not is_balanced and self._ds.module.continues_documents(self._device)
 
     def allow_only(self, allowed: torch.Tensor | None) -> None:
         """From now on the loss of answers knows only the ids that are `allowed`, bool [vocabulary], or all of them, as

@@ -191,12 +191,11 @@ class TrainedModel(nn.Module):
         self.sp_group = sp_group
         self.pp_group = pp_group
 
-    @property
-    def continues_documents(self) -> bool:
-        """Whether documents may continue others (`MicroBatch.shared`): attention is told of it, and nothing else reads
-        the tokens of a document together.
+    def continues_documents(self, device: torch.device) -> bool:
+        """Whether documents may continue others (`MicroBatch.shared`) where forwards run on `device`: attention is told
+        of it, and nothing else reads the tokens of a document together.
         """
-        family, device = family_of(self.config.model_type), next(self.parameters()).device
+        family = family_of(self.config.model_type)
         is_told = self.config._attn_implementation == BY_DOCUMENT and (self.packs_documents or device.type == "cpu")
         return is_told and not family.is_generic and family.indexer is None
 
