@@ -162,6 +162,7 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     baseline: PathLike | None = None,
     objective: str | Mapping[str, object] = "sft",
     extract: str | None = None,
+    samples: int = 0,
     columns: Mapping[str, str] | None = None,
     template: str = "auto",
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant",
@@ -177,7 +178,8 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     `EvalReport.sets` also has the metrics of each of these sets. `objective` is sft, distill or pretrain, or its
     section in a run file, such as `{"name": "pretrain", "eos": False}`; dpo, simpo, cpo and orpo score pairs of
     answers, and dpo needs its reference model as `baseline`. With `extract` (gsm8k, choice, json or text)
-    the model generates answers, and the values extracted from them are compared with those extracted from the rows.
+    the model generates answers, and the values extracted from them are compared with those extracted from the rows:
+    of the greedy answer, and for pass@k those of `samples` answers that are drawn at temperature 1.
     `columns`, `template`, `train_on` and `long_rows` are as in a run file. `limit` is the number of rows of each set
     scored at most. DataError or ExportError where the model cannot be scored.
     """
@@ -186,6 +188,7 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
         "max_new_tokens": (max_new_tokens, 1),
         "batch_tokens": (batch_tokens, 1),
         "limit": (limit, 1),
+        "samples": (samples, 0),
     }
     for name, (value, bound) in least.items():
         if value is not None:
@@ -195,6 +198,8 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
 
     if extract is not None and extract not in EXTRACTORS:
         raise ConfigError(f"extract is `{extract}`", hint=f"name one of {', '.join(EXTRACTORS)}")
+    if samples and extract is None:
+        raise ConfigError(f"samples is {samples}, and extract is not given", hint="extract says what is right")
     if not isinstance(data, str | Path) and not data:
         raise ConfigError(f"eval of `{model}` has nothing to score on", hint="give at least one file of rows")
     settings = {"columns": columns or {}, "template": template, "train_on": train_on, "long_rows": long_rows}
@@ -204,9 +209,8 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     except ValidationError as invalid:
         raise explain(invalid, DataConfig, "evaluate", {}) from None
     base, (kind, preference) = None if baseline is None else str(baseline), _eval_objective(objective)
-    return evaluate_model(
-        EvalRequest(str(model), base, rows, extract, max_seq_len, max_new_tokens, batch_tokens, limit, kind, preference)
-    )
+    limits = (max_seq_len, max_new_tokens, batch_tokens, limit)
+    return evaluate_model(EvalRequest(str(model), base, rows, extract, *limits, kind, preference, samples))
 
 
 def _eval_objective(

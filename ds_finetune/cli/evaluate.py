@@ -69,6 +69,8 @@ def _objective(text: str) -> object:
 def _add_scoring_options(parser: argparse.ArgumentParser) -> None:
     text = "generate answers, and compare what this extracts from them with what it extracts from the rows"
     parser.add_argument("--extract", choices=tuple(EXTRACTORS), help=text)
+    text = "answers to each row that are also drawn at temperature 1, for pass@k; needs --extract"
+    parser.add_argument("--samples", type=positive, default=0, help=text)
     parser.add_argument("--max-new-tokens", type=positive, default=256, help="most tokens of an answer (default 256)")
     text = "tokens of one forward, with padding (default 4096)"
     parser.add_argument("--batch-tokens", type=positive, default=4096, help=text)
@@ -135,6 +137,7 @@ def _scored(arguments: Arguments) -> "EvalReport":
             baseline=arguments.baseline,
             objective=arguments.objective,
             extract=arguments.extract,
+            samples=arguments.samples,
             columns=dict(column.split("=", 1) for column in arguments.column),
             template=arguments.template,
             train_on=arguments.train_on,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ds_finetune.config.sections import DataConfig
@@ -19,6 +20,7 @@ from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_kind import DIALOGUE, RowKind
 from ds_finetune.data.row_report import row_notes
 from ds_finetune.data.tokenizer_files import load_tokenizer
+from ds_finetune.engine.sampling.answers import SamplingLimits
 from ds_finetune.errors import ConfigError, DataError
 from ds_finetune.evaluation.classifier_scores import (
     LabelledDocument,
@@ -52,6 +54,7 @@ from ds_finetune.model.build.encoder import max_positions
 from ds_finetune.model.build.skeleton import resolve_folder
 from ds_finetune.objectives.objective import DocumentObjective
 from ds_finetune.objectives.rewards.extractors import EXTRACTORS
+from ds_finetune.objectives.rewards.pass_at import pass_shares
 
 AnyScores = TypeVar("AnyScores", Scores, LabelledScores, PreferenceScores, MarkedScores)
 AnyDocument = TypeVar("AnyDocument", Document, LabelledDocument, MarkedDocument)
@@ -62,7 +65,7 @@ class EvalRequest:
     """The models and data to score, and how; at most `limit` documents of each held-out set.
 
     `extract` is the name of an extractor. With it, answers of at most `max_new_tokens` tokens are generated, and their
-    extracts compared with those of the rows' answers.
+    extracts compared with those of the rows' answers: a greedy one, and `samples` that are drawn at temperature 1.
     """
 
     model: str
@@ -76,6 +79,7 @@ class EvalRequest:
     kind: RowKind = DIALOGUE
     preference: DocumentObjective | None = None
     """The objective whose metrics score pairs of answers, or marked ones."""
+    samples: int = 0
 
 
 @dataclass(frozen=True)
@@ -339,16 +343,22 @@ def _score(
     scores = score_documents(model, documents, batch_tokens=request.batch_tokens, drafter=load_drafter(folder, model))
     if references is None or request.extract is None:
         return scores
-    stop_ids = find_stop_ids(model, tokenizer)
-    answers = generate_answers(
-        model, documents, max_new_tokens=request.max_new_tokens, stop_ids=stop_ids, batch_tokens=request.batch_tokens
-    )
+    limits = SamplingLimits(request.max_new_tokens, tuple(find_stop_ids(model, tokenizer)))
     extract = EXTRACTORS[request.extract]
-    exact = [
-        extract(tokenizer.decode(ids, skip_special_tokens=True)) == reference
-        for ids, reference in zip(answers, references, strict=True)
-    ]
-    return replace(scores, exact=np.array(exact, dtype=np.float64))
+
+    def count_right(samples: int) -> list[int]:
+        answers = generate_answers(model, documents, limits, batch_tokens=request.batch_tokens, samples=samples)
+        return [
+            sum(extract(tokenizer.decode(ids, skip_special_tokens=True)) == reference for ids in of_prompt)
+            for of_prompt, reference in zip(answers, references, strict=True)
+        ]
+
+    shares = {"exact_match": np.array(count_right(0), dtype=np.float64)}
+    if request.samples:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            shares |= pass_shares(count_right(request.samples), samples=request.samples)
+    return replace(scores, answers=shares)
 
 
 def find_stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -3,9 +3,9 @@ prediction layer of a folder, for a model of plain transformers, which has none.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from ds_finetune.console.quiet import show_loading_as_phase
+from ds_finetune.engine.sampling.answers import SamplingLimits
 from ds_finetune.families.family import Family
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.auto_models import AutoModelForCausalLM
@@ -136,14 +137,16 @@ class Document:
 class Scores:
     """Sums over the supervised tokens of each document, [documents] each.
 
-    `loss` is in nats, `tokens` is the number of tokens, and `correct` the number that the model predicts. `exact` is 1
-    where the generated answer is right, else 0; None if no answers were generated.
+    `loss` is in nats, `tokens` is the number of tokens, and `correct` the number that the model predicts.
     """
 
     loss: Sums
     tokens: Sums
     correct: Sums
-    exact: Sums | None = None
+    answers: Mapping[str, Sums] = field(default_factory=dict)
+    """Scores of generated answers: `exact_match` is 1 where the greedy one is right, else 0; probabilities that one of
+    k sampled ones is right are `sampled_pass_at_1` and `pass_at_K`.
+    """
     drafts: Sums | None = None
     """Sums of a multi-token prediction layer: loss and number of its predictions, how many are right, and how many the
     model accepts, [documents, 4]; None where the model has none.
@@ -155,14 +158,13 @@ class Scores:
 
     def metrics(self, counts: Sums) -> dict[str, Sums]:
         """Metrics of samples that contain each document `counts` [samples, documents] times, [samples] each: `loss`
-        (nats per supervised token), `perplexity`, `token_accuracy`, `exact_match` if answers were generated, and
+        (nats per supervised token), `perplexity`, `token_accuracy`, means of what is known of generated answers, and
         `mtp_loss`, `mtp_accuracy` and `mtp_acceptance` of a multi-token prediction layer.
         """
         tokens = counts @ self.tokens
         loss = counts @ self.loss / tokens
         metrics = {"loss": loss, "perplexity": np.exp(loss), "token_accuracy": counts @ self.correct / tokens}
-        if self.exact is not None:
-            metrics["exact_match"] = counts @ self.exact / counts.sum(axis=1)
+        metrics |= {name: counts @ shares / counts.sum(axis=1) for name, shares in self.answers.items()}
         if self.drafts is not None:
             loss, tokens, correct, accepted = (counts @ self.drafts).T
             predicted = np.maximum(tokens, 1)
@@ -172,9 +174,9 @@ class Scores:
 
     def part(self, documents: slice) -> Self:
         """The scores of some documents."""
-        exact = None if self.exact is None else self.exact[documents]
+        answers = {name: shares[documents] for name, shares in self.answers.items()}
         drafts = None if self.drafts is None else self.drafts[documents]
-        return type(self)(self.loss[documents], self.tokens[documents], self.correct[documents], exact, drafts)
+        return type(self)(self.loss[documents], self.tokens[documents], self.correct[documents], answers, drafts)
 
 
 def load_model(folder: Path) -> PreTrainedModel:
@@ -220,15 +222,18 @@ def score_documents(
 def generate_answers(
     model: PreTrainedModel,
     documents: Sequence[Document],
+    limits: SamplingLimits,
     *,
-    max_new_tokens: int,
-    stop_ids: list[int],
     batch_tokens: int,
-) -> list[list[int]]:
-    """Greedy answers to the prompts, as ids without the stop token. Prompts are padded on the left."""
-    answers: list[list[int]] = [[] for _ in documents]
-    lengths = [len(document.prompt) for document in documents]
-    for numbers in length_batches([length + max_new_tokens for length in lengths], batch_tokens):
+    samples: int = 0,
+) -> list[list[list[int]]]:
+    """The greedy answer to each prompt, or `samples` answers drawn at temperature 1 by torch's generator; ids without
+    the stop token. Prompts are padded on the left.
+    """
+    answers: list[list[list[int]]] = [[] for _ in documents]
+    draws = {"do_sample": True, "num_return_sequences": samples, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    lengths, rows = [len(document.prompt) for document in documents], max(samples, 1)
+    for numbers in length_batches([length + limits.max_new_tokens for length in lengths], batch_tokens // rows):
         longest = max(lengths[number] for number in numbers)
         ids, attended = (np.zeros((len(numbers), longest), dtype=np.int64) for _ in range(2))
         for row, number in enumerate(numbers):
@@ -239,14 +244,14 @@ def generate_answers(
             out = model.generate(  # type: ignore[operator]
                 inputs,
                 attention_mask=mask,
-                do_sample=False,
-                max_new_tokens=max_new_tokens,
-                eos_token_id=stop_ids,
-                pad_token_id=stop_ids[0],
+                **(draws if samples else {"do_sample": False}),
+                max_new_tokens=limits.max_new_tokens,
+                eos_token_id=list(limits.stop_ids),
+                pad_token_id=limits.stop_ids[0],
             )
-        for number, row in zip(numbers, out[:, longest:].tolist(), strict=True):
-            end = next((index for index, token in enumerate(row) if token in stop_ids), len(row))
-            answers[number] = row[:end]
+        for at, row in enumerate(out[:, longest:].tolist()):
+            end = next((index for index, token in enumerate(row) if token in limits.stop_ids), len(row))
+            answers[numbers[at // rows]].append(row[:end])
     return answers
 
 

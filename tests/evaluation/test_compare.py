@@ -15,7 +15,7 @@ def _scores(seed: int, documents: int = 400, shift: float = 0.0) -> Scores:
         rng.normal(20 + shift, 3, documents),
         tokens,
         rng.integers(0, 10, documents).astype(float),
-        (rng.random(documents) < 0.3) * 1.0,
+        {"exact_match": (rng.random(documents) < 0.3) * 1.0},
     )
 
 
@@ -29,7 +29,7 @@ def test_the_interval_is_the_normal_one_where_documents_are_equally_long() -> No
         (per_document.mean() - wide, per_document.mean() + wide), abs=0.1 * wide
     )
     assert found["loss"].difference is None
-    share = scores.exact.mean()  # type: ignore[union-attr]
+    share = scores.answers["exact_match"].mean()
     wide = 1.96 * (share * (1 - share)) ** 0.5 / 20
     assert found["exact_match"].interval == pytest.approx((share - wide, share + wide), abs=0.1 * wide)
 
@@ -41,7 +41,7 @@ def test_a_model_does_not_differ_from_itself() -> None:
 
 def test_pairing_takes_out_what_documents_share() -> None:
     here = _scores(2)
-    there = Scores(here.loss + 0.5, here.tokens, here.correct, here.exact)
+    there = Scores(here.loss + 0.5, here.tokens, here.correct, here.answers)
     found = compare(here, there)
     assert found["loss"].difference == pytest.approx(-0.05)
     assert found["loss"].interval == pytest.approx((-0.05, -0.05))

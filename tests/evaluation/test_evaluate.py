@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from ds_finetune import api
 from ds_finetune.cli.main import main
 from ds_finetune.evaluation.model_scores import length_batches
 from tests.running import tiny_task
@@ -125,9 +126,49 @@ def test_both_models_are_scored_as_one_row_at_a_time_scores_them(
     assert "seed 0" in " ".join(printed.split())
 
 
+def test_pass_at_k_of_sampled_answers(task: tuple[Path, dict[str, PreTrainedModel]]) -> None:
+    """Answers of one token, whose probabilities are known; two models of which one is nearly always right."""
+    folder, models = task
+    tokenizer, samples = AutoTokenizer.from_pretrained(folder / "model"), 256
+    rows, expected = [], []
+    for number in range(4):
+        prompt = "what is " + "x" * number
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+        )
+        with torch.no_grad():
+            logits = models["tuned"](tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]).logits
+        texts = [tokenizer.decode([token], skip_special_tokens=True).strip() for token in range(logits.shape[-1])]
+        answer = next(
+            texts[token] for token in logits[0, -1].argsort(descending=True)[number:].tolist() if texts[token]
+        )
+        rows.append({"question": prompt, "answer": answer})
+        is_right = torch.tensor([each == answer for each in texts])
+        expected.append(float(logits[0, -1].softmax(-1)[is_right].sum()))
+    (folder / "sampled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = api.evaluate(
+        folder / "tuned",
+        folder / "sampled.jsonl",
+        columns={"prompt": "question", "completion": "answer"},
+        extract="text",
+        samples=samples,
+        max_new_tokens=1,
+        batch_tokens=10_000,
+    )
+    shares = torch.tensor(expected)
+    sigma = float((shares * (1 - shares)).sum().sqrt()) / samples**0.5 / len(rows)
+    found = {name: metric.value for name, metric in report.metrics.items() if "pass_at" in name}
+    assert [*found][:3] == ["sampled_pass_at_1", "pass_at_2", "pass_at_4"]
+    assert [*found][-1] == "pass_at_256"
+    assert found["sampled_pass_at_1"] == pytest.approx(float(shares.mean()), abs=4 * sigma)
+    assert found["pass_at_4"] == pytest.approx(float((1 - (1 - shares) ** 4).mean()), abs=8 * sigma)
+    assert 0 < sigma < 0.02
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        (["--samples", "4"], "samples is 4, and extract is not given"),
         (["--extract", "gsm8k"], "`--extract gsm8k` finds no answer in 11 of 11 rows, the first number 0"),
         (["--column", "x"], "--column is `x`"),
         (["--baseline", "{folder}/none"], "is not a folder"),

@@ -1,6 +1,5 @@
 """Scores of answers to held-out prompts: the reward of greedy answers, and pass@k from sampled ones."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -10,6 +9,7 @@ import numpy as np
 from ds_finetune.data.batches import num_eval_rows
 from ds_finetune.engine.results import HeldOutScores
 from ds_finetune.objectives.rewards.answers import column_of
+from ds_finetune.objectives.rewards.pass_at import pass_shares
 from ds_finetune.runs.metrics import Sample
 from ds_finetune.trainer.rollouts.rollout import AnswerGroup, mean_score
 from ds_finetune.trainer.rollouts.source import LOST, RolloutSource
@@ -17,18 +17,6 @@ from ds_finetune.trainer.rollouts.source import LOST, RolloutSource
 _ALL = "eval"
 _MOST_SAMPLES = 8
 Collect = Callable[[Sequence[Sample]], None]
-
-
-def pass_at(k: int, *, samples: int, right: int) -> float:
-    """The unbiased estimate, from `right` of `samples` answers, of the probability that one of k answers is right:
-    1 - C(samples - right, k) / C(samples, k) (Chen et al., arXiv 2107.03374, equation 1).
-    """
-    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
-
-
-def ks(samples: int) -> list[int]:
-    """The k of pass@k that are reported: powers of two from 2 on, and the number of samples."""
-    return sorted({*(2**power for power in range(1, samples.bit_length()) if 2**power <= samples), samples} - {0, 1})
 
 
 @dataclass(frozen=True)
@@ -103,7 +91,5 @@ def held_out_scores(greedy: Sequence[AnswerGroup], sampled: Sequence[AnswerGroup
         size = len(sampled[0].answers)
         right = [int((group.verdicts >= 1).sum()) for group in sampled]
         metrics["sampled_reward"] = mean_score(np.array([group.rewards for group in sampled]))
-        for k in (1, *ks(size)):
-            name = f"pass_at_{k}" if k > 1 else "sampled_pass_at_1"
-            metrics[name] = float(np.mean([pass_at(k, samples=size, right=each) for each in right]))
+        metrics |= {name: float(shares.mean()) for name, shares in pass_shares(right, samples=size).items()}
     return HeldOutScores(metrics, {}, is_per_token=False, sums={}, scores=np.zeros((0, 2)))

@@ -19,9 +19,10 @@ from ds_finetune.checkpoint.commit import step_name
 from ds_finetune.config.objectives import GrpoObjective
 from ds_finetune.config.sections import RolloutConfig
 from ds_finetune.engine.sampling.answers import SampledAnswer, SamplingRequest
+from ds_finetune.objectives.rewards.pass_at import pass_at, pass_shares
 from ds_finetune.objectives.rewards.pool import open_rewards
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.trainer.rollouts.evaluation import RewardEvaluation, held_out_scores, ks, pass_at
+from ds_finetune.trainer.rollouts.evaluation import RewardEvaluation, held_out_scores
 from ds_finetune.trainer.rollouts.rollout import AnswerGroup, Rollout, RolloutFiles
 from ds_finetune.trainer.rollouts.sampling import AnswerTexts, Sampler, allowed_ids
 from tests.objectives.rewards.scoring import section_of
@@ -268,6 +269,6 @@ def test_held_out_answers_to_which_no_reward_applies() -> None:
 
 
 def test_powers_of_two_and_all_samples_are_reported() -> None:
-    assert ks(1) == []
-    assert ks(4) == [2, 4]
-    assert ks(6) == [2, 4, 6]
+    assert [*pass_shares([0], samples=1)] == ["sampled_pass_at_1"]
+    assert [*pass_shares([0, 3], samples=4)] == ["sampled_pass_at_1", "pass_at_2", "pass_at_4"]
+    assert [*pass_shares([6], samples=6)] == ["sampled_pass_at_1", "pass_at_2", "pass_at_4", "pass_at_6"]
