@@ -1,11 +1,11 @@
 """Names the phases of a step while it is profiled, by wrapping methods of one engine; outside nothing is wrapped."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ContextDecorator, ExitStack, contextmanager
 
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.state.whole_tensors import named_parameters
-from ds_finetune.foreign.guard import Wrap, replaced
+from ds_finetune.foreign.guard import replaced
 
 STEP, FORWARD, BACKWARD, OPTIMIZER, EVALUATION, SAMPLING, OFFLOAD = (
     "step",
@@ -32,8 +32,8 @@ _PARAMETER_SWAPS = ("swap_in", "synchronize_reads", "swap_out_and_release", "swa
 
 
 @contextmanager
-def wrapped_phases(engine: Engine, wrap: Wrap) -> Iterator[None]:
-    """While open, `wrap(phase, function)` replaces the methods of `engine` in which a step's phases take place."""
+def wrapped_phases(engine: Engine, during: Callable[[str], ContextDecorator]) -> Iterator[None]:
+    """While open, `during(phase)` decorates the methods of `engine` in which a step's phases take place."""
     places = [
         *((engine, name, phase) for name, phase in _OWN.items()),
         *((engine._ds, name, phase) for name, phase in _DEEPSPEED.items()),
@@ -41,7 +41,7 @@ def wrapped_phases(engine: Engine, wrap: Wrap) -> Iterator[None]:
     ]
     with ExitStack() as stack:
         for owner, name, phase in places:
-            stack.enter_context(replaced(owner, name, wrap(phase, getattr(owner, name))))
+            stack.enter_context(replaced(owner, name, during(phase)(getattr(owner, name))))
         yield
 
 

@@ -3,18 +3,18 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import ClassVar
 
 from ds_finetune.config.sections import EvalConfig
 from ds_finetune.engine.results import HeldOutScores
-from ds_finetune.observers.record import Observer, StepRecord
+from ds_finetune.observers.record import Remembering, StepRecord
 
 _OVERFLOW_NATS = 700.0
 """exp() of more than this overflows a float."""
 
 
 @dataclass
-class Evaluation(Observer):
+class Evaluation(Remembering):
     """Calls `evaluate`, and `exact_match` where eval.generate.prompts is set, every `every_steps` and at the last step.
 
     Their results are by the first part of metric names: `eval` for all held-out rows, and `eval/NAME` for each set that
@@ -22,6 +22,7 @@ class Evaluation(Observer):
     resumes.
     """
 
+    kept: ClassVar = ("is_due",)
     every_steps: int
     evaluate: Callable[[], Mapping[str, HeldOutScores] | None]
     exact_match: Callable[[], Mapping[str, float] | None] | None = None
@@ -45,21 +46,14 @@ class Evaluation(Observer):
                 values[f"{place}/exact_match"] = shares[place]
         return record.with_values(values)
 
-    def state(self) -> dict[str, Any]:
-        """Whether the evaluation of the last step was cut short."""
-        return {"is_due": self.is_due}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over `state`."""
-        self.is_due = state["is_due"]
-
 
 @dataclass
-class BestAndPatience(Observer):
+class BestAndPatience(Remembering):
     """Tracks the lowest `eval/loss`, or the highest `eval/reward`, keeps its weights, and stops after `patience`
     evaluations without a better one.
     """
 
+    kept: ClassVar = ("best_loss", "best_step", "worse_in_a_row")
     config: EvalConfig
     keep: Callable[[int], None]
     best_loss: float = math.inf
@@ -84,18 +78,6 @@ class BestAndPatience(Observer):
                 best = f"reward has not risen above {-self.best_loss:.4f}"
             return record.stopping(f"eval/{best} of step {self.best_step} for {self.worse_in_a_row} evaluations")
         return record
-
-    def state(self) -> dict[str, Any]:
-        """The best so far."""
-        return {"best_loss": self.best_loss, "best_step": self.best_step, "worse_in_a_row": self.worse_in_a_row}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue with the best of the interrupted run."""
-        self.best_loss, self.best_step, self.worse_in_a_row = (
-            state["best_loss"],
-            state["best_step"],
-            state["worse_in_a_row"],
-        )
 
 
 def held_out_loss(values: Mapping[str, float]) -> float | None:

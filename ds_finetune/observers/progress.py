@@ -7,13 +7,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import ParamSpec, TextIO, TypeVar
+from typing import TextIO
 
 from ds_finetune.console.phase_line import CLEAR_LINE, time_text, write_now
 from ds_finetune.observers.record import StepRecord
 
-P = ParamSpec("P")
-R = TypeVar("R")
 EVALUATION, ANSWERS, SAVE, EXPORT = "evaluation", "answers", "save", "export"
 _RECENT_STEPS = 50
 _BYTES_PER_SECOND = 200e6
@@ -50,19 +48,10 @@ class TimeLeft:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Measure the time of the code in this context."""
+        """Measure the time of the code in this context, or of each call of a function that it decorates."""
         began = time.monotonic()
         yield
         self._measured.setdefault(phase, []).append(time.monotonic() - began)
-
-    def measure(self, phase: str, function: Callable[P, R]) -> Callable[P, R]:
-        """The same function, whose calls are measured."""
-
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            with self.during(phase):
-                return function(*args, **kwargs)
-
-        return call
 
     def seconds(self, step: int) -> float:
         """From the end of `step` to the end of the run."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 
 @dataclass(frozen=True)
@@ -57,3 +57,17 @@ class Resumable(Protocol):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over what `state` returned."""
         ...
+
+
+class Remembering(Observer):
+    """An observer whose attributes `kept` are plain values that checkpoints save."""
+
+    kept: ClassVar[tuple[str, ...]]
+
+    def state(self) -> dict[str, Any]:
+        """The values by name."""
+        return {name: getattr(self, name) for name in self.kept}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` returned."""
+        vars(self).update({name: state[name] for name in self.kept})

@@ -9,12 +9,12 @@ when the run resumes.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ from ds_finetune.config.units import MIB
 from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import OutputError
 from ds_finetune.model.routers import RouterChoices
-from ds_finetune.observers.record import Observer, StepRecord
+from ds_finetune.observers.record import Observer, Remembering, StepRecord
 from ds_finetune.observers.writers import Outage, append_whole
 
 _MOST_STEPS = 50
@@ -143,17 +143,18 @@ class RouterMetrics(Observer):
 
 
 @dataclass
-class LoadWatch(Observer):
+class LoadWatch(Remembering):
     """Says in one line, once in a run, where many experts get no token, or a few get much more than the mean.
 
     `steps` is the number of steps of the run, `advice` what the line ends with.
     """
 
+    kept: ClassVar = ("has_warned", "first")
     steps: int
     advice: str
     say: Say
     has_warned: bool = False
-    first: tuple[int, float] | None = None
+    first: Sequence[float] | None = None
     """Experts without tokens and MaxVio (mean over layers) in the run's first steps."""
     _counts: Counts | None = None
     _since: int = 0
@@ -172,15 +173,6 @@ class LoadWatch(Observer):
             self._look(self._counts, f"steps {self._since} to {record.step}")
             self._counts = None
         return record
-
-    def state(self) -> dict[str, Any]:
-        """What the first steps had, and whether the warning was given."""
-        return {"has_warned": self.has_warned, "first": None if self.first is None else list(self.first)}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`; loads are added up anew."""
-        self.has_warned = state["has_warned"]
-        self.first = None if state["first"] is None else (state["first"][0], state["first"][1])
 
     def _look(self, counts: Counts, when: str) -> None:
         dead, violation = num_dead_experts(counts), float(max_violations(counts).mean())

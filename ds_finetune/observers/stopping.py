@@ -9,16 +9,15 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from ds_finetune.console.phase_line import CLEAR_LINE
 from ds_finetune.engine.groups.collectives import all_reduce_max
 from ds_finetune.errors import RunError
-from ds_finetune.observers.record import Observer, StepRecord
+from ds_finetune.observers.record import Remembering, StepRecord
 from ds_finetune.system.processes import echo_seconds
 
 SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1)
@@ -98,12 +97,13 @@ _FIRST_STEPS = 100
 
 
 @dataclass
-class SkippedSteps(Observer):
+class SkippedSteps(Remembering):
     """Raises RunError after `limit` skipped steps in a row, and at the last step where every step was skipped.
 
     In fp16 more are allowed in the first 100 steps, in which the loss scale is found.
     """
 
+    kept: ClassVar = ("in_a_row",)
     limit: int
     precision: str
     in_a_row: int = 0
@@ -121,11 +121,3 @@ class SkippedSteps(Observer):
                 "nothing was exported",
             )
         return record
-
-    def state(self) -> dict[str, Any]:
-        """Skipped steps in a row."""
-        return {"in_a_row": self.in_a_row}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue counting from `state`."""
-        self.in_a_row = state["in_a_row"]

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,8 +46,6 @@ from ds_finetune.trainer.rollouts.evaluation import RewardEvaluation
 from ds_finetune.trainer.rollouts.observer import LOSS_NOTE, RolloutMetrics, RolloutSamples
 from ds_finetune.trainer.rollouts.source import RolloutSource
 
-P = ParamSpec("P")
-R = TypeVar("R")
 Scored = Callable[[], Mapping[str, HeldOutScores] | None]
 Answered = Callable[[], Mapping[str, float] | None]
 Collect = Callable[[Sequence[Sample]], None]
@@ -175,11 +172,11 @@ def _evaluation(
         evaluate = RewardEvaluation(rollouts, signals.is_stop_requested, collect).scores
     evaluation = Evaluation(
         _evaluates_every(config.eval),
-        left.measure(EVALUATION, _in_phase(progress, "evaluation", evaluate)),
-        exact_match and left.measure(ANSWERS, _in_phase(progress, "evaluation", exact_match)),
+        left.during(EVALUATION)(progress.during("evaluation")(evaluate)),
+        exact_match and left.during(ANSWERS)(progress.during("evaluation")(exact_match)),
     )
-    write_best = _in_phase(progress, "export", started.exports.write_best)
-    return evaluation, BestAndPatience(config.eval, left.measure(EXPORT, write_best))
+    write_best = progress.during("export")(started.exports.write_best)
+    return evaluation, BestAndPatience(config.eval, left.during(EXPORT)(write_best))
 
 
 def _checkpointing(
@@ -202,16 +199,6 @@ def _writers(started: StartedRun, left: TimeLeft, rollouts: RolloutSource | None
         Trackers.open(run.config.log.trackers, run.output_dir, run.tree, say, is_resumed=is_resumed),
         ProgressLine(steps=run.schedule.steps, every=run.config.log.every, left=left, log=started.log),
     ]
-
-
-def _in_phase(progress: RankProgress, phase: str, function: Callable[P, R]) -> Callable[P, R]:
-    """The same function, run as a phase of its own for the watchdog."""
-
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        with progress.during(phase):
-            return function(*args, **kwargs)
-
-    return call
 
 
 @contextmanager

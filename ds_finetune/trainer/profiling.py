@@ -132,8 +132,8 @@ class _Profiling:
         """Record phases of the engine, and saves."""
         saver = self._started.saver
         with ExitStack() as stack:
-            stack.enter_context(wrapped_phases(self._started.engine, recorder.wrap))
+            stack.enter_context(wrapped_phases(self._started.engine, recorder.during))
             if saver is not None:
                 for name in ("save", "settle"):
-                    stack.enter_context(replaced(saver, name, recorder.wrap(CHECKPOINT, getattr(saver, name))))
+                    stack.enter_context(replaced(saver, name, recorder.during(CHECKPOINT)(getattr(saver, name))))
             yield

@@ -205,7 +205,7 @@ def test_the_time_left_holds_evaluations_saves_export_and_verification() -> None
 
 def test_the_time_left_measures_what_it_is_given() -> None:
     left = TimeLeft(2, {EVALUATION: 1})
-    assert left.measure(EVALUATION, lambda: time.sleep(0.05) or 7)() == 7
+    assert left.during(EVALUATION)(lambda: time.sleep(0.05) or 7)() == 7
     assert 0.05 <= left.seconds(1) < 60
 
 

@@ -107,16 +107,6 @@ class Recorder:
         """The innermost phase that is open; empty outside."""
         return self._open[-1][0] if self._open else ""
 
-    def wrap(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, whose calls are recorded as `phase`."""
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the function takes
-            with self.during(phase):
-                return function(*args, **kwargs)
-
-        return call
-
     @contextmanager
     def recording_collectives(self) -> Iterator[None]:
         """While open, record every collective of this process's groups with its bytes, and the waits for them."""

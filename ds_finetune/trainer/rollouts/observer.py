@@ -1,14 +1,13 @@
 """What is recorded of rollouts: metrics, samples, and every few rollouts the cause line."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ds_finetune.console.phase_line import Say
-from ds_finetune.observers.record import Observer, StepRecord
+from ds_finetune.observers.record import Remembering, StepRecord
 from ds_finetune.observers.writers import LineFile
 from ds_finetune.runs.metrics import ROLLOUTS
 from ds_finetune.trainer.rollouts.causes import NAMES, Shares, cause_line, mean_shares
@@ -26,15 +25,17 @@ LOSS_NOTE = (
 )
 
 
-class RolloutMetrics(Observer):
+class RolloutMetrics(Remembering):
     """Adds `rollout/*` to the record of the first step of each rollout, and says the cause line."""
+
+    kept: ClassVar = ("start", "recent", "since")
 
     def __init__(self, source: RolloutSource, say: Say) -> None:
         self._source, self._say = source, say
-        self._start: Shares | None = None
+        self.start: Shares | None = None
         """Shares of the first rollouts of the run that a line was about."""
-        self._recent: list[Shares] = []
-        self._since = 0
+        self.recent: list[Shares] = []
+        self.since = 0
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Add the metrics of a rollout that begins with this step; with the last step the line is always said."""
@@ -43,21 +44,13 @@ class RolloutMetrics(Observer):
             values = rollout_metrics(rollout, self._source.sampler)
             record = record.with_values({f"rollout/{name}": value for name, value in values.items()})
             every = {name.removeprefix("train/"): value for name, value in record.values.items()} | values
-            self._recent.append({name: every[name] for name in NAMES if name in every})
-        if self._recent and (len(self._recent) >= EVERY or record.is_last or record.stop):
-            now = mean_shares(self._recent)
-            self._start = self._start or now
-            self._say(cause_line(f"steps {self._since + 1:,} to {record.step:,}", now, self._start))
-            self._recent, self._since = [], record.step
+            self.recent.append({name: every[name] for name in NAMES if name in every})
+        if self.recent and (len(self.recent) >= EVERY or record.is_last or record.stop):
+            now = mean_shares(self.recent)
+            self.start = self.start or now
+            self._say(cause_line(f"steps {self.since + 1:,} to {record.step:,}", now, self.start))
+            self.recent, self.since = [], record.step
         return record
-
-    def state(self) -> dict[str, Any]:
-        """The shares of the beginning, and those since the last line."""
-        return {"start": self._start, "recent": self._recent, "since": self._since}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`."""
-        self._start, self._recent, self._since = state["start"], list(state["recent"]), state["since"]
 
 
 def rollout_metrics(rollout: Rollout, sampler: Sampler) -> dict[str, float]:
