@@ -1,10 +1,11 @@
 """Checks that each key of a run file has an effect with the values of the other keys; otherwise it is an error."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ds_finetune.config.objectives import OBJECTIVES, ObjectiveRow
+from ds_finetune.config.objectives import OBJECTIVES, Head
 from ds_finetune.config.run_file import Lines
 from ds_finetune.errors import ConfigError
 
@@ -14,217 +15,181 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class _KeyRule:
-    """Keys (or sections, ending in a dot) that have no effect where `applies` returns true.
+    """Keys, or sections that end in a dot, which have no effect for a `reason`.
 
-    Values in `harmless` are allowed: they request what happens anyway.
+    The reason begins with the condition, as `KEY is VALUE`, `KEY is not VALUE` or `there is no KEY`, unless `applies`
+    has another one. Values in `harmless` are allowed: they request what happens anyway.
     """
 
-    keys: tuple[str, ...]
-    applies: Callable[[Values], bool]
+    keys: str
     reason: str
     hint: str
     harmless: tuple[object, ...] = ()
+    applies: Callable[[Values], bool] | None = None
 
     def concerns(self, key: str, value: object) -> bool:
         """Whether the rule is about this key with this value."""
-        return (
-            any(key == own or (own.endswith(".") and key.startswith(own)) for own in self.keys)
-            and value not in self.harmless
-        )
+        owns = (key == own or (own.endswith(".") and key.startswith(own)) for own in self.keys.split())
+        return any(owns) and value not in self.harmless
+
+    def holds(self, run: Values) -> bool:
+        """Whether the reason is true of a run."""
+        if self.applies is not None:
+            return self.applies(run)
+        condition = _CONDITION.match(self.reason)
+        assert condition is not None, self.reason
+        if absent := condition["absent"]:
+            return not run[absent]
+        is_value = str(run.get(condition["key"])).lower() == condition["value"]
+        return is_value != bool(condition["other"])
 
 
-def _row(run: Values) -> ObjectiveRow:
-    return OBJECTIVES[run["objective.name"]]
+_CONDITION = re.compile(r"there is no (?P<absent>[\w.]+)|(?P<key>[\w.]+) is (?P<other>not )?`?(?P<value>\w+)")
+
+
+def _head(run: Values) -> Head:
+    return OBJECTIVES[run["objective.name"]].head
 
 
 _RULES = (
-    _KeyRule(("eval.",), lambda run: not run["data.eval"], "there is no data.eval", "set data.eval", harmless=(False,)),
+    _KeyRule("eval.", "there is no data.eval", "set data.eval", (False,)),
     _KeyRule(
-        ("eval.patience",),
-        lambda run: not run["eval.every"],
+        "eval.patience",
         "without eval.every the only evaluation is at the end",
         "set eval.every, e.g. to `100 steps`",
+        applies=lambda run: not run["eval.every"],
     ),
+    _KeyRule("eval.generate.max_new_tokens", "eval.generate.prompts is 0", "set eval.generate.prompts"),
     _KeyRule(
-        ("eval.generate.max_new_tokens",),
-        lambda run: not run["eval.generate.prompts"],
-        "eval.generate.prompts is 0",
-        "set eval.generate.prompts",
-    ),
-    _KeyRule(
-        ("checkpoint.",),
-        lambda run: run["checkpoint.every"] == "never",
+        "checkpoint.",
         "checkpoint.every is `never`: nothing is saved, and nothing is resumed",
         "set checkpoint.every, e.g. to `500 steps`",
-        harmless=(False, "never"),
+        (False, "never"),
     ),
     _KeyRule(
-        ("optim.min_lr_ratio",),
-        lambda run: run["optim.lr_scheduler"] == "constant",
+        "optim.min_lr_ratio",
         "optim.lr_scheduler is constant: the learning rate does not fall",
         "use another lr_scheduler",
     ),
     _KeyRule(
-        ("optim.warmup",),
-        lambda run: run["optim.lr_scheduler"] == "exponential_rise",
-        "optim.lr_scheduler is exponential_rise: the learning rate rises all the time",
-        "leave it out",
+        "optim.warmup", "optim.lr_scheduler is exponential_rise: the learning rate rises all the time", "leave it out"
     ),
     _KeyRule(
-        ("optim.betas",),
-        lambda run: run["optim.name"].lower() in ("sgd", "adagrad"),
+        "optim.betas",
         "the optimizer of optim.name has none",
         "use another optimizer",
+        applies=lambda run: run["optim.name"].lower() in ("sgd", "adagrad"),
     ),
     _KeyRule(
-        ("optim.eps",),
-        lambda run: run["optim.name"].lower() in ("sgd", "lion"),
+        "optim.eps",
         "the optimizer of optim.name has none",
         "use another optimizer",
+        applies=lambda run: run["optim.name"].lower() in ("sgd", "lion"),
     ),
     _KeyRule(
-        ("data.workers", "data.cache_dir"),
-        lambda run: run["data.streaming"] and not run["data.eval"],
+        "data.workers data.cache_dir",
         "data.streaming prepares and caches nothing",
         "set data.streaming to false",
+        applies=lambda run: run["data.streaming"] and not run["data.eval"],
     ),
     _KeyRule(
-        ("data.train_on", "data.reasoning", "data.template"),
-        lambda run: run["data.layout"] == "text",
+        "data.train_on data.reasoning data.template",
         "data.layout is text: every token is supervised, and no template is used",
         "set data.layout to auto",
-        harmless=("all", "plain"),
+        ("all", "plain"),
     ),
     _KeyRule(
-        ("data.train_on", "data.reasoning", "data.template", "data.separator"),
-        lambda run: run["objective.name"] == "pretrain",
+        "data.train_on data.reasoning data.template data.separator",
         "objective is pretrain: every token of plain text is supervised, and no template is used",
         "set objective to sft",
-        harmless=("all", "plain"),
+        ("all", "plain"),
+        lambda run: run["objective.name"] == "pretrain",
     ),
     _KeyRule(
-        ("data.train_on",),
-        lambda run: _row(run).head == "scores",
+        "data.train_on",
         "the objective scores whole texts: no token is supervised",
         "set objective to sft",
+        applies=lambda run: _head(run) == "scores",
     ),
     _KeyRule(
-        ("data.train_on",),
-        lambda run: _row(run).head == "documents",
+        "data.train_on",
         "the objective compares answers, which are the last turn of the assistant",
         "set objective to sft",
-        harmless=("last_assistant",),
+        ("last_assistant",),
+        lambda run: _head(run) == "documents",
     ),
     _KeyRule(
-        ("data.train_on",),
-        lambda run: _row(run).head == "answers",
+        "data.train_on",
         "the objective trains answers that the model writes",
         "set objective to sft",
+        applies=lambda run: _head(run) == "answers",
     ),
     _KeyRule(
-        ("eval.generate.",),
-        lambda run: _row(run).head == "answers",
+        "eval.generate.",
         "the rewards score the answers to held-out prompts",
         "set objective to sft",
+        applies=lambda run: _head(run) == "answers",
     ),
     _KeyRule(
-        ("rollout.", "rewards"),
-        lambda run: "rollout" not in _row(run).needs,
+        "rollout. rewards",
         "no answers are sampled",
         "set objective to grpo",
+        applies=lambda run: "rollout" not in OBJECTIVES[run["objective.name"]].needs,
     ),
     _KeyRule(
-        ("rollout.address",),
-        lambda run: run["rollout.engine"] == "own",
-        "rollout.engine is own: the model under training samples",
-        "set rollout.engine to vllm",
+        "rollout.address", "rollout.engine is own: the model under training samples", "set rollout.engine to vllm"
     ),
     _KeyRule(
-        ("objective.clip_low", "objective.clip_high", "objective.dual_clip"),
-        lambda run: run["objective.ratio"] == "capped",
+        "objective.clip_low objective.clip_high objective.dual_clip",
         "objective.ratio is capped, which has only an upper bound",
         "set objective.ratio_cap",
     ),
+    _KeyRule("objective.fixed_length", "objective.aggregation is not fixed", "set objective.aggregation to fixed"),
+    _KeyRule("objective.ratio_cap", "objective.ratio is not capped", "set objective.ratio to capped"),
     _KeyRule(
-        ("objective.fixed_length",),
-        lambda run: run["objective.aggregation"] != "fixed",
-        "objective.aggregation is not fixed",
-        "set objective.aggregation to fixed",
-    ),
-    _KeyRule(
-        ("objective.ratio_cap",),
-        lambda run: run["objective.ratio"] != "capped",
-        "objective.ratio is not capped",
-        "set objective.ratio to capped",
-    ),
-    _KeyRule(
-        ("objective.mismatch_cap",),
-        lambda run: run["objective.mismatch"] == "none",
+        "objective.mismatch_cap",
         "objective.mismatch is none: no weight corrects the difference to the sampler",
         "set objective.mismatch to token or geometric",
     ),
     _KeyRule(
-        ("eval.generate.",),
-        lambda run: _row(run).head == "scores",
+        "eval.generate.",
         "the objective trains a model that scores texts and writes none",
         "set objective to sft",
+        applies=lambda run: _head(run) == "scores",
     ),
     _KeyRule(
-        ("objective.label_smoothing",),
-        lambda run: run.get("objective.loss", "sigmoid") not in ("sigmoid", "robust"),
+        "objective.label_smoothing",
         "the loss of objective.loss has none",
         "set objective.loss to sigmoid or robust",
+        applies=lambda run: run.get("objective.loss", "sigmoid") not in ("sigmoid", "robust"),
     ),
     _KeyRule(
-        ("objective.label_smoothing",),
-        lambda run: run.get("objective.num_labels") == 1,
+        "objective.label_smoothing",
         "objective.num_labels is 1: a regression has no classes",
         "set objective.num_labels to the number of classes",
     ),
     _KeyRule(
-        ("objective.loss",),
-        lambda run: run["objective.loss"] == "robust" and not run["objective.label_smoothing"],
+        "objective.loss",
         "objective.label_smoothing is 0, which makes the loss the same as sigmoid",
         "set objective.label_smoothing",
+        applies=lambda run: run["objective.loss"] == "robust" and not run["objective.label_smoothing"],
     ),
+    _KeyRule("objective.teacher_offload", "there is no objective.teacher", "set objective.teacher"),
+    _KeyRule("data.max_truncated_ratio", "data.long_rows is drop: nothing is truncated", "set data.max_dropped_ratio"),
     _KeyRule(
-        ("objective.teacher_offload",),
-        lambda run: not run["objective.teacher"],
-        "there is no objective.teacher",
-        "set objective.teacher",
-    ),
-    _KeyRule(
-        ("data.max_truncated_ratio",),
-        lambda run: run["data.long_rows"] == "drop",
-        "data.long_rows is drop: nothing is truncated",
-        "set data.max_dropped_ratio",
-    ),
-    _KeyRule(
-        ("train.activation_offload",),
-        lambda run: run["train.activation_checkpointing"] == "none",
+        "train.activation_offload",
         "train.activation_checkpointing is none: layers keep all of their activations",
         "set train.activation_checkpointing to full",
-        harmless=(False,),
+        (False,),
     ),
-    _KeyRule(("mtp.",), lambda run: not run["mtp.train"], "mtp.train is false", "set mtp.train", harmless=(False,)),
+    _KeyRule("mtp.", "mtp.train is false", "set mtp.train", (False,)),
+    _KeyRule("indexer.", "indexer.train is false", "set indexer.train", (False,)),
+    _KeyRule("export.formats", "export.at_end is false: nothing is exported at the end", "set export.at_end to true"),
     _KeyRule(
-        ("indexer.",),
-        lambda run: not run["indexer.train"],
-        "indexer.train is false",
-        "set indexer.train",
-        harmless=(False,),
-    ),
-    _KeyRule(
-        ("export.formats",),
-        lambda run: not run["export.at_end"],
-        "export.at_end is false: nothing is exported at the end",
-        "set export.at_end to true",
-    ),
-    _KeyRule(
-        ("export.max_shard_size",),
-        lambda run: not run["export.at_end"] and not (run["data.eval"] and run["eval.keep_best"]),
+        "export.max_shard_size",
         "export.at_end is false and no best weights are kept: nothing is exported",
         "set export.at_end to true",
+        applies=lambda run: not run["export.at_end"] and not (run["data.eval"] and run["eval.keep_best"]),
     ),
 )
 
@@ -236,7 +201,7 @@ def check_keys_have_effect(given: Values, run: Values, source: str, lines: Lines
     """
     messages, hints = [], []
     for key, value in given.items():
-        rule = next((rule for rule in _RULES if rule.concerns(key, value) and rule.applies(run)), None)
+        rule = next((rule for rule in _RULES if rule.concerns(key, value) and rule.holds(run)), None)
         if rule is None:
             continue
         line = lines.get(tuple(key.split(".")))
