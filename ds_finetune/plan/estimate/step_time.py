@@ -96,7 +96,7 @@ def estimate_time(plan: Plan, model: ModelConfig, *, machine: Machine, rows: Row
     """
     check_precision(machine.accelerator, plan.precision)
     work = Work(plan, model, rows)
-    parts = _slowest_stage(work, machine, weights_of_run(plan, model), is_detailed=True)
+    parts = _slowest_stage(work, machine, weights_of_run(plan, model))
     seconds, tokens = sum(parts.values()), plan.batch.global_batch_size * rows.num_tokens
     per_second = tokens / seconds
     shape, is_frozen = shape_of(work), plan.lora is not None
@@ -110,12 +110,6 @@ def estimate_time(plan: Plan, model: ModelConfig, *, machine: Machine, rows: Row
         steps=_steps(plan.duration, tokens),
         assumptions=tuple(_assumptions(work, machine)),
     )
-
-
-def step_seconds(plan: Plan, model: ModelConfig, *, machine: Machine, rows: RowShape) -> float:
-    """Only the seconds of `estimate_time`, in a part of its time."""
-    work = Work(plan, model, rows)
-    return sum(_slowest_stage(work, machine, weights_of_run(plan, model), is_detailed=False).values())
 
 
 @dataclass(frozen=True)
@@ -149,7 +143,7 @@ def least_seconds(plan: Plan, model: ModelConfig, *, machine: Machine, rows: Row
     merged = as_one_stage(plan)
     work = Work(merged, model, rows)
     (weights,) = weights_of_run(merged, model)
-    stage = _stage_seconds(work, machine, weights, 0, is_detailed=False)
+    stage = _stage_seconds(work, machine, weights, 0)
     message = between_chunks(Work(plan, model, rows))
     send = sum(_exposed(machine, [message], {}).values()) if plan.mesh.pp > 1 else 0.0
     return LeastSeconds(plan.mesh.pp, sum(stage.forwards.values()), sum(stage.end.values()), send)
@@ -186,9 +180,7 @@ class _StageSeconds(NamedTuple):
         return sum(self.forwards.values()) + sum(self.end.values())
 
 
-def _slowest_stage(
-    work: Work, machine: Machine, stages: tuple[RankWeights, ...], *, is_detailed: bool
-) -> dict[str, float]:
+def _slowest_stage(work: Work, machine: Machine, stages: tuple[RankWeights, ...]) -> dict[str, float]:
     """The parts of a step on the pipeline stage that takes longest. It waits while its first micro-batch is on the
     stages before it, and the gradients of its last one on the same; with `parallel.vpp` while they are on one chunk of
     each.
@@ -198,7 +190,7 @@ def _slowest_stage(
     for number, weights in enumerate(stages):
         key = (frozenset(Counter(weights.layer_kinds).items()), number == 0, number == len(stages) - 1)
         if key not in found:
-            found[key] = _stage_seconds(work, machine, weights, number, is_detailed=is_detailed)
+            found[key] = _stage_seconds(work, machine, weights, number)
         order.append(found[key])
     slowest = max(order, key=lambda stage: stage.total)
     parts = slowest.forwards | slowest.end
@@ -210,9 +202,7 @@ def _slowest_stage(
     return {name: seconds for name, seconds in parts.items() if seconds > 0}
 
 
-def _stage_seconds(
-    work: Work, machine: Machine, weights: RankWeights, stage: int, *, is_detailed: bool
-) -> _StageSeconds:
+def _stage_seconds(work: Work, machine: Machine, weights: RankWeights, stage: int) -> _StageSeconds:
     times, is_last = work.plan.batch.gradient_accumulation_steps, stage == work.plan.mesh.pp - 1
     computed = _compute_seconds(work, machine, weights, is_last=is_last)
     teacher = teacher_config(work) if is_last else None
@@ -224,7 +214,7 @@ def _stage_seconds(
     share = 0.0 if machine.blocks_host else machine.efficiency.hidden
     shared = parts.get("shared experts", 0.0)
     budgets: dict[Beside, float] = {"computation": share * sum(parts.values()), "shared experts": share * shared}
-    if is_detailed and work.plan.recomputes:
+    if work.plan.recomputes:
         parts |= _recomputation(work, machine, weights, is_last=is_last, found=parts)
     parts |= _exposed(machine, [transfer for transfer in sent if transfer.is_each_forward], budgets)
     # Only the backward of the last micro-batch is still to come when its gradients are ready.

@@ -22,7 +22,7 @@ from ds_finetune.plan.estimate.memory import (
     least_bytes_of_stages,
 )
 from ds_finetune.plan.estimate.operations import RowShape
-from ds_finetune.plan.estimate.step_time import LeastSeconds, TimeEstimate, estimate_time, least_seconds, step_seconds
+from ds_finetune.plan.estimate.step_time import LeastSeconds, TimeEstimate, estimate_time, least_seconds
 from ds_finetune.plan.plan import Plan
 from ds_finetune.plan.search.candidates import STAGES, Candidate, Candidates
 from ds_finetune.plan.search.fitting import Budget
@@ -35,8 +35,6 @@ class LayoutGroup:
 
     least_seconds: float
     """Seconds of a step of each of them, at least."""
-    is_shared: bool
-    """Whether that is known of the group without offload alone, which takes no more time."""
     sizes: Sizes
     zero_stage: int
     offload: Offload
@@ -130,9 +128,7 @@ class Search:
         too_large: list[_TooLarge] = []
         while queue and queue[0].least_seconds < (limit := found[-1].time.seconds if len(found) == listed else inf):
             group = heapq.heappop(queue)
-            if group.is_shared:
-                heapq.heappush(queue, self._bounded(group))
-            elif excess := self._least_excess(group):
+            if excess := self._least_excess(group):
                 too_large.append(_TooLarge(excess, group))
             elif not (divisions := self._divisions(group, limit)):
                 continue
@@ -149,7 +145,7 @@ class Search:
         legal = {sizes: set(self.candidates.zero_stages(sizes)) for sizes in self.candidates.sizes()}
         # What needs least comes first.
         for choice in product(reversed(STAGES), reversed(OFFLOADS)):
-            groups = [LayoutGroup(0.0, True, sizes, *choice) for sizes, choices in legal.items() if choice in choices]
+            groups = [LayoutGroup(0.0, sizes, *choice) for sizes, choices in legal.items() if choice in choices]
             if any(map(self._has_fitting, groups)):
                 return True
         return False
@@ -177,8 +173,7 @@ class Search:
         return [] if found is None else [self._misfit(found.group, self._fastest_of(found.group))]
 
     def _proposal(self, best: Candidate) -> Proposal:
-        time = estimate_time(best.plan, self.candidates.model, machine=self.machine, rows=self.rows)
-        return Proposal(best, self._memory(best), time)
+        return Proposal(best, self._memory(best), self._time(best))
 
     def _misfit(self, group: LayoutGroup, seconds: float) -> Misfit:
         smallest = self._smallest_of(group)
@@ -187,20 +182,14 @@ class Search:
     def _groups(self) -> Iterator[LayoutGroup]:
         """Every combination of parallel sizes, ZeRO stage and offload that is legal."""
         for sizes in self.candidates.sizes():
-            bounds: dict[int, float] = {}
             for stage, offload in self.candidates.zero_stages(sizes):
-                group = LayoutGroup(bounds.get(stage, 0.0), stage in bounds, sizes, stage, offload)
-                group = group if group.is_shared else self._bounded(group)
-                bounds[stage] = group.least_seconds
-                yield group
+                yield self._bounded(LayoutGroup(0.0, sizes, stage, offload))
 
     def _bounded(self, group: LayoutGroup) -> LayoutGroup:
-        """The group with a bound of its own, which has as short a bubble as the most forwards and chunks would give."""
+        """The group with its bound, which has as short a bubble as the most forwards and chunks would give."""
         turns = self.candidates.rows_of_rank(group.sizes) * self.candidates.most_chunks(group.sizes)
         every = self._least_seconds(group)
-        return replace(
-            group, is_shared=False, least_seconds=min(each.seconds(vpp=1, num_turns=turns) for each in every)
-        )
+        return replace(group, least_seconds=min(each.seconds(vpp=1, num_turns=turns) for each in every))
 
     def _least_seconds(self, group: LayoutGroup) -> list[LeastSeconds]:
         """Seconds of a step of which no micro-batch takes less than the least: those of the largest one with the
@@ -254,20 +243,17 @@ class Search:
         found: Candidate | None = None
         fitting: dict[tuple[int, int], Activations] = {}
         for activations in self.candidates.activations:
-            smallest_fits: dict[int, bool] = {}
             for division in self._with_activations(group, activations, divisions, limit):
                 if division.least_seconds >= limit:
                     break
-                vpp, faster = division.vpp, fitting.get(division.choice)
+                faster = fitting.get(division.choice)
                 if faster is not None and activations.is_slower_than(faster):
                     continue
-                if vpp not in smallest_fits:
-                    smallest_fits[vpp] = any(map(self._fits, self._smallest(group, vpp, activations)))
                 candidate = self._find(group, division, activations)
-                if not smallest_fits[vpp] or not self._fits(candidate):
+                if not self._fits(candidate):
                     continue
                 fitting[division.choice] = activations
-                if (seconds := self._seconds(candidate)) < limit:
+                if (seconds := self._time(candidate).seconds) < limit:
                     found, limit = candidate, seconds
         return found
 
@@ -277,7 +263,7 @@ class Search:
         for division in self._divisions(group, limit):
             if division.least_seconds >= seconds:
                 break
-            seconds = min(seconds, self._seconds(self._find(group, division, fastest)))
+            seconds = min(seconds, self._time(self._find(group, division, fastest)).seconds)
         return seconds
 
     def _divisions(self, group: LayoutGroup, limit: float) -> list[StepDivision]:
@@ -348,9 +334,8 @@ class Search:
             stages.append(stage)
         return not self.budget.excess(fullest_stage(stages))
 
-    def _seconds(self, candidate: Candidate) -> float:
-        """Seconds of a step; a part of the time of `estimate_time`."""
-        return step_seconds(candidate.plan, self.candidates.model, machine=self.machine, rows=self.rows)
+    def _time(self, candidate: Candidate) -> TimeEstimate:
+        return estimate_time(candidate.plan, self.candidates.model, machine=self.machine, rows=self.rows)
 
     def _least_of(self, candidate: Candidate) -> LeastSeconds:
         """Seconds of a step at least, however the layers are divided over the stages of a pipeline."""
