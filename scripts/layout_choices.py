@@ -5,6 +5,7 @@
 It takes about a minute. A slow test of tests/plan/search/test_layout_choices.py fails where the page differs.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from typing import Any
 from ds_finetune.config.schema import read_config
 from ds_finetune.config.units import GIB
 from ds_finetune.errors import ConfigError
-from ds_finetune.families.configs import PUBLISHED
 from ds_finetune.plan.search.machines import Request, target_of
 from ds_finetune.plan.search.search_run import layout_text, search_layouts
 from ds_finetune.plan.settings import RunSettings
@@ -20,6 +20,8 @@ from ds_finetune.plan.settings import RunSettings
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reference" / "layout-choices.md"
 GPU, NUMBERS, NODE = "h100-80g", (1, 8, 64, 512), 8
+PUBLISHED = json.loads(Path(__file__).with_name("published_models.json").read_text())
+"""Keys of config.json that memory depends on, by the name of a model."""
 _LARGEST_USUAL = 64
 """Larger numbers are shown of models that fit on no smaller one."""
 _QWEN_1B5 = {"hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 2, "intermediate_size": 8960}

@@ -6,6 +6,7 @@ tests/test_docs.py fails where a page differs from what this script would write.
 """
 
 import argparse
+import json
 import re
 import textwrap
 from bisect import bisect_left
@@ -20,7 +21,6 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.config.value_types import OnResume
 from ds_finetune.export.formats import FORMATS
-from ds_finetune.families.configs import PUBLISHED
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.plan.checks import CHECKS
 from ds_finetune.plan.estimate.accelerators import ACCELERATORS
@@ -29,6 +29,8 @@ from ds_finetune.plan.forward import varlen_problem
 from ds_finetune.plan.tested_layouts import table as layouts_table
 
 LONG_ROW = 131072
+PUBLISHED = json.loads(Path(__file__).with_name("published_models.json").read_text())
+"""Keys of config.json that memory depends on, by the name of a model."""
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"
 WIDTH = 120
 RESUME = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from ds_finetune.families.configs import COMPRESSED, PUBLISHED
+from ds_finetune.families.configs import COMPRESSED
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.model.activation_memory import install_tiled_mlps
 from ds_finetune.model.build.skeleton import build_skeleton
@@ -17,8 +17,10 @@ from ds_finetune.model.fused import formulas, install
 from ds_finetune.model.fused.install import install_fused
 from ds_finetune.model.loss.token_loss import TrainedModel
 from ds_finetune.plan.estimate.activation_memory import activation_bytes
+from tests.conftest import ROOT
 from tests.model.tiny import CONFIGS
 
+PUBLISHED = json.loads((ROOT / "scripts" / "published_models.json").read_text())
 TOKENS = 1024
 """From here on attention pads values on the CPU."""
 MANY = 2**30
