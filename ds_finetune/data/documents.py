@@ -179,7 +179,8 @@ class Documents:
     @classmethod
     def read(cls, folder: Path) -> Self:
         """The documents of a folder, as memory maps."""
-        return cls(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS))
+        # As plain arrays of the same memory: each slice of a np.memmap takes 30 microseconds more.
+        return cls(*(np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in _ARRAYS))
 
     def write(self, folder: Path, counts: Counts) -> None:
         """Write to the new folder `folder`; OutputError where that fails. It is complete as soon as it exists."""

@@ -120,7 +120,7 @@ class BatchOfAnswers:
     def __init__(self, model: AnswerModel, parts: Sequence[PromptPart], drawing: Drawing) -> None:
         self._model, self._drawing = model, drawing
         self._running = [_RunningAnswer(part.place + number) for part in parts for number in range(len(part.samples))]
-        self._answers = list(self._running)
+        self._ended: dict[int, SampledAnswer] = {}
         self._keys = drawing.keys(parts)
         lengths = [part.length for part in parts for _ in part.samples]
         self._lengths = torch.tensor(lengths, device=model.device)
@@ -163,7 +163,7 @@ class BatchOfAnswers:
                 is_key = None if self._is_key is None else self._is_key[..., : self._cache.columns + 1]
                 logits = self._model.read_tokens(ids, self._lengths + position, self._cache, is_key)
                 self._experts = [] if self._model.routers is None else list(self._model.routers.marks)
-        return {answer.place: answer.sampled() for answer in self._answers}
+        return self._ended
 
     def _draw(self, logits: torch.Tensor, position: int, on_answer: OnAnswer) -> torch.Tensor:
         """Add a token to each answer that runs; returns the tokens of all rows, int64 [rows]."""
@@ -175,8 +175,10 @@ class BatchOfAnswers:
             if answer.finish is None:
                 answer.experts += self._experts[row : row + 1]
                 answer.add(token, log_prob, self._drawing.limits)
-                if answer.finish and token != _BROKEN:
-                    on_answer(answer.place, answer.sampled())
+                if answer.finish:
+                    self._ended[answer.place] = answer.sampled()
+                    if token != _BROKEN:
+                        on_answer(answer.place, self._ended[answer.place])
         return ids.clamp(min=0)
 
     def _drop_ended(self, ids: torch.Tensor) -> torch.Tensor:
