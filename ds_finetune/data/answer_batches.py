@@ -1,5 +1,6 @@
 """Batches of answers that the model has sampled: rows of prompts with answers, and what is known of their tokens."""
 
+from bisect import bisect, insort
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -71,22 +72,30 @@ def _share_prompts(answers: Sequence[ScoredAnswer], row_len: int) -> list[list[l
     groups = defaultdict[tuple[int, ...], list[ScoredAnswer]](list)
     for answer in answers:
         groups[tuple(answer.prompt_ids)].append(answer)
-    rows: list[dict[tuple[int, ...], list[ScoredAnswer]]] = []
-    spaces: list[int] = []
+    rows: list[list[list[ScoredAnswer]]] = []
+    spaces: list[tuple[int, int]] = []
+    """Free tokens of each row with its number, sorted."""
     for prompt, group in groups.items():
+        own: dict[int, list[ScoredAnswer]] = {}
         for answer in sorted(group, key=lambda each: -len(each.ids)):
             # Where the prompt is there, its last token is repeated.
-            lengths = [len(answer.ids) + (1 if prompt in row else len(prompt)) for row in rows]
-            left = [space - length for space, length in zip(spaces, lengths, strict=True)]
-            fitting = [(prompt not in rows[row], more, row) for row, more in enumerate(left) if more >= 0]
-            if not fitting:
-                rows.append({})
-                spaces.append(row_len)
-                left.append(row_len - len(answer.ids) - len(prompt))
-            row = min(fitting)[2] if fitting else len(rows) - 1
-            rows[row].setdefault(prompt, []).append(answer)
-            spaces[row] = left[row]
-    return [list(row.values()) for row in rows]
+            length = len(answer.ids) + 1
+            place = next((each for each in spaces[bisect(spaces, (length,)) :] if each[1] in own), None)
+            if place is None:
+                length = len(prompt) + len(answer.ids)
+                at = bisect(spaces, (length,))
+                place = spaces[at] if at < len(spaces) else (row_len, len(rows))
+            space, row = place
+            if row == len(rows):
+                rows.append([])
+            else:
+                spaces.remove(place)
+            insort(spaces, (space - length, row))
+            if row not in own:
+                own[row] = []
+                rows[row].append(own[row])
+            own[row].append(answer)
+    return rows
 
 
 def _row(together: Sequence[Sequence[ScoredAnswer]]) -> Row:

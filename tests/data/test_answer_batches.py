@@ -148,3 +148,11 @@ def test_answers_share_their_prompt() -> None:
 def test_rows_of_one_answer_share_nothing() -> None:
     for plan in (replace(PLAN, row_len=None, shares_prompts=True), PLAN):
         assert all(micro.shared is None for micro in answer_batch(groups(), plan).micro)
+
+
+@pytest.mark.parametrize(("row_len", "rows"), [(13, 1), (12, 2)])
+def test_an_answer_needs_one_token_of_a_prompt_that_is_there(row_len: int, rows: int) -> None:
+    """Prompt and answer have 9 tokens; the other answer has 3 after the last token of the prompt."""
+    given = [ScoredAnswer([1, 2, 3, 4, 5, 6], [7, 8, 9], 1.0, number, None, None, None) for number in range(2)]
+    batch = answer_batch(given, replace(PLAN, row_len=row_len, shares_prompts=True))
+    assert sum(len(micro.lengths) for micro in batch.micro) == rows
