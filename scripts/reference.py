@@ -8,6 +8,7 @@ tests/test_docs.py fails where a page differs from what this script would write.
 import argparse
 import json
 import re
+import runpy
 import textwrap
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
@@ -170,56 +171,7 @@ the tokens of a rank in one micro-batch in the last columns, tiled MLPs *raise* 
 and these tokens alike; the last column has them with 8 ranks.
 
 """
-_SAME = "36 greedy tokens of 3 prompts are equal"
-JUDGES = (
-    ("safetensors", "transformers 5.23", "logits of the run, in a new process", "export/test_verify.py", "every one"),
-    ("safetensors", "vLLM 0.32 on a CPU", "greedy tokens are equal", "test_round_trip.py", "those with ONNX"),
-    (
-        "safetensors",
-        "mlx_lm 0.32 on a CPU",
-        _SAME,
-        "export/test_mlx.py",
-        "deepseek_v2, deepseek_v3, glm4_moe, glm4_moe_lite, llama, mixtral, olmoe, qwen2, qwen3, qwen3_moe",
-    ),
-    ("onnx", "ONNX Runtime 1.31", "logits within 1e-4, 16 greedy tokens", "export/onnx/test_onnx.py", "every one"),
-    (
-        "onnx",
-        "onnxruntime-genai 0.18",
-        _SAME,
-        "export/onnx/test_consumers.py",
-        "glm4_moe, llama, mixtral, qwen2, qwen3, qwen3_moe; latent attention is refused",
-    ),
-    (
-        "onnx",
-        "transformers.js 4.3",
-        _SAME,
-        "export/onnx/test_consumers.py",
-        "deepseek_v3, llama, qwen2, qwen3, qwen3_moe; it has no other classes",
-    ),
-    ("gguf", "llama.cpp (xllamacpp 2026.10)", f"{_SAME} in f32", "export/gguf/test_llama_cpp.py", "every one"),
-    (
-        "compressed-tensors",
-        "transformers 5.23 (compressed-tensors 0.20)",
-        "weights within their rounding, KL divergence printed",
-        "export/test_compressed.py",
-        "every one",
-    ),
-    (
-        "compressed-tensors",
-        "vLLM 0.32 on a CPU",
-        "log-probabilities within 0.1 (w4a16), or what fp8 itself changes; w8a16 has no kernel there",
-        "export/test_compressed.py",
-        "qwen2",
-    ),
-    (
-        "adapter",
-        "names of vLLM 0.32",
-        "merged weights are equal, and every name is looked up",
-        "export/test_server_adapter.py",
-        "every one",
-    ),
-)
-"""Format, program, how close it came, the test below `tests/`, and model types."""
+CELLS = runpy.run_path(str(Path(__file__).parents[1] / "tests" / "export" / "cells.py"))["CELLS"]
 FORMATS_PAGE = """\
 # Export formats
 
@@ -273,18 +225,23 @@ def pages() -> dict[str, str]:
     }
 
 
+def _tested(format_name: str) -> set[str]:
+    return {name for row in CELLS if row.format == format_name for name in row.types}
+
+
 def _judged() -> Iterator[str]:
     """A table of formats, programs that have computed with them, how close, and the model types."""
     yield "| format | judged by | how close | model types |\n| --- | --- | --- | --- |"
-    for name, program, result, test, types in JUDGES:
-        yield f"\n| {name} | {program} | {result} (`tests/{test}`) | {types} |"
+    for row in CELLS:
+        types = "every one" if {*row.types} == _tested(row.format) else ", ".join(sorted(row.types)) + row.note
+        yield f"\n| {row.format} | {row.program} | {row.result} (`tests/{row.test}`) | {types} |"
 
 
 def _families() -> Iterator[str]:
     """A table of model types and formats: tested, or refused by name."""
     rows: dict[str, list[str]] = {}
-    for name, family in sorted(FAMILIES.items()):
-        cells = ("tested" if row.has_family(family) else "refused" for row in FORMATS)
+    for name in sorted(FAMILIES):
+        cells = ("tested" if name in _tested(row.name) else "refused" for row in FORMATS)
         rows.setdefault(" | ".join(cells), []).append(name)
     yield f"| model types | {' | '.join(row.name for row in FORMATS)} |\n| {'--- | ' * len(FORMATS)}--- |"
     yield from (f"\n| {', '.join(names)} | {cells} |" for cells, names in rows.items())

@@ -55,7 +55,7 @@ def write_file_record(folder: Path, tree: Mapping[str, Any]) -> None:
 
 
 def read_file_record(folder: Path, kind: str, parse: Callable[[Mapping[str, Any]], T]) -> tuple[dict[str, FileSums], T]:
-    """The digests of files by name in the file RECORD of the format `kind`, e.g. `onnx 2`, and what `parse` makes of
+    """The digests of files by name in the file RECORD of the format `kind`, e.g. `onnx 3`, and what `parse` makes of
     its tree.
 
     ExportError where there is none, or it is damaged or of another format.

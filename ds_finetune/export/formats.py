@@ -135,7 +135,7 @@ class ExportFormat:
     options: tuple[str, ...] = ()
     """Options of `ExportOptions.given` that it has."""
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """Hints for options, and values of `--dtype`, that it does not have, where they say more than which there are."""
+    """Hints for values of `--dtype` that it does not have, where they say more than which there are."""
     packages: tuple[str, ...] = ()
     """Packages that its module needs."""
     extra: str = ""
@@ -159,7 +159,7 @@ class ExportFormat:
                 others = " or ".join(row.name for row in formats() if name in row.options)
                 raise ConfigError(
                     f"{given} is not valid with --format {self.name}",
-                    hint=self.reasons.get(name, f"it is an option of --format {others}"),
+                    hint=f"leave it out: it is an option of --format {others}",
                 )
         if options.dtype in self.reasons:
             raise ConfigError(
@@ -246,10 +246,6 @@ ONNX = ExportFormat(
     dtypes=("fp32", "fp16", "int8", "int4"),
     engines=("onnx",),
     options=("--no-cache",),
-    reasons={
-        "--max-shard-size": "leave it out: weights are one file",
-        "--no-verify": "leave it out: an ONNX folder has its name only once it is verified",
-    },
     packages=("onnx", "onnxruntime"),
     extra="onnx",
     has_family=lambda family: family.onnx is not None,
@@ -264,11 +260,7 @@ GGUF = ExportFormat(
     uses=("llama-server -m OUT/NAME.gguf", "cd OUT && ollama create NAME -f Modelfile"),
     dtypes=("bf16", "f16", "f32", "q8_0"),
     engines=(),
-    reasons={
-        "q4_k_m": "the library gguf has no quantiser for it: write f16, then llama-quantize OUT/NAME.gguf Q4_K_M",
-        "--max-shard-size": "leave it out: a GGUF is one file",
-        "--no-verify": "leave it out: a GGUF has its name only once it is verified",
-    },
+    reasons={"q4_k_m": "the library gguf has no quantiser for it: write f16, then llama-quantize OUT/NAME.gguf Q4_K_M"},
     packages=("gguf",),
     extra="gguf",
     has_family=lambda family: family.gguf is not None,
@@ -286,7 +278,6 @@ ADAPTER = ExportFormat(
     ),
     dtypes=("fp32", "bf16", "fp16"),
     engines=(),
-    reasons={"--no-verify": "leave it out: the names are checked before it is written"},
     has_family=lambda family: family.model_type in VLLM_LORA,
     is_of_model=False,
     has_card=True,
@@ -301,12 +292,7 @@ COMPRESSED = ExportFormat(
     uses=("vllm serve OUT", "python -m sglang.launch_server --model-path OUT"),
     dtypes=("w8a16", "w4a16", "fp8"),
     engines=SAFETENSORS.engines,
-    reasons={
-        "awq": _CALIBRATED,
-        "gptq": _CALIBRATED,
-        "--max-shard-size": "leave it out: files have 5 GB",
-        "--no-verify": "leave it out: the folder has its name only once it is verified",
-    },
+    reasons={"awq": _CALIBRATED, "gptq": _CALIBRATED},
     packages=("compressed_tensors",),
     extra="compressed",
     has_family=lambda family: family.onnx is not None and family.encoder is None,

@@ -14,7 +14,7 @@ from ds_finetune.data.tokenizer_files import load_tokenizer
 
 _ROWS, _LENGTH = 8, 128
 """Rows of a run, and the tokens that they are cut to."""
-_TEXTS, _TEXT_LENGTH, _AT_ONCE = 16, 16, 4
+_TEXTS, _TEXT_LENGTH, _AT_ONCE = 32, 8, 8
 """Texts that the model samples, their tokens, and the texts of a forward, since each token has numbers of all ids."""
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Token ids [rows, length], at most `_LENGTH` of them, and which count."""

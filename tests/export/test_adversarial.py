@@ -230,7 +230,7 @@ def test_an_adapter_on_a_disk_that_takes_no_more(tmp_path: Path) -> None:
 
 def test_a_record_on_a_disk_that_takes_no_more(tmp_path: Path) -> None:
     with _files_end_at(2**10), pytest.raises(OutputError, match=r"cannot be written: File too large"):
-        write_file_record(tmp_path, {"format": "onnx 2", "tokens": [0] * 1000})
+        write_file_record(tmp_path, {"format": "onnx 3", "tokens": [0] * 1000})
 
 
 @pytest.mark.parametrize("kind", ["onnx", "compressed-tensors", "safetensors"])

@@ -15,12 +15,12 @@ from ds_finetune.errors import ExportError
 from ds_finetune.export.formats import COMPRESSED, format_of
 from ds_finetune.export.load import load_exported
 from ds_finetune.families.table import FAMILIES
+from tests.export.cells import types_of
 from tests.model.weights.test_weights import published
 from tests.test_round_trip import vllm_answers
 
 pytest.importorskip("compressed_tensors", reason="it is not installed: pip install compressed-tensors")
 
-TYPES = COMPRESSED.model_types(is_encoder=False)
 WIDE: Mapping[str, object] = {"hidden_size": 128, "intermediate_size": 256}
 """Changes of a tiny configuration by which groups of 128 divide some rows."""
 WIDE_EXPERTS = {"moe_intermediate_size": 128}
@@ -43,7 +43,7 @@ def unpacked(stored: torch.Tensor, dtype: str) -> torch.Tensor:
     ("family", "dtype"),
     [
         pytest.param(family, dtype, marks=[] if (family, dtype) in IN_EVERY_SUITE else [pytest.mark.slow])
-        for family in TYPES
+        for family in types_of("export/test_compressed.py", "transformers")
         for dtype in COMPRESSED.dtypes
     ],
 )
@@ -75,14 +75,15 @@ def test_plain_transformers_computes_with_quantised_weights(family: str, dtype: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", types_of("export/test_compressed.py", "vLLM"))
 @pytest.mark.parametrize("dtype", ["w4a16", "fp8"])
-def test_vllm_computes_with_quantised_weights(dtype: str, tmp_path: Path) -> None:
+def test_vllm_computes_with_quantised_weights(family: str, dtype: str, tmp_path: Path) -> None:
     """On a CPU in bf16, where it has no kernel for w8a16. It rounds activations to fp8 too, which transformers does not:
     then the two may differ by as much as fp8 weights change the model.
     """
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(0)
-    published("qwen2", tmp_path / "hub", hidden_size=256, intermediate_size=512, **heads)
+    published(family, tmp_path / "hub", hidden_size=256, intermediate_size=512, **heads)
     ds_finetune.export_model(tmp_path / "hub", tmp_path / "out", format="compressed-tensors", dtype=dtype)
     prompts = [[3, 5, 8, 13, 21], [7, 2, 9]]
     answers = vllm_answers(tmp_path, "out", prompts, "bfloat16")

@@ -142,7 +142,7 @@ def test_a_billion_parameters_take_less_than_a_gib(way: str, tmp_path: Path) -> 
     assert peaks[1] < GIB
 
 
-@pytest.mark.parametrize("dtype", ["f16", "q8_0", "fp32", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["f16", "q8_0", "fp32", "fp16", "int8", "int4"])
 @pytest.mark.parametrize("model_type", ONE_GB)
 def test_a_gigabyte_is_streamed_to_gguf_and_to_a_graph(
     model_type: str, dtype: str, tmp_path: Path, shared_data: Path

@@ -9,14 +9,13 @@ import pytest
 
 import ds_finetune
 from tests.conftest import ROOT
+from tests.export.cells import types_of
 from tests.export.gguf.models import MODELS, greedy, save
 
 TOKENS, PROMPTS = 36, ([5, 6, 7, 8], [3, 9, 10, 11, 12, 13], [20])
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "olmoe", "glm4_moe", "glm4_moe_lite", "deepseek_v2")
-FAMILIES += ("deepseek_v3",)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", types_of("export/test_mlx.py"))
 def test_tokens_of_mlx_equal_those_of_transformers(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

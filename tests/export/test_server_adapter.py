@@ -16,6 +16,7 @@ from ds_finetune.export.formats import format_of, formats_of_run
 from ds_finetune.export.server_adapter import served_rank
 from ds_finetune.families.server_lora import VLLM_LORA
 from ds_finetune.families.table import FAMILIES
+from tests.export.cells import types_of
 from tests.json_files import change_json
 from tests.lora_twin import adapted, base_model, named_in, write_adapter_of
 
@@ -48,7 +49,11 @@ IN_EVERY_SUITE = ("llama", "mixtral", "deepseek_v3")
 
 
 @pytest.mark.parametrize(
-    "family", [name if name in IN_EVERY_SUITE else pytest.param(name, marks=pytest.mark.slow) for name in VLLM_LORA]
+    "family",
+    [
+        name if name in IN_EVERY_SUITE else pytest.param(name, marks=pytest.mark.slow)
+        for name in types_of("export/test_server_adapter.py")
+    ],
 )
 def test_it_is_the_same_adapter_by_names_that_vllm_looks_up(family: str, tmp_path: Path) -> None:
     base, adapter = _save(family, tmp_path)

@@ -30,6 +30,7 @@ from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import TINY_MODELS
 from ds_finetune.trainer.resolve import plan_model
+from tests.export.cells import types_of
 from tests.json_files import change_json
 from tests.parity.mtp_cells import write_mtp_model
 from tests.running import metrics, resume_on_two_ranks, tiny_task
@@ -87,9 +88,11 @@ def test_a_resumed_run_has_the_numbers_of_an_uninterrupted_one(finished: Path, t
     assert found[-1]["eval/loss"] == pytest.approx(wanted[-1]["eval/loss"], rel=1e-4)
 
 
-def test_the_export_has_the_published_names(finished: Path) -> None:
+@pytest.mark.parametrize("model_type", types_of("trainer/test_deepseek_v4.py"))
+def test_the_export_has_the_published_names(model_type: str, finished: Path) -> None:
     """The run has verified it in plain transformers; what is not trained is as it was."""
     before, after = (load_file(finished / name / "model.safetensors") for name in ("model", "run/export"))
+    assert json.loads((finished / "run/export/config.json").read_text())["model_type"] == model_type
     assert before.keys() == after.keys()
     same = {name for name in before if torch.equal(before[name], after[name])}
     assert {name for name in before if "indexer" in name} | {PREDICTION} <= same

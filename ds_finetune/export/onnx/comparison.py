@@ -28,7 +28,7 @@ FLIPPED_SHARE = 0.1
 """Share of positions that may exceed the tolerance in fp16 models with routed experts, whose choice rounding may
 change.
 """
-NEW_TOKENS = 16
+NEW_TOKENS = 8
 _PRODUCT_NUMEL = 2**22
 """Elements of a matrix that are in fp32 at a time."""
 GENERATED = (
@@ -41,7 +41,7 @@ GENERATED = (
 """Cases of a language model: padding tokens at the start of each row, tokens of a row with padding, and the sizes of
 the pieces in which tokens are fed; the cache carries over from piece to piece.
 """
-PROMPTS = ((0, 4), 11)
+PROMPTS = ((0, 4, 1, 7), 11)
 """The prompts of greedy decoding: padding tokens at the start of each row, and tokens of a row with padding."""
 SCORED = (
     ((0,), 1, "right"),
@@ -92,6 +92,10 @@ class Reference:
     """Prompts and the tokens that `generate` greedily adds, [rows, length + NEW_TOKENS]; None for a classifier."""
     leads: Floats | None = None
     """For each new token, (best - second best logit) / largest |logit|, [rows, NEW_TOKENS]."""
+    chosen: Ints | None = None
+    """The best token at the place of each new token, [rows, NEW_TOKENS]; a quantised graph may choose others."""
+    program: str = "transformers"
+    """What has computed it, for messages."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,7 @@ class OnnxComparison:
     new_tokens_differing: int | None
     """None for a classifier, which generates no tokens."""
     experts: str
+    program: str
     failures: tuple[str, ...]
     """Differences that are not allowed."""
 
@@ -124,8 +129,8 @@ class OnnxComparison:
         flipped = f", {self.beyond} beyond it by a router's near tie" if self.beyond else ""
         greedy = "" if self.new_tokens_differing is None else f", {self.new_tokens_differing} greedy tokens differ"
         return (
-            f"ONNX Runtime on the CPU against transformers: {self.positions} {self.unit}{reached}, largest difference "
-            f"{self.largest:.1e} of the largest logit (tolerance {self.tolerance:g}){flipped}{greedy}"
+            f"ONNX Runtime on the CPU against {self.program}: {self.positions} {self.unit}{reached}, largest "
+            f"difference {self.largest:.1e} of the largest logit (tolerance {self.tolerance:g}){flipped}{greedy}"
         )
 
 
@@ -142,7 +147,7 @@ def make_reference(folder: Path) -> Reference:
     model.set_experts_implementation("eager")
     for parameter in model.parameters():
         parameter.data = parameter.float() if parameter.dim() == 1 else parameter.data
-    decoded: tuple[Ints, Floats] | tuple[None, None] = None, None
+    decoded: tuple[Ints, Floats, Ints] | tuple[None, None, None] = None, None, None
     with torch.no_grad(), _ProductsInFp32(), _recorded_experts(model) as reached:
         if is_classifier(config):
             # An encoder scores the first token, which must not be padding.
@@ -213,9 +218,8 @@ def compare(folder: Path, reference: Reference) -> OnnxComparison:
     every = np.concatenate(distances)
     beyond = int((~(every <= tolerance)).sum())
     differing = _differing_tokens(model, reference, tolerance) if isinstance(model, OnnxModel) else None
-    result = OnnxComparison(
-        len(every), beyond, float(every.max()), tolerance, allowed, differing, reference.experts, ()
-    )
+    told = differing, reference.experts, reference.program, ()
+    result = OnnxComparison(len(every), beyond, float(every.max()), tolerance, allowed, *told)
     failures = []
     if beyond > allowed * len(every) or not np.isfinite(every).all():
         worst = int(np.argmax([np.nan_to_num(each, nan=np.inf).max() for each in distances]))
@@ -247,7 +251,7 @@ def _differing_tokens(model: OnnxModel, reference: Reference, tolerance: float) 
     assert reference.tokens is not None
     assert reference.leads is not None
     best = new_token_logits(model, reference.tokens).argmax(axis=-1)
-    return int(((best != reference.tokens[:, -NEW_TOKENS:]) & (reference.leads > tolerance)).sum())
+    return int(((best != reference.chosen) & (reference.leads > tolerance)).sum())
 
 
 def new_token_logits(model: OnnxModel, tokens: Ints) -> np.ndarray:
@@ -275,8 +279,8 @@ def with_logits(case: Case, model: PreTrainedModel) -> Case:
     return replace(case, logits=logits, largest=float(np.abs(logits).max()))
 
 
-def greedy_tokens(model: PreTrainedModel) -> tuple[Ints, Floats]:
-    """`tokens` and `leads` of a Reference, by `generate`."""
+def greedy_tokens(model: PreTrainedModel) -> tuple[Ints, Floats, Ints]:
+    """`tokens`, `leads` and `chosen` of a Reference, by `generate`."""
     prompts = generated_case(model.config.vocab_size, *PROMPTS, chunks=(PROMPTS[1],))
     settings = GenerationConfig(
         do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=0, return_dict_in_generate=True, output_logits=True
@@ -285,7 +289,8 @@ def greedy_tokens(model: PreTrainedModel) -> tuple[Ints, Floats]:
     # The model's own settings may sample or end early; the best token of every step is compared.
     model.generation_config = settings
     out: Any = model.generate(torch.from_numpy(prompts.ids), attention_mask=torch.from_numpy(prompts.mask))
-    return out.sequences.numpy(), leads_of(torch.stack(out.logits, dim=1))
+    tokens = out.sequences.numpy()
+    return tokens, leads_of(torch.stack(out.logits, dim=1)), tokens[:, -NEW_TOKENS:]
 
 
 def leads_of(logits: torch.Tensor) -> Floats:

@@ -3,8 +3,9 @@
 import logging
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from onnx import numpy_helper
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export.onnx import DATA, MODEL
-from ds_finetune.export.onnx.comparison import NEW_TOKENS, Reference, leads_of, new_token_logits, with_logits
+from ds_finetune.export.onnx.comparison import Reference, leads_of, new_token_logits, with_logits
 from ds_finetune.export.onnx.graph import Graph, Weight, write_model
 from ds_finetune.export.onnx.runtime import OnnxCausalLM, OnnxModel
 from ds_finetune.export.quantisation_loss import QuantisationLoss, quantisation_loss
@@ -49,16 +50,15 @@ def quantise_weights(folder: Path, dtype: str, source: Path, *, inline_bytes: in
 def own_reference(folder: Path, reference: Reference) -> Reference:
     """`reference` with what the graph in `folder` computes itself, so that a later check finds what has changed.
 
-    Of two cases, since mapped weights of few bits are unpacked at each use. A new token that it would not choose has no
-    lead, so that it does not count.
+    Of two cases, since weights of 8 bits are unpacked at each use.
     """
     assert reference.tokens is not None
     runtime = OnnxModel(folder, is_mapped=True)
     model = OnnxCausalLM(AutoConfig.from_pretrained(folder, trust_remote_code=False), runtime)
     cases = tuple(with_logits(case, model) for case in reference.cases[2::2])
     logits = new_token_logits(runtime, reference.tokens)
-    is_chosen = logits.argmax(axis=-1) == reference.tokens[:, -NEW_TOKENS:]
-    return replace(reference, cases=cases, leads=np.where(is_chosen, leads_of(torch.from_numpy(logits)), 0))
+    new = {"leads": leads_of(torch.from_numpy(logits)), "chosen": logits.argmax(axis=-1)}
+    return replace(reference, cases=cases, **new, program="itself when it was exported")
 
 
 def _quantise(folder: Path, bits: int, inline_bytes: int) -> Path:
@@ -77,7 +77,7 @@ def _quantise(folder: Path, bits: int, inline_bytes: int) -> Path:
         raise ExportError(
             f"no linear layer of the graph can have a weight of {bits} bits", hint="export with --dtype fp32"
         )
-    matrices = {name: _Matrix(_Values(stored[name], folder / DATA), quantizer) for name in chosen.values()}
+    matrices = {name: _Matrix(partial(_values, stored[name], folder / DATA), quantizer) for name in chosen.values()}
     others = {name: tensor for name, tensor in stored.items() if name not in matrices}
     constants = {name: tensor for name, tensor in others.items() if not tensor.external_data}
     weights = [weight for name, matrix in matrices.items() for weight in matrix.weights(name)]
@@ -112,7 +112,7 @@ def _quantizer(bits: int) -> Any:  # noqa: ANN401 - the library has no types
 class _Matrix:
     """A constant [inputs, outputs] of a MatMul, quantised some columns at a time by ONNX Runtime's `quantizer`."""
 
-    values: "_Values"
+    read: Callable[[], np.ndarray]
     quantizer: Any
     rest: tuple[list[np.ndarray], list[np.ndarray]] = field(default_factory=lambda: ([], []))
     """Scales and zero points of the columns that have been quantised."""
@@ -120,7 +120,7 @@ class _Matrix:
 
     def weights(self, name: str) -> list[Weight]:
         """What is written in its place, in this order: numbers, scales and zero points."""
-        (rows, columns), bits = self.values.shape, self.quantizer.config.bits
+        (rows, columns), bits = self.read().shape, self.quantizer.config.bits
         blocks, kind = -(-rows // _BLOCK), np.dtype(np.uint8)
         self.names = [f"{name}_Q{bits}", f"{name}_scales", f"{name}_zero_points"]
         return [
@@ -130,10 +130,10 @@ class _Matrix:
         ]
 
     def _numbers(self) -> Iterator[np.ndarray]:
-        rows, columns = self.values.shape
+        rows, columns = self.read().shape
         step = max(_PIECE_NUMEL // rows, 1)
         for first in range(0, columns, step):
-            part = np.ascontiguousarray(self.values.read()[:, first : first + step])
+            part = np.ascontiguousarray(self.read()[:, first : first + step])
             packed, *rest = self.quantizer.qbits_block_quant(part)
             for kept, each in zip(self.rest, rest, strict=True):
                 kept.append(each)
@@ -141,7 +141,7 @@ class _Matrix:
 
     def node(self, node: onnx.NodeProto) -> onnx.NodeProto:
         """The product in place of `node`."""
-        (rows, columns), bits = self.values.shape, self.quantizer.config.bits
+        (rows, columns), bits = self.read().shape, self.quantizer.config.bits
         sizes = {"K": rows, "N": columns, "bits": bits, "block_size": _BLOCK}
         inputs = [node.input[0], *self.names]
         return onnx.helper.make_node(
@@ -149,40 +149,24 @@ class _Matrix:
         )
 
 
-@dataclass(frozen=True)
-class _Values:
-    """An initializer; one that is in a file of its own is read there, without staying in memory."""
-
-    tensor: onnx.TensorProto
-    file: Path
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        return tuple(self.tensor.dims)
-
-    def read(self) -> np.ndarray:
-        """All of its values, mapped anew where they are in a file."""
-        if not self.tensor.external_data:
-            return numpy_helper.to_array(self.tensor)
-        begin = int({entry.key: entry.value for entry in self.tensor.external_data}["offset"])
-        return np.memmap(self.file, self.dtype, mode="r", offset=begin, shape=self.shape)
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Its dtype."""
-        return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(self.tensor.data_type))
+def _values(tensor: onnx.TensorProto, file: Path) -> np.ndarray:
+    """An initializer; one that is in a file of its own is mapped anew, so that it does not stay in memory."""
+    if not tensor.external_data:
+        return numpy_helper.to_array(tensor)
+    begin = int({entry.key: entry.value for entry in tensor.external_data}["offset"])
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    return np.memmap(file, dtype, mode="r", offset=begin, shape=tuple(tensor.dims))
 
 
 def _kept(folder: Path, tensor: onnx.TensorProto) -> Weight:
     """An initializer as it is."""
-    values = _Values(tensor, folder / DATA)
+    read = partial(_values, tensor, folder / DATA)
 
     def pieces() -> Iterator[np.ndarray]:
-        for first in range(0, max(math.prod(values.shape), 1), _PIECE_NUMEL):
-            yield np.array(values.read().reshape(-1)[first : first + _PIECE_NUMEL])
+        for first in range(0, max(math.prod(tensor.dims), 1), _PIECE_NUMEL):
+            yield np.array(read().reshape(-1)[first : first + _PIECE_NUMEL])
 
-    return Weight(tensor.name, values.shape, values.dtype, pieces)
+    return Weight(tensor.name, tuple(tensor.dims), read().dtype, pieces)
 
 
 def _size(folder: Path) -> int:

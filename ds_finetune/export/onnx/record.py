@@ -13,7 +13,7 @@ from ds_finetune.export.onnx import MODEL
 from ds_finetune.export.onnx.comparison import Case, Reference, compare, is_sampled
 from ds_finetune.export.verify.verify import VerificationResult, mark_folder
 
-FORMAT = "onnx 2"
+FORMAT = "onnx 3"
 """Format of the record of an ONNX folder."""
 _SAMPLED_LOGITS = 1024
 """Minimum number of logits recorded for each position; more where the longest case would leave out rows of the head."""
@@ -25,13 +25,14 @@ def write_record(folder: Path, reference: Reference, about: Mapping[str, Any]) -
     `about` is the result of the comparison, and versions of packages, for people who read the file.
     """
     longest = max(len(case.logits) for case in reference.cases)
+    arrays = {"tokens": reference.tokens, "leads": reference.leads, "chosen": reference.chosen}
     tree = {
         "format": FORMAT,
         **about,
         "cases": [_case_tree(case, longest) for case in reference.cases],
         "experts": reference.experts,
-        "tokens": None if reference.tokens is None else reference.tokens.tolist(),
-        "leads": None if reference.leads is None else reference.leads.tolist(),
+        "program": reference.program,
+        **{name: None if part is None else part.tolist() for name, part in arrays.items()},
     }
     write_file_record(folder, tree)
 
@@ -45,9 +46,10 @@ def read_record(folder: Path) -> tuple[dict[str, FileSums], Reference]:
 
 
 def _reference_of(tree: Mapping[str, Any]) -> Reference:
-    tokens = None if tree["tokens"] is None else np.array(tree["tokens"], dtype=np.int64)
-    leads = None if tree["leads"] is None else np.array(tree["leads"], dtype=np.float32)
-    return Reference(tuple(_case_from(each) for each in tree["cases"]), tree["experts"], tokens, leads)
+    dtypes = {"tokens": np.int64, "leads": np.float32, "chosen": np.int64}
+    arrays = {name: None if tree[name] is None else np.array(tree[name], kind) for name, kind in dtypes.items()}
+    cases = tuple(_case_from(each) for each in tree["cases"])
+    return Reference(cases, tree["experts"], **arrays, program=tree["program"])
 
 
 def verify_onnx_folder(folder: Path) -> VerificationResult:

@@ -21,19 +21,24 @@ def open_session(folder: Path, *, is_mapped: bool = False) -> tuple[onnxruntime.
     """The graph of `folder` in ONNX Runtime, on all CPU cores of this process, and the dtype of its logits.
 
     Where it `is_mapped`, weights stay in the file, which is slower and takes little memory: none is copied to the order
-    in which products read it fastest, or cast before it is needed.
+    in which products read it fastest, or cast before it is needed. Weights of few bits are copied, which are unpacked
+    at each use otherwise, unless an embedding is the head, and would be copied too.
     """
     # Earlier versions wrote the graph beside config.json.
     file = folder / MODEL if (folder / MODEL).is_file() else folder / "model.onnx"
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = len(os.sched_getaffinity(0))
-    options.enable_cpu_mem_arena = not is_mapped
-    options.add_session_config_entry("session.disable_prepacking", str(int(is_mapped)))
+    if is_mapped:
+        options.enable_cpu_mem_arena = options.enable_mem_pattern = False
+        # The next level casts all weights of a graph in fp16 at once, and the usual order before the first layer.
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+        options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
+        graph = file.read_bytes()
+        is_copied = b"MatMulNBits" in graph and b"Gemm" not in graph
+        options.add_session_config_entry("session.disable_prepacking", str(int(not is_copied)))
+    disabled = ["ConstantFolding"] if is_mapped else None
     session = onnxruntime.InferenceSession(
-        str(file),
-        options,
-        providers=["CPUExecutionProvider"],
-        disabled_optimizers=["ConstantFolding"] if is_mapped else None,
+        str(file), options, providers=["CPUExecutionProvider"], disabled_optimizers=disabled
     )
     is_half = session.get_outputs()[0].type == "tensor(float16)"
     return session, np.dtype(np.float16 if is_half else np.float32)

@@ -13,6 +13,7 @@ from ds_finetune.cli.main import main
 from ds_finetune.errors import ExportError
 from ds_finetune.export.formats import ExportOptions
 from ds_finetune.export.onnx.folder import write
+from tests.export.cells import names_of, types_of
 from tests.export.classifiers import CLASSES, EOS, PAD, classifier, write_tokenizer
 
 for package in ("onnx", "onnxruntime"):
@@ -54,7 +55,9 @@ def plain(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> torch.Tens
         return model(**{name: inputs[name] for name in names}).logits  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", names_of(types_of("export/onnx/test_classifiers.py"), {name: kind for name, (kind, _) in KINDS.items()})
+)
 def test_onnx_runtime_scores_as_transformers(kind: str, tmp_path: Path) -> None:
     family, changes = KINDS[kind]
     model = classifier(family, **changes)

@@ -17,6 +17,7 @@ from ds_finetune.errors import ExportError
 from ds_finetune.export.load import load_exported
 from ds_finetune.families.table import FAMILIES
 from tests.conftest import ROOT
+from tests.export.cells import types_of
 from tests.export.gguf.models import greedy, save
 
 onnx = pytest.importorskip("onnx", reason="onnx is not installed: pip install 'ds_finetune[onnx]'")
@@ -26,9 +27,6 @@ from ds_finetune.export.onnx.consumers import write_settings  # noqa: E402 - it 
 
 HERE = ROOT / "tests" / "export" / "onnx"
 DECODERS = {name: row.onnx.attention for name, row in FAMILIES.items() if row.onnx and not row.encoder}
-GENAI = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "glm4_moe")
-TRANSFORMERS_JS = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
-"""transformers.js 4.3 has no classes of the others."""
 TIED = ("llama tied", "qwen2 tied")
 """Their graph multiplies by the embedding as it is stored."""
 TOKENS, PROMPTS = 36, ([5, 6, 7, 8], [3, 9, 10, 11, 12, 13], [20])
@@ -74,7 +72,7 @@ def test_a_model_without_an_end_gets_no_settings_of_genai(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "genai_config.json").read_text())["model"]["pad_token_id"] == 7
 
 
-@pytest.mark.parametrize("name", [*GENAI, *TIED])
+@pytest.mark.parametrize("name", [*types_of("export/onnx/test_consumers.py", "onnxruntime-genai"), *TIED])
 def test_tokens_of_genai_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime_genai", reason="it is not installed: pip install onnxruntime-genai")
     folder = _write(name, tmp_path)
@@ -85,7 +83,7 @@ def test_tokens_of_genai_equal_those_of_transformers(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("is_external", [False, True])
-@pytest.mark.parametrize("name", [*TRANSFORMERS_JS, *TIED])
+@pytest.mark.parametrize("name", [*types_of("export/onnx/test_consumers.py", "transformers.js"), *TIED])
 def test_tokens_of_transformers_js_equal_those_of_transformers(
     name: str, is_external: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from ds_finetune.errors import ExportError, ModelError, OutputError, Verificatio
 from ds_finetune.export import formats
 from ds_finetune.export.formats import ExportOptions
 from ds_finetune.export.onnx import folder as onnx_folder
+from tests.export.cells import types_of
 from tests.model.tiny import CONFIGS
 from tests.running import start, tiny_task, torchrun
 
@@ -157,7 +158,7 @@ def near(found: np.ndarray, wanted: np.ndarray, mask: torch.Tensor, tolerance: f
     assert np.abs(found.astype(np.float32) - wanted)[at].max() <= tolerance * np.abs(wanted[at]).max()
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
+@pytest.mark.parametrize("name", [*types_of("export/onnx/test_onnx.py"), *VARIANTS])
 def test_equals_transformers_whole_and_cached(name: str, tmp_path: Path) -> None:
     """Logits at three shapes, the cache itself, and greedy decoding of padded rows, against plain transformers."""
     model = fresh(name)

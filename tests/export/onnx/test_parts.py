@@ -175,13 +175,13 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, onnx_comparis
 def test_a_comparison_allows_ties_and_no_more(dense: tuple[Path, onnx_comparison.Reference]) -> None:
     folder, reference = dense
     assert onnx_comparison.compare(folder, reference).failures == ()
-    tokens, sure = reference.tokens.copy(), np.full_like(reference.leads, 0.5)
-    tokens[1, -1] = (tokens[1, -1] + 1) % 96
-    result = onnx_comparison.compare(folder, replace(reference, tokens=tokens, leads=sure))
+    chosen, sure = reference.chosen.copy(), np.full_like(reference.leads, 0.5)
+    chosen[1, -1] = (chosen[1, -1] + 1) % 96
+    result = onnx_comparison.compare(folder, replace(reference, chosen=chosen, leads=sure))
     assert result.failures == ("1 of 32 greedy tokens differ",)
     tied = sure.copy()
     tied[1, -1] = 1e-5
-    assert onnx_comparison.compare(folder, replace(reference, tokens=tokens, leads=tied)).failures == ()
+    assert onnx_comparison.compare(folder, replace(reference, chosen=chosen, leads=tied)).failures == ()
 
 
 @pytest.mark.parametrize(("change", "beyond"), [(np.nan, 1), (1e-3, 1), (1e-6, 0)])

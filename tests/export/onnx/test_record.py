@@ -161,7 +161,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "an older record": (
         lambda f: (f / RECORD).write_text('{"format": "onnx 0"}'),
         2,
-        "its format is onnx 0, not onnx 2",
+        "its format is onnx 0, not onnx 3",
     ),
 }
 
