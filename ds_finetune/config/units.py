@@ -1,6 +1,8 @@
 """Units of memory and disk, and sizes as users write them."""
 
 import re
+from collections.abc import Sequence
+from itertools import groupby
 
 from ds_finetune.errors import ConfigError
 
@@ -24,3 +26,9 @@ def parse_bytes(text: str, *, name: str) -> int:
     if not match:
         raise ConfigError(f"{name} `{text}` is no number with a unit", hint="write e.g. 500MB, 5GB or 2TB")
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def spans_text(numbers: Sequence[int], separator: str = ",") -> str:
+    """Ascending numbers 0, 1, 2, 5 as `0-2,5`."""
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    return separator.join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -1,5 +1,6 @@
 """The batch triple: rows of a step = rows of a forward x accumulation x data-parallel ranks."""
 
+import math
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
@@ -18,12 +19,20 @@ def rows_of_forward(train: TrainConfig) -> int:
 
 
 @lru_cache(maxsize=4096)
+def divisors(number: int, *, most: int | None = None) -> tuple[int, ...]:
+    """The divisors of a number up to `most`, ascending; found in pairs, since a search asks for those of thousands of
+    numbers, of which some are as large as a vocabulary.
+    """
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(n for n in sorted({*small, *(number // n for n in small)}) if most is None or n <= most)
+
+
 def legal_micro_batches(*, global_batch_size: int, dp: int, group: int = 1) -> tuple[int, ...]:
     """The sizes of a micro-batch that make up the global batch on `dp` data parallel ranks, ascending, with a multiple
     of `group` forwards in a step.
     """
     rows, rest = divmod(global_batch_size, dp * group)
-    return tuple(size for size in range(1, rows + 1) if rows % size == 0) if not rest else ()
+    return () if rest else divisors(rows)
 
 
 def check_auto(train: TrainConfig, tree: Mapping[str, Any], source: str, accelerate: AccelerateChoices | None) -> None:
@@ -64,7 +73,7 @@ def accumulation_steps(*, global_batch_size: int, micro_batch_size: int, dp: int
 def _worlds_hint(global_batch_size: int, micro_batch_size: int) -> str:
     """Ranks that can share the global batch in forwards of this size."""
     forwards, rest = divmod(global_batch_size, micro_batch_size)
-    legal = [str(dp) for dp in range(1, forwards + 1) if forwards % dp == 0] if not rest else []
+    legal = [] if rest else list(map(str, divisors(forwards)))
     return f"; or start {', '.join(legal)} {'ranks' if len(legal) > 1 else 'rank'}" if legal else ""
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ds_finetune.config.value_types import InexactName
-from ds_finetune.plan.batch import rows_of_forward
+from ds_finetune.plan.batch import divisors, rows_of_forward
 from ds_finetune.plan.deepspeed_config import Tree
 from ds_finetune.plan.settings import Conflict, Refusal, RunSettings, setting, together
 
@@ -70,7 +70,7 @@ def _wrong_groups(run: RunSettings) -> dict[str, object] | None:
     ranks, group = run.mesh.world_size, _group(run)
     if ranks % group == 0 and group < ranks:
         return None
-    legal = [str(n) for n in range(2, ranks) if ranks % n == 0]
+    legal = list(map(str, divisors(ranks)[1:-1]))
     hint = f"set it to {' or '.join(legal)}" if legal else "start at least 4 ranks"
     return {"ranks": ranks, "group": group, "legal": hint}
 

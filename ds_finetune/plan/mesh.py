@@ -6,6 +6,7 @@ from typing import Literal, Self, get_args
 
 from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.errors import ConfigError
+from ds_finetune.plan.batch import divisors
 
 Axis = Literal["pp", "dp", "sp", "tp"]
 AXES: tuple[Axis, ...] = get_args(Axis)
@@ -41,7 +42,7 @@ class Mesh:
                 hint=f"start {legal} ranks, or set smaller sizes",
             )
         if dp * parallel.sp % parallel.ep:
-            legal = ", ".join(str(n) for n in range(1, dp * parallel.sp + 1) if dp * parallel.sp % n == 0)
+            legal = ", ".join(map(str, divisors(dp * parallel.sp)))
             raise ConfigError(
                 f"parallel.ep {parallel.ep} does not divide the {dp * parallel.sp} ranks of dp {dp} x sp {parallel.sp}",
                 hint=f"set it to one of {legal}",

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Iterator
-from functools import lru_cache
 
 from ds_finetune.config.objectives import is_grpo
 from ds_finetune.config.sections import OWN_ATTENTIONS
 from ds_finetune.errors import ModelError
 from ds_finetune.families.parameters import indexed_layers, longest_window
 from ds_finetune.families.table import FAMILIES, FULLY_TESTED
+from ds_finetune.plan.batch import divisors
 from ds_finetune.plan.forward import problem_of_calls, varlen_problem
 from ds_finetune.plan.kernels import fused_operations
 from ds_finetune.plan.rollout_checks import ROLLOUT_MODEL
@@ -57,7 +57,7 @@ def _undivided(run: RunSettings) -> dict[str, object] | None:
     for axis, what, number in _divided_dimensions(run) if run.axes else ():
         size = getattr(run.mesh, axis)
         if number % size:
-            legal = ", ".join(map(str, _divisors(number)))
+            legal = ", ".join(map(str, divisors(number, most=_MOST_RANKS_OF_AXIS)))
             return {"axis": axis, "size": size, "number": number, "what": what, "legal": legal}
     return None
 
@@ -79,16 +79,6 @@ def _divided_dimensions(run: RunSettings) -> Iterator[tuple[str, str, int]]:
     yield "tp", "tokens of the vocabulary", int(model["vocab_size"])
     if keys is not None:
         yield "ep", "routed experts", keys.number(model)
-
-
-@lru_cache(maxsize=256)
-def _divisors(number: int) -> tuple[int, ...]:
-    """The divisors of a number that an axis may have; found in pairs, since a search refuses thousands of layouts and
-    vocabularies are large.
-    """
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    found = {*small, *(number // n for n in small)}
-    return tuple(sorted(n for n in found if n <= _MOST_RANKS_OF_AXIS))
 
 
 _SIZES = (

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Self
 
@@ -27,6 +28,8 @@ DEFAULT_PORT = 29_500
 """Port on the first host where ranks meet, as torch chooses it, where neither an option nor MASTER_PORT names one."""
 _FIRST_PORT, _PORTS = 20_000, 12_000
 """Below 32768, where Linux takes the ports of outgoing connections from."""
+_NODES = r"(?:[^,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
+"""An entry of a list of nodes, such as `node[01-03,7]-ib`."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ class World:
             )
         address, port = _master_address(environ, f"{environ.get('SLURM_JOB_ID', '0')}.{environ['SLURM_STEP_ID']}")
         if "MASTER_ADDR" not in environ and len(per_node) > 1:
-            address = _first_node(environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", "")))
+            address = slurm_nodes(environ, "SLURM_STEP_NODELIST", "SLURM_NODELIST")[0]
         return cls(rank, size, local, per_node[node], "srun", address, port)
 
 
@@ -291,12 +294,28 @@ def _tasks_per_node(text: str) -> Iterator[int]:
         yield from [int(found[1])] * int(found[2] or 1)
 
 
-def _first_node(text: str) -> str:
-    """`node[01-03,7]-ib,gpu2` -> node01-ib, where rank 0 is."""
-    first = re.match(r"(?:[^,\[\]]|\[[^\[\]]+\])+(?=,|$)", text)
-    if not first:
+def slurm_nodes(environ: Mapping[str, str], *names: str) -> list[str]:
+    """Names of nodes from the first of these variables that is set, as `scontrol show hostnames` prints them."""
+    name = next((name for name in names if name in environ), names[0])
+    text = environ.get(name, "")
+    if not re.fullmatch(rf"{_NODES}(?:,{_NODES})*", text):
         raise LaunchError(
-            f"Slurm's node list `{text}` names no first host",
-            hint="set MASTER_ADDR and MASTER_PORT to the host of rank 0",
+            f"{name} `{text}` is not a list of nodes",
+            hint="run it under salloc or sbatch; a rank may have MASTER_ADDR and MASTER_PORT of rank 0 instead",
         )
-    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
+    return [name for part in re.findall(_NODES, text) for name in _expand(part)]
+
+
+def _expand(part: str) -> list[str]:
+    """`node[01-03,7]-ib` -> node01-ib, node02-ib, node03-ib, node7-ib; several brackets multiply."""
+    pieces = re.split(r"\[([^\[\]]*)\]", part)
+    choices = [_numbers(piece) if index % 2 else [piece] for index, piece in enumerate(pieces)]
+    return ["".join(chosen) for chosen in product(*choices)]
+
+
+def _numbers(text: str) -> list[str]:
+    found = []
+    for piece in text.split(","):
+        first, _, last = piece.partition("-")
+        found += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+    return found

@@ -160,7 +160,7 @@ def test_torchrun_on_each_host_of_a_scheduler_counts_its_own_ranks() -> None:
         (SLURM | {"RANK": "5", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "WORLD_SIZE is 1 but SLURM_NTASKS is 6"),
         (SLURM | {"SLURM_NODEID": "3"}, "SLURM_NODEID is 3 but tasks per node `2(x3)` describe 3 nodes"),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x"}, "tasks per node `2(x` cannot be read at `2(x`"),
-        (SLURM | {"SLURM_STEP_NODELIST": "gpu[1-2"}, "node list `gpu[1-2` names no first host"),
+        (SLURM | {"SLURM_STEP_NODELIST": "gpu[1-2"}, "SLURM_STEP_NODELIST `gpu[1-2` is not a list of nodes"),
         (
             {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"},
             "WORLD_SIZE is 16 with 8 ranks on this host, and MASTER_ADDR",

@@ -11,15 +11,16 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 
 from ds_finetune.cluster.host_checks import groups_of, ranks_of
 from ds_finetune.cluster.launch.environment import interface_variables, redacted
 from ds_finetune.cluster.launch.process_tags import RUN_ID
 from ds_finetune.cluster.watchdog.run_secret import VARIABLE
 from ds_finetune.config.hostfile import Host
+from ds_finetune.config.units import spans_text
 from ds_finetune.errors import LaunchError
 from ds_finetune.plan.mesh import Axis, Mesh
+from ds_finetune.system.world import slurm_nodes
 
 ENTRY_MODULE = "ds_finetune.cluster.worker"
 """Module that every rank runs, under every launcher."""
@@ -181,7 +182,7 @@ def srun_command(job: Job, environ: Mapping[str, str]) -> list[str]:
             f"--launcher slurm needs an allocation, and SLURM_JOB_ID is not among {len(environ)} variables",
             hint="run it under salloc or sbatch; `ds-finetune launch --emit slurm` writes the script",
         )
-    nodes = allocated_nodes(environ)
+    nodes = slurm_nodes(environ, "SLURM_JOB_NODELIST")
     for host in job.hosts:
         _check_host_for_slurm(host, nodes)
     placement = ["--distribution=block"]
@@ -232,30 +233,6 @@ def torchrun_commands(job: Job) -> list[list[str]]:
         ["torchrun", f"--nnodes={len(job.hosts)}", f"--node-rank={index}", f"--nproc-per-node={host.slots}", *started]
         for index, host in enumerate(job.hosts)
     ]
-
-
-def allocated_nodes(environ: Mapping[str, str]) -> list[str]:
-    """Names of an allocation's nodes from SLURM_JOB_NODELIST, as `scontrol show hostnames` prints them."""
-    text = environ.get("SLURM_JOB_NODELIST", "")
-    parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
-    if not parts or not all(re.fullmatch(r"(?:[^\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+", part) for part in parts):
-        raise LaunchError(f"SLURM_JOB_NODELIST `{text}` is not a list of nodes", hint="run it under salloc or sbatch")
-    return [name for part in parts for name in _expand(part)]
-
-
-def _expand(part: str) -> list[str]:
-    """`node[01-03,7]-ib` -> node01-ib, node02-ib, node03-ib, node7-ib; several brackets multiply."""
-    pieces = re.split(r"\[([^\[\]]*)\]", part)
-    choices = [_numbers(piece) if index % 2 else [piece] for index, piece in enumerate(pieces)]
-    return ["".join(chosen) for chosen in product(*choices)]
-
-
-def _numbers(text: str) -> list[str]:
-    found = []
-    for piece in text.split(","):
-        first, _, last = piece.partition("-")
-        found += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
-    return found
 
 
 def _check_host_for_mpi(host: Host) -> None:
@@ -330,7 +307,9 @@ def rank_map(hosts: Sequence[Host], mesh: Mesh) -> list[str]:
     lines = []
     for host, ranks in zip(hosts, ranks_of(hosts), strict=True):
         devices, indices = host.devices or range(host.slots), _axis_indices(mesh, ranks)
-        lines.append(f"{host.name:{width}}  ranks {_spans(ranks)}  devices {_spans(devices)}  {indices}".rstrip())
+        lines.append(
+            f"{host.name:{width}}  ranks {spans_text(ranks)}  devices {spans_text(devices)}  {indices}".rstrip()
+        )
     host_of_rank = [number for number, host in enumerate(hosts) for _ in range(host.slots)]
     for axis, found in groups_of(mesh, ("pp", "sp", "tp")).items():
         across = sum(len({host_of_rank[rank] for rank in line}) > 1 for line in found)
@@ -347,17 +326,6 @@ def _axis_indices(mesh: Mesh, ranks: Sequence[int]) -> str:
     """The indices of some ranks on each axis, as `dp 0-1  tp 0-3`."""
     axes: tuple[Axis, ...] = ("pp", "dp", "sp", "tp")
     places = {axis: sorted({mesh.place(axis, rank) for rank in ranks}) for axis in axes if getattr(mesh, axis) > 1}
-    found = [f"{axis} {_spans(numbers)}" for axis, numbers in places.items()]
+    found = [f"{axis} {spans_text(numbers)}" for axis, numbers in places.items()]
     experts = sorted({replace(mesh, rank=rank).expert_place for rank in ranks})
-    return "  ".join(found + ([f"ep {_spans(experts)}"] if mesh.ep > 1 else []))
-
-
-def _spans(numbers: Sequence[int]) -> str:
-    """0, 1, 2, 5 -> `0-2,5`."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][-1] + 1:
-            spans[-1][1:] = [number]
-        else:
-            spans.append([number])
-    return ",".join("-".join(map(str, span)) for span in spans)
+    return "  ".join(found + ([f"ep {spans_text(experts)}"] if mesh.ep > 1 else []))

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import groupby, product
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from ds_finetune.config.units import GIB
+from ds_finetune.config.units import GIB, spans_text
 from ds_finetune.errors import ExportError
 from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.verify.logits import (
@@ -133,18 +133,11 @@ def in_ranges(names: Sequence[str]) -> list[str]:
     for pattern, numbers in by_pattern.items():
         columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
         if set(product(*columns)) == set(numbers):
-            lines.append(pattern.format(*map(_range_text, columns)))
+            texts = (f"{{{spans_text(each, ', ')}}}" if len(each) > 1 else str(each[0]) for each in columns)
+            lines.append(pattern.format(*texts))
         else:
             lines += [pattern.format(*each) for each in numbers]
     return lines
-
-
-def _range_text(numbers: Sequence[int]) -> str:
-    """`7`, or `{0-2, 5}` for several numbers."""
-    if len(numbers) == 1:
-        return str(numbers[0])
-    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
-    return f"{{{', '.join(f'{run[0]}-{run[-1]}' if len(run) > 1 else str(run[0]) for run in runs)}}}"
 
 
 def first_names(names: Sequence[str]) -> str:

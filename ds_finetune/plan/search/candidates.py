@@ -9,7 +9,7 @@ from ds_finetune.config.objectives import is_distillation
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.table import family_of
 from ds_finetune.families.tensors import ModelTensors, model_tensors
-from ds_finetune.plan.batch import legal_micro_batches
+from ds_finetune.plan.batch import divisors, legal_micro_batches
 from ds_finetune.plan.checks import check
 from ds_finetune.plan.config_json import max_positions, read_config_json
 from ds_finetune.plan.deepspeed_config import given_choices
@@ -235,11 +235,6 @@ def check_run(run: RunSettings, model: Mapping[str, Any]) -> None:
     # Where model.context is given, the model gets as many positions.
     allowed = None if run.model.context is not None else max_positions(model)
     check(replace(run, model_json=model, positions=allowed), *WITHOUT_MESH, "positions")
-
-
-def divisors(number: int, *, most: int | None = None) -> list[int]:
-    """The divisors of `number` up to `most`, ascending."""
-    return [n for n in range(1, min(number, most or number) + 1) if number % n == 0]
 
 
 def _refusal(check: Callable[[RunSettings], object], run: RunSettings) -> ConfigError | ModelError | None:

@@ -13,7 +13,6 @@ import pytest
 from ds_finetune.cluster.launch.commands import (
     ENTRY,
     Job,
-    allocated_nodes,
     deepspeed_command,
     mpirun_command,
     srun_command,
@@ -23,6 +22,7 @@ from ds_finetune.cluster.launch.commands import (
 from ds_finetune.cluster.launch.process_tags import RUN_ID
 from ds_finetune.config.hostfile import Host, read_hostfile, select_hosts
 from ds_finetune.errors import LaunchError
+from ds_finetune.system.world import slurm_nodes
 from tests.conftest import ROOT
 
 HOSTS = (Host("b", 2, 1), Host("a", 1, 2))
@@ -162,7 +162,7 @@ _WRITTEN_OUT = {
 
 @pytest.mark.parametrize("text", _WRITTEN_OUT)
 def test_allocated_nodes(text: str) -> None:
-    assert allocated_nodes({"SLURM_JOB_NODELIST": text}) == _WRITTEN_OUT[text]
+    assert slurm_nodes({"SLURM_JOB_NODELIST": text}, "SLURM_JOB_NODELIST") == _WRITTEN_OUT[text]
 
 
 @pytest.mark.parametrize("text", _WRITTEN_OUT)
