@@ -52,8 +52,9 @@ def add_commands(commands: Commands) -> None:
 def _plan(arguments: Arguments) -> None:
     config = read_run(arguments)
     from ds_finetune.export.formats import formats_of_run
+    from ds_finetune.plan.estimate.accelerators import check_precision
     from ds_finetune.plan.precision import with_precision
-    from ds_finetune.plan.search.machines import Request, check_machine, target_of
+    from ds_finetune.plan.search.machines import Request, target_of
     from ds_finetune.system.info import gpu_models
 
     host = parse_bytes(arguments.host_memory, name="--host-memory") if arguments.host_memory else None
@@ -62,7 +63,8 @@ def _plan(arguments: Arguments) -> None:
     target = _with_links(target_of(request, precision=config.train.precision), arguments.links)
     train, notes = with_precision(config.train, device=target.ranks.device, support=target.bf16)
     config, target = config.model_copy(update={"train": train}), replace(target, notes=(*target.notes, *notes))
-    check_machine(target, train.precision)
+    if target.machine is not None:
+        check_precision(target.machine.accelerator, train.precision)
     _check_options(arguments)
     formats_of_run(config.export.formats)
     if arguments.search:

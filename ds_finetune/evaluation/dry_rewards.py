@@ -16,8 +16,8 @@ from ds_finetune.engine.sampling.answers import PromptToSample
 from ds_finetune.engine.sampling.sampler import Drawing, PromptPart, sample_parts
 from ds_finetune.errors import ConfigError
 from ds_finetune.evaluation.evaluate import find_stop_ids
-from ds_finetune.evaluation.model_scores import load_model
 from ds_finetune.export.load import check_generates
+from ds_finetune.export.safetensors_format import load_model
 from ds_finetune.model.build.skeleton import resolve_folder
 from ds_finetune.objectives.rewards.answers import AnswerToScore, column_of
 from ds_finetune.objectives.rewards.pool import Part, Rewards, open_rewards
@@ -87,7 +87,7 @@ class _RewardTrial:
         """An answer of the model to each of the first prompts, sampled as a run samples it."""
         folder = resolve_folder(self.run.model.path)
         check_generates(folder)
-        lm = load_model(folder)
+        lm = load_model(folder, "")
         model, seed = AnswerModel(lm, lm.device), self.run.train.seed
         check_cache(model)
         stops, vocabulary = find_stop_ids(lm, self.tokenizer), lm.config.get_text_config().vocab_size

@@ -36,7 +36,6 @@ from ds_finetune.evaluation.model_scores import (
     Scores,
     generate_answers,
     load_drafter,
-    load_model,
     score_documents,
 )
 from ds_finetune.evaluation.preference_scores import (
@@ -49,6 +48,7 @@ from ds_finetune.evaluation.preference_scores import (
 )
 from ds_finetune.export.classifiers import holds_classifier
 from ds_finetune.export.load import check_generates, check_loadable
+from ds_finetune.export.safetensors_format import load_model
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.build.encoder import max_positions
 from ds_finetune.model.build.skeleton import resolve_folder
@@ -339,7 +339,7 @@ def _score(
     tokenizer: PreTrainedTokenizerBase,
     references: list[object] | None,
 ) -> Scores:
-    model = load_model(folder)
+    model = load_model(folder, "")
     scores = score_documents(model, documents, batch_tokens=request.batch_tokens, drafter=load_drafter(folder, model))
     if references is None or request.extract is None:
         return scores

@@ -16,11 +16,9 @@ from torch.nn import functional
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from ds_finetune.console.quiet import show_loading_as_phase
 from ds_finetune.engine.sampling.answers import SamplingLimits
 from ds_finetune.families.family import Family
 from ds_finetune.families.table import family_of
-from ds_finetune.foreign.auto_models import AutoModelForCausalLM
 from ds_finetune.model.build.hub_folder import HubFolder
 from ds_finetune.model.mtp import PREDICTION_LAYERS, add_mtp_modules, more_layers, mtp_layer_inputs, run_mtp_layer
 from ds_finetune.model.weights.names import hub_pieces
@@ -177,13 +175,6 @@ class Scores:
         answers = {name: shares[documents] for name, shares in self.answers.items()}
         drafts = None if self.drafts is None else self.drafts[documents]
         return type(self)(self.loss[documents], self.tokens[documents], self.correct[documents], answers, drafts)
-
-
-def load_model(folder: Path) -> PreTrainedModel:
-    """The model of a folder as transformers loads it, on the GPU if there is one."""
-    show_loading_as_phase()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False).eval()
-    return model.cuda() if torch.cuda.is_available() else model
 
 
 def score_documents(

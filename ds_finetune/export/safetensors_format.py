@@ -35,7 +35,7 @@ def check_model(
 
 
 def load_model(folder: Path, device: str) -> PreTrainedModel:
-    """The causal LM of `folder`, by plain transformers."""
+    """The causal LM of `folder`, by plain transformers; with an empty `device` on the GPU if there is one."""
     show_loading_as_phase()
     placed = {"device_map": device} if device else {}
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(

@@ -99,13 +99,13 @@ def append_whole(file: FileIO, data: bytes) -> None:
 class LineFile:
     """A file to which lines are appended at once; where the disk is full, they wait (`Outage`)."""
 
-    def __init__(self, path: Path, say: Say) -> None:
+    def __init__(self, path: Path, say: Say, *, most: int | None = None) -> None:
         self._file = path.open("ab", buffering=0)
-        self._lines = Outage(str(path), partial(append_whole, self._file), say)
+        self._lines = Outage(str(path), partial(append_whole, self._file), say, most=most)
 
     def put(self, line: str) -> None:
         """Append a line, which ends with a newline."""
-        self._lines.put(line.encode())
+        self._lines.put(line.encode(errors="replace"))
 
     def close(self) -> None:
         """Write queued lines and close the file."""

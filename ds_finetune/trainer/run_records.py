@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from io import FileIO
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from ds_finetune.console.phase_line import Say
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.observers.record import StepRecord
-from ds_finetune.observers.writers import Outage, append_whole
+from ds_finetune.observers.writers import LineFile
 from ds_finetune.runs.folder import LOG
 from ds_finetune.runs.report.write import try_run_report
 from ds_finetune.runs.status import ALIVE_SECONDS, RunStatus, State, mark_ended, write_running
@@ -52,9 +51,8 @@ class RunLog:
 
     def __init__(self, say: Say) -> None:
         self._print = say
-        self._file: FileIO | None = None
         self._waiting: list[str] = []
-        self._lines: Outage[bytes] | None = None
+        self._file: LineFile | None = None
         self._lock = threading.RLock()
         """The watchdog adds lines from another thread."""
 
@@ -71,29 +69,23 @@ class RunLog:
 
     def open(self, path: Path) -> None:
         """Append to the file from now on, beginning with the lines that have waited; OSError where that fails."""
-        self._file = FileIO(path, "a")
-        self._lines = Outage(str(path), self._write, self._print, most=_MOST_WAITING)
+        self._file = LineFile(path, self._print, most=_MOST_WAITING)
         waiting, self._waiting = self._waiting, []
         for line in waiting:
             self._put(line)
 
     def close(self) -> None:
         """Write queued lines and close the file."""
-        if self._lines is not None and self._file is not None:
-            self._lines.close()
+        if self._file is not None:
             self._file.close()
-            self._lines = self._file = None
+            self._file = None
 
     def _put(self, line: str) -> None:
         with self._lock:
-            if self._lines is None:
+            if self._file is None:
                 self._waiting = [*self._waiting[-_MOST_WAITING:], line]
             else:
-                self._lines.put(f"{line}\n".encode(errors="replace"))
-
-    def _write(self, line: bytes) -> None:
-        assert self._file is not None
-        append_whole(self._file, line)
+                self._file.put(f"{line}\n")
 
 
 class StatusKeeper:

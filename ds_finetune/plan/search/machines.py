@@ -10,7 +10,6 @@ from ds_finetune.plan.estimate.accelerators import (
     Machine,
     accelerator,
     accelerator_of_device,
-    check_precision,
     cpu_machine,
     machine_of,
     rates_file,
@@ -78,12 +77,6 @@ def target_of(request: Request, *, precision: str = "bf16") -> Target:
     note = f"a node is assumed to have {host / GIB:,.0f} GiB of host memory; --host-memory says otherwise"
     notes = () if models or request.host_bytes else (note,)
     return Target(ranks, machine, Budget(row.memory_bytes, host // ranks.per_node), notes)
-
-
-def check_machine(target: Target, precision: str) -> None:
-    """ConfigError where the accelerator cannot compute in the precision of a run."""
-    if target.machine is not None:
-        check_precision(target.machine.accelerator, precision)
 
 
 def _unknown_gpus(request: Request) -> Target:
