@@ -33,6 +33,7 @@ from ds_finetune.model.loss.teacher import TeacherPlan
 from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.objectives.objective import Distillation, DocumentLogProbs, TopLogProbs, is_of_documents, is_of_scores
+from ds_finetune.reference.selftest.plain_losses import distill_loss
 
 PADDED_DOCUMENTS = 8
 """Documents in one forward of the padded loop."""
@@ -293,7 +294,7 @@ class PlainLoop:
             is_supervised = labels != IGNORE_INDEX
             section = self._objective.section
             targets = self._targets(part, is_supervised, section)
-            return _distillation(section, logits[is_supervised], labels[is_supervised], *targets) * weights[0]
+            return distill_loss(section, logits[is_supervised], labels[is_supervised], *targets) * weights[0]
         return (
             functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
             * weights[0].float()
@@ -340,20 +341,3 @@ class PlainLoop:
         with self._autocast():
             logits = self._teacher(**inputs, use_cache=False).logits.float()[is_supervised]
         return torch.log_softmax(logits / section.temperature, dim=-1), None
-
-
-def _distillation(
-    section: DistillObjective,
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    wanted: torch.Tensor,
-    ids: torch.Tensor | None,
-) -> torch.Tensor:
-    """The loss of distillation summed over supervised tokens; `wanted` are the teacher's log-probabilities."""
-    found = torch.log_softmax(logits / section.temperature, dim=-1)
-    if ids is not None:
-        others = found.scatter(1, ids, float("-inf")).logsumexp(-1, keepdim=True)
-        found, wanted = torch.cat([found.gather(1, ids), others], dim=-1), torch.log_softmax(wanted, dim=-1)
-    divergence = (wanted.exp() * (wanted - found)).sum()
-    label_loss = functional.cross_entropy(logits, labels, reduction="sum")
-    return section.label_weight * label_loss + (1 - section.label_weight) * section.temperature**2 * divergence

@@ -187,13 +187,12 @@ def distill_loss(
     `log_q` are the teacher's log-probabilities at the temperature: those of the vocabulary, or of `ids` [tokens, k]
     and, last, that of all other tokens. KL(q || p) x T^2 is that of Hinton et al., arXiv 1503.02531, section 2.
     """
-    p = torch.softmax(logits.double() / section.temperature, dim=-1)
-    q = torch.exp(log_q.double())
+    log_p = torch.log_softmax(logits / section.temperature, dim=-1)
     if ids is not None:
         # Stored in fp16, they do not add up to 1.
-        q = q / q.sum(-1, keepdim=True)
-        best = p.gather(1, ids)
-        p = torch.cat([best, 1 - best.sum(-1, keepdim=True)], dim=-1)
-    divergence = (q * (torch.log(q) - torch.log(p))).sum()
-    own = -torch.log_softmax(logits.double(), dim=-1).gather(1, labels[:, None]).sum()
+        log_q = torch.log_softmax(log_q, dim=-1)
+        others = log_p.scatter(1, ids, float("-inf")).logsumexp(-1, keepdim=True)
+        log_p = torch.cat([log_p.gather(1, ids), others], dim=-1)
+    divergence = (log_q.exp() * (log_q - log_p)).sum()
+    own = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
     return section.label_weight * own + (1 - section.label_weight) * section.temperature**2 * divergence

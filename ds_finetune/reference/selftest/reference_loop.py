@@ -253,7 +253,9 @@ def _log_probs(model: nn.Module, ids: np.ndarray, labels: np.ndarray) -> torch.T
 
 def _divergence(model: nn.Module, number: int, objective: DistillObjective) -> torch.Tensor:
     """The loss of distillation, summed over the supervised tokens of a sample (scalar)."""
-    return distill_loss(objective, *_supervised_logits(model, *samples()[number]), *soft_targets(objective)[number])
+    logits, labels = _supervised_logits(model, *samples()[number])
+    log_q, ids = soft_targets(objective)[number]
+    return distill_loss(objective, logits.double(), labels, log_q.double(), ids)
 
 
 def _supervised_logits(model: nn.Module, ids: np.ndarray, labels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
