@@ -195,7 +195,8 @@ class Connection:
                     yield self._authenticated(line)
         except MessageError as error:
             # A report does not repeat what a stranger has sent.
-            self._refuse(f"{MALFORMED} ({error.reason})" if self.is_authenticated else MALFORMED)
+            self.is_lost = True
+            self.why_lost = f"{MALFORMED} ({error.reason})" if self.is_authenticated else MALFORMED
 
     def _authenticated(self, line: bytes) -> ProcessMessage:
         """The message of a line; MessageError where its HMAC is wrong or it is no message."""
@@ -218,9 +219,6 @@ class Connection:
         both = self._nonce + nonce if self._is_coordinator else nonce + self._nonce
         keys = [hmac.digest(self._secret, label + both, hashlib.sha256) for label in (_FROM_COORDINATOR, _FROM_RANK)]
         self._send_key, self._receive_key = keys if self._is_coordinator else keys[::-1]
-
-    def _refuse(self, why: str) -> None:
-        self.is_lost, self.why_lost = True, why
 
     def _lose(self, error: OSError) -> None:
         if self.is_lost:

@@ -34,7 +34,7 @@ from ds_finetune.cluster.watchdog.coordinator import (
 )
 from ds_finetune.cluster.watchdog.diagnosis import SILENT
 from ds_finetune.cluster.watchdog.kills import FOLDER, StackFile, kill_process, record_cause, why_killed
-from ds_finetune.cluster.watchdog.progress import RankProgress, RankStatus
+from ds_finetune.cluster.watchdog.progress import RankProgress
 from ds_finetune.cluster.watchdog.run_secret import VARIABLE, agree_on_secret
 from ds_finetune.console.phase_line import Say, say_nothing
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE, RunError
@@ -216,13 +216,11 @@ class Monitor(threading.Thread):
     def _handle(self, message: ProcessMessage) -> None:
         match message:
             case messages.StatusRequest():
-                self._connection.send(self._status())
+                losses = packet_counts().losses_since(self._packets)
+                self._connection.send(replace(self.progress.status(), losses=losses))
                 self._write_stacks()
             case messages.RunEnding():
                 self._accept_ending(message)
-
-    def _status(self) -> RankStatus:
-        return replace(self.progress.status(), losses=packet_counts().losses_since(self._packets))
 
     def _why_coordinator_lost(self) -> str:
         why = self._connection.why_lost

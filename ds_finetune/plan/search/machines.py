@@ -67,7 +67,10 @@ def target_of(request: Request, *, precision: str = "bf16") -> Target:
         return _cpu_ranks(request, precision)
     models = request.models if request.gpu is None else ()
     if request.gpu is None and not models:
-        return _unknown_gpus(request) if request.gpus is not None else _cpu_ranks(request, precision)
+        if request.gpus is None:
+            return _cpu_ranks(request, precision)
+        # Nothing but their number is known.
+        return Target(_ranks(request, usual=_GPUS_PER_NODE, default=_GPUS_PER_NODE))
     row = accelerator(request.gpu) if request.gpu is not None else accelerator_of_device(models[0])
     usual = len(models) or row.gpus_per_node
     ranks = _ranks(request, usual=usual, default=usual)
@@ -77,11 +80,6 @@ def target_of(request: Request, *, precision: str = "bf16") -> Target:
     note = f"a node is assumed to have {host / GIB:,.0f} GiB of host memory; --host-memory says otherwise"
     notes = () if models or request.host_bytes else (note,)
     return Target(ranks, machine, Budget(row.memory_bytes, host // ranks.per_node), notes)
-
-
-def _unknown_gpus(request: Request) -> Target:
-    """GPUs of which nothing but their number is known."""
-    return Target(_ranks(request, usual=_GPUS_PER_NODE, default=_GPUS_PER_NODE))
 
 
 def _cpu_ranks(request: Request, precision: str) -> Target:

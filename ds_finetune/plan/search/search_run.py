@@ -67,7 +67,7 @@ def _no_legal_layout(search: Search) -> FinetuneError:
     if refusal is not None:
         return refusal
     numbers = (n for n in range(number, 0, -1) if n % min(n, candidates.ranks.per_node) == 0)
-    usable = next(n for n in numbers if any(replace(candidates, ranks=_with(candidates, n)).sizes()))
+    usable = next(n for n in numbers if any(replace(candidates, ranks=replace(candidates.ranks, number=n)).sizes()))
     batch, tree = run.train.global_batch_size, candidates.model
     return ConfigError(
         f"no layout of {run.model.path} uses {number} ranks: its {tree.get('num_attention_heads')} heads and "
@@ -149,10 +149,6 @@ def _fits(search: Search, run: RunSettings, target: Target) -> bool:
 
 def _ranks(number: int) -> str:
     return "1 rank" if number == 1 else f"{number:,} ranks"
-
-
-def _with(candidates: Candidates, number: int) -> Ranks:
-    return replace(candidates.ranks, number=number)
 
 
 def layout_text(candidate: Candidate) -> str:
