@@ -1,18 +1,18 @@
 """Compares training by rewards with TRL's: tokens per second of the same model, prompts, rewards and cores.
 
-    OMP_NUM_THREADS=2 python -m bench.rewards_trl FOLDER --trl PYTHON [--gsm8k ROWS.jsonl] [--steps 6] [--rounds 1]
+    OMP_NUM_THREADS=2 python -m bench.rewards_trl FOLDER --trl PYTHON [--gsm8k ROWS.jsonl --steps 2] [--rounds 1]
         [--ranks 1]
 
 PYTHON is that of an environment with TRL 1.16 and the packages of this one. Without `--gsm8k` both train the tiny
 DeepSeek-V3 of bench/rewards_dates.py, after its short fine-tuning: steps of 32 prompts, whose answers of 10 to 24
-tokens are nearly equally long. ROWS are those of GSM8K: a DeepSeek-V3 of 10.5 million parameters is fine-tuned on them
-for 150 steps first, and its answers have 2 to 256 tokens, 90 on average; steps have 8 prompts. Both train by exact
-match, with 8 answers to each prompt, in fp32, at temperature 1, without a reference, all answers of a step generated at
-a time.
-With `--ranks 2` and OMP_NUM_THREADS=1 each has two data parallel ranks instead of two threads.
-TRL's forwards have 64 padded answers, or 16 of GSM8K; this program packs its rows. Runs take turns. What a step takes
-is the difference of runs of one step and of more; CPU seconds are those of all processes of a run, and tell more where
-others use the cores. All answers of a step are generated and trained, so tokens are those of answers.
+tokens are nearly equally long; such a step takes under a second, so fewer than 30 say little. ROWS are those of GSM8K:
+a DeepSeek-V3 of 10.5 million parameters is fine-tuned on them for 150 steps first, and its answers have 2 to 256
+tokens, 90 on average; steps have 8 prompts. Both train by exact match, with 8 answers to each prompt, in fp32, at
+temperature 1, without a reference, all answers of a step generated at a time. With `--ranks 2` and OMP_NUM_THREADS=1
+each has two data parallel ranks instead of two threads. TRL's forwards have 64 padded answers, or 16 of GSM8K; this
+program packs its rows. Runs take turns. What a step takes is the difference of runs of one step and of more; CPU
+seconds are those of all processes of a run, and tell more where others use the cores. All answers of a step are
+generated and trained, so tokens are those of answers.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--trl", type=Path, required=True)
     parser.add_argument("--gsm8k", type=Path, metavar="ROWS.jsonl")
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=1)
     asked = parser.parse_args()
