@@ -172,13 +172,14 @@ class BatchOfAnswers:
         for row, (answer, token, log_prob) in enumerate(
             zip(self._running, ids.tolist(), log_probs.tolist(), strict=True)
         ):
-            if answer.finish is None:
-                answer.experts += self._experts[row : row + 1]
-                answer.add(token, log_prob, self._drawing.limits)
-                if answer.finish:
-                    self._ended[answer.place] = answer.sampled()
-                    if token != _BROKEN:
-                        on_answer(answer.place, self._ended[answer.place])
+            if answer.finish is not None:
+                continue
+            answer.experts += self._experts[row : row + 1]
+            answer.add(token, log_prob, self._drawing.limits)
+            if answer.finish:
+                self._ended[answer.place] = answer.sampled()
+                if token != _BROKEN:
+                    on_answer(answer.place, self._ended[answer.place])
         return ids.clamp(min=0)
 
     def _drop_ended(self, ids: torch.Tensor) -> torch.Tensor:
