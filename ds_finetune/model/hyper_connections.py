@@ -69,7 +69,7 @@ class _Mixing(torch.autograd.Function):
         with torch.enable_grad():
             leaves = [part.detach().requires_grad_() for part in (products, root, base, scale)]
             weights = _weights(leaves[0] * leaves[1], leaves[2], leaves[3], ctx.sizes)
-        of_pre = (by_stream @ of_one[..., None])[..., 0]
+        of_pre = torch.linalg.vecdot(by_stream, of_one[:, None])
         of_weights = [of_pre, *(grad.flatten(0, 1) for grad in grads[:2])]
         of_products, of_root, of_base, of_scale = torch.autograd.grad(weights, leaves, of_weights)
         of_streams = torch.addcmul(of_products @ fn.float(), wide, of_root * root**3, value=-1 / wide.shape[1])
