@@ -101,6 +101,19 @@ def _check_type(file: Path, tree: Mapping[str, Any]) -> None:
     for key, known in (("num_key_value_heads", 1), ("scoring_func", "sqrtsoftplus"), ("attention_dropout", 0)):
         if tree.get(key, known) != known:
             raise ModelError(f"{file}: {key} is {tree[key]!r}, and {kind} is known with {known!r}", hint=_PUBLISHED)
+    limit, kinds = tree.get("swiglu_limit", 1.0), tree.get("mlp_layer_types")
+    if type(limit) not in (int, float) or not limit > 0:
+        raise ModelError(
+            f"{file}: swiglu_limit is {limit!r}, not a number above 0: transformers would clamp everything to 0, the "
+            "published code nothing",
+            hint=_PUBLISHED,
+        )
+    hashed, number = tree.get("num_hash_layers"), list(kinds or ()).count("hash_moe")
+    if kinds is not None and hashed not in (None, number):
+        raise ModelError(
+            f"{file}: num_hash_layers is {hashed!r}, and mlp_layer_types has {number} that are hash_moe",
+            hint="leave one of them out",
+        )
 
 
 def _check_widths(file: Path, tree: Mapping[str, Any]) -> None:

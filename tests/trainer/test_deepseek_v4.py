@@ -292,6 +292,8 @@ def _folder(folder: Path, **changes: Any) -> Path:
         ({"scoring_func": "softmax"}, "scoring_func is 'softmax', and deepseek_v4 is known with 'sqrtsoftplus'"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1, and deepseek_v4 is known with 0"),
         ({"index_topk": 0}, "index_topk is 0, not a whole number of at least 1"),
+        ({"swiglu_limit": 0.0}, "swiglu_limit is 0.0, not a number above 0: .* clamp everything"),
+        ({"num_hash_layers": 2}, "num_hash_layers is 2, and mlp_layer_types has 1 that are hash_moe"),
         ({"sliding_window": 0}, "sliding_window is 0, not a whole number of at least 1"),
     ],
 )

@@ -225,8 +225,8 @@ class _Seen(NamedTuple):
 
 class _Attention(torch.autograd.Function):
     """Attention whose values are its keys and whose softmax has a sink: query [tokens, heads, width], tokens [tokens,
-    width], entries [entries, width] and sinks [heads] to [tokens, heads, width]; the logarithms of the softmax's sums to
-    base 2, [tokens, heads]; and the chosen entries of each part, which `_Seen.choose` describes.
+    width], entries [entries, width] and sinks [heads] to [tokens, heads, width]; the logarithms to base 2 of the
+    softmax's sums, [tokens, heads]; and the chosen entries of each part, which `_Seen.choose` describes.
 
     Numbers for each query and key are computed for some queries at a time, and again in backward. Powers of 2 are
     several times as fast on a CPU as those of e where many are 0.

@@ -1,6 +1,6 @@
 """DeepSeek-V4 on packed rows is transformers' eager model on each document alone, in values and all gradients."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.attention import compressed_attention
 from ds_finetune.model.attention.compressed_attention import RowShards, entries_of, tokens_of
 from ds_finetune.model.attention.indexed_attention import expect_documents, longest_document
@@ -18,12 +19,29 @@ from ds_finetune.model.loss.token_loss import TrainedModel
 from ds_finetune.model.routers import RouterCollector
 from ds_finetune.model.weights.load import initialise_weights
 from ds_finetune.plan.routers import plan_routers
-from ds_finetune.reference.selftest.cells import hf_config
+from ds_finetune.reference.selftest.cells import TINY_MODELS
 
 ROWS = ((1, 61, 2, 3, 13), (4, 12, 1, 24, 39), (80,))
 """Documents shorter and longer than the window of 5, the windows of 4 and 12 tokens of an entry, and the 19 tokens of
 the 4 entries that an indexer chooses; odd lengths, and single tokens.
 """
+EDGES = ((1, 4, 5, 6, 3, 11, 12, 13, 7, 18), (2, 3, 5, 7, 11, 13, 17, 19, 3), (79, 1), (1, 79), (48, 24, 8), (1,) * 80)
+"""Documents one shorter, as long and one longer than windows; primes; a long one beside a single token; 80 tokens alone.
+"""
+HOSTILE: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "one stream": {"hc_mult": 1},
+    "three streams of 36 columns": {"hc_mult": 3, "hidden_size": 36},
+    "each token sees itself": {"sliding_window": 1},
+    "one entry chosen": {"index_topk": 1},
+    "all entries chosen": {"index_topk": 100},
+    "windows of 2 and 3": {"compress_rate_csa": 2, "compress_rate_hca": 3},
+    "a window longer than rows": {"sliding_window": 100, "compress_rate_hca": 81},
+    "all layers choose": {"compress_ratios": [4, 4, 4, 4]},
+    "all layers compress much": {"compress_ratios": [128, 128, 128, 128], "compress_rate_hca": 79},
+    "no hash table, one expert": {"num_hash_layers": 0, "num_experts_per_tok": 1},
+}
+BY_DEFAULT = ("as it is", "three streams of 36 columns", "each token sees itself", "windows of 2 and 3")
 Models = tuple[TrainedModel, PreTrainedModel]
 
 
@@ -45,13 +63,14 @@ def _fill(lm: PreTrainedModel) -> None:
 def make() -> Callable[..., Models]:
     """Makes a model as it is trained, and transformers' own with the same weights."""
 
-    def models(*, longest: int = 80) -> Models:
-        ours = build_skeleton(hf_config("deepseek_v4_sparse"), attention="sdpa", dtype=torch.float32, device="cpu")
+    def models(*, longest: int = 80, changes: Mapping[str, Any] | None = None) -> Models:
+        configs = [AutoConfig.for_model(**TINY_MODELS["deepseek_v4_sparse"] | (changes or {})) for _ in range(2)]
+        ours = build_skeleton(configs[0], attention="sdpa", dtype=torch.float32, device="cpu")
         initialise_weights(ours, seed=2)
         with torch.no_grad():
             _fill(ours)
         expect_documents(ours, longest=longest)
-        plain = AutoModelForCausalLM.from_config(hf_config("deepseek_v4_sparse"), attn_implementation="eager").float()
+        plain = AutoModelForCausalLM.from_config(configs[1], attn_implementation="eager").float()
         plain.load_state_dict(ours.state_dict())
         return TrainedModel(ours), plain
 
@@ -96,8 +115,10 @@ def _losses(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="sum")
 
 
-def _assert_equal(models: Models, rows: tuple[tuple[int, ...], ...] = ROWS) -> None:
-    """The sum of all documents' losses, and its gradient of every parameter."""
+def _assert_equal(models: Models, rows: tuple[tuple[int, ...], ...] = ROWS, *, share: float = 0.0) -> None:
+    """The sum of all documents' losses, and its gradient of every parameter, relative to `share` of that of all where
+    it is less than that.
+    """
     ours, plain = models
     ids = _ids(len(rows))
     positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
@@ -110,11 +131,12 @@ def _assert_equal(models: Models, rows: tuple[tuple[int, ...], ...] = ROWS) -> N
     for total in (loss, wanted):
         total.backward()
     gradients = {name: param.grad for name, param in ours.lm.named_parameters()}
+    least = max(1e-30, share * float(torch.stack([g.norm() for g in gradients.values() if g is not None]).norm()))
     for name, param in plain.named_parameters():
         if param.grad is None:
             assert gradients[name] is None or not gradients[name].any(), name
         else:
-            apart = (gradients[name] - param.grad).norm() / param.grad.norm().clamp_min(1e-30)
+            apart = (gradients[name] - param.grad).norm() / param.grad.norm().clamp_min(least)
             assert apart < 1e-4, (name, apart)
     without = {name.rpartition(".layers.")[2] for name, gradient in gradients.items() if gradient is None}
     assert all("indexer" in name for name in without)
@@ -200,3 +222,20 @@ def test_choices_of_routers_are_counted(make: Callable[..., Models]) -> None:
 def test_documents_without_entries(make: Callable[..., Models]) -> None:
     """All parameters but the indexer's get gradients, or ranks that have entries would wait for them."""
     _assert_equal(make(), ((3, 2, 1, 1, 3) * 8,))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow, id=name) for name in HOSTILE]
+)
+def test_documents_at_the_edges_of_windows(name: str, make: Callable[..., Models]) -> None:
+    """The gradient of one expert's share, which is always 1, and of what scales the input of a norm is rounding only."""
+    _assert_equal(make(changes=HOSTILE[name]), EDGES, share=1e-4)
+
+
+def test_a_table_that_names_an_expert_twice(make: Callable[..., Models]) -> None:
+    """Both times it is computed, with half of the weight each."""
+    models = make()
+    for lm in (models[0].lm, models[1]):
+        for table in (buffer for name, buffer in lm.named_buffers() if name.endswith("tid2eid")):
+            table[::2, 1] = table[::2, 0]
+    _assert_equal(models)
