@@ -64,15 +64,20 @@ def write_adapter(factors: Mapping[str, Factors], lora: LoraConfig, out: Path, b
 def _write_files(folder: Path, factors: Mapping[str, Factors], base: AdapterBase, config: Mapping[str, Any]) -> None:
     tensors = {key: tensor for name, adapter in factors.items() for key, tensor in _peft_tensors(name, adapter)}
     tensors |= {KEY_PREFIX + name: tensor.contiguous() for name, tensor in base.head.items()}
-    try:
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt", BASE_DIGEST: base.digest})
-    except SafetensorError as refused:
-        # safetensors 0.8 wraps the OSError of a write.
-        raise OSError(errno.EIO, str(refused)) from refused
+    write_weights(tensors, folder, base.digest)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if base.classifier_config:
         text = json.dumps(base.classifier_config, indent=2, ensure_ascii=False)
         (folder / MODEL_CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def write_weights(tensors: dict[str, torch.Tensor], folder: Path, base_digest: str) -> None:
+    """Write the file WEIGHTS; OSError where the disk is full."""
+    try:
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt", BASE_DIGEST: base_digest})
+    except SafetensorError as refused:
+        # safetensors 0.8 wraps the OSError of a write.
+        raise OSError(errno.EIO, str(refused)) from refused
 
 
 def _peft_tensors(name: str, adapter: Factors) -> list[tuple[str, torch.Tensor]]:

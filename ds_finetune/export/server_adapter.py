@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch.nn.functional import pad
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ds_finetune.errors import ExportError
-from ds_finetune.export.adapter import BASE_DIGEST, CONFIG, KEY_PREFIX, WEIGHTS
+from ds_finetune.export.adapter import CONFIG, KEY_PREFIX, write_weights
 from ds_finetune.export.file_record import verify_files, write_file_record
 from ds_finetune.export.formats import ADAPTER, ExportOptions, ExportResult
 from ds_finetune.export.from_checkpoint import check_free_space
@@ -63,7 +62,7 @@ def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
     size = sum(tensor.nbytes for tensor in tensors.values())
     with replaced_folder(out) as partial, as_output_errors(partial):
         check_free_space(partial, size)
-        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt", BASE_DIGEST: adapter.base})
+        write_weights(tensors, partial, adapter.base)
         modules = sorted({key.removeprefix(KEY_PREFIX).rsplit(".", 3)[1] for key in tensors})
         tree = {
             **adapter.config,

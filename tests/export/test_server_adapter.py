@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -140,8 +141,16 @@ def test_one_weight_of_the_experts_and_a_large_rank_are_refused(tmp_path: Path) 
             )
 
 
-def test_a_changed_byte_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_leaves_nothing_and_a_changed_byte_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, adapter = _save("llama", tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    assert main(["export", str(adapter), str(tmp_path / "served"), "--format", "adapter"]) == 2
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "served` cannot be written: " in capsys.readouterr().err
+    assert not list(tmp_path.glob("served*"))
     assert main(["export", str(adapter), str(tmp_path / "served"), "--format", "adapter"]) == 0
     assert main(["export", "--check", str(tmp_path / "served")]) == 0
     change_json(tmp_path / "served" / "adapter_config.json", {"r": 4})
