@@ -71,7 +71,7 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
     "deepseek_v3": _MLA
     | {"n_group": 2, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_scaling": YARN},
     "kimi_k2": _MLA | {"n_group": 1, "topk_group": 1, "rope_scaling": YARN},
-    "glm4_moe_lite": _MLA | {"n_group": 1, "topk_group": 1},
+    "glm4_moe_lite": _MLA | {"n_group": 1, "topk_group": 1, "rope_scaling": YARN},
     "glm4_moe": _DENSE
     | {key: _MLA[key] for key in ("moe_intermediate_size", "n_shared_experts", "n_routed_experts")}
     | {"num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
