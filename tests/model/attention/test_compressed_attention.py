@@ -77,15 +77,16 @@ def make() -> Callable[..., Models]:
     return models
 
 
+@pytest.mark.parametrize("documents", [ROWS, EDGES], ids=["mixed", "edges"])
 @pytest.mark.parametrize("sp", [2, 4, 8, 16])
-def test_ranks_that_share_rows_see_what_one_rank_sees(sp: int) -> None:
+def test_ranks_that_share_rows_see_what_one_rank_sees(sp: int, documents: tuple[tuple[int, ...], ...]) -> None:
     """Shards of 40 to 5 tokens, so that windows of tokens and of entries cross several borders."""
     window, rate, before, cpu = 9, 4, 7, torch.device("cpu")
-    tokens, whole = tokens_of(RowShards(ROWS), window, cpu), entries_of(RowShards(ROWS), rate, before, cpu)
-    rows, size = torch.arange(len(ROWS))[:, None] * 80, 80 // sp
+    tokens, whole = tokens_of(RowShards(documents), window, cpu), entries_of(RowShards(documents), rate, before, cpu)
+    rows, size = torch.arange(len(documents))[:, None] * 80, 80 // sp
     made = {}
     for rank in range(sp):
-        shards, begin = RowShards(ROWS, sp, rank), rank * size
+        shards, begin = RowShards(documents, sp, rank), rank * size
         own = (rows + torch.arange(begin, begin + size)).flatten()
         held, for_entries = (
             (rows + torch.arange(max(0, begin - number), begin + size)).flatten() for number in (window - 1, before)
