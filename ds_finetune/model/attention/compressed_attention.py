@@ -276,7 +276,7 @@ class _Attention(torch.autograd.Function):
             of_query[at] = keys.sums(of_logits)
             for each, by in ((of_logits, query[at]), (weights.to(query.dtype), grad[at])):
                 keys.add_gradients(each, by, of_tokens[part.tokens], of_entries)
-        of_sinks = -((sinks * _LOG2_E - log_sum).exp2() * of_out).sum(0).to(sinks.dtype)
+        of_sinks = -((sinks.to(log_sum.dtype) * _LOG2_E - log_sum).exp2() * of_out).sum(0).to(sinks.dtype)
         return of_query, of_tokens.to(tokens.dtype), of_entries.to(entries.dtype), of_sinks, None, None, None
 
 
@@ -361,7 +361,7 @@ def _attend(
     most = torch.maximum(logits.amax(-1), sinks)
     weights = logits.sub_(most[..., None]).exp2_()
     total = weights.sum(-1) + (sinks - most).exp2()
-    return keys.sums(weights.to(query.dtype)) / total[..., None], most + total.log2()
+    return keys.sums(weights.div_(total[..., None]).to(query.dtype)), most + total.log2()
 
 
 def rotate_last_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_back: bool = False) -> torch.Tensor:
