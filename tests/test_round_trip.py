@@ -81,7 +81,8 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
     "qwen3": _DENSE | {"head_dim": 64},
     "qwen3_moe": _DENSE | _EXPERTS | {"head_dim": 64, "moe_intermediate_size": 64, "num_experts": 8},
     "mixtral": _DENSE | _EXPERTS | {"intermediate_size": 64, "num_local_experts": 8},
-    "olmoe": _DENSE | _EXPERTS | {"intermediate_size": 64, "num_experts": 8},
+    # vLLM 0.32 leaves out `norm_topk_prob` (models/olmoe.py:100), which is false in published models.
+    "olmoe": _DENSE | _EXPERTS | {"intermediate_size": 64, "num_experts": 8, "norm_topk_prob": False},
     "llama": _DENSE | {"num_key_value_heads": 1},
     "gpt_oss": _DENSE
     | {"head_dim": 64, "intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16},
