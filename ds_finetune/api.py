@@ -199,7 +199,7 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     if extract is not None and extract not in EXTRACTORS:
         raise ConfigError(f"extract is `{extract}`", hint=f"name one of {', '.join(EXTRACTORS)}")
     if samples and extract is None:
-        raise ConfigError(f"samples is {samples}, and extract is not given", hint="extract says what is right")
+        raise ConfigError(f"samples is {samples}, and extract is not given", hint="give extract too, or no samples")
     if not isinstance(data, str | Path) and not data:
         raise ConfigError(f"eval of `{model}` has nothing to score on", hint="give at least one file of rows")
     settings = {"columns": columns or {}, "template": template, "train_on": train_on, "long_rows": long_rows}

@@ -1,5 +1,6 @@
 """`ds-finetune eval` beside a loop that does one document at a time with transformers' own template, loss and generate."""
 
+import copy
 import json
 import shutil
 from importlib.util import find_spec
@@ -12,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ds_finetune import api
 from ds_finetune.cli.main import main
-from ds_finetune.evaluation.model_scores import length_batches
+from ds_finetune.engine.sampling.answers import SamplingLimits
+from ds_finetune.evaluation.model_scores import Document, generate_answers, length_batches
 from tests.running import tiny_task
 
 ROWS, NEW_TOKENS = 11, 5
@@ -163,6 +165,19 @@ def test_pass_at_k_of_sampled_answers(task: tuple[Path, dict[str, PreTrainedMode
     assert found["sampled_pass_at_1"] == pytest.approx(float(shares.mean()), abs=4 * sigma)
     assert found["pass_at_4"] == pytest.approx(float((1 - (1 - shares) ** 4).mean()), abs=8 * sigma)
     assert 0 < sigma < 0.02
+
+
+def test_sampled_answers_are_those_to_their_prompts(task: tuple[Path, dict[str, PreTrainedModel]]) -> None:
+    """A model that is certain of each token draws what it finds best, which differs by prompt."""
+    model = copy.deepcopy(task[1]["tuned"])
+    model.get_output_embeddings().weight.data.mul_(1e4)
+    prompts = [[3 + number] * (1 + number % 4) for number in range(9)]
+    documents = [Document([*prompt, 3], [False] * len(prompt) + [True], prompt, [3]) for prompt in prompts]
+    limits = SamplingLimits(NEW_TOKENS, (1,))
+    greedy = generate_answers(model, documents, limits, batch_tokens=30)
+    assert len({tuple(answer) for (answer,) in greedy}) > 4
+    sampled = generate_answers(model, documents, limits, batch_tokens=100, samples=3)
+    assert sampled == [answers * 3 for answers in greedy]
 
 
 @pytest.mark.parametrize(

@@ -240,3 +240,19 @@ def test_a_table_that_names_an_expert_twice(make: Callable[..., Models]) -> None
         for table in (buffer for name, buffer in lm.named_buffers() if name.endswith("tid2eid")):
             table[::2, 1] = table[::2, 0]
     _assert_equal(models)
+
+
+def test_weights_are_rounded_once_in_bf16() -> None:
+    """As in transformers' eager attention, whose output is that of normalised weights; a division of the rounded output
+    would make the error a fifth larger.
+    """
+    generator = torch.Generator().manual_seed(0)
+    query, keys, sinks = (torch.randn(*size, generator=generator).bfloat16() for size in ((256, 4, 32), (64, 32), (4,)))
+    nothing = keys.new_zeros(0, 32)
+    attended = compressed_attention._Keys(keys, nothing, slice(0, 0), None)
+    ours = compressed_attention._attend(query, attended, sinks, torch.zeros(256, 1, 64), 0.2)[0].bfloat16()
+    logits = (query @ keys.T).float() * 0.2
+    weights = torch.cat([logits, sinks.float()[:, None].expand(256, 4, 1)], -1).softmax(-1)[..., :-1]
+    eager, exact = weights.bfloat16() @ keys, weights @ keys.float()
+    of_ours, of_eager = ((found.float() - exact).norm() for found in (ours, eager))
+    assert of_ours < 1.05 * of_eager
