@@ -20,7 +20,7 @@ from ds_finetune.families.family import Family, layer_of
 from ds_finetune.model.build.hub_folder import HubFolder, has_weights
 from ds_finetune.model.build.skeleton import HUB_FILES, IGNORED_HUB_FILES
 from ds_finetune.model.quantised.quantisation import check_config_readable, check_no_other_format
-from ds_finetune.model.weights.names import is_kept_in_fp32
+from ds_finetune.model.weights.names import is_kept_in_fp32, published_name
 
 
 @dataclass(frozen=True)
@@ -163,15 +163,18 @@ def _first_names(names: list[str]) -> str:
 
 
 def with_stored_weights(
-    tensors: Iterable[tuple[str, torch.Tensor | None]], names: Collection[str], folder: Path
+    tensors: Iterable[tuple[str, torch.Tensor | None]], names: Collection[str], folder: Path, family: Family
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield `tensors`, with those in `names` replaced by the published ones of `folder`, cast to the same dtype.
+    """Yield `tensors`, with those in `names`, none of routed experts, replaced by the published ones of `folder`, cast
+    to the same dtype.
 
     Tensors are whole and on the CPU; None on other ranks than zero.
     """
     hub = HubFolder(folder)
     for name, tensor in tensors:
-        yield name, tensor if tensor is None or name not in names else hub.whole(name).to(tensor.dtype)
+        if tensor is not None and name in names:
+            tensor = hub.whole(published_name(name, family)).to(tensor.dtype)
+        yield name, tensor
 
 
 def find_base(model: str) -> Path | None:

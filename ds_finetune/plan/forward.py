@@ -90,8 +90,11 @@ def attention_lines(
 
     `flash_3` is the `flash_3_problem` of this GPU, or None where no GPU is here.
     """
-    if device == "cpu" or attention not in OWN_ATTENTIONS or family_of(tree["model_type"]).is_generic:
+    family = family_of(tree["model_type"])
+    if device == "cpu" or attention not in OWN_ATTENTIONS or family.is_generic:
         return []
+    if family.compresses:
+        return [("attention", "queries of all documents, some at a time, by products of matrices")]
     if attention == "by_document":
         return [("attention", "a call for each document")]
     if problem := varlen_problem(tree, precision=precision):

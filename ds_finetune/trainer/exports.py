@@ -170,7 +170,9 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int | None) -> 
     beside = None if step is None else out.with_name(out.name.replace("export", "adapter"))
     factors = _write_adapters(run, engine, beside)
     in_four_bit = {f"{name}.weight" for name in model.quantised}
-    tensors = with_stored_weights(engine.tensors(), in_four_bit, folder) if in_four_bit else engine.tensors()
+    tensors = engine.tensors()
+    if in_four_bit:
+        tensors = with_stored_weights(tensors, in_four_bit, folder, parts.family)
     max_shard_bytes = parse_bytes(run.config.export.max_shard_size, name="export.max_shard_size")
     try:
         write_folder(

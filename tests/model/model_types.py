@@ -66,9 +66,13 @@ DeepSeek sparse attention (`deepseek_v32`, `glm_moe_dsa`) attends to all of a do
 and in longer ones to the tokens that an [indexer](../how-to/sparse-attention.md) chooses. Longer documents are refused
 with `model.attention: eager`, in teachers, and where a pipeline stage of GLM begins with a layer without an indexer.
 
-`deepseek_v4` is trained on data parallel ranks: ZeRO 0 to 3, offload, LoRA, recomputation. Its indexer is frozen; in
-documents of at most 4 x `index_topk` + 3 tokens it leaves nothing out. In bf16, forwards use in fp32 what
-transformers does: norms, sinks, position biases and hyper-connections. Memory and time are not estimated.
+In documents of at most 4 x `index_topk` + 3 tokens the indexer of `deepseek_v4` leaves nothing out. In bf16, forwards
+use in fp32 what transformers does: norms, sinks, position biases and hyper-connections.
+
+`deepseek_v41` is refused, since transformers has no classes for it. A row of it needs keys, values and choices of
+entries that later layers take from others, also across pipeline stages (`kv_source_layer_ids`,
+`index_source_layer_ids`); Engram tables of n-grams, whose hashes depend on the tokenizer; hyper-connections with the
+coefficients of the sublayer before; and DSpark layers instead of `mtp.0`.
 
 Router biases (`e_score_correction_bias`, `expert_bias`) stay fp32 in every type. A balance loss that a config asks for
 by `output_router_logits: true` is refused; [routers](../how-to/routers.md) says which one is computed.

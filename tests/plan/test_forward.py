@@ -131,6 +131,11 @@ def test_nothing_is_decided_elsewhere() -> None:
     assert attention_lines("sdpa", {"model_type": "bloom"}, device="cuda", precision="bf16") == []
 
 
+def test_attention_to_compressed_tokens_is_no_call_for_each_document() -> None:
+    ((_, text),) = attention_lines("sdpa", {"model_type": "deepseek_v4"}, device="cuda", precision="bf16")
+    assert text == "queries of all documents, some at a time, by products of matrices"
+
+
 def test_every_family_tells_the_widths_of_its_heads() -> None:
     from transformers import AutoConfig
 

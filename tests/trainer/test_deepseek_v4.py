@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,9 @@ LEARNING = {"lr": 1e-2, "warmup": "0%", "min_lr_ratio": 1.0, "weight_decay": 0.1
 PREDICTION = "mtp.0.norm.weight"
 
 
-def _run_file(folder: Path, *, is_published: bool = True, **sections: Any) -> Path:
+def _run_file(
+    folder: Path, *, is_published: bool = True, sizes: Mapping[str, int] | None = None, **sections: Any
+) -> Path:
     """A model in bf16 values, by its published names and with a part of a prediction layer, or as transformers saves."""
     run_file = tiny_task(
         folder,
@@ -57,7 +60,7 @@ def _run_file(folder: Path, *, is_published: bool = True, **sections: Any) -> Pa
     torch.manual_seed(31)
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     lm = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**TINY_MODELS["deepseek_v4_sparse"] | {"vocab_size": vocabulary})
+        AutoConfig.for_model(**TINY_MODELS["deepseek_v4_sparse"] | {"vocab_size": vocabulary} | dict(sizes or {}))
     )
     spread_ids(lm, lm.config.n_routed_experts)
     lm.float().save_pretrained(model)
@@ -67,7 +70,7 @@ def _run_file(folder: Path, *, is_published: bool = True, **sections: Any) -> Pa
             for name, tensor in lm.state_dict().items()
             for piece in hub_pieces(name, tuple(tensor.shape), V4)
         }
-        save_file(tensors | {PREDICTION: torch.ones(32)}, model / "model.safetensors")
+        save_file(tensors | {PREDICTION: torch.ones(lm.config.hidden_size)}, model / "model.safetensors")
     return run_file
 
 
@@ -129,6 +132,20 @@ def test_adapters(stage: int, tmp_path: Path) -> None:
     assert any(".experts." in name for name in changed)
     found = metrics(tmp_path)
     assert found[-1]["train/loss"] < found[0]["train/loss"]
+
+
+@pytest.mark.parametrize("is_published", [True, False])
+def test_weights_in_four_bits_are_exported_in_full_width(is_published: bool, tmp_path: Path) -> None:
+    """After a step of nearly nothing they are the stored ones, by the published names or those of transformers."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (extra `quantize`)")
+    lora = {"rank": 8, "quantize": "nf4"}
+    run_file = _run_file(tmp_path, is_published=is_published, sizes={"hidden_size": 64, "q_lora_rank": 64}, lora=lora)
+    train(read_config(run_file, ["optim.lr=1e-12", "train.for=1 steps", "eval.every="]))
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32).state_dict()
+        for name in ("model", "run/export")
+    )
+    assert all(torch.allclose(before[name], after[name], atol=1e-7, rtol=0) for name in before)
 
 
 def test_a_config_of_transformers_is_exported_by_the_published_keys(tmp_path: Path) -> None:
