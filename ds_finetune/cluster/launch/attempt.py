@@ -143,7 +143,7 @@ class Attempt:
         self._hosts = [_SupervisedHost(host, remote.open(host, *arguments)) for host in hosts]
         self._failures: list[tuple[float, AttemptFailure]] = []
         self._codes: dict[tuple[Host, int], int] = {}
-        self._num_signals, self._signalled_at = 0, -math.inf
+        self._signals: list[int] = []
         self._began = 0.0
         for supervised in self._hosts:
             threading.Thread(target=self._read, args=(supervised,), daemon=True).start()
@@ -187,7 +187,7 @@ class Attempt:
             if each.is_over:
                 # Its supervisor ended after the greeting.
                 self._lose_supervisor(each)
-        with handle_signals(self._count_signal):
+        with handle_signals(self._signals.append):
             self._supervise()
         self._hosts += released
         return self._outcome()
@@ -205,7 +205,7 @@ class Attempt:
             if now - last_beat >= HEARTBEAT_SECONDS:
                 last_beat = now
                 self._send(messages.Heartbeat())
-            if passed_on < self._num_signals:
+            if passed_on < len(self._signals):
                 passed_on += 1
                 self._send(messages.SaveAndStop() if passed_on == 1 else messages.KillRanks())
                 self._say(SAVE_NOTICE if passed_on == 1 else KILL_NOTICE)
@@ -230,11 +230,6 @@ class Attempt:
     def _send(self, message: ProcessMessage) -> None:
         for each in self._hosts:
             each.send(message)
-
-    def _count_signal(self, number: int, _: object) -> None:
-        now = time.monotonic()
-        if now - self._signalled_at > echo_seconds(number):
-            self._num_signals, self._signalled_at = self._num_signals + 1, now
 
     def _read(self, supervised: _SupervisedHost) -> None:
         assert supervised.process.stdout is not None
@@ -333,7 +328,7 @@ class Attempt:
     def _outcome(self) -> AttemptOutcome:
         now = time.monotonic()
         lost = tuple(each.host for each in self._hosts if each.is_lost)
-        was_signalled = self._num_signals > 0
+        was_signalled = bool(self._signals)
         if not self._failures:
             return AttemptOutcome(0, None, now - self._began, 0.0, lost, (), {}, was_signalled)
         at, first = self._failures[0]
@@ -348,11 +343,21 @@ class Attempt:
 
 
 @contextmanager
-def handle_signals(handler: Callable[[int, object], None]) -> Iterator[None]:
-    """Handle SIGINT, SIGTERM and SIGHUP by `handler`; ignored signals, as SIGHUP under `nohup`, stay ignored."""
+def handle_signals(handler: Callable[[int], object]) -> Iterator[None]:
+    """Handle SIGINT, SIGTERM and SIGHUP by `handler`, once for a request and its echoes; ignored signals, as SIGHUP
+    under `nohup`, stay ignored.
+    """
+    latest = -math.inf
+
+    def handle(number: int, _: object) -> None:
+        nonlocal latest
+        if (now := time.monotonic()) - latest > echo_seconds(number):
+            latest = now
+            handler(number)
+
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handled = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in handled}
+    before = {number: signal.signal(number, handle) for number in handled}
     try:
         yield
     finally:

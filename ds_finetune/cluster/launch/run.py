@@ -1,6 +1,5 @@
 """`ds-finetune launch`: a run on the hosts of a hostfile, restarted where it fails, with a true exit code."""
 
-import math
 import os
 import queue
 import signal
@@ -42,7 +41,6 @@ from ds_finetune.errors import (
 )
 from ds_finetune.system.info import HostInfo, gather_host_info
 from ds_finetune.system.process_messages import decode, without_token
-from ds_finetune.system.processes import echo_seconds
 
 _RANK_VARIABLES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 """Variables removed from the environment of ranks: the shell may still have them from another launch."""
@@ -314,13 +312,11 @@ def run_scheduler(command: Sequence[str], env: Mapping[str, str], say: Say) -> i
     The first signal asks the ranks to save and stop; the second one kills them.
     """
     scheduler = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=dict(env), start_new_session=True)
-    num_signals, signalled_at = 0, -math.inf
+    num_signals = 0
 
-    def pass_on(number: int, _: object) -> None:
-        nonlocal num_signals, signalled_at
-        if time.monotonic() - signalled_at < echo_seconds(number):
-            return
-        num_signals, signalled_at = num_signals + 1, time.monotonic()
+    def pass_on(_: int) -> None:
+        nonlocal num_signals
+        num_signals += 1
         # Both pass SIGUSR1 on to the ranks, and kill them on SIGTERM.
         scheduler.send_signal(signal.SIGUSR1 if num_signals == 1 else signal.SIGTERM)
         say(SAVE_NOTICE if num_signals == 1 else KILL_NOTICE)

@@ -284,7 +284,7 @@ def run_jobs(jobs: Iterator[ExperimentJob], places: list[Place]) -> None:
     """
     free, running = list(places), _Running()
     received: list[int] = []
-    with handle_signals(lambda number, _: received.append(number)):
+    with handle_signals(received.append):
         try:
             while _start_jobs(jobs, free, running, received) or running:
                 free += _look_at(running, received)

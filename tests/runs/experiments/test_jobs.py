@@ -1,0 +1,46 @@
+"""Signals that reach an experiment whose runs take a while to save."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ds_finetune.runs.experiments.jobs import RUN, ExperimentJob, JobsInterruptedError, Place, run_jobs
+
+_SAVES_SLOWLY = """
+import signal, sys, time
+from pathlib import Path
+folder = Path(sys.argv[2]).parent
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+(folder / "began").touch()
+while not asked:
+    time.sleep(0.01)
+time.sleep(1.5)
+(folder / "saved").touch()
+sys.exit(3)
+"""
+FAKE = (sys.executable, "-c", _SAVES_SLOWLY)
+
+
+@pytest.mark.parametrize(("seconds", "is_saved"), [(0.3, True), (0.8, False)])
+def test_only_a_second_request_kills_what_saves(tmp_path: Path, seconds: float, is_saved: bool) -> None:
+    """A launcher forwards SIGINT, which the terminal has sent already: the copy is no second request."""
+
+    def interrupt() -> None:
+        while not (tmp_path / "began").exists():
+            time.sleep(0.01)
+        for pause in (seconds, 0):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(pause)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(JobsInterruptedError):
+        run_jobs(iter([ExperimentJob(tmp_path, {"output_dir": str(tmp_path / RUN)})]), [Place(1)])
+    thread.join()
+    assert (tmp_path / "saved").exists() is is_saved
