@@ -25,6 +25,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES, dtype_name
 from ds_finetune.model.build.hub_folder import HubFolder, check_folder, has_weights
+from ds_finetune.model.build.skeleton import read_hf_config
 from ds_finetune.model.loss.score_config import is_classifier
 from ds_finetune.model.quantised.fp8 import FP8 as FP8_DTYPE
 from ds_finetune.model.quantised.quantisation import has_fp4_experts
@@ -221,17 +222,8 @@ def is_in_fp4(path: Path) -> bool:
 
 
 def published_copy(path: Path, *, dtype: torch.dtype, files: tuple[Path, ...]) -> Conversion:
-    """The conversion of the model in `path` to `dtype`, with `files` beside it.
-
-    ModelError where the folder cannot be read; ExportError where transformers does not know its model type.
-    """
-    check_folder(path)
-    try:
-        read = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (ValueError, OSError) as unknown:
-        raise ExportError(
-            f"{path}/config.json: {str(unknown).splitlines()[0]}", hint="take the config.json published with it"
-        ) from unknown
+    """The conversion of the model in `path` to `dtype`, with `files` beside it; ModelError where it cannot be read."""
+    read = read_hf_config(str(path))
     hub, vocab_size = HubFolder(path), int(read.vocab_size)
     # Its names are not those of the model, so that no row of the table of families fits.
     family = Family(str(read.model_type), is_generic=True)

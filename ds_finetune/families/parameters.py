@@ -86,6 +86,8 @@ def indexed_latent_attention(c: ModelConfig) -> AttentionTensors:
 _SPARSE, _HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 RATES: Mapping[str, int] = {_SPARSE: 4, _HEAVY: 128}
 """Tokens of an entry by kind of attention, unless `compress_rates` says others."""
+OLDER_RATES: Mapping[str, str] = {_SPARSE: "compress_rate_csa", _HEAVY: "compress_rate_hca"}
+"""Keys that transformers reads in place of `compress_rates`."""
 RATIOS: Mapping[int, str] = {0: "sliding_attention", 4: _SPARSE, 128: _HEAVY}
 """Kinds of attention of DeepSeek-V4 by the published `compress_ratios`; 0 where nothing is compressed."""
 
@@ -203,8 +205,7 @@ def _compressor(name: str, hidden: int, width: int, rate: int, *, series: int) -
 
 def _rate(c: ModelConfig, kind: str) -> int:
     """Tokens of a window: of `compress_rates`, or of the keys that transformers reads in its place."""
-    older = c.get("compress_rate_csa" if kind == _SPARSE else "compress_rate_hca")
-    return int(older or (c.get("compress_rates") or RATES)[kind])
+    return int(c.get(OLDER_RATES[kind]) or (c.get("compress_rates") or RATES)[kind])
 
 
 def indexed_layers(c: ModelConfig) -> tuple[int, ...]:

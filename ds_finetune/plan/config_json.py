@@ -7,7 +7,7 @@ from typing import Any
 
 from ds_finetune.config.units import MIB
 from ds_finetune.errors import ModelError
-from ds_finetune.families.parameters import RATES, RATIOS
+from ds_finetune.families.parameters import OLDER_RATES, RATES, RATIOS
 from ds_finetune.families.table import family_of
 
 MAX_LAYERS = 1000
@@ -19,8 +19,30 @@ MAX_CONFIG_BYTES = 16 * MIB
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "num_nextn_predict_layers")
 _SIZES_OF_V4 = (
     *("sliding_window", "index_topk", "index_n_heads", "index_head_dim", "hc_mult", "hc_sinkhorn_iters"),
-    *("o_groups", "o_lora_rank", "q_lora_rank", "n_routed_experts", "num_experts_per_tok"),
+    *("o_groups", "o_lora_rank", "q_lora_rank", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
 )
+_KNOWN_OF_V4: Mapping[str, Any] = {
+    "num_key_value_heads": 1,
+    "attention_bias": False,
+    "attention_dropout": 0,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "n_shared_experts": 1,
+}
+"""What transformers 5.23 and this program compute, most of it whatever config.json says."""
+_LISTS_OF_V4: Mapping[str, tuple[Any, ...]] = {
+    "compress_ratios": tuple(RATIOS),
+    "layer_types": tuple(RATIOS.values()),
+    "mlp_layer_types": ("hash_moe", "moe"),
+}
+"""What there is in lists with something for each layer."""
+_NEEDED_BY_V4 = (
+    *((key,) for key in (*_SIZES_OF_V4, "hidden_size", "vocab_size", "num_attention_heads", "head_dim")),
+    *(("num_hidden_layers",), ("swiglu_limit",), ("compress_ratios", "layer_types")),
+    *(("num_hash_layers", "mlp_layer_types"), ("qk_rope_head_dim", "partial_rotary_factor")),
+)
+"""Keys of which one is needed: without them transformers would take those of DeepSeek-V4-Flash."""
 _SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -34,6 +56,9 @@ _SIZES = (
     "v_head_dim",
 )
 """Sizes that are whole numbers of at least 1 where a config.json has them and they are not null."""
+_POSITIVE = ("rms_norm_eps", "layer_norm_eps", "hc_eps", "rope_theta", "compress_rope_theta", "factor", "swiglu_limit")
+_POSITIVE += ("routed_scaling_factor", "partial_rotary_factor", "original_max_position_embeddings")
+"""Numbers above 0 where a config.json, or a section of its rotary embedding, has them."""
 _PUBLISHED = "take the config.json published with the model"
 _NAME = "config.json"
 
@@ -74,12 +99,12 @@ def check_sizes(file: Path) -> None:
                 hint=_PUBLISHED,
             )
     if isinstance(tree, Mapping):
-        _check_type(file, tree)
         _check_widths(file, tree)
+        _check_type(file, tree)
 
 
 def _check_type(file: Path, tree: Mapping[str, Any]) -> None:
-    """ModelError for DeepSeek-V4.1, and for a DeepSeek-V4 whose layers compress tokens in a way that is not known."""
+    """ModelError for DeepSeek-V4.1, and for a DeepSeek-V4 that lacks something or has something that is not known."""
     kind = tree.get("model_type")
     if kind == "deepseek_v41":
         raise ModelError(
@@ -87,33 +112,53 @@ def _check_type(file: Path, tree: Mapping[str, Any]) -> None:
             "Missing are keys and values that layers share, Engram tables and DSpark layers",
             hint="take DeepSeek-V4",
         )
-    if not family_of(str(kind)).compresses:
-        return
-    ratios, rates = tree.get("compress_ratios") or (), tree.get("compress_rates", RATES)
-    unknown = sorted({ratio for ratio in ratios if ratio not in RATIOS}, key=str)
+    problem = next(_problems_of_v4(tree), None) if family_of(str(kind)).compresses else None
+    if problem is not None:
+        raise ModelError(f"{file}: {problem}", hint=_PUBLISHED)
+
+
+def _problems_of_v4(tree: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with a config.json of DeepSeek-V4 whose sizes are whole numbers, the first problem first."""
+    for keys in _NEEDED_BY_V4:
+        if all(tree.get(key) is None for key in keys):
+            yield f"it has no {' or '.join(keys)}"
+    layers = tree["num_hidden_layers"]
+    for key, kinds in _LISTS_OF_V4.items():
+        values = tree.get(key)
+        is_known = isinstance(values, list) and all(each in kinds and type(each) is type(kinds[0]) for each in values)
+        if values is not None and not (is_known and len(values) >= layers):
+            yield f"{key} is {values!r}, not one of {', '.join(map(str, kinds))} for each of {layers} layers"
+    rates = tree.get("compress_rates") or RATES
+    older = [tree[key] for key in OLDER_RATES.values() if tree.get(key) is not None]
     of_kinds = isinstance(rates, Mapping) and rates.keys() == RATES.keys()
-    if unknown or not of_kinds or not all(type(rate) is int and rate > 1 for rate in rates.values()):
-        raise ModelError(
-            f"{file}: layers compress {unknown or rates} tokens into an entry; known are {', '.join(map(str, RATIOS))} "
-            f"in compress_ratios, and numbers above 1 in compress_rates for {' and '.join(RATES)}",
-            hint=_PUBLISHED,
-        )
-    for key, known in (("num_key_value_heads", 1), ("scoring_func", "sqrtsoftplus"), ("attention_dropout", 0)):
-        if tree.get(key, known) != known:
-            raise ModelError(f"{file}: {key} is {tree[key]!r}, and {kind} is known with {known!r}", hint=_PUBLISHED)
-    limit, kinds = tree.get("swiglu_limit", 1.0), tree.get("mlp_layer_types")
-    if type(limit) not in (int, float) or not limit > 0:
-        raise ModelError(
-            f"{file}: swiglu_limit is {limit!r}, not a number above 0: transformers would clamp everything to 0, the "
-            "published code nothing",
-            hint=_PUBLISHED,
-        )
-    hashed, number = tree.get("num_hash_layers"), list(kinds or ()).count("hash_moe")
-    if kinds is not None and hashed not in (None, number):
-        raise ModelError(
-            f"{file}: num_hash_layers is {hashed!r}, and mlp_layer_types has {number} that are hash_moe",
-            hint="leave one of them out",
-        )
+    if not of_kinds or not all(type(rate) is int and rate > 1 for rate in (*rates.values(), *older)):
+        yield f"layers compress {older or rates} tokens into an entry, not numbers above 1 for {' and '.join(RATES)}"
+    yield from (
+        f"{key} is {tree[key]!r}, and by {other} it is {value!r}"
+        for key, other, value in _said_twice(tree)
+        if tree.get(key) not in (None, value)
+    )
+    yield from (f"{key} is {tree[key]!r}, not {k!r}" for key, k in _KNOWN_OF_V4.items() if tree.get(key, k) != k)
+    for key, other in (("qk_rope_head_dim", "head_dim"), ("num_experts_per_tok", "n_routed_experts")):
+        if (tree.get(key) or 0) > tree[other]:
+            yield f"{key} {tree[key]} is more than {other} {tree[other]}"
+    if tree["num_attention_heads"] % tree["o_groups"]:
+        yield f"num_attention_heads {tree['num_attention_heads']} is no multiple of o_groups {tree['o_groups']}"
+
+
+def _said_twice(tree: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Keys of a published DeepSeek-V4, the keys that transformers reads in their place where both are there, and what
+    the first is by the second.
+    """
+    if kinds := tree.get("mlp_layer_types"):
+        yield "num_hash_layers", "mlp_layer_types", kinds.count("hash_moe")
+    if kinds := tree.get("layer_types"):
+        numbers = {kind: ratio for ratio, kind in RATIOS.items()}
+        # The last ones are those of prediction layers.
+        others = (tree.get("compress_ratios") or [])[len(kinds) :]
+        yield "compress_ratios", "layer_types", [*(numbers[kind] for kind in kinds), *others]
+    if factor := tree.get("partial_rotary_factor"):
+        yield "qk_rope_head_dim", "partial_rotary_factor", int((tree.get("head_dim") or 0) * factor)
 
 
 def _check_widths(file: Path, tree: Mapping[str, Any]) -> None:
@@ -123,8 +168,11 @@ def _check_widths(file: Path, tree: Mapping[str, Any]) -> None:
         value = tree.get(key)
         is_number = isinstance(value, int) and not isinstance(value, bool)
         # Some models have a list with a size for each layer.
-        if value is not None and not isinstance(value, list) and not (is_number and value >= 1):
+        if value is not None and not (isinstance(value, list) and not of_v4) and not (is_number and value >= 1):
             raise ModelError(f"{file}: {key} is {value!r}, not a whole number of at least 1", hint=_PUBLISHED)
+    for key, value in _numbers(tree):
+        if isinstance(value, str | bool) or (isinstance(value, int | float) and not value > 0):
+            raise ModelError(f"{file}: {key} is {value!r}, not a number above 0", hint=_PUBLISHED)
     heads, groups = tree.get("num_attention_heads"), tree.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
         raise ModelError(
@@ -139,6 +187,13 @@ def _check_widths(file: Path, tree: Mapping[str, Any]) -> None:
         raise ModelError(
             f"{file}: {name} {width} is an odd number, and a rotary embedding turns pairs of columns", hint=_PUBLISHED
         )
+
+
+def _numbers(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield from ((key, tree[key]) for key in _POSITIVE if key in tree)
+    for section in ("rope_parameters", "rope_scaling", "main", "compress"):
+        if isinstance(part := tree.get(section), Mapping):
+            yield from ((f"{section}.{key}", value) for key, value in _numbers(part))
 
 
 def _rotary_width(tree: Mapping[str, Any]) -> tuple[str, int]:

@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from ds_finetune.cli.main import main
 from ds_finetune.errors import ModelError
+from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.build.skeleton import read_hf_config
+from tests.model.fp4_folder import V4
 from tests.model.fp8_folder import V3, dequantised, in_fp8, master, publish, read_all
 from tests.running import start
 
@@ -103,10 +105,7 @@ def test_a_damaged_model(
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "secret.safetensors") == ["source"]
 
 
-_FP4: dict[str, object] = {
-    **{"model_type": "deepseek_v4", "expert_dtype": "fp4"},
-    **{"num_key_value_heads": 1, "scoring_func": "sqrtsoftplus"},
-}
+_FP6: dict[str, object] = {**AutoConfig.for_model("deepseek_v4", **V4).to_dict(), "expert_dtype": "fp6"}
 _INT4: dict[str, object] = {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}}
 
 
@@ -122,7 +121,7 @@ def _pack(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "changes", "said"),
     [
-        ("source", _FP4 | {"expert_dtype": "fp6"}, "experts in fp6 are not read"),
+        ("source", _FP6, "experts in fp6 are not read"),
         ("source", _INT4, "weights quantised by {'quant_method': 'compressed-tensors'"),
         ("base", _INT4, "weights quantised by {'quant_method': 'compressed-tensors'"),
     ],

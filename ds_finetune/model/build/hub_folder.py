@@ -225,7 +225,7 @@ class HubFolder:
         if others:
             raise ModelError(
                 f"{self.folder} holds {len(others)} tensors of another kind: {', '.join(others[:_SHOWN])}",
-                hint="give a bf16 copy",
+                hint="give a copy in bf16, with tables of experts in int64",
             )
 
     def is_same(self, key: str, other: str) -> bool:
@@ -239,7 +239,7 @@ class HubFolder:
 
 
 def _may_be(key: str, dtype: torch.dtype) -> bool:
-    return dtype in _WEIGHTS or (is_table(key) and dtype in (torch.int32, torch.int64))
+    return dtype in ((torch.int32, torch.int64) if is_table(key) else _WEIGHTS)
 
 
 def check_index(folder: Path) -> None:

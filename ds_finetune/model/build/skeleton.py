@@ -12,7 +12,9 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.initialization import no_init_weights
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ds_finetune.config.sections import OWN_ATTENTIONS
 from ds_finetune.errors import ModelError
@@ -132,12 +134,13 @@ def read_hf_config(path: str, *, files: Sequence[str] = HUB_FILES, task: Task = 
         raise ModelError(
             f"{folder}/config.json: {unknown}", hint="model_type must be one that this transformers knows"
         ) from unknown
-    except (OSError, TypeError, RecursionError, StrictDataclassError) as wrong:
+    except (OSError, TypeError, KeyError, RecursionError, StrictDataclassError) as wrong:
         reason = " ".join(str(wrong).split())
         raise ModelError(
             f"{folder}/config.json cannot be read: {reason}", hint="correct it, or get the published one"
         ) from wrong
     _check_task(config, task, f"{folder}/config.json")
+    _check_names(config, f"{folder}/config.json")
     check_vocabulary(config, f"{folder}/config.json")
     if task == "causal_lm":
         check_logits(config, f"{folder}/config.json")
@@ -167,6 +170,18 @@ def _check_task(config: PretrainedConfig, task: Task, label: str) -> None:
         "sequence classification",
         hint="train a model of another type, such as llama, qwen3 or deepseek_v3",
     )
+
+
+def _check_names(config: PretrainedConfig, label: str) -> None:
+    """ModelError for an activation or a kind of rotary embedding that transformers does not have."""
+    rope: Any = getattr(config, "rope_parameters", None) or {}
+    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
+    kinds = ("default", *ROPE_INIT_FUNCTIONS)
+    given = [("rope_type", part["rope_type"], kinds) for part in parts if part.get("rope_type")]
+    given += [("hidden_act", config.hidden_act, tuple(ACT2FN))] if hasattr(config, "hidden_act") else []
+    for key, name, known in given:
+        if name not in known and not family_of(config.model_type).is_generic:
+            raise ModelError(f"{label}: {key} is {name!r}", hint=f"transformers has {', '.join(known)}")
 
 
 def check_vocabulary(config: PretrainedConfig, label: str) -> None:

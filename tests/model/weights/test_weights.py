@@ -264,7 +264,7 @@ def test_folders_that_are_no_model(copy: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"model_type": "llama", "rms_norm_eps": "32"}', "'rms_norm_eps' expected float, got str"),
+        ('{"model_type": "llama", "hidden_act": 3}', "'hidden_act' expected str, got int"),
         (
             '{"model_type": "llama", "hidden_size": 32, "num_attention_heads": 5}',
             "not a multiple of the number of attention heads",
