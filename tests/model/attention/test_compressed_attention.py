@@ -45,7 +45,7 @@ BY_DEFAULT = ("as it is", "three streams of 36 columns", "each token sees itself
 Models = tuple[TrainedModel, PreTrainedModel]
 
 
-def _fill(lm: PreTrainedModel) -> None:
+def fill(lm: PreTrainedModel) -> None:
     """Values for what begins as zeros or ones in all layers."""
     generator = torch.Generator().manual_seed(7)
     for name, tensor in [*lm.named_parameters(), *lm.named_buffers()]:
@@ -68,7 +68,7 @@ def make() -> Callable[..., Models]:
         ours = build_skeleton(configs[0], attention="sdpa", dtype=torch.float32, device="cpu")
         initialise_weights(ours, seed=2)
         with torch.no_grad():
-            _fill(ours)
+            fill(ours)
         expect_documents(ours, longest=longest)
         plain = AutoModelForCausalLM.from_config(configs[1], attn_implementation="eager").float()
         plain.load_state_dict(ours.state_dict())
