@@ -56,8 +56,10 @@ _SIZES = (
     "v_head_dim",
 )
 """Sizes that are whole numbers of at least 1 where a config.json has them and they are not null."""
-_POSITIVE = ("rms_norm_eps", "layer_norm_eps", "hc_eps", "rope_theta", "compress_rope_theta", "factor", "swiglu_limit")
-_POSITIVE += ("routed_scaling_factor", "partial_rotary_factor", "original_max_position_embeddings")
+_POSITIVE = (
+    *("rms_norm_eps", "layer_norm_eps", "hc_eps", "rope_theta", "compress_rope_theta", "factor", "swiglu_limit"),
+    *("routed_scaling_factor", "partial_rotary_factor", "original_max_position_embeddings"),
+)
 """Numbers above 0 where a config.json, or a section of its rotary embedding, has them."""
 _PUBLISHED = "take the config.json published with the model"
 _NAME = "config.json"
