@@ -3,6 +3,7 @@
 import os
 import secrets
 from collections.abc import Sequence
+from contextlib import closing
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -104,15 +105,16 @@ def _launch(arguments: Arguments) -> None:
             show_line(line)
         _show(config, job, arguments)
         return
-    from ds_finetune.cluster.launch.run import Screen
+    from ds_finetune.cluster.launch.line_thread import LineThread
+    from ds_finetune.cluster.launch.run import show_if_open
 
-    with Screen(show_line) as screen:
+    with closing(LineThread(partial(show_if_open, show_line))) as screen:
         for line in environment.lines():
-            screen.say(line)
+            screen.put(line)
         code = (
-            _run_with_supervisors(config, job, arguments, screen.say)
+            _run_with_supervisors(config, job, arguments, screen.put)
             if arguments.launcher in _NODE_LAUNCHERS
-            else _run_with_scheduler(job, arguments, screen.say)
+            else _run_with_scheduler(job, arguments, screen.put)
         )
     if code:
         raise SystemExit(code)

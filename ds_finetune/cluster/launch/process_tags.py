@@ -8,7 +8,10 @@ import os
 import signal
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 TAG_VARIABLE = "DS_FINETUNE_PROCESS_TAG"
 """Environment variable with the process tag: run id, attempt and index of the host."""
@@ -43,8 +46,13 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 
 def tagged_processes(tags: Iterable[str]) -> list[int]:
     """Processes of this user with one of `tags` in their environment, except this one and those that have ended."""
-    entries = {f"{TAG_VARIABLE}={tag}".encode() for tag in tags}
-    return [pid for pid in _pids() if pid != os.getpid() and not entries.isdisjoint(_environment(pid))]
+    known, found = set(tags), []
+    for process in psutil.process_iter():
+        # Of another user, a zombie, or ended meanwhile.
+        with suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get(TAG_VARIABLE) in known:
+                found.append(process.pid)
+    return found
 
 
 def kill_tagged(tags: Iterable[str]) -> int:
@@ -60,7 +68,8 @@ def kill_tagged(tags: Iterable[str]) -> int:
     while empty_scans < _EMPTY_SCANS:
         remaining = {*tagged_processes(known), *filter(_has_not_ended, killed)}
         for pid in remaining:
-            _kill(pid)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         killed.update(remaining)
         if remaining and time.monotonic() > until:
             return len(remaining)
@@ -69,28 +78,9 @@ def kill_tagged(tags: Iterable[str]) -> int:
     return 0
 
 
-def _pids() -> list[int]:
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-
-
-def _environment(pid: int) -> list[bytes]:
-    """The entries of a process's environment; empty for a process of another user, and for a zombie."""
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return []
-
-
 def _has_not_ended(pid: int) -> bool:
     """Whether a process has not ended: the kernel removes its environment before its memory."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.Error:
         return False
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return

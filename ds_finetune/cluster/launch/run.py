@@ -1,10 +1,8 @@
 """`ds-finetune launch`: a run on the hosts of a hostfile, restarted where it fails, with a true exit code."""
 
 import os
-import queue
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Self
 
 from ds_finetune.cluster.host_checks import (
     Answer,
@@ -48,7 +45,6 @@ _POLL_SECONDS = 5.0
 """Time between two attempts to reach hosts that may come back."""
 _LEFTOVERS_SECONDS = 20
 _QUOTED = "  | "
-_LAST_LINES_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -326,34 +322,13 @@ def run_scheduler(command: Sequence[str], env: Mapping[str, str], say: Say) -> i
     return 128 - code if code < 0 else code
 
 
-class Screen:
-    """Prints lines with `show` in a separate thread while in `with`; after a failure it prints nothing more.
-
-    So a stopped pager does not block a run, and a closed terminal does not end it.
-    """
-
-    def __init__(self, show: Callable[[str], None]) -> None:
-        self._show, self._lines = show, queue.SimpleQueue[str | None]()
-        self._thread = threading.Thread(target=self._work, daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._lines.put(None)
-        self._thread.join(_LAST_LINES_SECONDS)
-
-    def say(self, line: str) -> None:
-        """Print `line` after those before it."""
-        self._lines.put(line)
-
-    def _work(self) -> None:
-        while (line := self._lines.get()) is not None:
-            try:
-                self._show(line)
-            except (OSError, SystemExit):
-                # A pipe without a reader: rich ends the program there (14.1, console.py, on_broken_pipe), and Python's
-                # flush at exit would change the exit code.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-                return
+def show_if_open(show: Callable[[str], None], line: str) -> bool:
+    """Print `line` with `show`, and return whether a further one can be printed: a closed terminal ends no run."""
+    try:
+        show(line)
+    except (OSError, SystemExit):
+        # A pipe without a reader: rich ends the program there (14.1, console.py, on_broken_pipe), and Python's flush at
+        # exit would change the exit code.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return False
+    return True

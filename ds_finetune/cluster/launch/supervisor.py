@@ -11,7 +11,6 @@ It does not import torch, and starts in a fraction of a second.
 
 import contextlib
 import os
-import queue
 import re
 import secrets
 import select
@@ -25,9 +24,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from ds_finetune.cluster.launch import messages
+from ds_finetune.cluster.launch.line_thread import LineThread
 from ds_finetune.cluster.launch.process_tags import (
     SUPERVISOR_VARIABLE,
     TAG_VARIABLE,
@@ -74,7 +75,7 @@ class Supervisor:
         self._connected: set[int] = set()
         self._launcher_tail = deque[str](maxlen=TAIL_LINES)
         self._last_heard = time.monotonic()
-        self._log = _LogFiles(Path(order.logs))
+        self._log = LineThread(partial(_append, Path(order.logs)))
         self._is_over = False
 
     def run(self) -> int:
@@ -113,7 +114,6 @@ class Supervisor:
         )
         assert launcher.stdout is not None
         self._listen(launcher.stdout.fileno(), self._read_launcher_line, lambda: None)
-        self._log.start()
         _report(messages.RanksStarted(env.get("GLOO_SOCKET_IFNAME", "")))
         return launcher
 
@@ -197,7 +197,7 @@ class Supervisor:
         rank = first.rank
         self._pids[rank], self._start_times[rank] = first.pid, began_at(first.pid)
         self._connected.add(rank)
-        self._log.write(log_name(rank), f"rank {rank} on {socket.gethostname()}, pid {first.pid}")
+        self._log.put(log_name(rank), f"rank {rank} on {socket.gethostname()}, pid {first.pid}")
 
     def disconnect_rank(self, rank: int) -> None:
         """Handle the end of a rank's process; report it where the rank has sent no exit code."""
@@ -208,7 +208,7 @@ class Supervisor:
     def keep_output(self, rank: int, line: str) -> None:
         """Keep a line that a rank has printed, in its log and for a report; pass on the output of rank 0."""
         self._tails.setdefault(rank, deque(maxlen=TAIL_LINES)).append(line[:_TAIL_CHARACTERS])
-        self._log.write(log_name(rank), line)
+        self._log.put(log_name(rank), line)
         if rank == 0:
             _report(messages.RankZeroOutput(line))
 
@@ -232,7 +232,7 @@ class Supervisor:
     def _read_launcher_line(self, line: bytes) -> None:
         text = line.decode(errors="replace")
         self._launcher_tail.append(text[:_TAIL_CHARACTERS])
-        self._log.write(f"agent-{socket.gethostname()}.log", text)
+        self._log.put(f"agent-{socket.gethostname()}.log", text)
         for code, pid, other in _EXIT_CODE.findall(text):
             _report(messages.ExitCodeReported(int(pid or 0), int(code or other)))
 
@@ -298,36 +298,15 @@ class _OutputLines:
         return lines
 
 
-class _LogFiles:
-    """The output of ranks as files, written by a thread so that a slow disk delays no rank.
-
-    Where the disk is full, the files miss lines; the launching program still gets the output of rank 0.
+def _append(folder: Path, name: str, line: str) -> bool:
+    """Write a line of a rank's output. Where the disk is full, the files miss lines; the launching program still gets
+    the output of rank 0.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._lines = folder, queue.SimpleQueue[tuple[str, str] | None]()
-        self._thread = threading.Thread(target=self._work, daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def write(self, name: str, line: str) -> None:
-        self._lines.put((name, line))
-
-    def close(self) -> None:
-        """Wait until all lines are written, for some seconds at most."""
-        self._lines.put(None)
-        self._thread.join(5)
-
-    def _work(self) -> None:
-        while (item := self._lines.get()) is not None:
-            with contextlib.suppress(OSError):
-                self._append(*item)
-
-    def _append(self, name: str, line: str) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._folder / name).open("a", encoding="utf-8") as file:
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / name).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+    return True
 
 
 _WRITE_LOCK = threading.Lock()

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,11 @@ import pytest
 
 from ds_finetune.cluster.host_checks import Check
 from ds_finetune.cluster.launch.attempt import Attempt, AttemptOutcome, exit_code_of
+from ds_finetune.cluster.launch.line_thread import LineThread
 from ds_finetune.cluster.launch.messages import StartRanks
 from ds_finetune.cluster.launch.process_tags import TAG_VARIABLE, kill_tagged, tagged_processes
 from ds_finetune.cluster.launch.remote import Remote
-from ds_finetune.cluster.launch.run import Screen, _failure_lines
+from ds_finetune.cluster.launch.run import _failure_lines, show_if_open
 from ds_finetune.config.hostfile import Host
 from ds_finetune.config.sections import LaunchConfig
 from tests.conftest import ROOT
@@ -247,9 +250,9 @@ def test_a_screen_that_is_gone_or_stopped_holds_up_nobody() -> None:
         raise BrokenPipeError
 
     began = time.monotonic()
-    with Screen(show) as screen:
+    with closing(LineThread(partial(show_if_open, show))) as screen:
         for number in range(1000):
-            screen.say(str(number))
+            screen.put(str(number))
     assert shown == ["0"]
     assert time.monotonic() - began < 60
 

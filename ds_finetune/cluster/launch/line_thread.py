@@ -1,0 +1,31 @@
+"""A thread that writes lines, so that a slow disk or a stopped pager delays nobody."""
+
+import queue
+import threading
+from collections.abc import Callable
+
+_LAST_LINES_SECONDS = 5.0
+
+
+class LineThread:
+    """Calls `write` with the arguments of each `put` in turn, until it returns False. The first `put` starts it."""
+
+    def __init__(self, write: Callable[..., bool]) -> None:
+        self._write, self._lines = write, queue.SimpleQueue[tuple[str, ...] | None]()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+
+    def put(self, *line: str) -> None:
+        """Write a line after those before it."""
+        if self._thread.ident is None:
+            self._thread.start()
+        self._lines.put(line)
+
+    def close(self) -> None:
+        """Wait until all lines are written, for some seconds at most."""
+        if self._thread.ident is not None:
+            self._lines.put(None)
+            self._thread.join(_LAST_LINES_SECONDS)
+
+    def _work(self) -> None:
+        while (line := self._lines.get()) is not None and self._write(*line):
+            pass
