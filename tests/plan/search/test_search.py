@@ -1,7 +1,7 @@
-"""The search finds what a comparison of all layouts finds, in time, and says what is missing where nothing fits."""
+"""The search finds what a comparison of all layouts finds, with few plans, and says what is missing where nothing fits."""
 
 import json
-import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from ds_finetune.plan.estimate.accelerators import accelerator, machine_of
 from ds_finetune.plan.estimate.memory import estimate_memory, least_bytes_of_stages
 from ds_finetune.plan.estimate.operations import RowShape
 from ds_finetune.plan.estimate.step_time import estimate_time, least_seconds
+from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.plan.search import candidates
 from ds_finetune.plan.search.candidates import Candidates, Ranks
 from ds_finetune.plan.search.fitting import Budget
 from ds_finetune.plan.search.machines import Request, target_of
@@ -34,9 +36,9 @@ def _search(tmp_path: Path, name: str, *, ranks: int, per_node: int) -> Search:
     tree: dict[str, Any] = {"model": str(tmp_path), "data": {"train": "t.jsonl"}, "output_dir": "o"}
     tree["train"] = {"for": "1 steps", "global_batch_size": 8, "max_seq_len": 64, "precision": "bf16"}
     config = RunConfig.model_validate(tree)
-    candidates = Candidates(RunSettings.of(config), read_config_json(str(tmp_path)), Ranks(ranks, per_node, "cuda"))
+    legal = Candidates(RunSettings.of(config), read_config_json(str(tmp_path)), Ranks(ranks, per_node, "cuda"))
     machine = machine_of(accelerator("h100-80g"), gpus_per_node=per_node)
-    return Search(candidates, machine, Budget(PLENTY, PLENTY), RowShape.full(64))
+    return Search(legal, machine, Budget(PLENTY, PLENTY), RowShape.full(64))
 
 
 @pytest.mark.parametrize(
@@ -95,28 +97,42 @@ def _run_of(name: str, shared_data: Path) -> RunConfig:
     return read_config(ROOT / "ds_configs" / "runs" / f"{name}.yaml", [f"model={model}"])
 
 
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Plan]]:
+    """The plans that a search makes, each of which takes one or two milliseconds of it: at most as many as were made of
+    the largest run here. Seconds are those of a machine.
+    """
+    made: list[Plan] = []
+
+    def make(*given: Any, **options: Any) -> Plan:
+        made.append(make_plan(*given, **options))
+        return made[-1]
+
+    monkeypatch.setattr(candidates, "make_plan", make)
+    yield made
+    assert len(made) < 6500
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("gpus", [1, 8, 64, 512, 2048, 4096])
 @pytest.mark.parametrize("name", RUNS)
-def test_a_search_takes_less_than_five_seconds(name: str, gpus: int, shared_data: Path) -> None:
+def test_a_search_makes_few_plans(name: str, gpus: int, shared_data: Path, plans: list[Plan]) -> None:
     config, target = _run_of(name, shared_data), target_of(Request("h100-80g", gpus, gpus_per_node=min(8, gpus)))
-    start = time.process_time()
     try:
         search_layouts(RunSettings.of(config), target)
     except ConfigError as refused:
         assert refused.message.startswith("no layout"), refused.message  # noqa: PT017
-    assert time.process_time() - start < 5
+    assert plans
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "gpus"), [("Qwen--Qwen3-235B-A22B", 64), ("deepseek-ai--DeepSeek-V3.2", 960)])
-def test_a_batch_with_many_divisors_takes_as_long(name: str, gpus: int, shared_data: Path) -> None:
+def test_a_batch_with_many_divisors_takes_as_few(name: str, gpus: int, shared_data: Path, plans: list[Plan]) -> None:
     tree: dict[str, Any] = {"model": str(shared_data / "configs" / name), "data": {"train": "t.jsonl"}}
     tree["train"] = {"for": "1 steps", "global_batch_size": 960, "max_seq_len": 4096, "precision": "bf16"}
     config = RunConfig.model_validate(tree | {"output_dir": "o"})
-    start = time.process_time()
     search_layouts(RunSettings.of(config), target_of(Request("h100-80g", gpus, gpus_per_node=8)))
-    assert time.process_time() - start < 5
+    assert plans
 
 
 def _file(tmp_path: Path, shared_data: Path, name: str) -> str:
