@@ -188,7 +188,8 @@ def test_onnx_runtime_decodes_what_generate_does(run: tuple[str, str, Path]) -> 
         assert _greedy(ours, prompt, 24) == _greedy(plain, prompt, 24)
 
 
-def _vllm_python() -> str:
+def vllm_python() -> str:
+    """The Python of an environment with vLLM; skips without it."""
     python = os.environ.get("DS_FINETUNE_VLLM")
     if not python:
         pytest.skip(
@@ -199,7 +200,7 @@ def _vllm_python() -> str:
 
 def vllm_answers(folder: Path, name: str, prompts: list[list[int]], dtype: str) -> list[dict[str, Any]]:
     """What vLLM gives for `prompts` with the model folder/name on the CPU; skips without it."""
-    python = _vllm_python()
+    python = vllm_python()
     (folder / "prompts.json").write_text(json.dumps(prompts))
     worker = str(Path(__file__).with_name("vllm_worker.py"))
     environ = {
@@ -218,7 +219,7 @@ def vllm_answers(folder: Path, name: str, prompts: list[list[int]], dtype: str) 
 def test_vllm_decodes_what_generate_does(run: tuple[str, str, Path]) -> None:
     """On a CPU in fp32; log-probabilities of the prompt's own tokens too."""
     family, precision, folder = run
-    _vllm_python()
+    vllm_python()
     if family not in types_of("test_round_trip.py"):
         pytest.skip(f"{family} was not tried with vLLM on a CPU")
     if precision != "fp32":
@@ -280,7 +281,7 @@ def _served_by_vllm(folder: Path, python: str) -> Iterator[int]:
 def test_vllm_serves_it(run: tuple[str, str, Path]) -> None:
     """`ds-finetune serve --engine vllm`, asked with the official client, and ended."""
     family, precision, folder = run
-    python = _vllm_python()
+    python = vllm_python()
     openai = pytest.importorskip("openai", reason="openai is not installed (pip install 'ds_finetune[serve]')")
     if (family, precision) != ("llama", "fp32"):
         pytest.skip("one model is served")

@@ -50,6 +50,13 @@ CELLS = (
     ),
     Cells(
         "safetensors",
+        "vLLM 0.32 on a CPU",
+        "log-probabilities within 0.08 on average, also in FP8 and FP4",
+        "export/test_vllm_deepseek_v4.py",
+        ("deepseek_v4",),
+    ),
+    Cells(
+        "safetensors",
         "mlx_lm 0.32 on a CPU",
         _SAME,
         "export/test_mlx.py",

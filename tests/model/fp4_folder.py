@@ -3,11 +3,12 @@ both.
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.model.fp8_folder import coded, publish, read_all
 
@@ -44,17 +45,22 @@ QUANTIZATION = {
     "weight_block_size": [128, 128],
 }
 _IN_FP4 = re.compile(r"\.experts\.\d+\.w[123]\.weight$")
-_IN_FP8 = re.compile(r"\.(attn\.(wq_a|wq_b|wkv|wo_b)|shared_experts\.w[123])\.weight$")
+_IN_FP8 = re.compile(r"\.(attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)|shared_experts\.w[123])\.weight$")
 _IN_FP32 = re.compile(r"(hc_\w+|attn_sink|ape|gate\.bias)$")
 _NAMES = (("model.", ""), ("embed_tokens.", "embed."), ("hc_head.hc_", "hc_head_"), (".attn.norm.", ".attn.kv_norm."))
+_KEYS_OF_TRANSFORMERS = ("compress_rates", "layer_types", "mlp_layer_types", "rope_parameters")
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def publish_v4(folder: Path, **changes: Any) -> Path:
-    """Random weights by published names, with a prediction layer's norm, in `folder`; `changes` of its config."""
+def publish_v4(folder: Path, prepare: Callable[[PreTrainedModel], None] = lambda lm: None, **changes: Any) -> Path:
+    """Random weights by published names, with a prediction layer's norm, in `folder`; `changes` of its config, and what
+    `prepare` makes of the weights.
+    """
     torch.manual_seed(3)
     config = AutoConfig.for_model("deepseek_v4", **V4 | changes)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "plain")
+    lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    prepare(lm)
+    lm.save_pretrained(folder / "plain")
     tensors: dict[str, torch.Tensor] = {"mtp.0.norm.weight": torch.ones(128).bfloat16()}
     for key, tensor in read_all(folder / "plain").items():
         name = key
@@ -71,7 +77,8 @@ def publish_v4(folder: Path, **changes: Any) -> Path:
             tensors[scale] = torch.exp2(torch.ceil(torch.log2(blocks))).to(torch.float8_e8m0fnu)
         else:
             tensors[name] = tensor.float() if _IN_FP32.search(name) else tensor
-    tree = config.to_dict() | {"architectures": ["DeepseekV4ForCausalLM"], "torch_dtype": "bfloat16"}
+    tree = {key: value for key, value in config.to_dict().items() if key not in _KEYS_OF_TRANSFORMERS} | V4 | changes
+    tree |= {"architectures": ["DeepseekV4ForCausalLM"], "torch_dtype": "bfloat16", "topk_method": "noaux_tc"}
     section = {"expert_dtype": "fp4", "quantization_config": QUANTIZATION}
     return publish(folder / "v4", tensors, config=tree | section)
 
