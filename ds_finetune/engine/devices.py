@@ -230,23 +230,20 @@ class DeviceMemory:
     free_bytes: int
 
 
-def read_device_memory(world: World, device: str) -> DeviceMemory | None:
+def read_device_memory(world: World, device: str) -> DeviceMemory:
     """What this rank may use: free memory of its GPU by the driver, or a rank's share of what the host has left.
 
-    Limits of control groups and of the address space (`ulimit -v`) count as the host's. None for a CPU except on Linux.
+    Limits of control groups and of the address space (`ulimit -v`) count as the host's.
     """
     if device == "cuda":
         index = visible_device(world.local_rank)
         of_gpu, size = torch.cuda.mem_get_info(index)
         return DeviceMemory(torch.cuda.get_device_name(index), size, of_gpu)
-    left, total = available_bytes(), total_bytes()
-    if left is None or total is None:
-        return None
-    share = left // world.local_world_size
+    share = available_bytes() // world.local_world_size
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
         share = min(share, max(0, limit - _status_bytes("VmSize")))
-    return DeviceMemory("CPU", total // world.local_world_size, share)
+    return DeviceMemory("CPU", total_bytes() // world.local_world_size, share)
 
 
 class PeakMemory:

@@ -107,7 +107,7 @@ def least_free_bytes(plan: Plan) -> float:
         # With what torch has reserved and not given out, nearly all memory after a step.
         free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     else:
-        free = (available_bytes() or 0) // plan.world.local_world_size
+        free = available_bytes() // plan.world.local_world_size
     return min(all_gather_scalar(float(free)))
 
 

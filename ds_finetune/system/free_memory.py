@@ -4,36 +4,26 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-
-def available_bytes() -> int | None:
-    """Memory that is still free for this process: the host's, or its control group's where that is less; None except
-    on Linux.
-    """
-    host = _of_host("MemAvailable")
-    return None if host is None else min([host, *(limit - used for limit, used in _cgroups())])
+import psutil
 
 
-def total_bytes() -> int | None:
-    """Memory that this process could have at most: the host's, or its control group's where that is less; None except
-    on Linux.
-    """
-    host = _of_host("MemTotal")
-    return None if host is None else min([host, *(limit for limit, _ in _cgroups())])
+def available_bytes() -> int:
+    """Memory that is still free for this process: the host's, or its control group's where that is less."""
+    return min([psutil.virtual_memory().available, *(limit - used for limit, used in _cgroups())])
 
 
-def _of_host(name: str) -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+def total_bytes() -> int:
+    """Memory that this process could have at most: the host's, or its control group's where that is less."""
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in _cgroups())])
 
 
 def _cgroups() -> Iterator[tuple[int, int]]:
     """Limit and used bytes of control groups with a limit (cgroup versions 2 and 1): of this process's own group and
-    of the container's root group. Files that are only cached do not count as used.
+    of the container's root group; none except on Linux. Files that are only cached do not count as used.
     """
-    own = [line.rpartition(":")[2].lstrip("/") for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    own: list[str] = []
+    with suppress(OSError):
+        own = [line.rpartition(":")[2].lstrip("/") for line in Path("/proc/self/cgroup").read_text().splitlines()]
     for root, limit_file, used_file in (
         ("/sys/fs/cgroup", "memory.max", "memory.current"),
         ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -186,21 +187,20 @@ def accelerate_choices(environ: Mapping[str, str]) -> AccelerateChoices | None:
     )
 
 
-def check_deepspeed_hostfile(process: str = "self") -> None:
+def check_deepspeed_hostfile() -> None:
     """LaunchError where a parent `deepspeed` process was given a `--hostfile` that does not exist or is invalid.
 
     DeepSpeed 0.19.8 then starts only on this machine (launcher/runner.py, fetch_hostfile) and its ranks are not told.
-    This function finds its command line among the parent processes in /proc, where there is a /proc.
+    This function finds its command line among the parent processes that can be seen.
     """
-    process_folder = Path("/proc") / process
-    while (process_folder / "cmdline").is_file():
-        line = (process_folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
-        if any(Path(word).name == "deepspeed" for word in line[:2]):
-            _check_hostfile_arguments(line)
-        parent = re.search(r"^PPid:\s*(\d+)", (process_folder / "status").read_text(), re.MULTILINE)
-        if not parent or int(parent[1]) <= 1:
-            return
-        process_folder = Path("/proc") / parent[1]
+    # Its import takes 15 ms, which commands without ranks do without.
+    import psutil
+
+    with suppress(psutil.Error):
+        for process in psutil.Process().parents():
+            line = process.cmdline()
+            if any(Path(word).name == "deepspeed" for word in line[:2]):
+                _check_hostfile_arguments(line)
 
 
 def _check_hostfile_arguments(line: list[str]) -> None:

@@ -253,7 +253,7 @@ def _write_base(base: Path, sources: Mapping[str, Path], texts: Mapping[str, str
 
 def _memory_error(num_bytes: int, plan: Plan) -> OutputError | None:
     needed, free = num_bytes * plan.world.local_world_size, available_bytes()
-    if not plan.saves_asynchronously or free is None or needed <= free:
+    if not plan.saves_asynchronously or needed <= free:
         return None
     sizes = (
         f"{needed / GIB:.2f} GiB of state to the memory of {socket.gethostname()}, which has {free / GIB:.2f} GiB left"

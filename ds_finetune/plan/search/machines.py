@@ -17,7 +17,7 @@ from ds_finetune.plan.estimate.accelerators import (
 from ds_finetune.plan.precision import Bf16Support, cpu_support
 from ds_finetune.plan.search.candidates import Ranks
 from ds_finetune.plan.search.fitting import HOST_SHARE, Budget
-from ds_finetune.system.free_memory import available_bytes
+from ds_finetune.system.free_memory import available_bytes, total_bytes
 
 CPU = "cpu"
 """The name of this machine's CPU ranks."""
@@ -75,7 +75,7 @@ def target_of(request: Request, *, precision: str = "bf16") -> Target:
     usual = len(models) or row.gpus_per_node
     ranks = _ranks(request, usual=usual, default=usual)
     machine = machine_of(row, gpus_per_node=ranks.per_node)
-    here = _installed_bytes() if models else HOST_SHARE * ranks.per_node * row.memory_bytes
+    here = total_bytes() if models else HOST_SHARE * ranks.per_node * row.memory_bytes
     host = request.host_bytes or here
     note = f"a node is assumed to have {host / GIB:,.0f} GiB of host memory; --host-memory says otherwise"
     notes = () if models or request.host_bytes else (note,)
@@ -85,21 +85,13 @@ def target_of(request: Request, *, precision: str = "bf16") -> Target:
 def _cpu_ranks(request: Request, precision: str) -> Target:
     """Ranks on the cores of this machine, which share its memory."""
     ranks = _ranks(request, usual=request.gpus or 1, default=1, device="cpu")
-    host = request.host_bytes or available_bytes() or _installed_bytes()
+    host = request.host_bytes or available_bytes()
     budget = Budget(host // ranks.number, host // ranks.number)
     precision = ("bf16" if cpu_support().is_native else "fp32") if precision == "auto" else precision
     file = rates_file(ranks.number, precision=precision, threads=max(1, (os.cpu_count() or 1) // ranks.number))
     rates = CpuRates.read(file)
     machine = cpu_machine(rates, ranks=ranks.number, memory_bytes=host) if rates is not None else None
     return Target(ranks, machine, budget)
-
-
-def _installed_bytes() -> int:
-    """Memory of this machine."""
-    # Its import takes 15 ms, and plans for other machines do without.
-    import psutil
-
-    return int(psutil.virtual_memory().total)
 
 
 def _ranks(request: Request, *, usual: int, default: int, device: str = "cuda") -> Ranks:
