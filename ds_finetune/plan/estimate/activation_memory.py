@@ -9,6 +9,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.plan.estimate.compressed_layers import (
     compressed_attention_bytes,
     mixing_bytes,
+    mixing_moments,
     one_stream_bytes,
     streams_of,
 )
@@ -45,11 +46,12 @@ def layer_bytes(model: Mapping[str, Any], widths: Widths, *, is_sparse: bool) ->
     attention, gradients = _attention(model, widths)
     kept = norms + attention + mixing_bytes(model, widths)
     router, mlp = (_router(model, widths), _experts(model, widths)) if is_sparse else (0, _dense(model, widths))
-    # The gradient of the layer's output is there until its input has one; of streams those of both sublayers.
-    of_output = width * hidden * (1 if streams == 1 else 2 * streams)
+    # The gradient of the layer's output is there until its input has one; that of streams beside the sublayer's.
+    of_output = width * hidden * (1 if streams == 1 else 1 + streams)
     outside, tiles = kept + router + of_output, mlp_tiles(model)
     in_attention = Held(kept + gradients + of_output)
     moments = [Held(outside + held.by_token, held.fixed) for held in mlp.moments]
+    moments += [Held(kept + held) for held in mixing_moments(model, widths, router + mlp.kept)]
     tiled = [
         Held(outside + held.by_token // tiles + 2 * width * hidden, (WIDE + width) * numel)
         for held, numel in zip(mlp.moments, mlp.tiled, strict=False)

@@ -28,6 +28,17 @@ def mixing_bytes(model: ModelConfig, widths: Widths) -> int:
     return 2 * (weights + widths.number * hidden) + widths.number * streams * hidden
 
 
+def mixing_moments(model: ModelConfig, widths: Widths, mlp: int) -> tuple[int, ...]:
+    """Bytes beside what attention keeps at the moments when streams of the second sublayer have gradients: their own,
+    and two factors of what was added, while the `mlp` and its router are kept; then three copies in fp32 within the
+    weights, and what the sublayer's other way gave.
+    """
+    wide = streams_of(model) * model["hidden_size"]
+    if wide == model["hidden_size"]:
+        return ()
+    return mlp + 4 * widths.number * wide, (3 * WIDE + widths.number) * wide
+
+
 def one_stream_bytes(model: ModelConfig, widths: Widths) -> int:
     """Kept where one hidden state is made of all streams after the last layer: in fp32, also normalised."""
     streams, wide = streams_of(model), streams_of(model) * model["hidden_size"]

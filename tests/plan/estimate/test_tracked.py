@@ -1,7 +1,7 @@
 """Memory by arithmetic against torch's tracker of the program's own modules, on fake tensors."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from ds_finetune.config.objectives import read_objective
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import LoraConfig
 from ds_finetune.families.table import FAMILIES
+from ds_finetune.model.attention import compressed_attention
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.estimate.rows import BACKWARD, FORWARD, Moment
 from ds_finetune.plan.kernels import ChosenKernels
@@ -60,12 +61,15 @@ def compare(
     tokens: int = 4096,
     lora: Mapping[str, Any] | None = None,
     kernels: str = "torch",
+    lengths: Sequence[int] = (),
     **train: Any,
 ) -> tuple[Tracked, int]:
-    """What is tracked of two rows of two documents, and the bytes of the same by arithmetic."""
+    """What is tracked of two rows of two documents, or of documents of these `lengths`, and the bytes of the same by
+    arithmetic.
+    """
     planned = estimate(tree, 2, tokens, lora, kernels=kernels, **train)
     precision, recomputation = train.get("precision", "bf16"), train.get("activation_checkpointing", "full")
-    documents = [(tokens // 4, tokens - tokens // 4)] * 2
+    documents = [tuple(lengths) or (tokens // 4, tokens - tokens // 4)] * 2
     tracked = track(
         tree,
         documents,
@@ -113,6 +117,41 @@ WIDER = {
 def test_published_sizes_with_few_layers(shared_data: Path, name: str, way: str) -> None:
     tracked, planned = compare(published(shared_data, name, num_hidden_layers=2), **WAYS[way])
     assert planned == pytest.approx(tracked.peak, rel=0.02)
+
+
+NARROW_V4 = {"hidden_size": 1024, "num_attention_heads": 16, "head_dim": 128, "q_lora_rank": 256, "o_lora_rank": 256}
+NARROW_V4 |= {"moe_intermediate_size": 512, "n_routed_experts": 4, "num_experts_per_tok": 2, "vocab_size": 1024}
+NARROW_V4 |= {"index_n_heads": 16, "index_head_dim": 64, "num_hash_layers": 1, "quantization_config": None}
+KINDS = {"all kinds": [0, 4, 128], "window": [0, 0], "sparse": [4, 4], "heavy": [128, 128]}
+"""Layers of DeepSeek-V4 by what their attention compresses."""
+
+
+@pytest.fixture
+def fewer_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention takes four times as many queries at once, so that the tracker sees fewer operations."""
+    monkeypatch.setattr(compressed_attention, "_QUERIES", 256)
+
+
+def compare_v4(shared_data: Path, kinds: str, way: str, *, lengths: Sequence[int] = ()) -> None:
+    layers = {"compress_ratios": KINDS[kinds], "num_hidden_layers": len(KINDS[kinds])}
+    tree = published(shared_data, "deepseek-ai--DeepSeek-V4-Flash", **NARROW_V4 | layers)
+    tracked, planned = compare(tree, tokens=1024, lengths=lengths, **WAYS[way])
+    assert planned == pytest.approx(tracked.peak, rel=0.02)
+
+
+@pytest.mark.usefixtures("fewer_operations")
+@pytest.mark.parametrize("way", ["recomputed", pytest.param("selective", marks=pytest.mark.slow), "kept"])
+def test_deepseek_v4(shared_data: Path, way: str) -> None:
+    compare_v4(shared_data, "all kinds", way)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fewer_operations")
+@pytest.mark.parametrize("lengths", [(1024,), (37,) * 27 + (25,)], ids=["one document", "many"])
+@pytest.mark.parametrize("way", ["recomputed", "selective", "kept"])
+@pytest.mark.parametrize("kinds", KINDS)
+def test_layers_of_deepseek_v4(shared_data: Path, kinds: str, way: str, lengths: tuple[int, ...]) -> None:
+    compare_v4(shared_data, kinds, way, lengths=lengths)
 
 
 FUSED = ("liger", "compile")
