@@ -132,14 +132,17 @@ def test_cpu_ranks_are_measured_where_a_plan_is_for_them(
     assert UNCONFIRMED not in shown
 
 
-def test_no_figure_of_a_gpu_is_shown_as_confirmed(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_figure_of_a_gpu_is_shown_as_confirmed(
+    run_file: str, shared_data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = ["plan", run_file, "--gpus", "512", "--gpu", "h100-80g"]
-    for options in ([], ["--search"], ["--gpus", "8", "parallel.ep=8"]):
+    search = ["--search", "--gpus", "8", f"model.path={shared_data / 'configs' / 'Qwen--Qwen3-0.6B'}", "parallel.ep=1"]
+    for options in ([], search, ["--gpus", "8", "parallel.ep=8"]):
         assert main([*command, *options]) == 0
         assert UNCONFIRMED in " ".join(capsys.readouterr().out.split())
     assert main([*command, "--json"]) == 0
     assert UNCONFIRMED in json.loads(capsys.readouterr().out)["notes"]
-    assert main([*command, "--search", "--json"]) == 0
+    assert main([*command, *search, "--json"]) == 0
     assert UNCONFIRMED in json.loads(capsys.readouterr().out)["assumptions"]
 
 
