@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicIndexedLayer
 
 _GROWTH = 1.5
@@ -105,13 +106,7 @@ class RowCache(Cache):
         if self.columns < self._reserved:
             return
         self._reserved = min(self._longest, max(self.columns + 1, int(self.columns * _GROWTH)))
-
-        def grow(part: torch.Tensor) -> torch.Tensor:
-            grown = part.new_empty(*part.shape[:-2], self._reserved, part.shape[-1])
-            grown[..., : self.columns, :] = part
-            return grown
-
-        self._replace(grow)
+        self._replace(lambda part: functional.pad(part, (0, 0, 0, self._reserved - self.columns)))
 
     def end_column(self) -> None:
         """Count the column that a forward has filled."""
