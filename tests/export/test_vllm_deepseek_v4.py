@@ -49,6 +49,13 @@ SIZES: dict[str, Any] = {
     "sliding_window": 128,
     "num_hash_layers": 2,
     "compress_ratios": [0, 4, 128, 4],
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 16,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "original_max_position_embeddings": 256,
+    },
     "swiglu_limit": 10.0,
     "initializer_range": 0.05,
     "bos_token_id": 0,
