@@ -41,6 +41,7 @@ V4 |= {"qk_rope_head_dim": 16, "q_lora_rank": 192, "o_lora_rank": 96, "o_groups"
 V4 |= {"compress_ratios": [0, 4, 128, 4], "compress_rate_hca": 32, "index_topk": 8, "index_n_heads": 8}
 V4 |= {"index_head_dim": 32, "hc_mult": 4, "hc_sinkhorn_iters": 4, "intermediate_size": 256, "swiglu_limit": 10.0}
 V4 |= {
+    "max_position_embeddings": 1024,
     "moe_intermediate_size": 256,
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
@@ -77,6 +78,8 @@ class AllocationCell:
     """Further choices of `deepspeed`."""
     title: str = ""
     """What the sections and choices are for."""
+    tokens: int = TOKENS
+    """Tokens of a row; with many, activations and not states decide when most is held."""
 
     @property
     def loads_weights(self) -> bool:
@@ -109,7 +112,7 @@ class AllocationCell:
                 "for": "2 steps",
                 "global_batch_size": MICRO_ROWS * self.forwards * ranks_of_rows,
                 "micro_batch_size": MICRO_ROWS,
-                "max_seq_len": TOKENS,
+                "max_seq_len": self.tokens,
                 "precision": self.precision,
                 "activation_checkpointing": "full" if self.recomputes else "none",
             },
@@ -187,5 +190,10 @@ OTHERS += [
     AllocationCell(stage, "bf16", axis=axis, model=V4) for stage, axis in ((1, "tp"), (1, "sp"), (2, "ep"), (3, ""))
 ]
 OTHERS += [AllocationCell(1, "bf16", axis="pp", model=model) for model in (V3, V4)]
+OTHERS += [
+    AllocationCell(2, "bf16", axis=axis, recomputes=recomputes, model=V4, tokens=1024, title="long")
+    for axis in ("", "sp")
+    for recomputes in (True, False)
+]
 OTHERS += [AllocationCell(2, "bf16", axis="ep", model=V3, sections={"mtp": {"train": True}}, title="mtp")]
 OTHERS = [cell for cell in OTHERS if cell.name not in {chosen.name for chosen in DEFAULT}]

@@ -31,7 +31,7 @@ from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.compare import batch_plan
 from ds_finetune.system.world import World
-from tests.plan.estimate.allocated_cells import DEFAULT, OTHERS, TOKENS, AllocationCell
+from tests.plan.estimate.allocated_cells import DEFAULT, OTHERS, AllocationCell
 from tests.planning import model_of
 
 STEPS = 2
@@ -82,15 +82,16 @@ def _measured(cell: AllocationCell, world: World, folder: Path) -> dict[str, int
 
 def take_full_steps(engine: Engine) -> None:
     """Steps on rows that are full, of one document each, with all tokens supervised."""
-    plan = replace(batch_plan(engine.plan), row_len=TOKENS)
-    rows = [_row() for _ in range(plan.global_batch_size * STEPS)]
+    tokens = engine.plan.batch.max_seq_len
+    plan = replace(batch_plan(engine.plan), row_len=tokens)
+    rows = [_row(tokens) for _ in range(plan.global_batch_size * STEPS)]
     for batch in training_batches(rows, plan, start_step=0, total_rows=len(rows)):
         engine.step(batch, lr=1e-4)
 
 
-def _row() -> Row:
-    ids = np.arange(1, TOKENS + 1, dtype=np.int32)
-    return Row(ids, np.arange(TOKENS, dtype=np.int32), ids, TOKENS)
+def _row(tokens: int) -> Row:
+    ids = np.arange(1, tokens + 1, dtype=np.int32)
+    return Row(ids, np.arange(tokens, dtype=np.int32), ids, tokens)
 
 
 def peaks(tree: Sequence[Any], began: int, ended: int) -> dict[str, int]:

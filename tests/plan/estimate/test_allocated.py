@@ -12,7 +12,7 @@ from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.compare import write_model
 from ds_finetune.system.world import World
-from tests.plan.estimate.allocated_cells import DEFAULT, OTHERS, AllocationCell
+from tests.plan.estimate.allocated_cells import DEFAULT, OTHERS, TOKENS, AllocationCell
 from tests.running import start, torchrun
 
 WORKER = Path(__file__).with_name("allocation_worker.py")
@@ -69,7 +69,7 @@ def others(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def compare(cell: AllocationCell, folder: Path) -> None:
     planned, measured = planned_bytes(cell, folder / cell.name), measured_bytes(cell, folder)
-    assert planned == pytest.approx(measured, rel=0.05)
+    assert planned == pytest.approx(measured, rel=0.05 if cell.tokens == TOKENS else 0.02)
 
 
 @pytest.mark.parametrize("cell", DEFAULT, ids=lambda cell: cell.name)
