@@ -90,11 +90,14 @@ def hyper_head(config: Any) -> nn.Module:  # noqa: ANN401 - a configuration of D
     return _COMPRESSED.attribute(modeling_deepseek_v4, "DeepseekV4HyperHead")(config)  # type: ignore[no-any-return]
 
 
-def hyper_connection_class() -> type[nn.Module]:
-    """The module that weighs the residual streams of DeepSeek-V4."""
-    kind: type[nn.Module] = _COMPRESSED.attribute(modeling_deepseek_v4, "DeepseekV4HyperConnection")
-    _COMPRESSED.source(kind.forward, "post = 2 * torch.sigmoid(post_w * post_scale + post_b)")
-    return kind
+def stream_classes() -> tuple[type[nn.Module], ...]:
+    """What weighs the residual streams of DeepSeek-V4, what makes one of all after the last layer, and layers."""
+    names = ("HyperConnection", "HyperHead", "DecoderLayer")
+    mixing, last, layer = (_COMPRESSED.attribute(modeling_deepseek_v4, f"DeepseekV4{name}") for name in names)
+    _COMPRESSED.source(mixing.forward, "post = 2 * torch.sigmoid(post_w * post_scale + post_b)")
+    _COMPRESSED.source(last.forward, "torch.sigmoid(mixes * self.hc_scale.float() + self.hc_base.float()) + self.eps")
+    _COMPRESSED.source(layer.forward, "comb.to(dtype).transpose(-1, -2), hidden_states")
+    return mixing, last, layer
 
 
 def replace_compressed(module: nn.Module, mixin: type[nn.Module]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.integrations import moe
+from transformers.models.deepseek_v4 import modeling_deepseek_v4
 
 from ds_finetune.foreign.guard import Foreign
 
@@ -41,11 +42,22 @@ def rounds_last(kind: type[nn.Module]) -> bool | None:
     """
     if not kind.__name__.endswith("RMSNorm") or kind.__name__.endswith("UnweightedRMSNorm"):
         return None
+    kind = next((each for each in kind.mro() if each.__module__.startswith("transformers.")), kind)
     _NORMS.source(kind.forward, _NORM)
     if _ROUNDS_LAST in inspect.getsource(kind.forward):
         return True
     _NORMS.source(kind.forward, _ROUNDS_FIRST)
     return False
+
+
+def norm_classes() -> tuple[type[nn.Module], type[nn.Module]]:
+    """The norms of DeepSeek-V4 with a weight and without."""
+    weighted, plain = (
+        _NORMS.attribute(modeling_deepseek_v4, f"DeepseekV4{name}") for name in ("RMSNorm", "UnweightedRMSNorm")
+    )
+    _NORMS.source(weighted.forward, _ROUNDS_LAST)
+    _NORMS.source(plain.forward, "x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)")
+    return weighted, plain
 
 
 @cache

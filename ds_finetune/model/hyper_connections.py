@@ -5,92 +5,159 @@ Autograd would keep a copy of all streams in fp32, and a small matrix of each to
 Here only the streams, which the layer keeps anyway, and the products of a token are kept.
 """
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ds_finetune.foreign.transformers_attention import hyper_connection_class
+from ds_finetune.foreign.transformers_attention import stream_classes
+
+_AT_ONCE = 2**17
+"""Numbers of streams at a time on a CPU: 0.5 MiB in fp32."""
+_Backward = Callable[..., torch.Tensor]
 
 
-class _Sinkhorn(torch.autograd.Function):
-    """Matrices [rows, columns, tokens] whose columns and then rows are divided by their sums, by turns, beginning and
-    ending with columns. With the tokens last, each operation goes through memory in order.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, matrices: torch.Tensor, times: int, eps: float) -> torch.Tensor:  # noqa: ANN401
-        found, sums = [], []
-        for number in range(2 * times - 1):
-            sums.append(matrices.sum(number % 2, keepdim=True) + eps)
-            matrices = matrices / sums[-1]
-            found.append(matrices)
-        ctx.save_for_backward(*found, *sums)
-        return matrices
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # noqa: ANN401
-        number, grad = len(ctx.saved_tensors) // 2, grad.contiguous()
-        for each in reversed(range(number)):
-            normed, total = ctx.saved_tensors[each], ctx.saved_tensors[number + each]
-            grad = (grad - (grad * normed).sum(each % 2, keepdim=True)) / total
-        return grad, None, None
+class _Sizes(NamedTuple):
+    streams: int
+    times: int
+    """How often columns and rows are divided by their sums."""
+    eps: float
+    norm_eps: float
 
 
 class _Mixing(torch.autograd.Function):
-    """From streams [batch, tokens, streams, width] the weights `post` and `comb`, and one hidden state of all."""
+    """Streams [batch, tokens, streams, width] to one hidden state of all; and where `fn` has columns for them, the
+    weights `post` and `comb`, and the streams again: their gradient from the end of the sublayer comes this way.
+    """
 
     @staticmethod
-    def forward(  # noqa: PLR0913 - autograd passes its inputs by position
-        ctx: Any,  # noqa: ANN401
-        streams: torch.Tensor,
-        fn: torch.Tensor,
-        base: torch.Tensor,
-        scale: torch.Tensor,
-        sizes: tuple[int, float, float],
-    ) -> tuple[torch.Tensor, ...]:
-        wide = streams.flatten(0, 1).flatten(1).float()
-        root = torch.rsqrt(torch.linalg.vecdot(wide, wide)[:, None] / wide.shape[1] + sizes[1])
-        products = wide @ fn.float().T
-        pre, post, comb = _weights(products * root, base, scale, sizes)
+    def forward(ctx: Any, streams: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
+        fn, base, scale, sizes = given
+        flat = streams.flatten(0, 1)
+        products, root = (flat.new_empty(len(flat), columns, dtype=torch.float32) for columns in (len(fn), 1))
+        for at in _pieces(flat):
+            wide = flat[at].flatten(1).float()
+            root[at] = torch.rsqrt(torch.linalg.vecdot(wide, wide)[:, None] / wide.shape[1] + sizes.norm_eps)
+            torch.mm(wide, fn.float().T, out=products[at])
+        (pre, *others), _ = _weights(torch.addcmul(base, products * root, _by_column(scale, sizes)), sizes)
         ctx.save_for_backward(streams, fn, base, scale, products, root)
         ctx.sizes = sizes
-        collapsed = (pre[:, None] @ wide.view(len(wide), *streams.shape[2:])).to(streams.dtype)
-        return (
-            *(part.unflatten(0, streams.shape[:2]) for part in (post, comb)),
-            collapsed.view(*streams[:, :, 0].shape),
-        )
+        collapsed = torch.empty_like(flat[:, 0])
+        for at in _pieces(flat):
+            collapsed[at] = (pre[at, None] @ flat[at].float())[:, 0]
+        found = (each.unflatten(0, streams.shape[:2]) for each in (collapsed, *others))
+        return (*found, streams) if others else tuple(found)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, of_one: torch.Tensor, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
         streams, fn, base, scale, products, root = ctx.saved_tensors
-        wide, of_one = streams.flatten(0, 1).flatten(1).float(), grads[2].flatten(0, 1).float()
-        by_stream = wide.view(len(wide), *streams.shape[2:])
-        with torch.enable_grad():
-            leaves = [part.detach().requires_grad_() for part in (products, root, base, scale)]
-            weights = _weights(leaves[0] * leaves[1], leaves[2], leaves[3], ctx.sizes)
-        of_pre = torch.linalg.vecdot(by_stream, of_one[:, None])
-        of_weights = [of_pre, *(grad.flatten(0, 1) for grad in grads[:2])]
-        of_products, of_root, of_base, of_scale = torch.autograd.grad(weights, leaves, of_weights)
-        of_streams = torch.addcmul(of_products @ fn.float(), wide, of_root * root**3, value=-1 / wide.shape[1])
-        of_streams.view_as(by_stream).addcmul_(weights[0].detach()[..., None], of_one[:, None])
-        of_fn = (of_products.T @ wide).to(fn.dtype) if ctx.needs_input_grad[1] else None
-        return of_streams.view_as(streams).to(streams.dtype), of_fn, of_base, of_scale, None
+        *of_others, of_after = (grad.flatten(0, 1) for grad in grads or (torch.zeros_like(streams),))
+        flat, of_one = streams.flatten(0, 1), of_one.flatten(0, 1)[:, None]
+        mixes, factors = products * root, _by_column(scale, ctx.sizes)
+        (pre, *_), backward = _weights(torch.addcmul(base, mixes, factors), ctx.sizes)
+        of_pre = torch.empty_like(pre)
+        for at in _pieces(flat):
+            of_pre[at] = torch.linalg.vecdot(flat[at].float(), of_one[at].float())
+        of_sums = backward(of_pre, *of_others)
+        of_mixes = of_sums * factors
+        of_products, of_wide = of_mixes * root, torch.linalg.vecdot(of_mixes, mixes)[:, None] * root**2
+        of_wide /= -flat[0].numel()
+        of_streams, of_fn = torch.empty_like(flat), torch.zeros_like(fn, dtype=torch.float32)
+        for at in _pieces(flat):
+            wide = flat[at].flatten(1).float()
+            found = torch.addmm(of_after[at].flatten(1).float(), of_products[at], fn.float())
+            found = found.addcmul_(wide, of_wide[at]).view_as(flat[at])
+            of_streams[at] = found.addcmul_(pre[at, :, None], of_one[at].float())
+            if ctx.needs_input_grad[1]:
+                of_fn.addmm_(of_products[at].T, wide)
+        of_scale = torch.stack([part.sum() for part in (of_sums * mixes).sum(0).split(_columns(ctx.sizes)[: len(scale)])])
+        return of_streams.view_as(streams), of_fn.to(fn.dtype), of_sums.sum(0), of_scale, None
 
 
-def _weights(
-    mixes: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, sizes: tuple[int, float, float]
-) -> tuple[torch.Tensor, ...]:
-    """`pre` and `post` [tokens, streams] and `comb` [tokens, streams, streams] of transformers 5.23
-    (deepseek_v4/modeling_deepseek_v4.py:966-994).
+class _Combining(torch.autograd.Function):
+    """The streams after a sublayer: what it gives [batch, tokens, width] by the weights `post`, and the streams before
+    it mixed by the transposes of `comb`.
     """
-    times, _, eps = sizes
-    number = int((1 + mixes.shape[1]) ** 0.5) - 1
-    parts = zip(*(each.split([number, number, number**2], -1) for each in (mixes, base)), scale, strict=True)
-    pre, post, comb = (mix * factor + bias for mix, bias, factor in parts)
-    matrices = comb.T.unflatten(0, (number, number)).contiguous().softmax(1) + eps
-    comb = _Sinkhorn.apply(matrices, times, eps).permute(2, 0, 1).contiguous()
-    return pre.sigmoid() + eps, 2 * post.sigmoid(), comb
+
+    @staticmethod
+    def forward(ctx: Any, *given: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+        streams, out, post, comb = (part.flatten(0, 1).to(given[0].dtype) for part in given)
+        ctx.save_for_backward(streams, out, post, comb)
+        mixed = torch.empty_like(streams)
+        for at in _pieces(streams):
+            torch.bmm(comb[at].mT, streams[at], out=mixed[at])
+            mixed[at].addcmul_(post[at, :, None], out[at, None])
+        return mixed.view_as(given[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
+        streams, out, post, comb = ctx.saved_tensors
+        of_streams, of_out, of_post, of_comb = found = [torch.empty_like(part) for part in ctx.saved_tensors]
+        of_mixed = grad.flatten(0, 1)
+        for at in _pieces(streams):
+            torch.bmm(comb[at], of_mixed[at], out=of_streams[at])
+            torch.bmm(post[at, None], of_mixed[at], out=of_out[at, None])
+            of_post[at] = torch.linalg.vecdot(of_mixed[at], out[at, None])
+            torch.bmm(streams[at], of_mixed[at].mT, out=of_comb[at])
+        of_streams, of_out, of_post, of_comb = (part.unflatten(0, grad.shape[:2]) for part in found)
+        return of_streams, of_out, of_post.float(), of_comb.float()
+
+
+def _pieces(streams: torch.Tensor) -> Iterator[slice]:
+    """Tokens of streams [tokens, streams, width]: on a CPU some at a time, which stay in its cache."""
+    size = len(streams) if streams.device.type != "cpu" else max(1, _AT_ONCE // streams[0].numel())
+    return (slice(begin, begin + size) for begin in range(0, len(streams), size))
+
+
+def _columns(sizes: _Sizes) -> list[int]:
+    """Columns of `pre`, `post` and `comb`."""
+    return [sizes.streams, sizes.streams, sizes.streams**2]
+
+
+def _by_column(scale: torch.Tensor, sizes: _Sizes) -> torch.Tensor:
+    """The scale of each column, from one for each kind of weight."""
+    return torch.cat([factor.expand(columns) for factor, columns in zip(scale, _columns(sizes), strict=False)])
+
+
+def _weights(sums: torch.Tensor, sizes: _Sizes) -> tuple[tuple[torch.Tensor, ...], _Backward]:
+    """`pre` and `post` [tokens, streams] and `comb` [tokens, streams, streams] of transformers 5.23
+    (deepseek_v4/modeling_deepseek_v4.py:966-994), or `pre` alone; and what makes the gradient of `sums` of theirs.
+    """
+    number, eps = sizes.streams, sizes.eps
+    pre = sums[:, :number].sigmoid()
+    if sums.shape[1] == number:
+        return (pre + eps,), lambda of_pre: of_pre * pre * (1 - pre)
+    post = sums[:, number : 2 * number].sigmoid()
+    shares = sums[:, 2 * number :].T.unflatten(0, (number, number)).contiguous().softmax(1)
+    comb, unbalanced = _balanced(shares + eps, sizes)
+
+    def backward(of_pre: torch.Tensor, of_post: torch.Tensor, of_comb: torch.Tensor) -> torch.Tensor:
+        grad = unbalanced(of_comb.permute(1, 2, 0).contiguous())
+        grad = shares * (grad - (grad * shares).sum(1, keepdim=True))
+        of_both = of_pre * pre * (1 - pre), 2 * of_post * post * (1 - post)
+        return torch.cat([*of_both, grad.flatten(0, 1).T], -1)
+
+    return (pre + eps, 2 * post, comb.permute(2, 0, 1).contiguous()), backward
+
+
+def _balanced(matrices: torch.Tensor, sizes: _Sizes) -> tuple[torch.Tensor, _Backward]:
+    """Matrices [rows, columns, tokens] whose columns and then rows are divided by their sums, by turns, beginning and
+    ending with columns; and what makes their gradient. With the tokens last, each operation goes through memory in
+    order.
+    """
+    found, sums = [], []
+    for number in range(2 * sizes.times - 1):
+        sums.append(matrices.sum(number % 2, keepdim=True) + sizes.eps)
+        matrices = matrices / sums[-1]
+        found.append(matrices)
+
+    def backward(grad: torch.Tensor) -> torch.Tensor:
+        for number in reversed(range(len(sums))):
+            grad = (grad - (grad * found[number]).sum(number % 2, keepdim=True)) / sums[number]
+        return grad
+
+    return matrices, backward
 
 
 class MixedStreams(nn.Module):
@@ -99,19 +166,56 @@ class MixedStreams(nn.Module):
     fn: nn.Parameter
     base: nn.Parameter
     scale: nn.Parameter
+    hc_mult: int
     hc_sinkhorn_iters: int
     hc_eps: float
     input_norm: Any
 
     def forward(self, hidden_streams: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """As transformers' own."""
-        sizes = self.hc_sinkhorn_iters, self.input_norm.eps, self.hc_eps
+        """One hidden state of all streams, `post`, `comb` and the streams."""
+        sizes = _Sizes(self.hc_mult, self.hc_sinkhorn_iters, self.hc_eps, self.input_norm.eps)
         return _Mixing.apply(hidden_streams, self.fn, self.base, self.scale, sizes)  # type: ignore[no-any-return]
+
+
+class LastStreams(nn.Module):
+    """Mixed into transformers' module that makes one hidden state after the last layer."""
+
+    hc_fn: nn.Parameter
+    hc_base: nn.Parameter
+    hc_scale: nn.Parameter
+    hc_mult: int
+    eps: float
+    input_norm: Any
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As transformers' own."""
+        sizes = _Sizes(self.hc_mult, 0, self.eps, self.input_norm.eps)
+        return _Mixing.apply(x, self.hc_fn, self.hc_base, self.hc_scale, sizes)[0]  # type: ignore[no-any-return]
+
+
+class StreamLayer(nn.Module):
+    """Mixed into transformers' decoder layers."""
+
+    attn_hc: nn.Module
+    self_attn: nn.Module
+    input_layernorm: nn.Module
+    ffn_hc: nn.Module
+    mlp: nn.Module
+    post_attention_layernorm: nn.Module
+
+    def forward(self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None, **given: Any) -> torch.Tensor:  # noqa: ANN401
+        """As transformers' own (5.23, deepseek_v4/modeling_deepseek_v4.py:1175-1199)."""
+        one, post, comb, streams = self.attn_hc(hidden_states)
+        streams = _Combining.apply(streams, self.self_attn(self.input_layernorm(one), **given)[0], post, comb)
+        one, post, comb, streams = self.ffn_hc(streams)
+        out = self.mlp(self.post_attention_layernorm(one), input_ids=input_ids)
+        return _Combining.apply(streams, out, post, comb)  # type: ignore[no-any-return]
 
 
 def install_hyper_connections(lm: nn.Module) -> None:
     """Let the hyper-connections of a model keep no more than their inputs, in place."""
-    kind = hyper_connection_class()
+    mixins = dict(zip(stream_classes(), (MixedStreams, LastStreams, StreamLayer), strict=True))
     for module in lm.modules():
-        if type(module) is kind:
-            module.__class__ = type(f"{MixedStreams.__name__}{kind.__name__}", (MixedStreams, kind), {})
+        kind = type(module)
+        if (mixin := mixins.get(kind)) is not None:
+            module.__class__ = type(f"{mixin.__name__}{kind.__name__}", (mixin, kind), {})

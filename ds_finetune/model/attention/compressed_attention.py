@@ -368,10 +368,10 @@ def rotate_last_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, 
     """Turn pairs of the last columns of `x` [rows, tokens, heads, width] by cosines and sines, or turn them back
     (transformers 5.23, deepseek_v4/modeling_deepseek_v4.py:335-357).
     """
-    cos, sin = cos[:, :, None], (-sin if is_back else sin)[:, :, None]
+    angles = torch.complex(cos, -sin if is_back else sin)[:, :, None]
     plain, turned = x.split([x.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]], -1)
-    a, b = turned.float().unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.cat([plain, torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2).to(x.dtype)], -1)
+    turned = torch.view_as_real(torch.view_as_complex(turned.float().unflatten(-1, (-1, 2))) * angles).flatten(-2)
+    return torch.cat([plain, turned.to(x.dtype)], -1)
 
 
 class CompressorByDocument(nn.Module):
