@@ -5,7 +5,7 @@ Autograd would keep a copy of all streams in fp32, and a small matrix of each to
 Here only the streams, which the layer keeps anyway, and the products of a token are kept.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +13,6 @@ from torch import nn
 
 from ds_finetune.foreign.transformers_attention import stream_classes
 
-_AT_ONCE = 2**17
-"""Numbers of streams at a time on a CPU: 0.5 MiB in fp32."""
 _Backward = Callable[..., torch.Tensor]
 
 
@@ -28,86 +26,65 @@ class _Sizes(NamedTuple):
 
 class _Mixing(torch.autograd.Function):
     """Streams [batch, tokens, streams, width] to one hidden state of all; and where `fn` has columns for them, the
-    weights `post` and `comb`, and the streams again: their gradient from the end of the sublayer comes this way.
+    weights `post`, and the streams mixed by the transposes of `comb`.
     """
 
     @staticmethod
     def forward(ctx: Any, streams: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
         fn, base, scale, sizes = given
         flat = streams.flatten(0, 1)
-        products, root = (flat.new_empty(len(flat), columns, dtype=torch.float32) for columns in (len(fn), 1))
-        for at in _pieces(flat):
-            wide = flat[at].flatten(1).float()
-            root[at] = torch.rsqrt(torch.linalg.vecdot(wide, wide)[:, None] / wide.shape[1] + sizes.norm_eps)
-            torch.mm(wide, fn.float().T, out=products[at])
+        wide = flat.flatten(1).float()
+        products = wide @ fn.float().T
+        root = torch.rsqrt(torch.linalg.vector_norm(wide, dim=1, keepdim=True) ** 2 / wide.shape[1] + sizes.norm_eps)
         (pre, *others), _ = _weights(torch.addcmul(base, products * root, _by_column(scale, sizes)), sizes)
         ctx.save_for_backward(streams, fn, base, scale, products, root)
         ctx.sizes = sizes
-        collapsed = torch.empty_like(flat[:, 0])
-        for at in _pieces(flat):
-            collapsed[at] = (pre[at, None] @ flat[at].float())[:, 0]
-        found = (each.unflatten(0, streams.shape[:2]) for each in (collapsed, *others))
-        return (*found, streams) if others else tuple(found)
+        found = [(pre[:, None] @ wide.view(flat.shape))[:, 0].to(flat.dtype)]
+        if others:
+            post, comb = others
+            found += [post, comb.to(flat.dtype).mT @ flat]
+        return tuple(each.unflatten(0, streams.shape[:2]) for each in found)
 
     @staticmethod
-    def backward(ctx: Any, of_one: torch.Tensor, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
         streams, fn, base, scale, products, root = ctx.saved_tensors
-        *of_others, of_after = (grad.flatten(0, 1) for grad in grads or (torch.zeros_like(streams),))
-        flat, of_one = streams.flatten(0, 1), of_one.flatten(0, 1)[:, None]
-        mixes, factors = products * root, _by_column(scale, ctx.sizes)
-        (pre, *_), backward = _weights(torch.addcmul(base, mixes, factors), ctx.sizes)
-        of_pre = torch.empty_like(pre)
-        for at in _pieces(flat):
-            of_pre[at] = torch.linalg.vecdot(flat[at].float(), of_one[at].float())
-        of_sums = backward(of_pre, *of_others)
+        of_one, *of_others = (grad.flatten(0, 1) for grad in grads)
+        flat, of_one = streams.flatten(0, 1), of_one[:, None].float()
+        wide, mixes, factors = flat.flatten(1).float(), products * root, _by_column(scale, ctx.sizes)
+        (pre, *others), backward = _weights(torch.addcmul(base, mixes, factors), ctx.sizes)
+        of_weights = [torch.linalg.vecdot(wide.view(flat.shape), of_one)]
+        if others:
+            of_post, of_mixed = of_others
+            of_weights += [of_post, (flat @ of_mixed.mT).float()]
+            found = others[1] @ of_mixed.float()
+        else:
+            found = torch.zeros_like(flat, dtype=torch.float32)
+        of_sums = backward(*of_weights)
         of_mixes = of_sums * factors
-        of_products, of_wide = of_mixes * root, torch.linalg.vecdot(of_mixes, mixes)[:, None] * root**2
-        of_wide /= -flat[0].numel()
-        of_streams, of_fn = torch.empty_like(flat), torch.zeros_like(fn, dtype=torch.float32)
-        for at in _pieces(flat):
-            wide = flat[at].flatten(1).float()
-            found = torch.addmm(of_after[at].flatten(1).float(), of_products[at], fn.float())
-            found = found.addcmul_(wide, of_wide[at]).view_as(flat[at])
-            of_streams[at] = found.addcmul_(pre[at, :, None], of_one[at].float())
-            if ctx.needs_input_grad[1]:
-                of_fn.addmm_(of_products[at].T, wide)
-        of_scale = torch.stack([part.sum() for part in (of_sums * mixes).sum(0).split(_columns(ctx.sizes)[: len(scale)])])
-        return of_streams.view_as(streams), of_fn.to(fn.dtype), of_sums.sum(0), of_scale, None
+        of_root = torch.linalg.vecdot(of_mixes, mixes)[:, None] * root**2
+        found.flatten(1).addmm_(of_mixes * root, fn.float()).addcmul_(wide, of_root, value=-1 / wide.shape[1])
+        found.addcmul_(pre[:, :, None], of_one)
+        of_fn = ((of_mixes * root).T @ wide).to(fn.dtype) if ctx.needs_input_grad[1] else None
+        by_kind = (of_sums * mixes).sum(0).split(_columns(ctx.sizes)[: len(scale)])
+        of_scale = torch.stack([part.sum() for part in by_kind])
+        return found.view(streams.shape).to(streams.dtype), of_fn, of_sums.sum(0), of_scale, None
 
 
-class _Combining(torch.autograd.Function):
-    """The streams after a sublayer: what it gives [batch, tokens, width] by the weights `post`, and the streams before
-    it mixed by the transposes of `comb`.
+class _Adding(torch.autograd.Function):
+    """The streams after a sublayer: the mixed ones [batch, tokens, streams, width], and what it gives [batch, tokens,
+    width] by the weights `post`.
     """
 
     @staticmethod
     def forward(ctx: Any, *given: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-        streams, out, post, comb = (part.flatten(0, 1).to(given[0].dtype) for part in given)
-        ctx.save_for_backward(streams, out, post, comb)
-        mixed = torch.empty_like(streams)
-        for at in _pieces(streams):
-            torch.bmm(comb[at].mT, streams[at], out=mixed[at])
-            mixed[at].addcmul_(post[at, :, None], out[at, None])
-        return mixed.view_as(given[0])
+        mixed, out, post = (part.to(given[0].dtype) for part in given)
+        ctx.save_for_backward(out, post)
+        return torch.addcmul(mixed, post[..., None], out[:, :, None])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
-        streams, out, post, comb = ctx.saved_tensors
-        of_streams, of_out, of_post, of_comb = found = [torch.empty_like(part) for part in ctx.saved_tensors]
-        of_mixed = grad.flatten(0, 1)
-        for at in _pieces(streams):
-            torch.bmm(comb[at], of_mixed[at], out=of_streams[at])
-            torch.bmm(post[at, None], of_mixed[at], out=of_out[at, None])
-            of_post[at] = torch.linalg.vecdot(of_mixed[at], out[at, None])
-            torch.bmm(streams[at], of_mixed[at].mT, out=of_comb[at])
-        of_streams, of_out, of_post, of_comb = (part.unflatten(0, grad.shape[:2]) for part in found)
-        return of_streams, of_out, of_post.float(), of_comb.float()
-
-
-def _pieces(streams: torch.Tensor) -> Iterator[slice]:
-    """Tokens of streams [tokens, streams, width]: on a CPU some at a time, which stay in its cache."""
-    size = len(streams) if streams.device.type != "cpu" else max(1, _AT_ONCE // streams[0].numel())
-    return (slice(begin, begin + size) for begin in range(0, len(streams), size))
+        out, post = ctx.saved_tensors
+        return grad, (post[:, :, None] @ grad)[:, :, 0], torch.linalg.vecdot(grad, out[:, :, None]).float()
 
 
 def _columns(sizes: _Sizes) -> list[int]:
@@ -172,7 +149,7 @@ class MixedStreams(nn.Module):
     input_norm: Any
 
     def forward(self, hidden_streams: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """One hidden state of all streams, `post`, `comb` and the streams."""
+        """One hidden state of all streams, `post`, and the streams mixed by `comb`."""
         sizes = _Sizes(self.hc_mult, self.hc_sinkhorn_iters, self.hc_eps, self.input_norm.eps)
         return _Mixing.apply(hidden_streams, self.fn, self.base, self.scale, sizes)  # type: ignore[no-any-return]
 
@@ -205,11 +182,11 @@ class StreamLayer(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None, **given: Any) -> torch.Tensor:  # noqa: ANN401
         """As transformers' own (5.23, deepseek_v4/modeling_deepseek_v4.py:1175-1199)."""
-        one, post, comb, streams = self.attn_hc(hidden_states)
-        streams = _Combining.apply(streams, self.self_attn(self.input_layernorm(one), **given)[0], post, comb)
-        one, post, comb, streams = self.ffn_hc(streams)
+        one, post, mixed = self.attn_hc(hidden_states)
+        out, _ = self.self_attn(self.input_layernorm(one), **given)
+        one, post, mixed = self.ffn_hc(_Adding.apply(mixed, out, post))
         out = self.mlp(self.post_attention_layernorm(one), input_ids=input_ids)
-        return _Combining.apply(streams, out, post, comb)  # type: ignore[no-any-return]
+        return _Adding.apply(mixed, out, post)  # type: ignore[no-any-return]
 
 
 def install_hyper_connections(lm: nn.Module) -> None:
