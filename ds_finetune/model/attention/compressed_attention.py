@@ -187,10 +187,13 @@ class _Seen(NamedTuple):
 
     def choose(self, part: _QueryPart) -> torch.Tensor | None:
         """The best entries of `part` for each query, int64 [queries, chosen], some of which it may not see; None where
-        it sees so few that all are chosen. Some entries are scored at a time, of which the best so far are kept.
+        each sees so few that all are chosen. Some entries are scored at a time, of which the best so far are kept.
         """
+        if self.scored is None or self.entries is None:
+            return None
         begin, stop = part.entries.start, part.entries.stop
-        if self.scored is None or self.entries is None or stop - begin <= self.topk:
+        seen_before, seen = (numbers[part.queries] for numbers in self.entries.ranges)
+        if (seen - seen_before).max() <= self.topk:
             return None
         best: tuple[torch.Tensor, ...] = ()
         query, weight = self.scored.query[part.queries], self.scored.weight[part.queries]
@@ -368,7 +371,7 @@ def rotate_last_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, 
     """Turn pairs of the last columns of `x` [rows, tokens, heads, width] by cosines and sines, or turn them back
     (transformers 5.23, deepseek_v4/modeling_deepseek_v4.py:335-357).
     """
-    angles = torch.complex(cos, -sin if is_back else sin)[:, :, None]
+    angles = torch.complex(cos.float(), (-sin if is_back else sin).float())[:, :, None]
     plain, turned = x.split([x.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]], -1)
     turned = torch.view_as_real(torch.view_as_complex(turned.float().unflatten(-1, (-1, 2))) * angles).flatten(-2)
     return torch.cat([plain, turned.to(x.dtype)], -1)

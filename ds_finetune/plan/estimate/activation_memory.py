@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from ds_finetune.families.table import family_of
 from ds_finetune.plan.estimate.compressed_layers import (
     compressed_attention_bytes,
+    last_streams_bytes,
     mixing_bytes,
     mixing_moments,
     one_stream_bytes,
@@ -421,8 +422,9 @@ def activation_bytes(  # noqa: PLR0913 - what a rank computes, and with which ke
     parallel ranks, of which `ep` divide the experts. With `is_packed` attention to all documents is one call.
     With `adapters` all other weights are frozen.
     """
-    widths = Widths(4 if precision == "fp32" else 2, tp, ep, is_packed, kernels=kernels)
-    hidden, rules = model["hidden_size"], family_of(str(model["model_type"])).parameters
+    family, hidden = family_of(str(model["model_type"])), model["hidden_size"]
+    number, rules = 4 if precision == "fp32" else 2, family.parameters
+    widths = Widths(number, tp, ep, is_packed, kernels=kernels, keeps_rows=family.compresses)
     assert rules is not None, model["model_type"]
     kinds = [
         (rules.is_sparse(model, number), adapters.by_layer[number] if adapters is not None else frozenset())
@@ -440,7 +442,7 @@ def activation_bytes(  # noqa: PLR0913 - what a rank computes, and with which ke
         layer_input=widths.number * hidden * streams_of(model),
         layers=tuple(layers[place] for place in places),
         head=_head(model, widths, precision, device),
-        last_norm=(4 * widths.number if widths.is_fused else 6 * WIDE) * hidden + 2 * one_stream_bytes(model, widths),
+        last_norm=last_streams_bytes(model, widths) or (4 * widths.number if widths.is_fused else 6 * WIDE) * hidden,
     )
 
 

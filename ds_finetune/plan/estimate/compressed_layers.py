@@ -19,46 +19,53 @@ def streams_of(model: ModelConfig) -> int:
 
 def mixing_bytes(model: ModelConfig, widths: Widths) -> int:
     """Kept by the hyper-connections of both sublayers: products and root of a token, what its sublayer gives, and the
-    weights by which streams are made of it; and the streams between both. The layer's input is not among them.
+    weights by which that is added; and the streams between both. The layer's input is not among them.
     """
     streams, hidden = streams_of(model), model["hidden_size"]
     if streams == 1:
         return 0
-    weights = WIDE * (1 + (2 + streams) * streams) + widths.number * (1 + streams) * streams
+    weights = WIDE * (1 + (2 + streams) * streams) + widths.number * streams
     return 2 * (weights + widths.number * hidden) + widths.number * streams * hidden
 
 
 def mixing_moments(model: ModelConfig, widths: Widths, mlp: int) -> tuple[int, ...]:
     """Bytes beside what attention keeps at the moments when streams of the second sublayer have gradients: their own,
-    and two factors of what was added, while the `mlp` and its router are kept; then three copies in fp32 within the
-    weights, and what the sublayer's other way gave.
+    and products with what is added, while the `mlp` and its router are kept; then those before the sublayer, and copies
+    in fp32 of narrower ones, with every matrix that balances streams.
     """
-    wide = streams_of(model) * model["hidden_size"]
-    if wide == model["hidden_size"]:
+    streams, wide = streams_of(model), streams_of(model) * model["hidden_size"]
+    if streams == 1:
         return ()
-    return mlp + 4 * widths.number * wide, (3 * WIDE + widths.number) * wide
+    matrices = (2 * int(model.get("hc_sinkhorn_iters", 20)) - 1) * streams * (streams + 1)
+    copies = WIDE if widths.number == WIDE else 3 * WIDE
+    return mlp + 2 * widths.number * wide, WIDE * matrices + (widths.number + copies) * wide
 
 
 def one_stream_bytes(model: ModelConfig, widths: Widths) -> int:
-    """Kept where one hidden state is made of all streams after the last layer: in fp32, also normalised."""
-    streams, wide = streams_of(model), streams_of(model) * model["hidden_size"]
-    if streams == 1:
-        return 0
+    """Kept where one hidden state is made of all streams after the last layer: these, products and a root."""
+    streams = streams_of(model)
+    return 0 if streams == 1 else widths.number * streams * model["hidden_size"] + WIDE * (1 + streams)
+
+
+def last_streams_bytes(model: ModelConfig, widths: Widths) -> int:
+    """Held while the streams after the last layer get gradients: those, and copies in fp32 of narrower ones and of the
+    gradient that they are made of.
+    """
+    streams, hidden = streams_of(model), model["hidden_size"]
     copies = WIDE if widths.number == WIDE else WIDE + widths.number
-    return (copies + WIDE) * wide + WIDE * (1 + 3 * streams)
+    return 0 if streams == 1 else one_stream_bytes(model, widths) + ((streams + 1) * copies + streams * WIDE) * hidden
 
 
 def compressed_attention_bytes(model: ModelConfig, widths: Widths) -> tuple[int, int]:
     """Bytes that attention keeps, and those of its gradients."""
     width, heads, columns = widths.number, model["num_attention_heads"] // widths.tp, model["head_dim"]
     rope = int(model.get("qk_rope_head_dim") or columns * model.get("partial_rotary_factor", 1))
-    copies = WIDE if width == WIDE else WIDE + width
     rank = model["q_lora_rank"]
     kept = norm_bytes(rank, widths, normalised=WIDE) + (width * rank if widths.keeps("self_attn.q_b_proj") else 0)
     kept += norm_bytes(columns, widths, normalised=WIDE)
     # Queries are normalised without a weight; then they, tokens, the output and the logarithms of sums are kept.
-    kept += copies * heads * (columns + 1) + width * (2 * heads + 1) * columns + WIDE * heads
-    kept += 3 * WIDE * rope if widths.is_fused else width * rope // 2
+    kept += width * (3 * heads + 1) * columns + 2 * WIDE * heads
+    kept += 3 * WIDE * rope
     kept += width * heads * columns if widths.keeps("self_attn.o_a_proj") else 0
     kept += width * model["o_groups"] * model["o_lora_rank"] if widths.keeps("self_attn.o_b_proj") else 0
     kept += widths.low_rank(*(f"self_attn.{name}" for name in _INPUTS)) + _entries(model, widths, rope)
@@ -74,7 +81,7 @@ def _entries(model: ModelConfig, widths: Widths, rope: int) -> int:
     series = window.series
     weights = WIDE + width if width == WIDE else WIDE + 2 * width
     entry = norm_bytes(columns, widths, normalised=WIDE)
-    entry += width * columns + (WIDE if widths.is_fused else width) * rope
+    entry += width * columns + WIDE * rope
     places = _INDEX * (2 * series - 1) + (series if series > 1 else 0)
     return series * columns * weights + places + entry // window.tokens
 

@@ -77,6 +77,8 @@ class Widths:
     """What computes norms, rotary embeddings and SwiGLU."""
     kind: str = ""
     """The kind of its attention, where layers differ."""
+    keeps_rows: bool = False
+    """Whether norms keep their input and nothing else, whatever the kernels are (model/norm.py)."""
     is_beginning: bool = False
     """Whether no layer before has adapters: gradients begin after the first adapter of this one."""
 
@@ -108,4 +110,4 @@ def norm_bytes(columns: int, widths: Widths, *, normalised: int | None = None, r
     and a root for each group of columns.
     """
     kept = WIDE * columns + (0 if widths.rank else (normalised or widths.number) * columns)
-    return (widths.number * columns if widths.is_fused else kept) + WIDE * roots
+    return (widths.number * columns if widths.is_fused or widths.keeps_rows else kept) + WIDE * roots
