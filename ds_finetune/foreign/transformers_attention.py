@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,8 @@ _MASKS = Foreign("transformers", "masking_utils.py:750-781, 876-881")
 _LATENT = Foreign("transformers", "models/deepseek_v3/modeling_deepseek_v3.py:310, 349")
 _INDEXED = Foreign("transformers", "models/deepseek_v32/modeling_deepseek_v32.py:296-478")
 _COMPRESSED = Foreign("transformers", "models/deepseek_v4/modeling_deepseek_v4.py:361-872")
+_ORIGINAL = SimpleNamespace(**vars(modeling_deepseek_v4))
+"""Its class of layers is replaced while models are built."""
 _PROJECTIONS = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
 _INPUTS = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
 
@@ -93,7 +96,7 @@ def hyper_head(config: Any) -> nn.Module:  # noqa: ANN401 - a configuration of D
 def stream_classes() -> tuple[type[nn.Module], ...]:
     """What weighs the residual streams of DeepSeek-V4, what makes one of all after the last layer, and layers."""
     names = ("HyperConnection", "HyperHead", "DecoderLayer")
-    mixing, last, layer = (_COMPRESSED.attribute(modeling_deepseek_v4, f"DeepseekV4{name}") for name in names)
+    mixing, last, layer = (_COMPRESSED.attribute(_ORIGINAL, f"DeepseekV4{name}") for name in names)
     _COMPRESSED.source(mixing.forward, "post = 2 * torch.sigmoid(post_w * post_scale + post_b)")
     _COMPRESSED.source(last.forward, "torch.sigmoid(mixes * self.hc_scale.float() + self.hc_base.float()) + self.eps")
     _COMPRESSED.source(layer.forward, "comb.to(dtype).transpose(-1, -2), hidden_states")
