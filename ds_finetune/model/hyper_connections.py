@@ -16,7 +16,7 @@ from ds_finetune.foreign.transformers_attention import stream_classes
 _Backward = Callable[..., torch.Tensor]
 
 
-class _Sizes(NamedTuple):
+class _StreamSizes(NamedTuple):
     streams: int
     times: int
     """How often columns and rows are divided by their sums."""
@@ -87,17 +87,17 @@ class _Adding(torch.autograd.Function):
         return grad, (post[:, :, None] @ grad)[:, :, 0], torch.linalg.vecdot(grad, out[:, :, None]).float()
 
 
-def _columns(sizes: _Sizes) -> list[int]:
+def _columns(sizes: _StreamSizes) -> list[int]:
     """Columns of `pre`, `post` and `comb`."""
     return [sizes.streams, sizes.streams, sizes.streams**2]
 
 
-def _by_column(scale: torch.Tensor, sizes: _Sizes) -> torch.Tensor:
+def _by_column(scale: torch.Tensor, sizes: _StreamSizes) -> torch.Tensor:
     """The scale of each column, from one for each kind of weight."""
     return torch.cat([factor.expand(columns) for factor, columns in zip(scale, _columns(sizes), strict=False)])
 
 
-def _weights(sums: torch.Tensor, sizes: _Sizes) -> tuple[tuple[torch.Tensor, ...], _Backward]:
+def _weights(sums: torch.Tensor, sizes: _StreamSizes) -> tuple[tuple[torch.Tensor, ...], _Backward]:
     """`pre` and `post` [tokens, streams] and `comb` [tokens, streams, streams] of transformers 5.23
     (deepseek_v4/modeling_deepseek_v4.py:966-994), or `pre` alone; and what makes the gradient of `sums` of theirs.
     """
@@ -118,7 +118,7 @@ def _weights(sums: torch.Tensor, sizes: _Sizes) -> tuple[tuple[torch.Tensor, ...
     return (pre + eps, 2 * post, comb.permute(2, 0, 1).contiguous()), backward
 
 
-def _balanced(matrices: torch.Tensor, sizes: _Sizes) -> tuple[torch.Tensor, _Backward]:
+def _balanced(matrices: torch.Tensor, sizes: _StreamSizes) -> tuple[torch.Tensor, _Backward]:
     """Matrices [rows, columns, tokens] whose columns and then rows are divided by their sums, by turns, beginning and
     ending with columns; and what makes their gradient. With the tokens last, each operation goes through memory in
     order.
@@ -150,7 +150,7 @@ class MixedStreams(nn.Module):
 
     def forward(self, hidden_streams: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """One hidden state of all streams, `post`, and the streams mixed by `comb`."""
-        sizes = _Sizes(self.hc_mult, self.hc_sinkhorn_iters, self.hc_eps, self.input_norm.eps)
+        sizes = _StreamSizes(self.hc_mult, self.hc_sinkhorn_iters, self.hc_eps, self.input_norm.eps)
         return _Mixing.apply(hidden_streams, self.fn, self.base, self.scale, sizes)  # type: ignore[no-any-return]
 
 
@@ -166,7 +166,7 @@ class LastStreams(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """As transformers' own."""
-        sizes = _Sizes(self.hc_mult, 0, self.eps, self.input_norm.eps)
+        sizes = _StreamSizes(self.hc_mult, 0, self.eps, self.input_norm.eps)
         return _Mixing.apply(x, self.hc_fn, self.hc_base, self.hc_scale, sizes)[0]  # type: ignore[no-any-return]
 
 
