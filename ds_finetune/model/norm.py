@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from ds_finetune.foreign.transformers_elementwise import norm_classes
 
 
-class _Norm(torch.autograd.Function):
+class _WideNorm(torch.autograd.Function):
     """Rows [..., width] over their root mean squares, times a weight [width] or none; in fp32, rounded at the end."""
 
     @staticmethod
@@ -37,8 +37,8 @@ def install_norms(lm: nn.Module) -> None:
     """Let norms of DeepSeek-V4 keep their inputs only, in place."""
     weighted, plain = norm_classes()
     forwards = {
-        weighted: lambda self, x: _Norm.apply(x, self.weight, self.variance_epsilon),
-        plain: lambda self, x: _Norm.apply(x, None, self.eps),
+        weighted: lambda self, x: _WideNorm.apply(x, self.weight, self.variance_epsilon),
+        plain: lambda self, x: _WideNorm.apply(x, None, self.eps),
     }
     for module in lm.modules():
         kind = type(module)
