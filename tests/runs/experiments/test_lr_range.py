@@ -75,3 +75,8 @@ def test_wrong_requests_are_refused_and_failed_runs_reported(tmp_path: Path) -> 
         run_test(tmp_path, overrides=("optim.weight_decay=0",))
     with pytest.raises(OutputError, match="exists already"):
         run_test(tmp_path)
+
+
+def test_a_refused_setting_stays_a_user_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="exit code 2: no such model"):
+        run_test(tmp_path, overrides=("optim.weight_decay=0.5",))
