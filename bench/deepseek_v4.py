@@ -63,6 +63,8 @@ V4 = SIZES | {
     "index_topk": 64,
     "sliding_window": 128,
     "num_hash_layers": 1,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
     "compress_ratios": [0, 4, 128, 4, 128],
     "swiglu_limit": 10.0,
 }
