@@ -32,18 +32,18 @@ class _Mixing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, streams: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
         fn, base, scale, sizes = given
-        flat = streams.flatten(0, 1)
-        wide = flat.flatten(1).float()
+        wide = streams.flatten(0, 1).flatten(1).float()
         products = wide @ fn.float().T
         root = torch.rsqrt(torch.linalg.vector_norm(wide, dim=1, keepdim=True) ** 2 / wide.shape[1] + sizes.norm_eps)
-        (pre, *others), _ = _weights(torch.addcmul(base, products * root, _by_column(scale, sizes)), sizes)
+        weights, _ = _weights(torch.addcmul(base, products * root, _by_column(scale, sizes)), sizes)
         ctx.save_for_backward(streams, fn, base, scale, products, root)
         ctx.sizes = sizes
-        found = [(pre[:, None] @ wide.view(flat.shape))[:, 0].to(flat.dtype)]
+        pre, *others = (each.unflatten(0, streams.shape[:2]) for each in weights)
+        found = [(pre[:, :, None] @ wide.view(streams.shape))[:, :, 0].to(streams.dtype)]
         if others:
             post, comb = others
-            found += [post, comb.to(flat.dtype).mT @ flat]
-        return tuple(each.unflatten(0, streams.shape[:2]) for each in found)
+            found += [post, comb.to(streams.dtype).mT @ streams]
+        return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
@@ -52,7 +52,7 @@ class _Mixing(torch.autograd.Function):
         flat, of_one = streams.flatten(0, 1), of_one[:, None].float()
         wide, mixes, factors = flat.flatten(1).float(), products * root, _by_column(scale, ctx.sizes)
         (pre, *others), backward = _weights(torch.addcmul(base, mixes, factors), ctx.sizes)
-        of_weights = [torch.linalg.vecdot(wide.view(flat.shape), of_one)]
+        of_weights = [(of_one @ wide.view(flat.shape).mT)[:, 0]]
         if others:
             of_post, of_mixed = of_others
             of_weights += [of_post, (flat @ of_mixed.mT).float()]
@@ -72,20 +72,21 @@ class _Mixing(torch.autograd.Function):
 
 
 class _Adding(torch.autograd.Function):
-    """The streams after a sublayer: the mixed ones [batch, tokens, streams, width], and what it gives [batch, tokens,
-    width] by the weights `post`.
+    """The streams after a sublayer, in place of the mixed ones [batch, tokens, streams, width] of which they are a sum
+    with what it gives [batch, tokens, width], by the weights `post`.
     """
 
     @staticmethod
     def forward(ctx: Any, *given: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
         mixed, out, post = (part.to(given[0].dtype) for part in given)
         ctx.save_for_backward(out, post)
-        return torch.addcmul(mixed, post[..., None], out[:, :, None])
+        ctx.mark_dirty(given[0])
+        return mixed.addcmul_(post[..., None], out[:, :, None])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
         out, post = ctx.saved_tensors
-        return grad, (post[:, :, None] @ grad)[:, :, 0], torch.linalg.vecdot(grad, out[:, :, None]).float()
+        return grad, (post[:, :, None] @ grad)[:, :, 0], (out[:, :, None] @ grad.mT)[:, :, 0].float()
 
 
 def _columns(sizes: _StreamSizes) -> list[int]:
@@ -121,18 +122,19 @@ def _weights(sums: torch.Tensor, sizes: _StreamSizes) -> tuple[tuple[torch.Tenso
 
 def _balanced(matrices: torch.Tensor, sizes: _StreamSizes) -> tuple[torch.Tensor, _Backward]:
     """Matrices [rows, columns, tokens] whose columns and then rows are divided by their sums, by turns, beginning and
-    ending with columns; and what makes their gradient. With the tokens last, each operation goes through memory in
-    order.
+    ending with columns; and what makes their gradient, once. Both are changed in place: backward multiplies by the
+    sums again, so that caches of a processor hold all it needs. With the tokens last, each operation goes through
+    memory in order.
     """
-    found, sums = [], []
+    sums = []
     for number in range(2 * sizes.times - 1):
-        sums.append(matrices.sum(number % 2, keepdim=True) + sizes.eps)
-        matrices = matrices / sums[-1]
-        found.append(matrices)
+        sums.append(matrices.sum(number % 2, keepdim=True).add_(sizes.eps))
+        matrices.div_(sums[-1])
 
     def backward(grad: torch.Tensor) -> torch.Tensor:
         for number in reversed(range(len(sums))):
-            grad = (grad - (grad * found[number]).sum(number % 2, keepdim=True)) / sums[number]
+            grad.sub_((grad * matrices).sum(number % 2, keepdim=True)).div_(sums[number])
+            matrices.mul_(sums[number])
         return grad
 
     return matrices, backward

@@ -8,7 +8,7 @@ from ds_finetune.plan.estimate.widths import WIDE, Widths, norm_bytes
 
 _INDEX = 8
 _INPUTS = ("q_a_proj", "q_b_proj", "kv_proj", "o_a_proj", "o_b_proj", "compressor.kv_proj", "compressor.gate_proj")
-_QUERIES = 64
+_QUERIES = 72
 """Queries that are compared at a time with all tokens that any of them sees."""
 
 
@@ -30,15 +30,15 @@ def mixing_bytes(model: ModelConfig, widths: Widths) -> int:
 
 def mixing_moments(model: ModelConfig, widths: Widths, mlp: int) -> tuple[int, ...]:
     """Bytes beside what attention keeps at the moments when streams of the second sublayer have gradients: their own,
-    and products with what is added, while the `mlp` and its router are kept; then those before the sublayer, and copies
-    in fp32 of narrower ones, with every matrix that balances streams.
+    while the `mlp` and its router are kept; then those before the sublayer, and copies in fp32 of narrower ones, with
+    what balances streams: every sum, and some matrices.
     """
     streams, wide = streams_of(model), streams_of(model) * model["hidden_size"]
     if streams == 1:
         return ()
-    matrices = (2 * int(model.get("hc_sinkhorn_iters", 20)) - 1) * streams * (streams + 1)
+    balance = (2 * int(model.get("hc_sinkhorn_iters", 20)) - 1 + 4 * streams) * streams
     copies = WIDE if widths.number == WIDE else 3 * WIDE
-    return mlp + 2 * widths.number * wide, WIDE * matrices + (widths.number + copies) * wide
+    return mlp + widths.number * wide, WIDE * balance + (widths.number + copies) * wide
 
 
 def one_stream_bytes(model: ModelConfig, widths: Widths) -> int:
