@@ -22,12 +22,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ds_finetune.foreign.auto_configs import AutoConfig
@@ -82,6 +83,7 @@ V3 = SIZES | {
 }
 KINDS = {"window": 0, "every 4": 1, "every 128": 2}
 """Layers of V4 by how many tokens an entry of theirs holds."""
+Parts = tuple[torch.Tensor, ...]
 DOCUMENTS = (40, 130, 210, 95, 310, 260, 180, 75, 150, 220, 120, 258)
 """Tokens of the documents of a packed row of 2,048, about those of GSM8K."""
 
@@ -132,46 +134,56 @@ def attention() -> None:
             say(f"{kind:>9} {tokens:6d} tokens: {seconds:7.2f} s, {kept:7.0f} MiB kept, {peak:7.0f} MiB at most")
 
 
-def seconds_of(step: Callable[[], torch.Tensor]) -> float:
-    """Seconds of processor time of a forward and backward, the median of three after one."""
+def speed() -> None:
+    """Print tokens a second of a packed row of 2,048 tokens, of each of its documents by itself, and of all padded."""
+    context = multiprocessing.get_context("spawn")
+    for documents in (DOCUMENTS, (sum(DOCUMENTS),)):
+        found = {}
+        for way in WAYS:
+            # Memory that another way has freed would make a way faster.
+            with context.Pool(1) as pool:
+                found[way] = sum(documents) / pool.apply(seconds_of, (documents, way))
+            times = found["packed row"] / found[way]
+            say(f"{len(documents)} documents, {way:>36}: {found[way]:8.0f} tokens/s, packed {times:5.2f} times as fast")
+
+
+def seconds_of(documents: tuple[int, ...], way: str) -> float:
+    """Seconds of processor time of a forward and backward of these documents, the median of seven after one."""
+    torch.set_num_threads(1)
+    lm: Any = model(max(documents))
+    if way != "packed row":
+        plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**V4), attn_implementation="eager").float()
+        plain.load_state_dict(lm.lm.state_dict())
+        lm = plain.train().model
+    parts = torch.randint(3, 90000, (1, sum(documents))).split(documents, dim=1)
+    padded = torch.zeros(len(parts), max(documents), dtype=torch.int64)
+    for row, part in zip(padded, parts, strict=True):
+        row[: part.shape[1]] = part[0]
     found = []
-    for _ in range(4):
+    for _ in range(8):
         began = time.process_time()
-        step().backward()
+        WAYS[way](lm, parts, padded).backward()
         found.append(time.process_time() - began)
     return statistics.median(found[1:])
 
 
-def speed() -> None:
-    """Print tokens a second of a packed row of 2,048 tokens, of each of its documents by itself, and of all padded."""
-    torch.set_num_threads(1)
-    for documents in (DOCUMENTS, (sum(DOCUMENTS),)):
-        found = rates(documents)
-        for name, rate in found.items():
-            times = found["packed row"] / rate
-            say(f"{len(documents)} documents, {name:>36}: {rate:8.0f} tokens/s, packed {times:5.2f} times as fast")
-
-
-def rates(documents: tuple[int, ...]) -> dict[str, float]:
-    """Tokens a second of these documents in each way."""
-    ours, length = model(max(documents)), sum(documents)
-    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**V4), attn_implementation="eager").float().train()
-    plain.load_state_dict(ours.lm.state_dict())
-    parts = torch.randint(3, 90000, (1, length)).split(documents, dim=1)
+def packed(lm: TrainedModel, parts: Parts, _: torch.Tensor) -> torch.Tensor:
+    """The sum of the hidden states of all documents in a row."""
+    documents = tuple(part.shape[1] for part in parts)
     positions = torch.cat([torch.arange(size) for size in documents])[None]
-    padded = torch.zeros(len(parts), max(documents), dtype=torch.int64)
-    for row, part in zip(padded, parts, strict=True):
-        row[: part.shape[1]] = part[0]
+    return lm.hidden(torch.cat(parts, dim=1), positions, (documents,)).sum()
 
-    def alone(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.stack([plain.model(part, use_cache=False).last_hidden_state.sum() for part in rows]).sum()
 
-    steps = {
-        "packed row": lambda: ours.hidden(torch.cat(parts, dim=1), positions, (documents,)).sum(),
-        "transformers, one document a forward": lambda: alone(parts),
-        "transformers, documents padded": lambda: alone([padded]),
-    }
-    return {name: length / seconds_of(step) for name, step in steps.items()}
+def alone(lm: nn.Module, parts: Parts, _: torch.Tensor) -> torch.Tensor:
+    """The sum of the hidden states of transformers' model, each document in a forward of its own."""
+    return torch.stack([lm(part, use_cache=False).last_hidden_state.sum() for part in parts]).sum()
+
+
+WAYS: dict[str, Callable[..., torch.Tensor]] = {
+    "packed row": packed,
+    "transformers, one document a forward": alone,
+    "transformers, documents padded": lambda lm, _, padded: alone(lm, (padded,), padded),
+}
 
 
 def gsm8k(folder: Path, rows: Path, tokenizer: Path, steps: int) -> None:

@@ -57,14 +57,14 @@ GGUF_SETTINGS = "tests/export/gguf/test_settings.py"
 MUTANTS = (
     Mutant(
         "a window of DeepSeek-V4 over the border of documents",
-        "model/attention/compressed_attention.py",
+        "model/attention/compressed_layout.py",
         "first = np.maximum(begins, np.arange(len(begins)) - window + 1)",
         "first = np.maximum(0, np.arange(len(begins)) - window + 1)",
         COMPRESSED,
     ),
     Mutant(
         "compressed entries that are seen a token late",
-        "model/attention/compressed_attention.py",
+        "model/attention/compressed_layout.py",
         "shards.own(first + (positions + 1) // rate)",
         "shards.own(first + positions // rate)",
         COMPRESSED,

@@ -2,8 +2,6 @@
 
 An entry is a mean of the tokens of a window of `compress_rate` tokens, and where windows overlap also of the window
 before; a document's last tokens that fill no window are in none. An indexer chooses `index_topk` of them for a query.
-Rows are flattened, and the entries of all documents are in the order of their tokens: a query attends to a range of
-tokens and in a range of entries, with which some queries at a time are compared.
 
 Sequence parallel ranks hold the queries of their tokens, the tokens of a window before these, and all entries: each
 makes those whose last token it has, of tokens that it has or gets from the ranks before.
@@ -13,10 +11,9 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -26,6 +23,15 @@ from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.transformers_attention import compressed_classes, replace_compressed
 from ds_finetune.model.attention.by_document import BY_DOCUMENT, Documents
+from ds_finetune.model.attention.compressed_layout import (
+    Entries,
+    QueryPart,
+    RowShards,
+    SeenTokens,
+    entries_of,
+    parts_of,
+    tokens_of,
+)
 from ds_finetune.model.attention.indexed_attention import (
     DivergenceCollector,
     KeyPart,
@@ -41,118 +47,11 @@ PRODUCTS_AT_ONCE = 2**26
 """Products of queries and keys that are computed at a time, of all heads: 0.25 GiB in fp32."""
 _SCORES_AT_ONCE = 2**24
 """Products of an indexer's queries and keys that are computed at a time, of all its heads: 64 MiB."""
-_QUERIES = 64
-"""Queries at a time, unless their products are too many. With more, each is multiplied with more keys that only others
-of them see; with fewer, there are more operations.
+_QUERIES = 72
+"""Queries at a time at most. With more, each is multiplied with more keys that only others of them see; with fewer,
+there are more operations.
 """
 _LOG2_E = 1 / math.log(2)
-_LAYOUTS = 8
-"""Layouts of documents that are kept: those of a forward by compression rate, for all of its layers."""
-
-
-class RowShards(NamedTuple):
-    """The documents of rows, and which of the equal shards of each row this rank has."""
-
-    documents: tuple[Documents, ...]
-    sp: int = 1
-    rank: int = 0
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a row on a rank."""
-        return sum(self.documents[0]) // self.sp
-
-    def own(self, of_tokens: np.ndarray) -> np.ndarray:
-        """What belongs to this rank's tokens, of an array with something for each token of the flattened rows."""
-        begin = self.rank * self.tokens
-        return of_tokens.reshape(len(self.documents), -1)[:, begin : begin + self.tokens].reshape(-1)
-
-    def places(self, tokens: np.ndarray, before: int) -> np.ndarray:
-        """Where some of the flattened rows' tokens are, after `before` tokens of earlier ranks in front of each row's
-        shard, or all where there are fewer.
-        """
-        begin, (row, in_row) = self.rank * self.tokens, np.divmod(tokens, self.tokens * self.sp)
-        before = min(before, begin)
-        return row * (before + self.tokens) + in_row - begin + before
-
-
-class Entries(NamedTuple):
-    """The entries of documents whose rows are flattened, and what each of this rank's tokens sees of them."""
-
-    windows: torch.Tensor
-    """Tokens of the window of each entry that this rank makes, int64 [own entries, rate]; those of the windows before
-    are `rate` places earlier.
-    """
-    is_first: torch.Tensor
-    """Whether an entry is the first of its document, bool [own entries]."""
-    positions: torch.Tensor
-    """The position in its document of the first token of each entry's window, int64 [own entries]."""
-    order: torch.Tensor
-    """Where each entry is among those of all ranks, of which each gives `most`, int64 [entries]."""
-    most: int
-    first: torch.Tensor
-    """The first entry of each token's document, int64 [tokens]."""
-    end: torch.Tensor
-    """One past the last entry that each token sees: those whose windows end at it or before, int64 [tokens]."""
-    ranges: tuple[np.ndarray, np.ndarray]
-    """`first` and `end` in host memory."""
-
-
-class SeenTokens(NamedTuple):
-    """What each of this rank's tokens sees of them and those before."""
-
-    own: torch.Tensor
-    """The token itself, int64 [tokens]."""
-    first: torch.Tensor
-    """The first token that it sees: a window's, or its document's; int64 [tokens]."""
-    places: np.ndarray
-    """`own` in host memory."""
-    begins: np.ndarray
-    """`first` in host memory."""
-
-
-def _begins(documents: tuple[Documents, ...]) -> np.ndarray:
-    """The first token of the document of each token of flattened rows."""
-    lengths = [length for row in documents for length in row]
-    return np.repeat(np.cumsum([0, *lengths])[:-1], lengths)
-
-
-@lru_cache(_LAYOUTS)
-def tokens_of(shards: RowShards, window: int, device: torch.device) -> SeenTokens:
-    """What tokens see of rows, each of up to `window` tokens."""
-    begins = _begins(shards.documents)
-    first = np.maximum(begins, np.arange(len(begins)) - window + 1)
-    own, seen = (shards.places(shards.own(of), window - 1) for of in (np.arange(len(begins)), first))
-    return SeenTokens(torch.from_numpy(own).to(device), torch.from_numpy(seen).to(device), own, seen)
-
-
-@lru_cache(_LAYOUTS)
-def entries_of(shards: RowShards, rate: int, before: int, device: torch.device) -> Entries:
-    """The entries of documents, each for `rate` tokens, where each rank has `before` tokens of those before its own."""
-    sizes = np.array([length for row in shards.documents for length in row], dtype=np.int64)
-    begins, number = np.cumsum(sizes) - sizes, sizes // rate
-    first_entries = np.cumsum(number) - number
-    in_document = np.arange(number.sum()) - np.repeat(first_entries, number)
-    windows = np.repeat(begins, number)[:, None] + in_document[:, None] * rate + np.arange(rate)
-    maker = windows[:, -1] // shards.tokens % shards.sp
-    made = np.bincount(maker, minlength=shards.sp)
-    order = np.empty_like(maker)
-    for rank in range(shards.sp):
-        order[maker == rank] = rank * made.max() + np.arange(made[rank])
-    own = maker == shards.rank
-    first, positions = np.repeat(first_entries, sizes), np.arange(sizes.sum()) - _begins(shards.documents)
-    ranges = shards.own(first), shards.own(first + (positions + 1) // rate)
-    parts = (shards.places(windows[own], before), in_document[own] == 0, in_document[own] * rate, order)
-    at, is_first, places, order_of, first_of, end = (torch.from_numpy(part).to(device) for part in (*parts, *ranges))
-    return Entries(at, is_first, places, order_of, int(made.max()), first_of, end, ranges)
-
-
-class _QueryPart(NamedTuple):
-    """Some queries, and the tokens and entries that any of them may see."""
-
-    queries: slice
-    tokens: slice
-    entries: slice
 
 
 class _Seen(NamedTuple):
@@ -167,25 +66,11 @@ class _Seen(NamedTuple):
     scale: float
     """The scale of products that the indexer makes."""
 
-    def parts(self, heads: int) -> Iterator[_QueryPart]:
-        """All queries, some at a time, with the tokens from the first that one of them sees: none of an earlier
-        document, if all are of one.
-        """
-        own, seen, number, begin = self.tokens.places, self.tokens.begins, len(self.tokens.places), 0
-        first, end = self.entries.ranges if self.entries is not None else (np.zeros(number, int),) * 2
-        while begin < number:
-            size = min(_QUERIES, number - begin)
-            keys = int(own[begin + size - 1] - seen[begin]) + 1
-            keys += min(int(end[begin + size - 1] - first[begin]), self.topk or number)
-            last = begin + max(1, min(size, PRODUCTS_AT_ONCE // (heads * keys)))
-            yield _QueryPart(
-                slice(begin, last),
-                slice(int(seen[begin]), int(own[last - 1]) + 1),
-                slice(int(first[begin]), int(end[last - 1])),
-            )
-            begin = last
+    def parts(self, heads: int) -> tuple[QueryPart, ...]:
+        """All queries, some at a time."""
+        return parts_of(self.tokens, self.entries, self.topk, _QUERIES, PRODUCTS_AT_ONCE // heads)
 
-    def choose(self, part: _QueryPart) -> torch.Tensor | None:
+    def choose(self, part: QueryPart) -> torch.Tensor | None:
         """The best entries of `part` for each query, int64 [queries, chosen], some of which it may not see; None where
         each sees so few that all are chosen. Some entries are scored at a time, of which the best so far are kept.
         """
@@ -209,16 +94,22 @@ class _Seen(NamedTuple):
             best = values, entry.gather(1, places)
         return best[1]
 
-    def bias(self, part: _QueryPart, chosen: torch.Tensor | None) -> torch.Tensor:
+    def bias(self, part: QueryPart, chosen: torch.Tensor | None) -> torch.Tensor:
         """0 where a query of `part` attends to one of its tokens and entries, else -inf, fp32 [queries, 1, keys]."""
+        seen = self._seen(part, chosen) if part.seen is None else part.seen
+        if part.keeps_seen and chosen is None:
+            part.seen = seen
+        return torch.where(seen, 0.0, float("-inf"))[:, None]
+
+    def _seen(self, part: QueryPart, chosen: torch.Tensor | None) -> torch.Tensor:
         token = torch.arange(part.tokens.start, part.tokens.stop, device=self.tokens.own.device)
         seen = (token <= self.tokens.own[part.queries, None]) & (token >= self.tokens.first[part.queries, None])
-        if self.entries is not None:
-            entry = chosen
-            if entry is None:
-                entry = torch.arange(part.entries.start, part.entries.stop, device=seen.device)
-            seen = torch.cat([seen, self.sees(part.queries, entry)], dim=1)
-        return torch.where(seen, 0.0, float("-inf"))[:, None]
+        if self.entries is None:
+            return seen
+        entry = chosen
+        if entry is None:
+            entry = torch.arange(part.entries.start, part.entries.stop, device=seen.device)
+        return torch.cat([seen, self.sees(part.queries, entry)], dim=1)
 
     def sees(self, queries: slice, entry: torch.Tensor) -> torch.Tensor:
         """Whether each of `queries` may see entries: the same for all, or those of each query in its row."""

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ds_finetune.foreign.auto_configs import AutoConfig
-from ds_finetune.model.attention import compressed_attention
-from ds_finetune.model.attention.compressed_attention import RowShards, entries_of, tokens_of
+from ds_finetune.model.attention import compressed_attention, compressed_layout
+from ds_finetune.model.attention.compressed_layout import RowShards, entries_of, tokens_of
 from ds_finetune.model.attention.indexed_attention import expect_documents, longest_document
 from ds_finetune.model.build.skeleton import build_skeleton
 from ds_finetune.model.kept_outputs import selective_contexts
@@ -148,6 +148,7 @@ def test_documents_of_packed_rows_are_those_of_transformers_alone(
     at_once: int, make: Callable[..., Models], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compressed_attention, "PRODUCTS_AT_ONCE", at_once)
+    monkeypatch.setattr(compressed_layout, "_KEPT_PAIRS", 2**20 if at_once > 2**20 else 0)
     _assert_equal(make())
 
 
@@ -155,14 +156,14 @@ def test_documents_of_packed_rows_are_those_of_transformers_alone(
 def test_recomputed_layers(
     options: dict[str, Any], make: Callable[..., Models], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Selectively, attention is computed once for each layer, in four parts of 64 queries."""
+    """Selectively, attention is computed once for each layer, in five parts: of whole documents, and halves of 80."""
     calls: list[int] = []
     attend = compressed_attention._attend
     monkeypatch.setattr(compressed_attention, "_attend", lambda *given: calls.append(1) or attend(*given))
     models = make()
     models[0].lm.gradient_checkpointing_enable({"use_reentrant": False, **options})
     _assert_equal(models)
-    assert len(calls) == 4 * 4 * (1 if options else 2)
+    assert len(calls) == 4 * 5 * (1 if options else 2)
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from ds_finetune.features.teacher import DistilledModel
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.activation_memory import install_tiled_mlps, recompute_layers
 from ds_finetune.model.adapters.lora import AdapterPlacement, install_lora
-from ds_finetune.model.attention.compressed_attention import entries_of, tokens_of
+from ds_finetune.model.attention.compressed_layout import entries_of, tokens_of
 from ds_finetune.model.build.skeleton import build_skeleton, whole
 from ds_finetune.model.fused import install
 from ds_finetune.model.fused.install import install_fused
