@@ -619,8 +619,8 @@ MUTANTS = (
     Mutant(
         "skipped steps move the followed biases",
         "observers/routers.py",
-        "        if not is_skipped:\n            above =",
-        "        if True:\n            above =",
+        '            if not record.values["train/skipped"]:\n                above =',
+        "            if True:\n                above =",
         LOADS,
     ),
     Mutant(

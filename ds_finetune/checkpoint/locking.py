@@ -47,7 +47,11 @@ def lock_folder(folder: Path, *, seconds: float, say: Say) -> TextIO:
         except OSError as refused:
             say(f"{folder} cannot be locked ({refused}): see that no other run writes it")
         if os.fstat(file.fileno()).st_nlink:
-            _sign(file)
+            # For runs that wait; on a full disk the file stays empty.
+            with suppress(OSError):
+                file.truncate(0)
+                file.write(_owner())
+                file.flush()
             return file
         # It was removed between opening and locking, so no other run would see this lock.
         file.close()
@@ -58,14 +62,6 @@ def remove_own_lock(folder: Path) -> None:
     with suppress(OSError):
         if (folder / LOCK).read_text(encoding="utf-8") == _owner():
             (folder / LOCK).unlink()
-
-
-def _sign(file: TextIO) -> None:
-    """Name this process in the lock file, for runs that wait; on a full disk the file stays empty."""
-    with suppress(OSError):
-        file.truncate(0)
-        file.write(_owner())
-        file.flush()
 
 
 def _owner() -> str:

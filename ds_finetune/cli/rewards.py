@@ -35,7 +35,11 @@ def _try(arguments: Arguments) -> None:
     for each in scored:
         OUT.print(_table(each, names))
     for each in scored[1:]:
-        _show_examples(each, names)
+        for answer, parts in list(zip(each.answers, each.parts, strict=True))[:_SHOWN]:
+            said = ((name, part or {}) for name, part in zip(names, parts, strict=True))
+            scores = ", ".join(f"{name} {part.get('error') or part.get('score')}" for name, part in said)
+            show_line(f"\n{answer.where}: {scores} ({answer.finish})")
+            show_line(f"  prompt: {answer.prompt[-_CHARACTERS:]!r}\n  answer: {answer.text[:_CHARACTERS]!r}")
     if arguments.samples and len(scored) == 1:
         show_line(f"the model is not asked: model.weights is {config.model.weights}")
     if found := list(faults(config.rewards, scored)):
@@ -51,11 +55,3 @@ def _table(scored: "ScoredAnswers", names: list[str]) -> Table:
     for number, name in enumerate(names):
         table.add_row(escape(name), *scored.numbers(number))
     return table
-
-
-def _show_examples(scored: "ScoredAnswers", names: list[str]) -> None:
-    for answer, parts in list(zip(scored.answers, scored.parts, strict=True))[:_SHOWN]:
-        said = ((name, part or {}) for name, part in zip(names, parts, strict=True))
-        scores = ", ".join(f"{name} {part.get('error') or part.get('score')}" for name, part in said)
-        show_line(f"\n{answer.where}: {scores} ({answer.finish})")
-        show_line(f"  prompt: {answer.prompt[-_CHARACTERS:]!r}\n  answer: {answer.text[:_CHARACTERS]!r}")

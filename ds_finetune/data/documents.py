@@ -168,7 +168,9 @@ class Documents:
         second = [length if d.second is None else d.second for d, length in zip(documents, lengths, strict=True)]
         records, places = (_lines(texts) for texts in ([d.record for d in documents], [d.where for d in documents]))
         seconds = np.array(second, dtype=np.int32)
-        return cls(ids, mask, offsets, _digests(ids, offsets), targets, seconds, records, places)
+        content = ids.astype("<i4").data
+        digests = [xxhash.xxh3_64_intdigest(content[start:end]) for start, end in itertools.pairwise(offsets.tolist())]
+        return cls(ids, mask, offsets, np.array(digests, dtype=np.uint64), targets, seconds, records, places)
 
     @property
     def counts(self) -> Counts:
@@ -255,12 +257,6 @@ def make_documents(tokens: Sequence[Tokens], rules: Sequence[str], *, max_seq_le
         nothing_supervised=without_supervised,
     )
     return documents, sum(changes, counts) + documents.counts
-
-
-def _digests(ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> NDArray[np.uint64]:
-    content = ids.astype("<i4").data
-    digests = [xxhash.xxh3_64_intdigest(content[start:end]) for start, end in itertools.pairwise(offsets.tolist())]
-    return np.array(digests, dtype=np.uint64)
 
 
 def _fit(document: Tokens, rule: str, size: int) -> tuple[list[tuple[list[int], list[bool]]], Counts | None]:

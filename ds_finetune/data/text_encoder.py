@@ -83,7 +83,11 @@ class TextEncoder:
         """Ids of pieces with a space before them, by the piece without it."""
         self._inner: dict[str, list[int]] = {}
         """Ids of parts of pieces behind the first part."""
-        self._uncut = _added_tokens_that_parts_cut(core)
+        contents = [unicodedata.normalize("NFC", token.content) for token in core.get_added_tokens_decoder().values()]
+        self._uncut = re.compile(
+            "|".join(re.escape(text) for text in contents if len(_PART.findall(text)) > 1) or "(?!)"
+        )
+        """Finds the added tokens that are not one part."""
 
     @property
     def is_by_word(self) -> bool:
@@ -167,12 +171,6 @@ _encoders: WeakKeyDictionary[PreTrainedTokenizerBase, TextEncoder] = WeakKeyDict
 def _has_plain_added_tokens(core: Tokenizer) -> bool:
     added = core.get_added_tokens_decoder().values()
     return not any(token.lstrip or token.rstrip or token.single_word or " " in token.content for token in added)
-
-
-def _added_tokens_that_parts_cut(core: Tokenizer) -> re.Pattern[str]:
-    """An expression for the added tokens that are not one part."""
-    contents = [unicodedata.normalize("NFC", token.content) for token in core.get_added_tokens_decoder().values()]
-    return re.compile("|".join(re.escape(text) for text in contents if len(_PART.findall(text)) > 1) or "(?!)")
 
 
 def _digest(core: Tokenizer) -> str:

@@ -161,7 +161,14 @@ def _make_pairs(samples: Sequence[tuple[str, Preference]], how: Tokenisation) ->
     for (_, pair), chosen_tokens, rejected_tokens in zip(samples, tokens[::2], tokens[1::2], strict=True):
         unit, dropped, change = _fit_pair(chosen_tokens, rejected_tokens, how.limits)
         kept += [KeptDocument(ids, mask, pair.margin) for ids, mask in unit]
-        merged = _merge_remarks(chosen_tokens, rejected_tokens, dropped)
+        merged = Tokens(
+            [],
+            [],
+            server_prompt_differs=chosen_tokens.server_prompt_differs or rejected_tokens.server_prompt_differs,
+            dropped=dropped,
+            notes=tuple(dict.fromkeys((*chosen_tokens.notes, *rejected_tokens.notes))),
+            unread=tuple(dict.fromkeys((*chosen_tokens.unread, *rejected_tokens.unread))),
+        )
         remarks.append(merged)
         counts += change + Counts(server_prompt_differs=int(merged.server_prompt_differs))
     documents = Documents.of(kept)
@@ -219,17 +226,6 @@ def _have_answers(sides: Sequence[_Ids]) -> bool:
 
 def _prompt_ids(side: Tokens) -> list[int]:
     return side.ids[: side.mask.index(True, 1)]
-
-
-def _merge_remarks(chosen: Tokens, rejected: Tokens, dropped: str) -> Tokens:
-    return Tokens(
-        [],
-        [],
-        server_prompt_differs=chosen.server_prompt_differs or rejected.server_prompt_differs,
-        dropped=dropped,
-        notes=tuple(dict.fromkeys((*chosen.notes, *rejected.notes))),
-        unread=tuple(dict.fromkeys((*chosen.unread, *rejected.unread))),
-    )
 
 
 def _make_labelled_completions(samples: Sequence[tuple[str, MarkedAnswer]], how: Tokenisation) -> Made:

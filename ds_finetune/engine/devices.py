@@ -103,7 +103,13 @@ def choose_device() -> str:
         )
     device = "cuda" if usable and wanted != "cpu" else "cpu"
     if device == "cuda" and torch.version.cuda:
-        _use_expandable_segments()
+        # torch's allocator grows its segments, so that free blocks of other sizes do not add up to gigabytes. It reads
+        # the variable when CUDA is first used (2.13, c10/core/AllocatorConfig.h). Nothing is chosen where NCCL is to
+        # register torch's memory, which excludes it, and in WSL 2, where a first allocation may fail (pytorch issue
+        # 192330).
+        is_chosen = any(name in os.environ for name in (*_ALLOCATOR, "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"))
+        if not is_chosen and not torch.cuda.is_initialized() and "microsoft" not in platform.release().lower():
+            os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
         _check_kernels(visible_device(int(os.environ.get("LOCAL_RANK", "0"))))
     os.environ["DS_ACCELERATOR"] = device
     return device
@@ -116,18 +122,6 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 def allocator_settings() -> str:
     """The settings of torch's allocator for GPUs; empty where none are chosen."""
     return next((os.environ[name] for name in _ALLOCATOR if name in os.environ), "")
-
-
-def _use_expandable_segments() -> None:
-    """Let torch's allocator grow its segments, so that free blocks of other sizes do not add up to gigabytes.
-
-    torch reads the variable when it first uses CUDA (2.13, c10/core/AllocatorConfig.h). Nothing is chosen where the
-    user has, where NCCL is to register torch's memory, which excludes it, and in WSL 2, where a first allocation may
-    fail (pytorch issue 192330).
-    """
-    is_chosen = any(name in os.environ for name in (*_ALLOCATOR, "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"))
-    if not is_chosen and not torch.cuda.is_initialized() and "microsoft" not in platform.release().lower():
-        os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def _check_kernels(index: int) -> None:

@@ -82,19 +82,15 @@ class FiniteProbe:
 
     def culprit(self, mesh: Mesh) -> str:
         """The parameter with the first non-finite gradient, and its rank; collective."""
-        names = all_gather_object(self._first_bad())
+        names = all_gather_object(
+            next((self._names[index] for index, value in self._seen.items() if not bool(torch.isfinite(value))), None)
+        )
         ranks = list(range(len(names)))
         if mesh.pp > 1:
             # Later layers of a pipeline send a non-finite gradient on to the ones before them.
             ranks.sort(key=lambda rank: -_depth(names[rank] or "", is_last=mesh.place("pp", rank) == mesh.pp - 1))
         culprits = [f"{names[rank]} on rank {rank}" for rank in ranks if names[rank]]
         return culprits[0] if culprits else "no single gradient; the reduction overflowed"
-
-    def _first_bad(self) -> str | None:
-        """Name of the parameter with the first non-finite gradient on this rank, in the order of backward."""
-        return next(
-            (self._names[index] for index, value in self._seen.items() if not bool(torch.isfinite(value))), None
-        )
 
     def _check(self, index: int, grad: torch.Tensor) -> None:
         # x * 0 is 0 for finite x and NaN otherwise; fp32, since a sum of fp16 values may overflow by itself. That of

@@ -153,7 +153,7 @@ class _InterleavedStep:
     def receive(self, turn: PipelineTurn) -> _TensorMessage | None:
         """Ask for what a turn needs from another rank; None where it needs nothing."""
         stage = self._stage
-        is_edge = self._is_first_of_model(turn) if turn.is_forward else self._is_last_of_model(turn)
+        is_edge = (stage.is_first and turn.chunk == 0) if turn.is_forward else self._is_last_of_model(turn)
         if is_edge:
             return None
         into = stage.empty_hidden(self._every[turn.micro].input_ids)
@@ -200,9 +200,6 @@ class _InterleavedStep:
     def _link(self, is_forward: bool, *, after: bool) -> Link:
         """The link to the rank `after` this one, or to the one before it."""
         return Link(is_forward, self._stage.is_last if after else self._stage.is_first)
-
-    def _is_first_of_model(self, turn: PipelineTurn) -> bool:
-        return self._stage.is_first and turn.chunk == 0
 
     def _is_last_of_model(self, turn: PipelineTurn) -> bool:
         return self._stage.is_last and turn.chunk == self._stage.num_chunks - 1

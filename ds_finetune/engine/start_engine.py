@@ -34,7 +34,11 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
     Without `loads_weights` parameters hold zeros, into which a checkpoint is restored. Weights are loaded all the same
     where some parameters are not trained, because checkpoints do not hold them.
     """
-    _check_before_start(plan, model)
+    from deepspeed.utils import set_log_level_from_string
+
+    level = deepspeed_level()
+    set_log_level_from_string("warning" if level == "quiet" else level)
+    check_offload(plan, model)
     features = features_of(model, plan)
     opened = open_groups(
         plan.mesh,
@@ -71,15 +75,6 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         torch.manual_seed(seed_of(plan.seed, f"dropout.{plan.mesh.place('dp')}"))
         with engine.meter.counting():
             yield engine
-
-
-def _check_before_start(plan: Plan, model: ModelPlan) -> None:
-    """Refuse what DeepSpeed cannot offload on this machine, and let it print as little as the run wants."""
-    from deepspeed.utils import set_log_level_from_string
-
-    level = deepspeed_level()
-    set_log_level_from_string("warning" if level == "quiet" else level)
-    check_offload(plan, model)
 
 
 def _start_deepspeed(trained: TrainedModel, plan: Plan, groups: Groups) -> tuple[Any, Any]:

@@ -63,19 +63,15 @@ class Classification(ScoreObjective):
         f1 = 2 * hits / np.maximum(both, 1)
         is_binary = self.num_outputs == _BINARY
         mean = {"f1": float(f1[1])} if is_binary else {"f1_macro": float(f1.sum() / max((both > 0).sum(), 1))}
+        # Matthews' correlation of several classes (Gorodkin 2004); 0 where it is not defined.
+        total = true.sum()
+        spread = (total**2 - found @ found) * (total**2 - true @ true)
         return {
             "loss": sums["loss"] / examples,
             "accuracy": float(hits.sum()) / examples,
             **mean,
-            "matthews": _matthews(hits, found, true),
+            "matthews": float((hits.sum() * total - found @ true) / math.sqrt(spread)) if spread > 0 else 0.0,
         }
-
-
-def _matthews(hits: Floats, found: Floats, true: Floats) -> float:
-    """Matthews' correlation of several classes (Gorodkin 2004); 0 where it is not defined."""
-    total = true.sum()
-    spread = (total**2 - found @ found) * (total**2 - true @ true)
-    return float((hits.sum() * total - found @ true) / math.sqrt(spread)) if spread > 0 else 0.0
 
 
 class Regression(ScoreObjective):

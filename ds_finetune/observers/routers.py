@@ -104,7 +104,13 @@ class RouterMetrics(Observer):
         counts = choices.counts.numpy()
         values = self._values(counts, choices)
         if self.bias_update:
-            self._follow_biases(counts, is_skipped=bool(record.values["train/skipped"]))
+            # By the rule of `model.routers.update_biases`.
+            if self._moved is None:
+                self._moved = np.zeros(counts.shape)
+            if not record.values["train/skipped"]:
+                above = np.sign(counts * counts.shape[1] - counts.sum(axis=1, keepdims=True))
+                above[list(self.without_bias)] = 0
+                self._moved -= self.bias_update * above
         if self._moved is not None:
             drift = np.abs(self._moved)
             values |= {"bias_drift_mean": float(drift.mean()), "bias_drift_max": float(drift.max())}
@@ -131,15 +137,6 @@ class RouterMetrics(Observer):
         if choices.mismatch is not None:
             values["mismatch"] = choices.mismatch
         return values | ({"busiest_rank_ratio": busiest_rank_ratio(counts, self.ep)} if self.ep > 1 else {})
-
-    def _follow_biases(self, counts: Counts, *, is_skipped: bool) -> None:
-        """Move each bias by the rule of `model.routers.update_biases`."""
-        if self._moved is None:
-            self._moved = np.zeros(counts.shape)
-        if not is_skipped:
-            above = np.sign(counts * counts.shape[1] - counts.sum(axis=1, keepdims=True))
-            above[list(self.without_bias)] = 0
-            self._moved -= self.bias_update * above
 
 
 @dataclass

@@ -298,7 +298,8 @@ class _Tracker:
     def _start_other(self) -> None:
         arguments: dict[str, str] = {}
         if self.name == "wandb":
-            arguments = _wandb_names(self._folder)
+            names = {"name": ("WANDB_NAME", self._folder.absolute().name), "dir": ("WANDB_DIR", str(self._folder))}
+            arguments = {name: value for name, (variable, value) in names.items() if variable not in os.environ}
         elif self.name == "aim":
             arguments = {"logging_dir": str(self._folder)}
         project = os.environ.get("WANDB_PROJECT", _PROJECT) if self.name == "wandb" else self._folder.name
@@ -310,7 +311,10 @@ class _Tracker:
         """Send the values of a step; an error where they were not written."""
         step, values = record
         if self.name == "tensorboard":
-            self._check_room()
+            # A record of a nearly full disk would be torn.
+            disk = os.statvfs(self._folder)
+            if disk.f_blocks and disk.f_bavail * disk.f_frsize < _ROOM_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if self._open is None:
             self.start()
         try:
@@ -339,12 +343,6 @@ class _Tracker:
             with suppress(Exception):
                 self._open.finish()
 
-    def _check_room(self) -> None:
-        """OSError where the disk is nearly full, before a record is torn."""
-        disk = os.statvfs(self._folder)
-        if disk.f_blocks and disk.f_bavail * disk.f_frsize < _ROOM_BYTES:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
 
 def _start(name: str, /, *arguments: str, **kwargs: Any) -> Any:  # noqa: ANN401 - accelerate's tracker classes
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
@@ -360,12 +358,6 @@ def _hparams(parameters: Mapping[str, str | float]) -> Any:  # noqa: ANN401 - me
     from torch.utils.tensorboard.summary import hparams
 
     return hparams(dict(parameters), {})
-
-
-def _wandb_names(folder: Path) -> dict[str, str]:
-    """Name and folder of a run in wandb where its variables do not say otherwise."""
-    names = {"name": ("WANDB_NAME", folder.absolute().name), "dir": ("WANDB_DIR", str(folder))}
-    return {name: value for name, (variable, value) in names.items() if variable not in os.environ}
 
 
 def _now() -> int:

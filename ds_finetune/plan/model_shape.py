@@ -99,7 +99,7 @@ class Shape:
             head=0 if tied else vocabulary,
             attention=layers * attention.weights
             + (1 + mtp_layers) * numel(rules.ends(config))
-            + _by_type(config, rules),
+            + sum(numel(rules.of_type(config, rules.type_of(config, n))) for n in range(config["num_hidden_layers"])),
             norms=layers * (2 * hidden + attention.norms) + hidden + mtp_layers * 3 * hidden,
             mtp_layers=mtp_layers,
             mtp_projection=mtp_layers * 2 * hidden * hidden,
@@ -155,11 +155,6 @@ class Shape:
             + self.norms
             + self.mtp_projection
         )
-
-
-def _by_type(config: ModelConfig, rules: ParameterRules) -> int:
-    """Parameters that layers have for the kind of their attention."""
-    return sum(numel(rules.of_type(config, rules.type_of(config, n))) for n in range(config["num_hidden_layers"]))
 
 
 def _attended_limits(config: ModelConfig, rules: ParameterRules) -> tuple[int | None, ...]:

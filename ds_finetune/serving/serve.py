@@ -128,7 +128,15 @@ def serve(folder: Path, address: Address, options: ServeOptions, *, show: Callab
             [*server_command(resolved, folder, address), *_adapter_arguments(resolved, folder, cache)], cache
         ) as server,
     ):
-        _wait_until_healthy(server, address, signals, resolved.ready_seconds)
+        began = time.monotonic()
+        while not signals and not _is_healthy(address):
+            _check_running(server)
+            if time.monotonic() - began > resolved.ready_seconds:
+                raise ServeError(
+                    f"{address.url}/health does not answer after {resolved.ready_seconds:.0f} s",
+                    hint="raise --ready-seconds for a large model",
+                )
+            time.sleep(_POLL_SECONDS)
         if not signals:
             adapted = f" or `{options.adapter}`" if options.adapter else ""
             show(f"ready: {address.url}/v1, model `{folder}`{adapted}, by {resolved.engine}; Ctrl-C ends it")
@@ -247,34 +255,15 @@ def _start_server(command: list[str], cache: str) -> Iterator["subprocess.Popen[
     try:
         yield server
     finally:
-        _stop_server(server)
-
-
-def _stop_server(server: "subprocess.Popen[bytes]") -> None:
-    """Send SIGINT to the server, wait, and kill the rest of its process group."""
-    if server.poll() is None:
-        server.send_signal(signal.SIGINT)
-    try:
-        server.wait(_STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()
-    with suppress(ProcessLookupError):
-        os.killpg(server.pid, signal.SIGKILL)
-
-
-def _wait_until_healthy(
-    server: "subprocess.Popen[bytes]", address: Address, signals: list[int], ready_seconds: float
-) -> None:
-    began = time.monotonic()
-    while not signals and not _is_healthy(address):
-        _check_running(server)
-        if time.monotonic() - began > ready_seconds:
-            raise ServeError(
-                f"{address.url}/health does not answer after {ready_seconds:.0f} s",
-                hint="raise --ready-seconds for a large model",
-            )
-        time.sleep(_POLL_SECONDS)
+        if server.poll() is None:
+            server.send_signal(signal.SIGINT)
+        try:
+            server.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
 
 
 def _is_healthy(address: Address) -> bool:

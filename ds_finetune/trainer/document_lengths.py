@@ -61,7 +61,14 @@ def check_lengths(
     """DataError or ConfigError where a document is longer than a limit. Rows may be longer, and so may padding."""
     named = {"train": train, **{name.replace("/", "."): rows for name, rows in held_out.items()}}
     for limit in _limits(model):
-        _check_unknown_lengths(model, train, limit, max_seq_len)
+        is_streamed = isinstance(train, StreamedRows)
+        if max_seq_len > limit.tokens and (is_streamed or model.objective.needs_baseline):
+            source = "data.streaming" if is_streamed else f"objective {model.objective.name}"
+            raise ConfigError(
+                f"train.max_seq_len {max_seq_len} is more than index_topk {limit.tokens}, the documents of "
+                f"{source} are not known before the run, and sparse attention {limit.reason} is not tested",
+                hint=f"set train.max_seq_len: {limit.tokens}, or {limit.hint}",
+            )
         for name, rows in named.items():
             if isinstance(rows, PreparedRows):
                 _check_documents(f"data.{name}", rows, limit)
@@ -90,20 +97,6 @@ def _first_layers_without_choice(model: ModelPlan) -> Iterator[int]:
     types = getattr(model.hf_config, "indexer_types", None) or ()
     chunks = [chunk for layers in model.stages if layers is not None for chunk in layers.chunks]
     yield from (chunk[0] for chunk in chunks if types and types[chunk[0]] == "shared")
-
-
-def _check_unknown_lengths(
-    model: ModelPlan, train: PreparedRows | StreamedRows, limit: DocumentLimit, max_seq_len: int
-) -> None:
-    """ConfigError where documents are made during training, and only `train.max_seq_len` limits them."""
-    is_streamed = isinstance(train, StreamedRows)
-    if max_seq_len > limit.tokens and (is_streamed or model.objective.needs_baseline):
-        source = "data.streaming" if is_streamed else f"objective {model.objective.name}"
-        raise ConfigError(
-            f"train.max_seq_len {max_seq_len} is more than index_topk {limit.tokens}, the documents of "
-            f"{source} are not known before the run, and sparse attention {limit.reason} is not tested",
-            hint=f"set train.max_seq_len: {limit.tokens}, or {limit.hint}",
-        )
 
 
 def _check_documents(key: str, rows: PreparedRows, limit: DocumentLimit) -> None:

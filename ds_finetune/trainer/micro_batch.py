@@ -101,7 +101,10 @@ def decide_micro_batch(run: PreparedRun, store: dist.Store, monitor: Monitor, sa
         return _decided(run, tried.rows, f"remembered from {tried.when}, {_took(tried, budget)}")
     tried, refused = _try_sizes(run, estimates, budget, store, say if world.rank == 0 else say_nothing)
     if world.rank == 0:
-        _remember(file, tried)
+        # A folder that cannot be written means another trial at the next start.
+        with suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(file, json.dumps(asdict(tried)) + "\n")
     return _decided(run, tried.rows, "; ".join([f"tried on the longest rows, {_took(tried, budget)}", *refused]))
 
 
@@ -194,10 +197,3 @@ def _recall(file: Path, budget: int) -> str:
         tried = TriedSize(**json.loads(file.read_text(encoding="utf-8")))
         return json.dumps(asdict(tried)) if fits(tried.peak_bytes, budget) else ""
     return ""
-
-
-def _remember(file: Path, tried: TriedSize) -> None:
-    """Write the choice; a folder that cannot be written means another trial at the next start."""
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(file, json.dumps(asdict(tried)) + "\n")

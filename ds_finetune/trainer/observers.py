@@ -89,7 +89,9 @@ def make_observers(started: StartedRun, signals: StopSignals, rollouts: RolloutS
     observers += routers.values()
     resumable |= routers
     if rollouts is not None:
-        metrics = _rollout_metrics(started, rollouts)
+        if not started.resume_point.progress.step:
+            started.say(LOSS_NOTE)
+        metrics = RolloutMetrics(rollouts, started.say)
         observers.append(metrics)
         resumable |= {"rollouts": rollouts, "rollout_metrics": metrics}
     samples = _sample_file(started)
@@ -131,12 +133,6 @@ def _router_observers(started: StartedRun) -> dict[str, RouterMetrics | LoadWatc
         "router_metrics": RouterMetrics(run.plan.mesh.ep, router.section.bias_update, without_bias),
         "load_watch": LoadWatch(run.schedule.steps, load_advice(run.plan.lora, run.plan.router), started.say),
     }
-
-
-def _rollout_metrics(started: StartedRun, rollouts: RolloutSource) -> RolloutMetrics:
-    if not started.resume_point.progress.step:
-        started.say(LOSS_NOTE)
-    return RolloutMetrics(rollouts, started.say)
 
 
 def _expert_table(started: StartedRun) -> list[Observer]:

@@ -3,7 +3,6 @@ read.
 """
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -133,25 +132,18 @@ def resolve(  # noqa: PLR0913 - what is decided, and what it is decided from
     settings = with_classes(replace(settings, mesh=plan.mesh, device=device), is_config_only=is_config_only)
     model = make_model_plan(settings, is_config_only=is_config_only)
     token_limits(settings, model.hf_config)
-    check_formats(config.export.formats, model, settings.model, is_config_only=is_config_only)
+    for row in formats_of_run(config.export.formats)[1:]:
+        row.check_model_type(model.hf_config.model_type)
+        # Packages, settings of the model and tokenizer are looked at where it is exported.
+        if not is_config_only:
+            is_classifier, tokenizer = model.task != "causal_lm", _tokenizer(settings.model)
+            row.load().check_model(model.hf_config, is_classifier=is_classifier, tokenizer=tokenizer)
     context = model.context.notes() if model.context is not None else ()
     lengths = length_notes(model, max_seq_len=plan.batch.max_seq_len)
     notes = (*precision, *context, *try_generic_type(settings, model), *lengths)
     config = config.model_copy(update={"train": train, "objective": settings.objective})
     run = ResolvedRun(config, replace(plan, objective=config.objective), model, notes)
     return run if is_config_only else complete_plan(run)
-
-
-def check_formats(names: Sequence[str], model: ModelPlan, section: ModelConfig, *, is_config_only: bool) -> None:
-    """ConfigError or ExportError where the model or its tokenizer cannot be exported in one of `export.formats`.
-
-    With `is_config_only`, packages, settings of the model and tokenizer are not looked at: another machine exports.
-    """
-    for row in formats_of_run(names)[1:]:
-        row.check_model_type(model.hf_config.model_type)
-        if not is_config_only:
-            is_classifier, tokenizer = model.task != "causal_lm", _tokenizer(section)
-            row.load().check_model(model.hf_config, is_classifier=is_classifier, tokenizer=tokenizer)
 
 
 def with_train(run: R, train: TrainConfig) -> R:

@@ -44,7 +44,7 @@ from ds_finetune.trainer.observers import StartedRun, make_observers
 from ds_finetune.trainer.prepare import PreparedRun, prepare_run
 from ds_finetune.trainer.profiling import profiled
 from ds_finetune.trainer.reference import complete_reference, find_reference
-from ds_finetune.trainer.resolve import ResolvedRun, resolve_here
+from ds_finetune.trainer.resolve import resolve_here
 from ds_finetune.trainer.resume import (
     check_not_past_end,
     ended_early,
@@ -103,7 +103,11 @@ def train(config: RunConfig, *, announce: Announce, say: Callable[[str], None]) 
     ):
         with start_watchdog(config.watchdog, world, folder, log.add) as (monitor, store):
             check_same_precision(config.train, world, store)
-            run = finish_plan(prepare_run(_resolved(config, world)), store, monitor, log.say)
+            if world.rank == 0:
+                # It writes what could replace files; other nodes may have a folder of their own, with checkpoints only.
+                check_only_own_files(Path(config.output_dir), config.inputs(), cache_dir=config.data.cache_dir)
+            check_trackers(config.log.trackers)
+            run = finish_plan(prepare_run(resolve_here(config, world)), store, monitor, log.say)
             if world.rank == 0:
                 check_server(run)
                 announce(run)
@@ -120,17 +124,6 @@ def train(config: RunConfig, *, announce: Announce, say: Callable[[str], None]) 
     if world.rank == 0 and exports and not any(verdict.problems for verdict in verdicts):
         exports += write_formats(config.export.formats[1:], exports[0], say)
     return replace(report, exports=exports, seconds=time.monotonic() - began, verdicts=verdicts, page=page)
-
-
-def _resolved(config: RunConfig, world: World) -> ResolvedRun:
-    """What the run file means here; first, without loading anything, that the run replaces no file that is not its own,
-    and that its trackers are installed.
-    """
-    if world.rank == 0:
-        # It writes what could replace files; other nodes may have a folder of their own, with checkpoints only.
-        check_only_own_files(Path(config.output_dir), config.inputs(), cache_dir=config.data.cache_dir)
-    check_trackers(config.log.trackers)
-    return resolve_here(config, world)
 
 
 def _train_and_export(

@@ -64,7 +64,14 @@ class EmitRequest:
 
 def render_file(kind: str, request: EmitRequest) -> str:
     """The text of a file of `kind` (slurm, k8s, docker); LaunchError for hosts or names that it does not support."""
-    _check_no_secret_overrides(request.job)
+    # The file and every rank's command line would show it.
+    pairs = zip(request.job.overrides, redacted(request.job.overrides), strict=True)
+    secret = [hidden for override, hidden in pairs if override != hidden]
+    if secret:
+        raise LaunchError(
+            f"the override {secret[0]} looks secret, and a file that --emit writes would hold it",
+            hint="write it into the run file, or set a variable that the library reads (HF_TOKEN, a netrc file, ...)",
+        )
     return {"slurm": sbatch_script, "k8s": kubernetes_manifests, "docker": lambda _: container_file()}[kind](request)
 
 
@@ -244,17 +251,6 @@ def _exported(variables: Mapping[str, str]) -> list[str]:
         f"export {name}={shlex.quote(value)}" if may_show(name, value) else f'export {name}="${{{name}:?{missing}}}"'
         for name, value in variables.items()
     ]
-
-
-def _check_no_secret_overrides(job: Job) -> None:
-    """LaunchError for an override that looks secret: the emitted file and every rank's command line would show it."""
-    pairs = zip(job.overrides, redacted(job.overrides), strict=True)
-    secret = [hidden for override, hidden in pairs if override != hidden]
-    if secret:
-        raise LaunchError(
-            f"the override {secret[0]} looks secret, and a file that --emit writes would hold it",
-            hint="write it into the run file, or set a variable that the library reads (HF_TOKEN, a netrc file, ...)",
-        )
 
 
 def _equal_slots(request: EmitRequest, what: str, hint: str) -> tuple[int, int]:

@@ -216,7 +216,8 @@ class Coordinator(threading.Thread):
 
     def _ask_for_status(self, why: str, failure: messages.FailureReport | None = None) -> None:
         self._status_round = StatusRound(why, time.monotonic() + STATUS_SECONDS, failure)
-        self._send_to_all(messages.StatusRequest())
+        for connection in self._connections.values():
+            connection.send(messages.StatusRequest())
 
     def _act_on_time(self, now: float) -> None:
         """Do what is due: conclude a status round, or end the run for ranks that are cut off or have failed."""
@@ -312,10 +313,6 @@ class Coordinator(threading.Thread):
             if beside and process.pid_namespace:
                 killers.setdefault(str(min(beside)), []).append((process.pid, process.began))
         return killers
-
-    def _send_to_all(self, message: ProcessMessage) -> None:
-        for connection in self._connections.values():
-            connection.send(message)
 
     def _write_report(self, report: str) -> None:
         with contextlib.suppress(OSError):

@@ -91,7 +91,12 @@ def build_op(name: str, say: Say = say_nothing) -> None:
     import deepspeed.ops.op_builder as builders
 
     if not (_folder(name) / f"{name}.so").exists():
-        _check_compiler(name)
+        program = shlex.split(_compiler())[0]
+        if not shutil.which(program):
+            raise ConfigError(
+                f"DeepSpeed's {name} cannot be built: no compiler `{program}` on this host",
+                hint="install one (Debian: g++), or set CXX",
+            )
         if name == "async_io":
             _check_libaio()
     # A build fails in the compiler, the linker, on a full disk, in CUDA, or in DeepSpeed's own checks.
@@ -140,15 +145,6 @@ def _folder(name: str) -> Path:
 def _compiler() -> str:
     """The compiler that torch 2.13 chooses (utils/cpp_extension.py, get_cxx_compiler)."""
     return os.environ.get("CXX", "c++")
-
-
-def _check_compiler(name: str) -> None:
-    program = shlex.split(_compiler())[0]
-    if not shutil.which(program):
-        raise ConfigError(
-            f"DeepSpeed's {name} cannot be built: no compiler `{program}` on this host",
-            hint="install one (Debian: g++), or set CXX",
-        )
 
 
 def _check_toolkit(name: str) -> None:

@@ -114,7 +114,12 @@ def _write_and_compare(
 
     model, hub = plain_model(folder, lambda config: check_model(config, is_classifier=is_classifier(config)))
     check_index(folder)
-    _check_quantised(options, model.config)
+    from ds_finetune.export.onnx.quantise import BITS
+
+    if options.dtype in BITS and is_classifier(model.config):
+        raise ExportError(f"--dtype {options.dtype} is for language models", hint="export with --dtype fp32 or fp16")
+    if options.dtype in BITS and find_spec("onnx_ir") is None:
+        raise ExportError(f"--dtype {options.dtype} needs onnx_ir", hint="pip install 'ds_finetune[onnx]'")
     with replaced_folder(out) as partial:
         with as_output_errors(partial):
             _write_graph(model, hub, partial, options)
@@ -144,16 +149,6 @@ def _write_and_compare(
 
 def _unverified(out: Path) -> Path:
     return out.with_name(out.name + ".unverified")
-
-
-def _check_quantised(options: ExportOptions, config: PretrainedConfig) -> None:
-    """ExportError where weights cannot be quantised."""
-    from ds_finetune.export.onnx.quantise import BITS
-
-    if options.dtype in BITS and is_classifier(config):
-        raise ExportError(f"--dtype {options.dtype} is for language models", hint="export with --dtype fp32 or fp16")
-    if options.dtype in BITS and find_spec("onnx_ir") is None:
-        raise ExportError(f"--dtype {options.dtype} needs onnx_ir", hint="pip install 'ds_finetune[onnx]'")
 
 
 def _for_consumers(

@@ -218,10 +218,7 @@ class Mask:
         weights = graph.cast(weights, graph.dtype) if graph.is_half() else weights
         weights = graph.op("Reshape", weights, self._shape(key_heads)) if heads != key_heads else weights
         mixed = graph.op("MatMul", weights, value)
-        return self._ungroup(mixed, heads) if heads != key_heads else mixed
+        return self.graph.op("Reshape", mixed, self.graph.ints(0, heads, -1, 0)) if heads != key_heads else mixed
 
     def _shape(self, heads: int) -> str:
         return self.graph.op("Concat", self.graph.ints(0, heads, -1), self.total, axis=0)
-
-    def _ungroup(self, mixed: str, heads: int) -> str:
-        return self.graph.op("Reshape", mixed, self.graph.ints(0, heads, -1, 0))

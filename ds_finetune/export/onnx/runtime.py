@@ -150,16 +150,12 @@ class OnnxCausalLM(PreTrainedModel, GenerationMixin):
         cache = (
             self._runtime.empty_cache(len(input_ids))
             if past_key_values is None or not past
-            else _cache_arrays(past_key_values)
+            else [states.numpy() for layer in past_key_values.layers for states in (layer.keys, layer.values)]
         )
         logits, new_cache = self._runtime.run(input_ids.numpy(), mask.numpy(), cache)
         if past_key_values is not None and new_cache:
             _replace_states(past_key_values, new_cache)
         return CausalLMOutputWithPast(logits=torch.from_numpy(logits).float(), past_key_values=past_key_values)
-
-
-def _cache_arrays(cache: DynamicCache) -> list[np.ndarray]:
-    return [states.numpy() for layer in cache.layers for states in (layer.keys, layer.values)]
 
 
 def _replace_states(cache: DynamicCache, new_cache: list[np.ndarray]) -> None:

@@ -225,7 +225,12 @@ def _verify_each(
         if folder in loaded:
             result = _compare(folder, record, loaded[folder], base or Path(record.base))
         else:
-            result = _skipped(folder, needed[folder], available_bytes or 0)
+            text = (
+                f"not checked: loading it takes {needed[folder] / GIB:.1f} GiB of memory, of which "
+                f"{(available_bytes or 0) / GIB:.1f} GiB are free here; run `ds-finetune export --check {folder}` "
+                "where there is more"
+            )
+            result = VerificationResult(folder, skipped=text)
         mark_folder(result)
         yield result
 
@@ -234,14 +239,6 @@ def _needed_bytes(folder: Path, record: ExportRecord) -> int:
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     is_fp8 = any(tensor.dtype == FP8 for tensor in read_tensor_table(folder).values())
     return round(size * (_MEMORY_FP8 if is_fp8 else _MEMORY_FP32 if record.dtype == "float32" else _MEMORY_16_BIT))
-
-
-def _skipped(folder: Path, needed_bytes: int, available_bytes: int) -> VerificationResult:
-    text = (
-        f"not checked: loading it takes {needed_bytes / GIB:.1f} GiB of memory, of which {available_bytes / GIB:.1f} "
-        f"GiB are free here; run `ds-finetune export --check {folder}` where there is more"
-    )
-    return VerificationResult(folder, skipped=text)
 
 
 def _compare(folder: Path, record: ExportRecord, loaded: LoadedFolder, base: Path) -> VerificationResult:

@@ -13,7 +13,6 @@ import torch
 
 from ds_finetune.model.loss.head_chunks import (
     CHUNK_TOKENS,
-    ChunkSoftmax,
     HeadGradients,
     NeededGradients,
     logits_of_chunk,
@@ -115,7 +114,10 @@ class TwoPassHead:
             softmax = softmax_of_chunk(self._logits(start), targets[here], self._tp_group)
             logp[here], self._log_sum[here] = softmax.logp, softmax.log_sum
             if self.entropy is not None:
-                self.entropy[here] = _entropy(softmax, self._tp_group)
+                # With exps e and their sum n, -sum e/n log(e/n) = log n - 1/n sum e log e.
+                weighted = torch.special.entr(softmax.exps).sum(-1)
+                weighted = weighted if self._tp_group is None else self._tp_group.all_reduce(weighted)
+                self.entropy[here] = softmax.norm.log() + weighted / softmax.norm
             if directions is not None:
                 direction = subtract_one_hot(softmax.exps.div_(softmax.norm[:, None]), targets[here], self._tp_group)
                 torch.mm(direction.neg_().to(hidden.dtype), weight, out=directions[here])
@@ -136,13 +138,6 @@ class TwoPassHead:
         part = hidden[start : start + self._chunk]
         logits = logits_of_chunk(part, weight, bias, self._buffer[: len(part)])
         return logits if self._forbidden is None else logits.masked_fill_(self._forbidden, -torch.inf)
-
-
-def _entropy(softmax: ChunkSoftmax, tp_group: TensorParallelGroup | None) -> torch.Tensor:
-    """Entropies fp32 [tokens]: with exps e and their sum n, -sum e/n log(e/n) = log n - 1/n sum e log e."""
-    weighted = torch.special.entr(softmax.exps).sum(-1)
-    weighted = weighted if tp_group is None else tp_group.all_reduce(weighted)
-    return softmax.norm.log() + weighted / softmax.norm
 
 
 @dataclass(frozen=True, eq=False)

@@ -285,7 +285,8 @@ def _attention(work: Work, weights: RankWeights) -> Iterator[Operation]:
     forward = 1.0 + work.plan.recomputes_kept + work.extra_forwards
     flops = 2 * width * own * (forward + _ATTENTION_BACKWARD)
     yield Operation("attention", "attention", flops, 0)
-    chooser = _indexer_width(work.model)
+    heads = work.model.get("index_n_heads")
+    chooser = heads * work.model["index_head_dim"] if heads and family_of(str(work.model["model_type"])).indexer else 0
     if chooser and _runs_indexers(work):
         scored = work.num_rows * work.rows.pairs(None) * sum(kind.has_indexer for kind in weights.layer_kinds)
         if family_of(str(work.model["model_type"])).compresses:
@@ -333,11 +334,6 @@ def executed_width(work: Work, model: ModelConfig, shape: Shape) -> float:
     key, value = model["qk_nope_head_dim"] + model["qk_rope_head_dim"], model["v_head_dim"]
     is_padded = work.plan.device != "cpu" or max(work.rows.documents) >= _CPU_PADDED_FROM
     return float(model["num_attention_heads"] * (key + (max(key, value) if is_padded else value)))
-
-
-def _indexer_width(model: ModelConfig) -> int:
-    heads = model.get("index_n_heads")
-    return heads * model["index_head_dim"] if heads and family_of(str(model["model_type"])).indexer else 0
 
 
 def _memory(work: Work, weights: RankWeights) -> Iterator[Operation]:

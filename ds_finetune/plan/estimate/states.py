@@ -174,9 +174,11 @@ def _state_bytes(plan: Plan, sizes: ModelSizes) -> dict[str, int]:
     quantised_bytes = sizes.quantised_bytes - packed + -(-packed // parts)
     second_parts = second_parts_of(plan)
     teacher_parts = plan.world.world_size if is_teacher_partitioned(stage, sizes.teacher_offload) else 1
+    accumulated = str((plan.deepspeed.get("data_types") or {}).get("grad_accum_dtype"))
+    gradient_width = WEIGHT_BYTES.get(accumulated, WEIGHT_BYTES[plan.precision])
     return {
         "weights": width * (weights - sizes.quantised // parts) + quantised_bytes,
-        "gradients": _gradient_width(plan) * (trained_share if stage >= 2 else trained),
+        "gradients": gradient_width * (trained_share if stage >= 2 else trained),
         **({"unreduced gradients": width * trained} if plan.reduces_once else {}),
         "optimizer": master * (trained_share if stage else trained),
         **({"teacher": width * -(-sizes.teacher // teacher_parts)} if sizes.teacher else {}),
@@ -188,12 +190,6 @@ def second_parts_of(plan: Plan) -> int:
     """Ranks that hold a second copy of all weights together (hpZ of ZeRO++); 0 without one."""
     ranks = int(plan.deepspeed["zero_optimization"].get("zero_hpz_partition_size", 1))
     return ranks if ranks > 1 and plan.zero_stage == 3 else 0
-
-
-def _gradient_width(plan: Plan) -> int:
-    """Bytes of an element of the gradients that a rank accumulates."""
-    accumulated = str((plan.deepspeed.get("data_types") or {}).get("grad_accum_dtype"))
-    return WEIGHT_BYTES.get(accumulated, WEIGHT_BYTES[plan.precision])
 
 
 def _files(plan: Plan, sizes: ModelSizes) -> DiskNeed:

@@ -110,25 +110,18 @@ class Layout:
     def sections(self, run: RunSettings) -> dict[str, Any]:
         """The sections of the run file that this layout changes."""
         keys = {"micro_batch_size": self.micro_batch_size, **self.activations.keys()}
+        tree = decided(given_choices(run.deepspeed)[0])
+        zero = dict(tree.get("zero_optimization") or {})
+        given = {key: zero.pop(key, None) for key in ("offload_optimizer", "offload_param")}
+        zero["stage"] = self.zero_stage
+        for key in _OFFLOADED[self.offload]:
+            section = given[key] or {}
+            zero[key] = section if section.get("device") == "cpu" else dict(_HOST_MEMORY)
         return {
             "train": run.train.model_copy(update=keys),
             "parallel": self.sizes.section(run.parallel, vpp=self.vpp),
-            "deepspeed": _deepspeed_choices(run.deepspeed, self.zero_stage, self.offload),
+            "deepspeed": {**tree, "zero_optimization": zero},
         }
-
-
-def _deepspeed_choices(
-    given_by_run: str | Mapping[str, Any] | None, zero_stage: int, offload: Offload
-) -> dict[str, Any]:
-    """The DeepSpeed choices of the run file with another ZeRO stage and other offload; its other keys stay."""
-    tree = decided(given_choices(given_by_run)[0])
-    zero = dict(tree.get("zero_optimization") or {})
-    given = {key: zero.pop(key, None) for key in ("offload_optimizer", "offload_param")}
-    zero["stage"] = zero_stage
-    for key in _OFFLOADED[offload]:
-        section = given[key] or {}
-        zero[key] = section if section.get("device") == "cpu" else dict(_HOST_MEMORY)
-    return {**tree, "zero_optimization": zero}
 
 
 def decided(tree: Mapping[str, Any]) -> dict[str, Any]:

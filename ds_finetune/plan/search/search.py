@@ -135,7 +135,7 @@ class Search:
             elif not self._has_fitting(group):
                 too_large.append(_TooLarge(0, group))
             elif (best := self._best_of(group, divisions, limit)) is not None:
-                insort(found, self._proposal(best), key=lambda each: each.time.seconds)
+                insort(found, Proposal(best, self._memory(best), self._time(best)), key=lambda each: each.time.seconds)
                 del found[listed:]
         misfits = self._faster(too_large, found[0].time.seconds, listed) if found else self._nearest(too_large)
         return SearchResult(tuple(found), tuple(misfits), self.budget, number)
@@ -171,9 +171,6 @@ class Search:
             exact = _TooLarge(self._excess(self._smallest_of(each.group)), each.group)
             found = exact if found is None else min(found, exact)
         return [] if found is None else [self._misfit(found.group, self._fastest_of(found.group))]
-
-    def _proposal(self, best: Candidate) -> Proposal:
-        return Proposal(best, self._memory(best), self._time(best))
 
     def _misfit(self, group: LayoutGroup, seconds: float) -> Misfit:
         smallest = self._smallest_of(group)

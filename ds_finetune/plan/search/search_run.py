@@ -31,31 +31,21 @@ def search_layouts(given: RunSettings, target: Target, *, model: Mapping[str, An
 
     ConfigError where no layout is legal or none fits, with what is missing and what would provide it.
     """
-    run = without_layout(given)
-    search = make_search(run, target, read_model(run) if model is None else model)
-    result = search.run()
-    if not result.num_groups:
-        raise _no_legal_layout(search)
-    if not result.proposals:
-        raise _none_fits(search, target, result.misfits[0])
-    return result
-
-
-def make_search(run: RunSettings, target: Target, model: Mapping[str, Any]) -> Search:
-    """The search for a run; ConfigError where nothing is known of the accelerator."""
+    run = replace(given, train=given.train.model_copy(update={"micro_batch_size": rows_of_forward(given.train)}))
     if target.machine is None or target.budget is None:
         raise ConfigError(
             f"--search for {target.ranks.number} GPUs, and no accelerator is named or found on this machine",
             hint="name one, as --gpu h100-80g, or --gpu cpu for ranks on this machine's cores",
         )
     rows = RowShape.full(run.train.max_seq_len)
-    candidates = Candidates(run, UnchangedConfig(model), target.ranks)
-    return Search(candidates, target.machine, target.budget, rows)
-
-
-def without_layout(run: RunSettings) -> RunSettings:
-    """The run with one row in a forward where its number is open; the search chooses it."""
-    return replace(run, train=run.train.model_copy(update={"micro_batch_size": rows_of_forward(run.train)}))
+    candidates = Candidates(run, UnchangedConfig(read_model(run) if model is None else model), target.ranks)
+    search = Search(candidates, target.machine, target.budget, rows)
+    result = search.run()
+    if not result.num_groups:
+        raise _no_legal_layout(search)
+    if not result.proposals:
+        raise _none_fits(search, target, result.misfits[0])
+    return result
 
 
 def _no_legal_layout(search: Search) -> FinetuneError:

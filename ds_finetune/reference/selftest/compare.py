@@ -132,19 +132,14 @@ def whole_batch(engine: Engine) -> Batch:
     every = rows(engine.plan.batch.is_packed, engine.objective.documents_per_unit)
     plan = batch_plan(engine.plan, engine.objective)
     if is_of_answers(engine.objective):
-        return answer_batch(_sampled_answers(), plan)
+        found = []
+        for number, advantage in enumerate(answer_advantages().tolist()):
+            old, sampled, reference = answer_log_probs(number)
+            prompt, ids = parts_of(number)
+            found.append(ScoredAnswer(prompt.tolist(), ids, advantage, number, sampled, old, reference))
+        return answer_batch(found, plan)
     batches = training_batches(every, plan, start_step=0, total_rows=len(every), mismatched=_mismatched(engine))
     return next(_with_scores(engine, batches))
-
-
-def _sampled_answers() -> list[ScoredAnswer]:
-    """The samples as sampled answers."""
-    found = []
-    for number, advantage in enumerate(answer_advantages().tolist()):
-        old, sampled, reference = answer_log_probs(number)
-        prompt, ids = parts_of(number)
-        found.append(ScoredAnswer(prompt.tolist(), ids, advantage, number, sampled, old, reference))
-    return found
 
 
 def _mismatched(engine: Engine) -> MismatchedAnswers | None:
@@ -351,7 +346,9 @@ def compare_steps(reference: Steps, steps: Steps, resumed: Steps, export: float)
         differences["adapters"] = _gradient_difference(steps.later_gradients, reference.later_gradients)
         limits = limits | _OF_ADAPTERS
     if is_exact and reference.choices:
-        of_routers = _router_differences(steps, reference)
+        of_routers = {"choices": float((steps.choices[0] - reference.choices[0]).abs().sum() / 2)}
+        if steps.balances:
+            of_routers["balance"] = _largest_difference(steps.balances, reference.balances)
         differences |= of_routers
         limits = limits | {name: _OF_ROUTERS[name] for name in of_routers}
     if reference.mtp_losses:
@@ -371,13 +368,6 @@ def _gradient_difference(gradients: dict[str, torch.Tensor], reference: dict[str
         least = _LEAST_SHARE * total if other.numel() == 1 else 1e-12
         found.append(float((gradients[name] - other).norm() / other.norm().clamp_min(least)))
     return _largest(found)
-
-
-def _router_differences(steps: Steps, reference: Steps) -> dict[str, float]:
-    found = {"choices": float((steps.choices[0] - reference.choices[0]).abs().sum() / 2)}
-    if steps.balances:
-        found["balance"] = _largest_difference(steps.balances, reference.balances)
-    return found
 
 
 def _largest_difference(values: list[float], reference: list[float]) -> float:

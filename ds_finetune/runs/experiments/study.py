@@ -41,7 +41,10 @@ def open_study(sweep: SweepConfig, say: Say) -> "Study":
     from optuna.storages.journal import JournalFileBackend
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    _remove_stale_lock(Path(sweep.output_dir))
+    # For the lock that a killed sweep has left optuna 5.0.0 would wait 30 seconds (storages/journal/_file.py,
+    # `JournalFileSymlinkLock`); this process has the lock of the folder itself.
+    for lock in Path(sweep.output_dir).glob(f"{JOURNAL}.lock*"):
+        lock.unlink(missing_ok=True)
     _cut_torn_line(Path(sweep.output_dir) / JOURNAL, say)
     storage = JournalStorage(JournalFileBackend(str(Path(sweep.output_dir) / JOURNAL)))
     sampler, pruner = make_sampler(sweep, 0), make_pruner(sweep)
@@ -54,15 +57,6 @@ def open_study(sweep: SweepConfig, say: Say) -> "Study":
         )
     _check_same(study, sweep)
     return study
-
-
-def _remove_stale_lock(folder: Path) -> None:
-    """Remove the lock that a killed sweep has left; this process has the lock of the folder itself.
-
-    optuna 5.0.0 would wait 30 seconds (storages/journal/_file.py, `JournalFileSymlinkLock`).
-    """
-    for lock in folder.glob(f"{JOURNAL}.lock*"):
-        lock.unlink(missing_ok=True)
 
 
 def _cut_torn_line(journal: Path, say: Say) -> None:

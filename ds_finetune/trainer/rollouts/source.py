@@ -132,7 +132,16 @@ class RolloutSource:
         rollout = begun() if callable(begun) else begun
         began = time.perf_counter()
         with self.sampler.progress.during(PHASE):
-            rollout = self._with_log_probs(rollout)
+            old: TokenNumbers = {}
+            reference: TokenNumbers = {}
+            if rollout.steps > 1:
+                # The first step compares with its own.
+                later = [self._batch(rollout, place) for place in range(1, rollout.steps)]
+                old = self._engine.token_log_probs(later)
+            if self._objective.has_reference(has_adapters=self.run.config.lora is not None):
+                every = [self._batch(rollout, place) for place in range(rollout.steps)]
+                reference = self._engine.token_log_probs(every, of_reference=True)
+            rollout = replace(rollout, old=old, reference=reference)
         return replace(rollout, noted={**rollout.noted, "log_probs": time.perf_counter() - began})
 
     def _num_prompts(self, start: int, end: int) -> int:
@@ -162,20 +171,6 @@ class RolloutSource:
             )
         trained = tuple(place for place, group in enumerate(groups) if mode == "count" or group.has_spread)
         return replace(empty, groups=tuple(groups), trained=trained, until=draws.start, noted=noted)
-
-    def _with_log_probs(self, rollout: Rollout) -> Rollout:
-        """The rollout with log-probabilities of the reference, and with those that the steps after the first one
-        compare with: the model before the first step. The first step itself compares with its own.
-        """
-        old: TokenNumbers = {}
-        reference: TokenNumbers = {}
-        if rollout.steps > 1:
-            later = [self._batch(rollout, place) for place in range(1, rollout.steps)]
-            old = self._engine.token_log_probs(later)
-        if self._objective.has_reference(has_adapters=self.run.config.lora is not None):
-            every = [self._batch(rollout, place) for place in range(rollout.steps)]
-            reference = self._engine.token_log_probs(every, of_reference=True)
-        return replace(rollout, old=old, reference=reference)
 
     def _batch(self, rollout: Rollout, place: int) -> Batch:
         """This rank's share of one of the steps of a rollout."""
