@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ds_finetune.data.batches import Batch, BatchPlan, MicroBatch, Position, count_rows, divide_rows, make_batch
+from ds_finetune.data.batches import Batch, BatchPlan, MicroBatch, Position, count_rows, indices_of_rank, make_batch
 from ds_finetune.data.prepared_rows import Row, RowDocuments, next_token_labels, pack
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.objectives.objective import UNKNOWN_EXPERTS, AnswerNumbers
@@ -44,7 +44,8 @@ def answer_batch(answers: Sequence[ScoredAnswer], plan: BatchPlan, *, position: 
     every = _rows(answers, plan)
     rows = [*every, *[None] * (-len(every) % (plan.micro_batch_size * plan.dp))]
     rows = rows or [None] * (plan.micro_batch_size * plan.dp)
-    mine = _indices_of_rank(rows, plan)
+    costs = None if plan.streamed_row_cost is None else [plan.streamed_row_cost(row) for row in every]
+    mine = indices_of_rank(costs, len(rows), plan)
     batch = make_batch([rows[index] for index in mine], plan, position or Position(0, 0), (), is_filled=False)
     by_number = {answer.number: answer for answer in answers}
     assert len(by_number) == len(answers), "two answers of a step have the same number"
@@ -123,16 +124,6 @@ def _row(together: Sequence[Sequence[ScoredAnswer]]) -> Row:
             second=lengths,
         ),
     )
-
-
-def _indices_of_rank(rows: Sequence[Row | None], plan: BatchPlan) -> Sequence[int]:
-    """Indices of this rank's rows: by their costs where the plan has them, else a contiguous range."""
-    share, row_cost = len(rows) // plan.dp, plan.streamed_row_cost
-    if row_cost is None:
-        return range(plan.rank * share, (plan.rank + 1) * share)
-    costs = np.array([0.0 if row is None else row_cost(row) for row in rows])
-    forwards = share // plan.micro_batch_size
-    return divide_rows(costs, plan.dp, forwards, meets_each_forward=plan.meets_each_forward)[plan.rank]
 
 
 def _with_numbers(micro: MicroBatch, answers: dict[int, ScoredAnswer]) -> MicroBatch:

@@ -153,7 +153,8 @@ def training_batches(
         first = step * plan.global_batch_size
         after = min(first + plan.global_batch_size, total_rows)
         every = [row_id(number, per_epoch, plan) for number in range(first, after)]
-        indices = _rank_indices(plan) if plan.row_cost is None else _balanced_indices(every, plan, plan.row_cost)
+        costs = None if plan.row_cost is None else [plan.row_cost(number) for number in every]
+        indices = indices_of_rank(costs, plan.global_batch_size, plan)
         ids = [every[index] if index < len(every) else None for index in indices]
         batch = _batch(rows, ids, plan, Position(*divmod(after, per_epoch)))
         batch = replace(batch, global_counts=batch.counts if plan.dp == 1 else _count_units(rows, every, plan))
@@ -200,18 +201,16 @@ def _baseline(mismatched: MismatchedAnswers, row_ids: Sequence[int], plan: Batch
     return tuple(_stack(mine[start : start + size], plan) for start in range(0, share, size))
 
 
-def _rank_indices(plan: BatchPlan) -> range:
-    """Indices of this rank's rows in the global batch: a contiguous range, so that the batch does not depend on dp."""
-    share = plan.global_batch_size // plan.dp
-    return range(plan.rank * share, (plan.rank + 1) * share)
-
-
-def _balanced_indices(every: Sequence[int], plan: BatchPlan, row_cost: Callable[[int], float]) -> list[int]:
-    """Indices of this rank's rows in the global batch, by their costs; empty rows that fill the batch cost nothing."""
-    costs = np.zeros(plan.global_batch_size)
-    costs[: len(every)] = [row_cost(number) for number in every]
-    forwards = plan.global_batch_size // plan.dp // plan.micro_batch_size
-    return divide_rows(costs, plan.dp, forwards, meets_each_forward=plan.meets_each_forward)[plan.rank]
+def indices_of_rank(costs: Sequence[float] | None, num_rows: int, plan: BatchPlan) -> Sequence[int]:
+    """Indices of this rank's rows among the `num_rows` of a step: by `costs` of the first ones, where empty rows after
+    them cost nothing, or without costs a contiguous range, so that the batch does not depend on dp.
+    """
+    share = num_rows // plan.dp
+    if costs is None:
+        return range(plan.rank * share, (plan.rank + 1) * share)
+    every = np.array([*costs, *[0.0] * (num_rows - len(costs))])
+    forwards = share // plan.micro_batch_size
+    return divide_rows(every, plan.dp, forwards, meets_each_forward=plan.meets_each_forward)[plan.rank]
 
 
 def row_id(number: int, num_rows: int, plan: BatchPlan) -> int:
