@@ -87,7 +87,16 @@ def write_demo(folder: Path, *, ranks: int = 2, days: int = DAYS) -> Path:
     """
     with tempfile.TemporaryDirectory() as scratch:
         new = Path(scratch)
-        _write_example(new, folder, ranks=ranks, days=days)
+        model = new / "model"
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(MODEL, indent=2) + "\n", encoding="utf-8")
+        write_tokenizer(model)
+        rows = [{"prompt": question, "completion": answer} for question, answer in islice(questions(), days)]
+        _write_lines(new / "eval.jsonl", rows[:HELD_OUT])
+        _write_lines(new / "train.jsonl", rows[HELD_OUT:])
+        on_each = -(-_BATCH // ranks)
+        text = RUN.format(folder=folder, batch=on_each * ranks, micro=min(on_each, _MICRO))
+        (new / "run.yaml").write_text(text, encoding="utf-8")
         names = [str(path.relative_to(new)) for path in sorted(new.rglob("*")) if path.is_file()]
         kept = [name for name in names if not _may_write(folder / name, (new / name).read_bytes())]
         if kept:
@@ -104,20 +113,6 @@ def write_demo(folder: Path, *, ranks: int = 2, days: int = DAYS) -> Path:
 
 def _may_write(path: Path, content: bytes) -> bool:
     return not os.path.lexists(path) or (path.is_file() and path.read_bytes() == content)
-
-
-def _write_example(new: Path, folder: Path, *, ranks: int, days: int) -> None:
-    """Write the files of the example to `new`; the run file names those of `folder`."""
-    model = new / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(MODEL, indent=2) + "\n", encoding="utf-8")
-    write_tokenizer(model)
-    rows = [{"prompt": question, "completion": answer} for question, answer in islice(questions(), days)]
-    _write_lines(new / "eval.jsonl", rows[:HELD_OUT])
-    _write_lines(new / "train.jsonl", rows[HELD_OUT:])
-    on_each = -(-_BATCH // ranks)
-    text = RUN.format(folder=folder, batch=on_each * ranks, micro=min(on_each, _MICRO))
-    (new / "run.yaml").write_text(text, encoding="utf-8")
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -31,14 +31,33 @@ def answer_prompts(
     *,
     is_over: Callable[[], bool],
 ) -> dict[int, list[int]] | None:
-    """Answers to this rank's prompts by their numbers; None where `is_over` is true before one of them."""
+    """Ids of answers to this rank's prompts by their numbers, without prompt and stop token; None where `is_over` is
+    true before one of them.
+    """
     answers, device = {}, torch.device(wrapped.device)
     with weights_for_answers(wrapped, plan) as is_collective:
         for number, prompt in _prompts_of_rank(prompts, plan):
             if is_over():
                 return None
             lm = wrapped.module.lm
-            answers[number] = _answer_prompt(lm, prompt, limits, device=device, is_collective=is_collective)
+            ids = torch.tensor([prompt], device=device)
+            with torch.no_grad():
+                out = lm.generate(  # type: ignore[operator]
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    do_sample=False,
+                    max_new_tokens=limits.max_new_tokens,
+                    eos_token_id=list(limits.stop_ids),
+                    # Only behind the end, while other ranks answer.
+                    pad_token_id=0,
+                    # Where modules run only at some lengths of a text, other ranks would wait for their weights.
+                    use_cache=not (is_collective and lm._is_stateful),
+                    # A rank whose answer ends runs the model until those of all ranks do.
+                    synced_gpus=is_collective,
+                )
+            answer = out[0, len(prompt) :].tolist()
+            ends = [index for index, token in enumerate(answer) if token in limits.stop_ids]
+            answers[number] = answer[: ends[0]] if ends else answer
     return answers
 
 
@@ -52,32 +71,6 @@ def _prompts_of_rank(prompts: list[list[int]], plan: Plan) -> list[tuple[int, li
     rounds = math.ceil(len(prompts) / ranks)
     numbers = [min(turn * ranks + rank, len(prompts) - 1) for turn in range(rounds)]
     return [(number, prompts[number]) for number in numbers]
-
-
-def _answer_prompt(
-    lm: nn.Module, prompt: list[int], limits: SamplingLimits, *, device: torch.device, is_collective: bool
-) -> list[int]:
-    """Token ids of the greedy answer, without the prompt and the stop token.
-
-    With `is_collective` a rank whose answer ends runs the model until those of all ranks do. There is no cache then
-    where modules run only at some lengths of a text (`_is_stateful`), for whose weights other ranks would wait.
-    """
-    ids = torch.tensor([prompt], device=device)
-    with torch.no_grad():
-        out = lm.generate(  # type: ignore[operator]
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=limits.max_new_tokens,
-            eos_token_id=list(limits.stop_ids),
-            # Only behind the end, while other ranks answer.
-            pad_token_id=0,
-            use_cache=not (is_collective and lm._is_stateful),
-            synced_gpus=is_collective,
-        )
-    answer = out[0, len(prompt) :].tolist()
-    ends = [index for index, token in enumerate(answer) if token in limits.stop_ids]
-    return answer[: ends[0]] if ends else answer
 
 
 @contextmanager

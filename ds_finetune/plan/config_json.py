@@ -102,21 +102,16 @@ def check_sizes(file: Path) -> None:
             )
     if isinstance(tree, Mapping):
         _check_widths(file, tree)
-        _check_type(file, tree)
-
-
-def _check_type(file: Path, tree: Mapping[str, Any]) -> None:
-    """ModelError for DeepSeek-V4.1, and for a DeepSeek-V4 that lacks something or has something that is not known."""
-    kind = tree.get("model_type")
-    if kind == "deepseek_v41":
-        raise ModelError(
-            f"{file}: model_type {kind} is neither trained nor converted: transformers 5.23 has no classes for it. "
-            "Missing are keys and values that layers share, Engram tables and DSpark layers",
-            hint="take DeepSeek-V4",
-        )
-    problem = next(_problems_of_v4(tree), None) if family_of(str(kind)).compresses else None
-    if problem is not None:
-        raise ModelError(f"{file}: {problem}", hint=_PUBLISHED)
+        kind = tree.get("model_type")
+        if kind == "deepseek_v41":
+            raise ModelError(
+                f"{file}: model_type {kind} is neither trained nor converted: transformers 5.23 has no classes for it. "
+                "Missing are keys and values that layers share, Engram tables and DSpark layers",
+                hint="take DeepSeek-V4",
+            )
+        problem = next(_problems_of_v4(tree), None) if family_of(str(kind)).compresses else None
+        if problem is not None:
+            raise ModelError(f"{file}: {problem}", hint=_PUBLISHED)
 
 
 def _problems_of_v4(tree: Mapping[str, Any]) -> Iterator[str]:

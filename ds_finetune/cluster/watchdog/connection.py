@@ -102,7 +102,18 @@ class Connection:
         self.opened_at = time.monotonic()
         connected.settimeout(_SEND_SECONDS)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _set_timeouts(connected)
+        # The kernel probes the other kernel, and sends lost packets again soon; other systems use their own times.
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if sys.platform == "linux":
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_SECONDS)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, UNREACHABLE_SECONDS // _PROBE_SECONDS)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREACHABLE_SECONDS * 1000)
+            connected.setsockopt(socket.IPPROTO_TCP, _THIN_LINEAR_TIMEOUTS, 1)
+            with suppress(OSError):
+                # Under BBR it has no effect: no connection leaves slow start (Linux 6.18, include/net/tcp.h,
+                # tcp_stream_is_thin).
+                connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
         self._write(self._nonce.hex().encode() + b"\n")
 
     @classmethod
@@ -280,21 +291,6 @@ def listen(address: str) -> socket.socket:
 
 def _tag(key: bytes, number: int, body: bytes) -> bytes:
     return hmac.digest(key, number.to_bytes(8, "big") + body, hashlib.sha256).hex().encode()
-
-
-def _set_timeouts(connected: socket.socket) -> None:
-    """Let the kernel probe the other kernel, and send lost packets again soon; other systems use their own times."""
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if sys.platform == "linux":
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_SECONDS)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, UNREACHABLE_SECONDS // _PROBE_SECONDS)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREACHABLE_SECONDS * 1000)
-        connected.setsockopt(socket.IPPROTO_TCP, _THIN_LINEAR_TIMEOUTS, 1)
-        with suppress(OSError):
-            # Under BBR it has no effect: no connection leaves slow start (Linux 6.18, include/net/tcp.h,
-            # tcp_stream_is_thin).
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
 @dataclass(frozen=True)

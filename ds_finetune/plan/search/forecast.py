@@ -143,13 +143,6 @@ def read_model(run: RunSettings) -> dict[str, Any]:
     known by arithmetic, or where `train` would refuse the run whatever its layout.
     """
     model = read_config_json(run.model.path)
-    check_arithmetic(model)
-    check_run(run, model)
-    return model
-
-
-def check_arithmetic(model: Mapping[str, Any]) -> None:
-    """ConfigError where a part of what a model needs is not known from its config.json; it names the part."""
     kind = str(model["model_type"])
     family = family_of(kind)
     if family.parameters is None:
@@ -161,6 +154,8 @@ def check_arithmetic(model: Mapping[str, Any]) -> None:
             "are not known",
             hint="--tensors builds the model without memory instead, and shows what a rank holds of it but activations",
         )
+    check_run(run, model)
+    return model
 
 
 def forecast_run(given: RunSettings, target: Target) -> Forecast:
