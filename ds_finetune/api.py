@@ -35,11 +35,7 @@ PathLike = str | Path
 
 
 def train(
-    config: ConfigSource,
-    overrides: Sequence[str] = (),
-    *,
-    rows: "Rows | None" = None,
-    eval_rows: "Rows | None" = None,
+    config: ConfigSource, overrides: Sequence[str] = (), *, rows: "Rows | None" = None, eval_rows: "Rows | None" = None
 ) -> "Report":
     """Fine-tune as `config` says, print what `ds-finetune train` prints, and return a report of the run.
 
@@ -213,9 +209,7 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     return evaluate_model(EvalRequest(str(model), base, rows, extract, *limits, kind, preference, samples))
 
 
-def _eval_objective(
-    objective: str | Mapping[str, object],
-) -> tuple["RowKind", "DocumentObjective | None"]:
+def _eval_objective(objective: str | Mapping[str, object]) -> tuple["RowKind", "DocumentObjective | None"]:
     """The kind of rows that are scored, and the objective on answers whose metrics score them."""
     from ds_finetune.data.row_kind import RowKind
     from ds_finetune.evaluation.preference_scores import preference_of

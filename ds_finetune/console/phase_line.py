@@ -30,13 +30,7 @@ class PhaseLine:
     """
 
     def __init__(
-        self,
-        what: str,
-        total: int = 0,
-        *,
-        warmup: int = 0,
-        out: TextIO | None = None,
-        is_rank_zero: bool | None = None,
+        self, what: str, total: int = 0, *, warmup: int = 0, out: TextIO | None = None, is_rank_zero: bool | None = None
     ) -> None:
         self._what, self._total, self._out = what, total, out or sys.stderr
         self._is_live = self._out.isatty()

@@ -237,12 +237,7 @@ def _batch(rows: Rows, ids: Sequence[int | None], plan: BatchPlan, position: Pos
 
 
 def make_batch(
-    rows: Sequence[Row | None],
-    plan: BatchPlan,
-    position: Position,
-    row_ids: tuple[int, ...],
-    *,
-    is_filled: bool = True,
+    rows: Sequence[Row | None], plan: BatchPlan, position: Position, row_ids: tuple[int, ...], *, is_filled: bool = True
 ) -> Batch:
     """One rank's share of a step from its rows; None stands for an empty row. Unless `is_filled`, forwards with other
     rows leave empty ones out.

@@ -11,14 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from ds_finetune.config.rewards import RewardConfig
 from ds_finetune.data.files import Record
 from ds_finetune.data.messages import Conversation, read_conversation
-from ds_finetune.data.record_layouts import (
-    LAYOUTS,
-    Completion,
-    LayoutColumns,
-    Sample,
-    by_name,
-    is_answer,
-)
+from ds_finetune.data.record_layouts import LAYOUTS, Completion, LayoutColumns, Sample, by_name, is_answer
 from ds_finetune.errors import DataError
 from ds_finetune.objectives.rewards.worker import needs_of
 

@@ -25,13 +25,7 @@ from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.groups.communication import CommunicationMeter
 from ds_finetune.engine.groups.process_groups import Groups
 from ds_finetune.engine.kept_weights import KeptWeights
-from ds_finetune.engine.loss_normalisation import (
-    UNITS,
-    detached_sums,
-    scale_for_deepspeed,
-    term_weights,
-    unit_counts,
-)
+from ds_finetune.engine.loss_normalisation import UNITS, detached_sums, scale_for_deepspeed, term_weights, unit_counts
 from ds_finetune.engine.patches.deepspeed_engine import gradients_reduced_at_end
 from ds_finetune.engine.patches.deepspeed_waits import HalfPrecisionNorms, ZeroNorms
 from ds_finetune.engine.pipeline_schedules import StageForward, run_pipeline

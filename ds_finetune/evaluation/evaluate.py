@@ -31,13 +31,7 @@ from ds_finetune.evaluation.classifier_scores import (
     score_labelled,
 )
 from ds_finetune.evaluation.compare import METHOD, Metric, compare
-from ds_finetune.evaluation.model_scores import (
-    Document,
-    Scores,
-    generate_answers,
-    load_drafter,
-    score_documents,
-)
+from ds_finetune.evaluation.model_scores import Document, Scores, generate_answers, load_drafter, score_documents
 from ds_finetune.evaluation.preference_scores import (
     MarkedDocument,
     MarkedScores,
@@ -266,12 +260,7 @@ class _Scoring:
         return mine, _score(self.base, documents, self.request, self.tokenizer, references)
 
     def _report(
-        self,
-        sets: Mapping[str, Sequence[AnyDocument]],
-        scores: AnyScores,
-        baseline: AnyScores | None,
-        *,
-        tokens: int,
+        self, sets: Mapping[str, Sequence[AnyDocument]], scores: AnyScores, baseline: AnyScores | None, *, tokens: int
     ) -> EvalReport:
         """The metrics of all documents and of each set that has a name; scores are in the order of the sets."""
         ends = accumulate(len(documents) for documents in sets.values())

@@ -45,11 +45,7 @@ class ClassifierTokenizer:
 
 
 def fit_tokenizer(
-    tokenizer: PreTrainedTokenizerBase,
-    files: Mapping[str, Path],
-    encode: Encode,
-    *,
-    config: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase, files: Mapping[str, Path], encode: Encode, *, config: Mapping[str, Any]
 ) -> ClassifierTokenizer:
     """The tokenizer files `files` (by name) of a decoder, changed so that a pipeline tokenises as `encode` does, and
     pads with the `pad_token_id` of the model's config.json `config`.
@@ -151,10 +147,7 @@ def _with_template(
 
 
 def _agreeing(
-    files: Mapping[str, Path],
-    changed: Mapping[str, str],
-    encode: Encode,
-    samples: Sequence[tuple[str, str | None]],
+    files: Mapping[str, Path], changed: Mapping[str, str], encode: Encode, samples: Sequence[tuple[str, str | None]]
 ) -> list[tuple[str, str | None]]:
     """The samples for which plain transformers makes the tokens of `encode` with the changed files."""
     with tempfile.TemporaryDirectory() as folder:

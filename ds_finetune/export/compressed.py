@@ -88,10 +88,7 @@ class _Quantiser:
     def section(self, kept: list[str]) -> dict[str, object]:
         """The `quantization_config` of a folder in which the modules `kept` are not quantised."""
         config = QuantizationConfig(
-            config_groups={"group_0": self.scheme},
-            format=self.layout,
-            ignore=kept,
-            quantization_status="compressed",
+            config_groups={"group_0": self.scheme}, format=self.layout, ignore=kept, quantization_status="compressed"
         )
         return dict(config.model_dump(mode="json"))
 

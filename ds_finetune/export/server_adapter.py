@@ -120,8 +120,7 @@ def check_servable(adapter: PeftAdapter, model_type: str) -> None:
     if partly:
         leaves = ", ".join(sorted(sides[partly[0]]))
         raise ExportError(
-            f"{adapter.folder} adapts only {leaves} of `{partly[0]}`, which {VLLM} cannot load",
-            hint=_MERGE,
+            f"{adapter.folder} adapts only {leaves} of `{partly[0]}`, which {VLLM} cannot load", hint=_MERGE
         )
 
 

@@ -89,11 +89,7 @@ class ForecastCheck(Observer):
     """
 
     def __init__(
-        self,
-        predicted: Predicted,
-        peak_bytes: Callable[[], int],
-        over_ranks: Callable[[float], float],
-        say: Say,
+        self, predicted: Predicted, peak_bytes: Callable[[], int], over_ranks: Callable[[float], float], say: Say
     ) -> None:
         self._predicted, self._peak_bytes, self._over_ranks, self._say = predicted, peak_bytes, over_ranks, say
         self._seconds: list[float] = []

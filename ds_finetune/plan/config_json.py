@@ -84,10 +84,7 @@ def check_sizes(file: Path) -> None:
     """ModelError where a config.json is too large, or has numbers of layers, sizes or heads that no model has."""
     size = file.stat().st_size
     if size > MAX_CONFIG_BYTES:
-        raise ModelError(
-            f"{file} has {size:,} bytes, more than {MAX_CONFIG_BYTES:,}",
-            hint=_PUBLISHED,
-        )
+        raise ModelError(f"{file} has {size:,} bytes, more than {MAX_CONFIG_BYTES:,}", hint=_PUBLISHED)
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
@@ -96,10 +93,7 @@ def check_sizes(file: Path) -> None:
     for key, value in _counts(tree):
         least = 0 if key.endswith("num_nextn_predict_layers") else 1
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_LAYERS:
-            raise ModelError(
-                f"{file}: {key} is {value!r}, not a number from {least} to {MAX_LAYERS}",
-                hint=_PUBLISHED,
-            )
+            raise ModelError(f"{file}: {key} is {value!r}, not a number from {least} to {MAX_LAYERS}", hint=_PUBLISHED)
     if isinstance(tree, Mapping):
         _check_widths(file, tree)
         kind = tree.get("model_type")

@@ -41,11 +41,7 @@ def _untested() -> Iterable[Conflict]:
     yield setting("data.streaming true", "set data.streaming to false")
     quantizes: Condition = lambda run: run.lora is not None and run.lora.quantize  # noqa: E731
     yield Conflict("lora.quantize {lora.quantize}", "leave lora.quantize out", quantizes)
-    yield Conflict(
-        "parallel {mesh}",
-        "set one of parallel.tp, sp and ep only",
-        lambda run: run.axes not in _LAYOUTS,
-    )
+    yield Conflict("parallel {mesh}", "set one of parallel.tp, sp and ep only", lambda run: run.axes not in _LAYOUTS)
     yield Conflict("offload to nvme", "offload to cpu", lambda run: "nvme" in run.offloads)
     # It counts forwards to know when all weights are updated, and their number differs from step to step.
     yield Conflict("inexact option zenflow", "leave zenflow out", lambda run: "zenflow" in run.inexact)

@@ -27,14 +27,7 @@ from ds_finetune.errors import ConfigError, RunError
 from ds_finetune.plan.batch import AUTO
 from ds_finetune.plan.estimate.memory import estimate_memory
 from ds_finetune.plan.pipeline import forwards_together
-from ds_finetune.plan.search.fitting import (
-    SPARE,
-    bytes_of,
-    chosen_recomputation,
-    fits,
-    legal_sizes,
-    plan_with_rows,
-)
+from ds_finetune.plan.search.fitting import SPARE, bytes_of, chosen_recomputation, fits, legal_sizes, plan_with_rows
 from ds_finetune.system.whole_file import replace_file
 from ds_finetune.trainer.forecast import memory_table, what_fits
 from ds_finetune.trainer.prepare import PreparedRun

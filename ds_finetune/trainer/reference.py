@@ -19,14 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_finetune.console.phase_line import PhaseLine
-from ds_finetune.data.batches import (
-    Batch,
-    Position,
-    eval_baseline,
-    eval_batches,
-    num_eval_rows,
-    training_batches,
-)
+from ds_finetune.data.batches import Batch, Position, eval_baseline, eval_batches, num_eval_rows, training_batches
 from ds_finetune.data.cache import ArrayParts, lock_folder, remove_damaged, write_folder
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.engine.engine import Engine

@@ -13,13 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ds_finetune.cluster.watchdog import kills, messages
-from ds_finetune.cluster.watchdog.connection import (
-    CLOSED,
-    UNREACHABLE,
-    UNREACHABLE_SECONDS,
-    Connection,
-    wait_readable,
-)
+from ds_finetune.cluster.watchdog.connection import CLOSED, UNREACHABLE, UNREACHABLE_SECONDS, Connection, wait_readable
 from ds_finetune.cluster.watchdog.diagnosis import diagnose, hosts_text, status_lines
 from ds_finetune.cluster.watchdog.progress import RankStatus
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE

@@ -26,12 +26,7 @@ from ds_finetune.cluster.watchdog.connection import (
     packet_counts,
     wait_readable,
 )
-from ds_finetune.cluster.watchdog.coordinator import (
-    REPORT,
-    SECONDARY_ERROR_SECONDS,
-    STATUS_SECONDS,
-    Coordinator,
-)
+from ds_finetune.cluster.watchdog.coordinator import REPORT, SECONDARY_ERROR_SECONDS, STATUS_SECONDS, Coordinator
 from ds_finetune.cluster.watchdog.diagnosis import SILENT
 from ds_finetune.cluster.watchdog.kills import FOLDER, StackFile, kill_process, record_cause, why_killed
 from ds_finetune.cluster.watchdog.progress import RankProgress

@@ -111,8 +111,7 @@ def check_config(config: PretrainedConfig) -> None:
     window = getattr(config, "sliding_window", None)
     if window is not None and not hasattr(type(config), "layer_types"):
         raise ExportError(
-            f"sliding_window {window} in config.json is that of every layer",
-            hint="only full attention can be exported",
+            f"sliding_window {window} in config.json is that of every layer", hint="only full attention can be exported"
         )
     if getattr(config, "clip_qkv", None) is not None:
         raise ExportError(

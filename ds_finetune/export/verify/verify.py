@@ -20,13 +20,7 @@ from numpy.typing import NDArray
 from ds_finetune.config.units import GIB, spans_text
 from ds_finetune.errors import ExportError
 from ds_finetune.export.interruption import SignalInterruption
-from ds_finetune.export.verify.logits import (
-    LoadedFolder,
-    compare_logits,
-    compare_padding,
-    compare_tokens,
-    load_folders,
-)
+from ds_finetune.export.verify.logits import LoadedFolder, compare_logits, compare_padding, compare_tokens, load_folders
 from ds_finetune.export.verify.record import UNVERIFIED, Digest, ExportRecord
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build.dtypes import SAFETENSORS_NAMES

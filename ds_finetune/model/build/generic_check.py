@@ -141,8 +141,7 @@ def check_trial(kind: str, trial: Trial, *, packing: bool, hint: str = _NO_PACKI
         )
     if packing and trial.packed > LIMIT:
         raise ModelError(
-            f"{subject}: documents of a packed row see each other, {_difference_text(trial.packed)}",
-            hint=hint,
+            f"{subject}: documents of a packed row see each other, {_difference_text(trial.packed)}", hint=hint
         )
     if not packing and trial.padded > LIMIT:
         raise ModelError(

@@ -296,11 +296,7 @@ class _DocumentLoss(torch.autograd.Function):
 
 
 def document_loss(
-    inputs: HeadInputs,
-    loss: LossOfDocuments,
-    *,
-    chunk: int = CHUNK_TOKENS,
-    tp_group: TensorParallelGroup | None = None,
+    inputs: HeadInputs, loss: LossOfDocuments, *, chunk: int = CHUNK_TOKENS, tp_group: TensorParallelGroup | None = None
 ) -> LossAndSums:
     """The loss of the documents of a forward, with gradients for `hidden`, `weight` and `bias` where they require one.
 

@@ -154,9 +154,7 @@ class EncoderHead:
 
 
 def install_score_head(
-    lm: PreTrainedModel,
-    objective: ScoreObjective,
-    groups: HeadGroups = ScoreHead.groups,
+    lm: PreTrainedModel, objective: ScoreObjective, groups: HeadGroups = ScoreHead.groups
 ) -> ScoreHead:
     """Turn the head `score` of `lm` into a ScoreHead in place: same module, same parameters, same name."""
     head = getattr(lm, SCORE_HEAD, None)

@@ -281,10 +281,7 @@ class TrainedModel(nn.Module):
             return self.lm.base_model(use_cache=False, **inputs, **lengths).last_hidden_state
 
     def document_arguments(
-        self,
-        documents: tuple[Documents, ...] | None,
-        device: torch.device,
-        shared: tuple[Documents, ...] | None = None,
+        self, documents: tuple[Documents, ...] | None, device: torch.device, shared: tuple[Documents, ...] | None = None
     ) -> dict[str, Any]:
         """What tells attention where the documents of each row begin, and how much of earlier ones they continue."""
         attention = self.lm.config._attn_implementation

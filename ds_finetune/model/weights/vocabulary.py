@@ -47,12 +47,7 @@ class GrownFolder(HubFolder):
     """
 
     def __init__(
-        self,
-        folder: Path,
-        growth: Growth,
-        wanted: Mapping[str, Shape],
-        *,
-        rename: Callable[[str], str] | None = None,
+        self, folder: Path, growth: Growth, wanted: Mapping[str, Shape], *, rename: Callable[[str], str] | None = None
     ) -> None:
         super().__init__(folder, rename=rename)
         self._growth = growth

@@ -303,8 +303,7 @@ def _cases_of_run(run: RunSettings, world: World, device: str) -> list[LayoutCas
     hub = read_hf_config(run.model.path, files=("*.json",))
     if hub.model_type not in TINY_MODELS:
         raise ConfigError(
-            f"model_type {hub.model_type} has no tiny model",
-            hint=f"known: {', '.join(WITH_TINY_MODELS)}",
+            f"model_type {hub.model_type} has no tiny model", hint=f"known: {', '.join(WITH_TINY_MODELS)}"
         )
     mesh = Mesh.of(run.parallel, world_size=world.world_size, rank=world.rank)
     given, _ = read_choices(choose_deepspeed(run.deepspeed, accelerate_choices(os.environ)))

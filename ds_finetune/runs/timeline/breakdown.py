@@ -12,15 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from ds_finetune.engine.phases import BACKWARD, EVALUATION, FORWARD, OFFLOAD, OPTIMIZER, SAMPLING, STEP
-from ds_finetune.runs.timeline.clock import (
-    ClockAlignment,
-    Span,
-    Spans,
-    difference,
-    intersection,
-    seconds_in,
-    union,
-)
+from ds_finetune.runs.timeline.clock import ClockAlignment, Span, Spans, difference, intersection, seconds_in, union
 from ds_finetune.runs.timeline.device_trace import Activity, DeviceTrace, phase_at
 from ds_finetune.runs.timeline.recorder import CHECKPOINT, DATA, Communication, Meeting, PhaseSpan, Recorder
 

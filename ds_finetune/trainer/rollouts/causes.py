@@ -51,8 +51,7 @@ CAUSES = (
         "rollouts.jsonl, take easier prompts, a larger objective.group_size, or fine-tune on a few answers first",
     ),
     Cause(
-        lambda now, _: now["all_right"] > MANY,
-        "nearly all groups are all right: take harder prompts, or end the run",
+        lambda now, _: now["all_right"] > MANY, "nearly all groups are all right: take harder prompts, or end the run"
     ),
     Cause(
         lambda now, _: now["empty"] > 0.3,
