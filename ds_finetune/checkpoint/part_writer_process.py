@@ -59,24 +59,20 @@ def main() -> None:
             continue
         error = ""
         try:
-            _do(job, memory, jobs)
+            match job:
+                case ReserveJob():
+                    # The rank's first write to a page of shared memory takes three times as long as later ones.
+                    os.posix_fallocate(memory, 0, max(1, job.num_bytes))
+                case WriteJob():
+                    _write_part_file(Path(job.part), job.num_bytes, memory)
+                    if job.commit is not None:
+                        _commit(job.commit, jobs)
+                case RemoveJob():
+                    for folder in job.folders:
+                        remove_checkpoint(Path(folder))
         except Exception as failed:  # noqa: BLE001 - the rank reports whatever went wrong, and this process continues
             error = f"{type(failed).__name__}: {failed}"
         send(sys.stdout.fileno(), JobDone(job.kind, error))
-
-
-def _do(job: ProcessMessage, memory: int, jobs: _JobQueue) -> None:
-    match job:
-        case ReserveJob():
-            # In advance: the rank's first write to a page of shared memory takes three times as long as later ones.
-            os.posix_fallocate(memory, 0, max(1, job.num_bytes))
-        case WriteJob():
-            _write_part_file(Path(job.part), job.num_bytes, memory)
-            if job.commit is not None:
-                _commit(job.commit, jobs)
-        case RemoveJob():
-            for folder in job.folders:
-                remove_checkpoint(Path(folder))
 
 
 def _write_part_file(part: Path, num_bytes: int, memory: int) -> None:

@@ -268,13 +268,7 @@ def _fit(document: Tokens, rule: str, size: int) -> tuple[list[tuple[list[int], 
         return [], Counts(too_long_dropped=1)
     if rule == "truncate":
         return [(ids[:size], mask[:size])], Counts(truncated=1, truncated_tokens=len(ids) - size)
-    return _split(ids, mask, size), Counts(split=1)
-
-
-def _split(ids: list[int], mask: list[bool], size: int) -> list[tuple[list[int], list[bool]]]:
-    """Pieces of at most `size` tokens, each after the first one beginning with the last token of the piece before.
-
-    That token is only an input, so every token after the document's first is predicted once, and none is left out.
-    """
+    # Each piece after the first one begins with the last token of the piece before. That token is only an input, so
+    # every token after the document's first is predicted once, and none is left out.
     starts = range(0, len(ids) - 1, size - 1)
-    return [(ids[at : at + size], [mask[at] and not at, *mask[at + 1 : at + size]]) for at in starts]
+    return [(ids[at : at + size], [mask[at] and not at, *mask[at + 1 : at + size]]) for at in starts], Counts(split=1)

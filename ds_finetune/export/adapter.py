@@ -58,17 +58,13 @@ def write_adapter(factors: Mapping[str, Factors], lora: LoraConfig, out: Path, b
     OutputError where the disk is full; the incomplete folder is then removed.
     """
     with replaced_folder(out) as partial, as_output_errors(partial):
-        _write_files(partial, factors, base, _peft_config(factors, lora, base))
-
-
-def _write_files(folder: Path, factors: Mapping[str, Factors], base: AdapterBase, config: Mapping[str, Any]) -> None:
-    tensors = {key: tensor for name, adapter in factors.items() for key, tensor in _peft_tensors(name, adapter)}
-    tensors |= {KEY_PREFIX + name: tensor.contiguous() for name, tensor in base.head.items()}
-    write_weights(tensors, folder, base.digest)
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    if base.classifier_config:
-        text = json.dumps(base.classifier_config, indent=2, ensure_ascii=False)
-        (folder / MODEL_CONFIG).write_text(text + "\n", encoding="utf-8")
+        tensors = {key: tensor for name, adapter in factors.items() for key, tensor in _peft_tensors(name, adapter)}
+        tensors |= {KEY_PREFIX + name: tensor.contiguous() for name, tensor in base.head.items()}
+        write_weights(tensors, partial, base.digest)
+        (partial / CONFIG).write_text(json.dumps(_peft_config(factors, lora, base), indent=2) + "\n", encoding="utf-8")
+        if base.classifier_config:
+            text = json.dumps(base.classifier_config, indent=2, ensure_ascii=False)
+            (partial / MODEL_CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
 def write_weights(tensors: dict[str, torch.Tensor], folder: Path, base_digest: str) -> None:

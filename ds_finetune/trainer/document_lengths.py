@@ -73,7 +73,14 @@ def check_lengths(
             if isinstance(rows, PreparedRows):
                 _check_documents(f"data.{name}", rows, limit)
         for name, rows in held_out.items() if limit.holds_for_answers else ():
-            _check_prompts(generate, name, rows, limit)
+            longest = _longest_prompt(generate, rows)
+            if longest and longest + generate.max_new_tokens > limit.tokens:
+                raise ConfigError(
+                    f"eval.generate: a prompt of {longest} tokens in {name} and max_new_tokens "
+                    f"{generate.max_new_tokens} are more than index_topk {limit.tokens}, and sparse attention "
+                    f"{limit.reason} is not tested",
+                    hint=f"set {limit.hint}, or fewer max_new_tokens",
+                )
 
 
 def _limits(model: ModelPlan) -> Iterator[DocumentLimit]:
@@ -130,14 +137,3 @@ def _longest_prompt(generate: GenerateConfig, rows: PreparedRows) -> int:
     """Tokens of the longest prompt that is answered; 0 where none is."""
     number = generate.prompts
     return max((len(prompt) for prompt, _ in rows.prompts_and_answers(number)), default=0) if number else 0
-
-
-def _check_prompts(generate: GenerateConfig, name: str, rows: PreparedRows, limit: DocumentLimit) -> None:
-    """ConfigError where a prompt with its answer may become too long."""
-    longest = _longest_prompt(generate, rows)
-    if longest and longest + generate.max_new_tokens > limit.tokens:
-        raise ConfigError(
-            f"eval.generate: a prompt of {longest} tokens in {name} and max_new_tokens {generate.max_new_tokens} are "
-            f"more than index_topk {limit.tokens}, and sparse attention {limit.reason} is not tested",
-            hint=f"set {limit.hint}, or fewer max_new_tokens",
-        )

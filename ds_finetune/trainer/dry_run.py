@@ -48,8 +48,11 @@ class PlannedRun:
         return self.estimate.state_bytes
 
     def __rich__(self) -> RenderableType:
+        table = Table(title="plan", title_justify="left", show_header=False, box=None)
+        for name, text in self.lines:
+            table.add_row(name, text)
         return Group(
-            _decisions(self.lines),
+            table,
             *map(Text, self.notes),
             _rank_map(self.plan.mesh, self.plan.world.local_world_size),
             _shapes(_merged(self.tensors), self.plan),
@@ -78,13 +81,6 @@ def _merged(stages: Stages) -> list[TensorKind]:
     for kind in chain.from_iterable(stages):
         counts[replace(kind, count=0)] += kind.count
     return [replace(kind, count=count) for kind, count in counts.items()]
-
-
-def _decisions(rows: Sequence[tuple[str, str]]) -> Table:
-    table = Table(title="plan", title_justify="left", show_header=False, box=None)
-    for name, text in rows:
-        table.add_row(name, text)
-    return table
 
 
 def _totals(stages: Stages, estimate: RunEstimate) -> list[tuple[str, str]]:

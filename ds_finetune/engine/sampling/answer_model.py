@@ -122,13 +122,10 @@ class AnswerModel:
         """Run forwards of one token, whose results nobody reads, until the rows of all ranks have ended."""
         while self.is_collective and all_reduce_max(0.0)[0] > 0:
             self.on_forward()
-            self._idle()
-
-    def _idle(self) -> None:
-        ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        with torch.no_grad():
-            out = self.lm.base_model(input_ids=ids, position_ids=ids, use_cache=False)
-            head_of(self.lm)(out.last_hidden_state)
+            ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+            with torch.no_grad():
+                out = self.lm.base_model(input_ids=ids, position_ids=ids, use_cache=False)
+                head_of(self.lm)(out.last_hidden_state)
 
 
 def check_cache(model: AnswerModel) -> None:
@@ -143,19 +140,7 @@ def check_cache(model: AnswerModel) -> None:
     if others or getattr(lm, "_is_stateful", False):
         kinds = ", ".join(sorted(others)) or "a state of its own"
         raise ModelError(f"answers of model_type `{config.model_type}` cannot be sampled: it has {kinds}", hint=_HINT)
-    difference = _difference(model, config.vocab_size)
-    if not difference < _LIMITS[next(lm.parameters()).dtype]:
-        raise ModelError(
-            f"answers of model_type `{config.model_type}` cannot be sampled: with a cache its logits differ by "
-            f"{difference:.1e} of the largest from those without one",
-            hint=_HINT,
-        )
-    _checked.add(lm)
-
-
-def _difference(model: AnswerModel, vocabulary: int) -> float:
-    """The largest difference of the logits after two texts, read whole and token by token, relative to the largest."""
-    texts = [[token * 7 % vocabulary for token in range(first, first + _TOKENS)] for first in (3, 4)]
+    texts = [[token * 7 % config.vocab_size for token in range(first, first + _TOKENS)] for first in (3, 4)]
     _, whole = model.read_prompts(texts)
     prompts, logits = model.read_prompts([text[:-_READ] for text in texts])
     rows = [(prompt, slice(row, row + 1)) for row, prompt in enumerate(prompts)]
@@ -163,4 +148,11 @@ def _difference(model: AnswerModel, vocabulary: int) -> float:
     for position in range(_TOKENS - _READ, _TOKENS):
         ids = torch.tensor([text[position] for text in texts], device=model.device)
         logits = model.read_tokens(ids, torch.full_like(ids, position), cache, None)
-    return float((logits - whole).abs().max() / whole.abs().max())
+    difference = float((logits - whole).abs().max() / whole.abs().max())
+    if not difference < _LIMITS[next(lm.parameters()).dtype]:
+        raise ModelError(
+            f"answers of model_type `{config.model_type}` cannot be sampled: with a cache its logits differ by "
+            f"{difference:.1e} of the largest from those without one",
+            hint=_HINT,
+        )
+    _checked.add(lm)

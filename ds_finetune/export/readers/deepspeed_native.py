@@ -206,7 +206,10 @@ def read_deepspeed_checkpoint(folder: Path) -> DeepSpeedCheckpoint:
     """
     step = _step_folder(folder)
     check_folder(step)
-    _check_layout(step)
+    for path in sorted(step.iterdir()):
+        for pattern, meaning in _UNSUPPORTED_LAYOUTS:
+            if pattern.fullmatch(path.name):
+                raise ExportError(f"{step} holds `{path.name}`: {meaning}, which is not supported", hint=_ELSEWHERE)
     model = _read_model_states(step)
     optim = _read_optim_states(step, model)
     slices, shapes = dict[str, Slices](), dict[str, tuple[int, ...]]()
@@ -256,13 +259,6 @@ def _step_folder(folder: Path) -> Path:
             f"{latest} names `{step.name}`, which is not there", hint="name one of the step folders itself"
         )
     return step
-
-
-def _check_layout(step: Path) -> None:
-    for path in sorted(step.iterdir()):
-        for pattern, meaning in _UNSUPPORTED_LAYOUTS:
-            if pattern.fullmatch(path.name):
-                raise ExportError(f"{step} holds `{path.name}`: {meaning}, which is not supported", hint=_ELSEWHERE)
 
 
 def _rank_files(step: Path, kind: str) -> dict[int, Path]:

@@ -103,7 +103,9 @@ class LossHead(nn.Linear):
         the loss is 0 and its gradients are zeros, so that every rank takes part in the reductions.
         """
         if labels is None:
-            return self._logits(hidden)
+            logits = super().forward(hidden)
+            logits = logits if self.groups.tp is None else self.groups.tp.all_gather_last_dim(logits)
+            return logits if self.groups.pp is None else self.groups.pp.broadcast_from_last(logits)
         supervised = find_supervised(labels) if supervised is None else supervised
         part = hidden.reshape(-1, hidden.shape[-1]).index_select(0, supervised)
         part = part if self.groups.tp is None else copy_to_tensor_parallel_region(part, self.groups.tp)
@@ -128,11 +130,6 @@ class LossHead(nn.Linear):
             return document_log_probs(inputs, tokens, tp_group=self.groups.tp)
         assert is_of_documents(self.objective), type(self.objective)
         return document_loss(inputs, LossOfDocuments(self.objective, tokens, numbers), tp_group=self.groups.tp)
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = super().forward(hidden)
-        logits = logits if self.groups.tp is None else self.groups.tp.all_gather_last_dim(logits)
-        return logits if self.groups.pp is None else self.groups.pp.broadcast_from_last(logits)
 
     def _cross_entropy(self, inputs: HeadInputs, numbers: StepNumbers | None) -> LossAndSums:
         hidden, weight, bias, targets = inputs

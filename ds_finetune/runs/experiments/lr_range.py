@@ -17,7 +17,6 @@ from ds_finetune.config.schema import validate_tree
 from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import USER_ERROR_EXIT_CODE, ConfigError, OutputError, RunError
 from ds_finetune.runs.experiments.jobs import LOG, RUN, ChildRun, ExperimentJob, places, run_jobs, short_run
-from ds_finetune.runs.metrics import MetricsReader
 
 RESULT = "lr_range.json"
 _SMOOTHING = 0.9
@@ -82,7 +81,12 @@ def run_range_test(request: RangeRequest, say: Say) -> LrRange:
     if job.reason and not job.is_diverged:
         error = ConfigError if job.code == USER_ERROR_EXIT_CODE else RunError
         raise error(f"the run failed: {job.reason}", hint=f"see {request.folder / LOG}")
-    found = evaluate(*_read(job.metrics), is_diverged=job.is_diverged)
+    loss, rate = job.metrics.curves["train/loss"], job.metrics.curves["optim/lr"]
+    is_number = np.isfinite(loss.values)
+    losses, rates = loss.values[is_number], rate.values[: len(loss)][is_number]
+    if len(losses) < _LEAST_STEPS:
+        raise RunError(f"only {len(losses)} steps had a finite loss", hint="lower --high, or raise --steps")
+    found = evaluate(*rates, losses, is_diverged=job.is_diverged)
     text = json.dumps({"format": 1, "run": str(request.run_file), **asdict(found)}, indent=1)
     (request.folder / RESULT).write_text(f"{text}\n", encoding="utf-8")
     shutil.rmtree(request.folder / RUN / "base", ignore_errors=True)
@@ -118,16 +122,6 @@ class _RangeJob(ExperimentJob):
         if not np.isfinite(values).all() or values[-1] > _DIVERGED * values.min():
             self.is_diverged = True
             child.stop()
-
-
-def _read(metrics: MetricsReader) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Learning rates and losses [n] of the steps with a finite loss."""
-    loss, rate = metrics.curves["train/loss"], metrics.curves["optim/lr"]
-    is_number = np.isfinite(loss.values)
-    losses, rates = loss.values[is_number], rate.values[: len(loss)][is_number]
-    if len(losses) < _LEAST_STEPS:
-        raise RunError(f"only {len(losses)} steps had a finite loss", hint="lower --high, or raise --steps")
-    return rates, losses
 
 
 def _average(losses: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -109,7 +109,13 @@ def compare_scaling(request: ScalingRequest, say: Say) -> Comparison:
     if request.folder.exists():
         raise OutputError(f"`{request.folder}` exists already", hint="name another folder")
     for variant, job in jobs.items():
-        _check(request, variant, job.tree)
+        config = validate_tree(job.tree, {}, f"{request.run_file} with {variant.name}")
+        try:
+            make_plan(RunSettings.of(config), world=World(0, variant.ranks, 0, variant.ranks, "scaling"), device="cpu")
+        except FinetuneError as illegal:
+            raise type(illegal)(f"{variant.name}: {illegal.message}", hint=illegal.hint) from None
+        if request.hostfile is not None:
+            _place(request, variant.ranks)
     # LaunchError where this machine has too few GPUs for the largest of them.
     _place(request, max(request.ranks))
     done: dict[Variant, ExperimentJob] = {}
@@ -118,16 +124,12 @@ def compare_scaling(request: ScalingRequest, say: Say) -> Comparison:
         done[variant] = job
         compared = _compare(request, done)
         say(f"{variant.name}: {job.reason or f'{compared.rows[-1].seconds:.3f} s a step'}")
-        _write(request, compared)
+        tree = {"format": 1, "run": str(request.run_file), "steps": request.steps}
+        tree |= {"rows": [asdict(row) for row in compared.rows], "failed": dict(compared.failed)}
+        (request.folder / RESULT).write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
     if not compared.rows:
         raise RunError(f"all runs failed; {': '.join(compared.failed[-1])}", hint=f"see {request.folder}")
     return compared
-
-
-def _write(request: ScalingRequest, compared: Comparison) -> None:
-    tree = {"format": 1, "run": str(request.run_file), "steps": request.steps}
-    tree |= {"rows": [asdict(row) for row in compared.rows], "failed": dict(compared.failed)}
-    (request.folder / RESULT).write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
 
 
 def _place(request: ScalingRequest, ranks: int) -> Place:
@@ -160,17 +162,6 @@ def _apply_layout(tree: dict[str, Any], part: str) -> None:
         return
     choices, _ = given_choices(tree.get("deepspeed"))
     tree["deepspeed"] = {**choices, "zero_optimization": {**choices.get("zero_optimization", {}), "stage": number}}
-
-
-def _check(request: ScalingRequest, variant: Variant, tree: dict[str, Any]) -> None:
-    """ConfigError where the layout or the batch does not fit the ranks."""
-    config = validate_tree(tree, {}, f"{request.run_file} with {variant.name}")
-    try:
-        make_plan(RunSettings.of(config), world=World(0, variant.ranks, 0, variant.ranks, "scaling"), device="cpu")
-    except FinetuneError as illegal:
-        raise type(illegal)(f"{variant.name}: {illegal.message}", hint=illegal.hint) from None
-    if request.hostfile is not None:
-        _place(request, variant.ranks)
 
 
 def _timed(metrics: MetricsReader, name: str, steps: int) -> list[float]:
