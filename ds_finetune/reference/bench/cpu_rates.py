@@ -152,8 +152,8 @@ def _measure(rank: int, ranks: int, precision: str, folder: Path) -> dict[str, f
     sent, message = torch.zeros(_SENT // 4), torch.zeros(8)
     rates = dict(
         matmul=2 * _ROWS * _COLUMNS * _ROWS / _seconds(lambda: torch.mm(rows, weight)),
-        head=6 * _ROWS * _COLUMNS * _VOCABULARY / _seconds(_head_products(dtype)),
-        grouped=6 * _EXPERT_ROWS * _COLUMNS * _ROWS / _seconds(_expert_products(dtype)),
+        head=6 * _ROWS * _COLUMNS * _VOCABULARY / _seconds(_products(dtype, _ROWS, _VOCABULARY, adds_up=True)),
+        grouped=6 * _EXPERT_ROWS * _COLUMNS * _ROWS / _seconds(_products(dtype, _EXPERT_ROWS, _ROWS, adds_up=False)),
         # Half of the pairs, of two products forward and five backward.
         attention=7 * _HEADS * _TOKENS**2 * _WIDTH / _seconds(attend),
         memory=2 * _COPIED / _seconds(lambda: copied.copy_(source)),
@@ -168,34 +168,23 @@ def _measure(rank: int, ranks: int, precision: str, folder: Path) -> dict[str, f
     return rates
 
 
-def _head_products(dtype: "torch.dtype") -> Callable[[], None]:
-    """The logits of a chunk of tokens, and the gradients of its rows and of the head, as the model computes them."""
+def _products(dtype: "torch.dtype", num_rows: int, outputs: int, *, adds_up: bool) -> Callable[[], None]:
+    """The product of rows with a matrix, and the gradients of both, as the model computes them for an expert; for a
+    chunk of the head's logits it `adds_up` that of the matrix.
+    """
     import torch
 
-    rows, weight = torch.randn(_ROWS, _COLUMNS, dtype=dtype), torch.randn(_VOCABULARY, _COLUMNS, dtype=dtype)
-    logits, d_rows = torch.empty(_ROWS, _VOCABULARY, dtype=dtype), torch.empty_like(rows)
-    d_weight = torch.zeros(_VOCABULARY, _COLUMNS, dtype=dtype)
-
-    def work() -> None:
-        torch.mm(rows, weight.T, out=logits)
-        torch.mm(logits, weight, out=d_rows)
-        torch.addmm(d_weight, logits.T, rows, out=d_weight)
-
-    return work
-
-
-def _expert_products(dtype: "torch.dtype") -> Callable[[], None]:
-    """The product of an expert's rows with a matrix, and the gradients of both, as the model computes them."""
-    import torch
-
-    rows, weight = torch.randn(_EXPERT_ROWS, _COLUMNS, dtype=dtype), torch.randn(_ROWS, _COLUMNS, dtype=dtype)
-    found, d_rows = torch.empty(_EXPERT_ROWS, _ROWS, dtype=dtype), torch.empty_like(rows)
-    d_weight = torch.empty_like(weight)
+    rows, weight = torch.randn(num_rows, _COLUMNS, dtype=dtype), torch.randn(outputs, _COLUMNS, dtype=dtype)
+    found, d_rows = torch.empty(num_rows, outputs, dtype=dtype), torch.empty_like(rows)
+    d_weight = torch.zeros_like(weight)
 
     def work() -> None:
         torch.mm(rows, weight.T, out=found)
         torch.mm(found, weight, out=d_rows)
-        torch.mm(found.T, rows, out=d_weight)
+        if adds_up:
+            torch.addmm(d_weight, found.T, rows, out=d_weight)
+        else:
+            torch.mm(found.T, rows, out=d_weight)
 
     return work
 
