@@ -80,7 +80,13 @@ class Saver:
         groups = self.groups()
         self._pending = SaveResult(step)
         partial = self.folder.path / partial_name(step, self.folder.token)
-        job = self._commit_job(partial, step, state, eval_loss)
+        shared, host = self.folder, socket.gethostname()
+        job = CommitJob(
+            str(partial),
+            Manifest(step, shared.world_size, shared.ranks, host, shared.token, eval_loss, files={}),
+            texts={STATE: state},
+            linked={name: str(source) for name, source in self.linked.items()},
+        )
         extra = {"rank": self.folder.rank, "home": self.folder.ranks[0], "host": socket.gethostname(), **rank_state}
         try:
             partial.mkdir(exist_ok=True)
@@ -135,15 +141,6 @@ class Saver:
     def close(self) -> None:
         """Let the writer process end."""
         self._process.close()
-
-    def _commit_job(self, partial: Path, step: int, state: str, eval_loss: float | None) -> CommitJob:
-        shared, host = self.folder, socket.gethostname()
-        return CommitJob(
-            str(partial),
-            Manifest(step, shared.world_size, shared.ranks, host, shared.token, eval_loss, files={}),
-            texts={STATE: state},
-            linked={name: str(source) for name, source in self.linked.items()},
-        )
 
     def _commit_synchronously(self, job: CommitJob) -> None:
         """Commit on the leader once every rank has written its part, unless one has failed."""

@@ -104,9 +104,9 @@ def choose_device() -> str:
     device = "cuda" if usable and wanted != "cpu" else "cpu"
     if device == "cuda" and torch.version.cuda:
         # torch's allocator grows its segments, so that free blocks of other sizes do not add up to gigabytes. It reads
-        # the variable when CUDA is first used (2.13, c10/core/AllocatorConfig.h). Nothing is chosen where NCCL is to
-        # register torch's memory, which excludes it, and in WSL 2, where a first allocation may fail (pytorch issue
-        # 192330).
+        # the variable when CUDA is first used (2.13, c10/core/AllocatorConfig.h). Nothing is chosen where the user has,
+        # where NCCL is to register torch's memory, which excludes it, and in WSL 2, where a first allocation may fail
+        # (pytorch issue 192330).
         is_chosen = any(name in os.environ for name in (*_ALLOCATOR, "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"))
         if not is_chosen and not torch.cuda.is_initialized() and "microsoft" not in platform.release().lower():
             os.environ[_ALLOCATOR[0]] = "expandable_segments:True"

@@ -72,7 +72,15 @@ def build_rank_model(
     that were randomly initialised because the model's folder does not have them; and what forwards use in fp32.
     """
     lm = build_modules(plan, model, groups)
-    install_groups(lm, model, groups)
+    if groups.stage is not None:
+        install_pipeline_stage(lm, groups.stage, outputs=model.head_outputs)
+    if groups.tensor is not None:
+        hf_config, pad = model.hf_config, model.hf_config.pad_token_id
+        # nn.Embedding counts a negative index from the end of the whole vocabulary.
+        padding_idx = pad + hf_config.vocab_size if pad is not None and pad < 0 else pad
+        install_tensor_parallel(lm, groups.tensor, padding_idx=padding_idx)
+    if groups.experts is not None:
+        install_expert_parallel(lm, groups.experts)
     placement = _placement(lm, plan, groups)
     # Checkpoints do not hold frozen weights that are in the model's folder.
     loads_weights = loads_weights or not all(feature.saves_frozen for feature in features)
@@ -181,19 +189,6 @@ def build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedMod
     if model.quantised:
         install_four_bit(lm, model.quantised, device=device)
     return lm
-
-
-def install_groups(lm: PreTrainedModel, model: ModelPlan, groups: Groups) -> None:
-    """Make `lm` communicate in its stage, tensor and expert parallel groups."""
-    if groups.stage is not None:
-        install_pipeline_stage(lm, groups.stage, outputs=model.head_outputs)
-    if groups.tensor is not None:
-        hf_config, pad = model.hf_config, model.hf_config.pad_token_id
-        # nn.Embedding counts a negative index from the end of the whole vocabulary.
-        padding_idx = pad + hf_config.vocab_size if pad is not None and pad < 0 else pad
-        install_tensor_parallel(lm, groups.tensor, padding_idx=padding_idx)
-    if groups.experts is not None:
-        install_expert_parallel(lm, groups.experts)
 
 
 def install_head(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups) -> None:

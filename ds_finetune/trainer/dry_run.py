@@ -51,11 +51,14 @@ class PlannedRun:
         table = Table(title="plan", title_justify="left", show_header=False, box=None)
         for name, text in self.lines:
             table.add_row(name, text)
+        counts: Counter[TensorKind] = Counter()
+        for kind in chain.from_iterable(self.tensors):
+            counts[replace(kind, count=0)] += kind.count
         return Group(
             table,
             *map(Text, self.notes),
             _rank_map(self.plan.mesh, self.plan.world.local_world_size),
-            _shapes(_merged(self.tensors), self.plan),
+            _shapes([replace(kind, count=count) for kind, count in counts.items()], self.plan),
             Text("DeepSpeed", style="bold"),
             Text(json.dumps(self.plan.deepspeed, indent=1)),
         )
@@ -73,14 +76,6 @@ def _assumed_classes(objective: ObjectiveConfig) -> list[str]:
     if kind.name != "labelled" or kind.num_labels or kind.labels:
         return []
     return ["2 classes are assumed: their number is found in the training rows, which are not read here"]
-
-
-def _merged(stages: Stages) -> list[TensorKind]:
-    """The kinds of all stages, each once."""
-    counts: Counter[TensorKind] = Counter()
-    for kind in chain.from_iterable(stages):
-        counts[replace(kind, count=0)] += kind.count
-    return [replace(kind, count=count) for kind, count in counts.items()]
 
 
 def _totals(stages: Stages, estimate: RunEstimate) -> list[tuple[str, str]]:

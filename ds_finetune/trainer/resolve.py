@@ -134,7 +134,7 @@ def resolve(  # noqa: PLR0913 - what is decided, and what it is decided from
     token_limits(settings, model.hf_config)
     for row in formats_of_run(config.export.formats)[1:]:
         row.check_model_type(model.hf_config.model_type)
-        # Packages, settings of the model and tokenizer are looked at where it is exported.
+        # Packages, settings of the model and tokenizer matter on the machine that exports.
         if not is_config_only:
             is_classifier, tokenizer = model.task != "causal_lm", _tokenizer(settings.model)
             row.load().check_model(model.hf_config, is_classifier=is_classifier, tokenizer=tokenizer)

@@ -140,6 +140,7 @@ def check_cache(model: AnswerModel) -> None:
     if others or getattr(lm, "_is_stateful", False):
         kinds = ", ".join(sorted(others)) or "a state of its own"
         raise ModelError(f"answers of model_type `{config.model_type}` cannot be sampled: it has {kinds}", hint=_HINT)
+    # Two texts, read whole and token by token.
     texts = [[token * 7 % config.vocab_size for token in range(first, first + _TOKENS)] for first in (3, 4)]
     _, whole = model.read_prompts(texts)
     prompts, logits = model.read_prompts([text[:-_READ] for text in texts])

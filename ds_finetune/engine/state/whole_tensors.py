@@ -34,7 +34,14 @@ class WholeTensors:
         self._model_shard = ModelShard.of(plan.mesh, family_of(lm.config.model_type))
         in_fp32: Any = module.in_fp32
         self._in_fp32: dict[str, torch.Tensor] = in_fp32.values
-        own = self._specs_of_stage()
+        specs = {}
+        for name, param in named_parameters(self._module):
+            if not is_copy(param):
+                shape = shape_of(param) if is_four_bit(param) else local_shape(param)
+                whole_shape = self._model_shard.tensor_shard(name, shape).whole_shape
+                dtype = torch.float32 if name in self._in_fp32 else dtype_of(param)
+                specs[name] = torch.empty(whole_shape, dtype=dtype, device="meta")
+        own = specs | {name: buffer.to("meta") for name, buffer in persistent_buffers(self._module)}
         self._specs = [own] if self._stage is None else self._stage.all_gather_object(own)
 
     def specs(self) -> dict[str, torch.Tensor]:
@@ -73,16 +80,6 @@ class WholeTensors:
         if experts is not None:
             box = _gather_on_first(box.to(self._device), experts, dim=0, end=torch.device("cpu"))
         return box.reshape(shard.whole_shape) if mesh.rank == mesh.leader else box
-
-    def _specs_of_stage(self) -> dict[str, torch.Tensor]:
-        specs = {}
-        for name, param in named_parameters(self._module):
-            if not is_copy(param):
-                shape = shape_of(param) if is_four_bit(param) else local_shape(param)
-                whole_shape = self._model_shard.tensor_shard(name, shape).whole_shape
-                dtype = torch.float32 if name in self._in_fp32 else dtype_of(param)
-                specs[name] = torch.empty(whole_shape, dtype=dtype, device="meta")
-        return specs | {name: buffer.to("meta") for name, buffer in persistent_buffers(self._module)}
 
     def _send_to_rank_zero(self, whole: torch.Tensor | None, spec: torch.Tensor, stage: int) -> torch.Tensor | None:
         """The whole tensor of stage number `stage`, on rank zero's CPU; None on other ranks."""

@@ -65,7 +65,12 @@ class GrownFolder(HubFolder):
         before = self._growth.before
         if key not in self._grown or last <= before:
             return super().rows(key, first, last, within)
-        new = self._new(key)[max(first - before, 0) : last - before]
+        if key not in self._new_rows:
+            mean, deviation = self._moments(key)
+            generator = torch.Generator().manual_seed(self._growth.seed_of(key))
+            shape = (self._growth.after - self._growth.before, *self.shapes[key][1:])
+            self._new_rows[key] = (mean + deviation * torch.randn(shape, generator=generator)).float()
+        new = self._new_rows[key][max(first - before, 0) : last - before]
         new = new[(slice(None), *within)]
         return new if first >= before else torch.cat([super().rows(key, first, before, within), new])
 
@@ -85,14 +90,6 @@ class GrownFolder(HubFolder):
                 f"has no module and which an export would copy: {', '.join(stuck)}",
                 hint="train a copy of the model without its multi-token prediction layers",
             )
-
-    def _new(self, key: str) -> torch.Tensor:
-        if key not in self._new_rows:
-            mean, deviation = self._moments(key)
-            generator = torch.Generator().manual_seed(self._growth.seed_of(key))
-            shape = (self._growth.after - self._growth.before, *self.shapes[key][1:])
-            self._new_rows[key] = (mean + deviation * torch.randn(shape, generator=generator)).float()
-        return self._new_rows[key]
 
     def _moments(self, key: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and standard deviation of each column over the published rows, fp64."""

@@ -2,7 +2,7 @@
 changes of a run file with which a run that does not fit would.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -156,7 +156,13 @@ class _Run:
     def changes(self, budget: int) -> Iterator["_Run"]:
         """The run with each change that it could make on its own, what costs least time first."""
         for text, train, zero in self._keys(budget):
-            settings = self._changed(train, zero)
+            given = {"micro_batch_size": self.plan.batch.micro_batch_size, **train}
+            updates: dict[str, Any] = {"train": self.settings.train.model_copy(update=given)}
+            if zero:
+                tree = read_choices(self.settings.deepspeed)[0] if self.settings.deepspeed else {}
+                section = {**(tree.get("zero_optimization") or {"stage": self.plan.zero_stage}), **zero}
+                updates["deepspeed"] = {**tree, "zero_optimization": section}
+            settings = replace(self.settings, **updates)
             try:
                 plan = make_plan(settings, world=self.plan.world, device=self.plan.device)
                 yield _Run(settings, plan, self.model, estimate_memory(plan, self.model).device_bytes, text)
@@ -185,15 +191,6 @@ class _Run:
             yield "offload_optimizer.device cpu", {}, {"offload_optimizer": {"device": "cpu"}}
         if plan.offload_param == "none" and plan.zero_stage == _HIGHEST_STAGE:
             yield "offload_param.device cpu", {}, {"offload_param": {"device": "cpu"}}
-
-    def _changed(self, train: Mapping[str, Any], zero: Mapping[str, Any]) -> RunSettings:
-        given = {"micro_batch_size": self.plan.batch.micro_batch_size, **train}
-        updates: dict[str, Any] = {"train": self.settings.train.model_copy(update=given)}
-        if zero:
-            tree = read_choices(self.settings.deepspeed)[0] if self.settings.deepspeed else {}
-            section = {**(tree.get("zero_optimization") or {"stage": self.plan.zero_stage}), **zero}
-            updates["deepspeed"] = {**tree, "zero_optimization": section}
-        return replace(self.settings, **updates)
 
 
 def fitting_changes(settings: RunSettings, plan: Plan, model: ModelConfig, *, budget: int) -> tuple[FittingChange, ...]:

@@ -110,6 +110,7 @@ class Layout:
     def sections(self, run: RunSettings) -> dict[str, Any]:
         """The sections of the run file that this layout changes."""
         keys = {"micro_batch_size": self.micro_batch_size, **self.activations.keys()}
+        # Keys other than the ZeRO stage and offload stay.
         tree = decided(given_choices(run.deepspeed)[0])
         zero = dict(tree.get("zero_optimization") or {})
         given = {key: zero.pop(key, None) for key in ("offload_optimizer", "offload_param")}

@@ -31,14 +31,16 @@ def search_layouts(given: RunSettings, target: Target, *, model: Mapping[str, An
 
     ConfigError where no layout is legal or none fits, with what is missing and what would provide it.
     """
+    # One row in a forward where its number is open; the search chooses it.
     run = replace(given, train=given.train.model_copy(update={"micro_batch_size": rows_of_forward(given.train)}))
+    tree = read_model(run) if model is None else model
     if target.machine is None or target.budget is None:
         raise ConfigError(
             f"--search for {target.ranks.number} GPUs, and no accelerator is named or found on this machine",
             hint="name one, as --gpu h100-80g, or --gpu cpu for ranks on this machine's cores",
         )
     rows = RowShape.full(run.train.max_seq_len)
-    candidates = Candidates(run, UnchangedConfig(read_model(run) if model is None else model), target.ranks)
+    candidates = Candidates(run, UnchangedConfig(tree), target.ranks)
     search = Search(candidates, target.machine, target.budget, rows)
     result = search.run()
     if not result.num_groups:
