@@ -86,7 +86,7 @@ def run_range_test(request: RangeRequest, say: Say) -> LrRange:
     losses, rates = loss.values[is_number], rate.values[: len(loss)][is_number]
     if len(losses) < _LEAST_STEPS:
         raise RunError(f"only {len(losses)} steps had a finite loss", hint="lower --high, or raise --steps")
-    found = evaluate(*rates, losses, is_diverged=job.is_diverged)
+    found = evaluate(rates, losses, is_diverged=job.is_diverged)
     text = json.dumps({"format": 1, "run": str(request.run_file), **asdict(found)}, indent=1)
     (request.folder / RESULT).write_text(f"{text}\n", encoding="utf-8")
     shutil.rmtree(request.folder / RUN / "base", ignore_errors=True)
