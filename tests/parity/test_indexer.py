@@ -3,6 +3,7 @@ their loss.
 """
 
 import itertools
+import math
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from ds_finetune.plan.tested_layouts import TESTED_LAYOUTS
 from ds_finetune.reference.selftest.cells import Cell
 from tests.pairwise import in_threes
+from tests.parity.choices import NearestChoice
 from tests.parity.indexer_cells import IndexerLayout, plain_steps, write_indexed_model
 from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, asked_for, is_for, launch, relative
 
@@ -24,6 +26,8 @@ SHORT = ("deepseek_v32", "glm_moe_dsa", "deepseek_v4")
 """In these no document is longer than what is attended to whole."""
 ROUNDED_TOLERANCE = 2e-2
 """Of losses in bf16."""
+STEP_TOLERANCE = 1e-5
+"""Of losses and norms in fp32, relative; in the second step they differ by 2e-6 at most."""
 
 
 def _cell(stage: int, accumulation: int, *, packing: bool, family: str = SPARSE[0], **others: Any) -> Cell:
@@ -132,12 +136,12 @@ def _assert_equals_plain_loop(layout: IndexerLayout, folder: Path, models: Path)
     assert found["gradients"].keys() == wanted.gradients.keys()
     errors = {name: relative(found["gradients"][name], grad) for name, grad in wanted.gradients.items()}
     assert max(errors.values()) < GRADIENT_TOLERANCE, errors
-    assert found["norms"] == pytest.approx(wanted.norms, rel=GRADIENT_TOLERANCE)
+    assert found["norms"] == pytest.approx(wanted.norms, rel=STEP_TOLERANCE)
     if layout.stage == "sparse":
         own = [metrics["indexer_grad_norm"] for metrics in found["metrics"]]
-        assert own == pytest.approx(wanted.indexer_norms, rel=GRADIENT_TOLERANCE)
+        assert own == pytest.approx(wanted.indexer_norms, rel=STEP_TOLERANCE)
     for name, steps in (("loss", wanted.losses), ("indexer_loss", wanted.indexer_losses)):
-        assert [metrics[name] for metrics in found["metrics"]] == pytest.approx(steps, rel=1e-4), name
+        assert [metrics[name] for metrics in found["metrics"]] == pytest.approx(steps, rel=STEP_TOLERANCE), name
 
 
 def _assert_others_are_the_same(weights: dict[str, torch.Tensor], frozen: dict[str, torch.Tensor]) -> None:
@@ -145,6 +149,22 @@ def _assert_others_are_the_same(weights: dict[str, torch.Tensor], frozen: dict[s
     assert weights.keys() == frozen.keys()
     changed = {name for name in weights if not torch.equal(weights[name], frozen[name])}
     assert changed == {name for name in weights if ".indexer." in name}
+
+
+@pytest.mark.parametrize(
+    ("scores", "distance"),
+    [
+        ([[4.0, 3.0, 2.0], [1.0, 8.0, -6.0]], 0.25),
+        ([[4.0, 3.0, -math.inf], [1.0, 4.0, 1.0]], 0.0),
+        ([[4.0, 3.0, -math.inf], [4.0, 3.0, torch.finfo(torch.float32).min]], math.inf),
+        ([[4.0, 4.0], [4.0, 4.0]], math.inf),
+    ],
+    ids=["least row", "equal", "others are masked", "all are chosen"],
+)
+def test_nearest_choice(scores: list[list[float]], distance: float) -> None:
+    with NearestChoice() as choices:
+        torch.tensor(scores).topk(2)
+    assert choices.distance == distance
 
 
 @pytest.mark.parametrize("layout", CHOSEN, ids=lambda layout: layout.name)

@@ -1,0 +1,38 @@
+"""How near choices are to others: fp32 rounds differently in each layout, and may choose another expert or entry where
+two scores are nearly equal.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class NearestChoice(TorchFunctionMode):
+    """While this is entered, the least distance in any `topk` of the last score that is chosen to the first that is
+    not, relative to the largest one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.distance = math.inf
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func in (torch.topk, torch.Tensor.topk):
+            self._see(args[0].detach(), found.values.shape[-1])
+        return found
+
+    def _see(self, scores: torch.Tensor, chosen: int) -> None:
+        # Masks are infinite, or the largest number added to scores.
+        scores = scores.masked_fill(scores < torch.finfo(scores.dtype).min / 2, -math.inf)
+        if not 0 < chosen < scores.shape[-1]:
+            return
+        last, first_left = scores.topk(chosen + 1).values[..., -2:].unbind(-1)
+        largest = scores.masked_fill(scores.isinf(), 0.0).abs().amax(-1)
+        distances = ((last - first_left) / largest)[first_left.isfinite()]
+        self.distance = min([self.distance, *distances.flatten().tolist()])
