@@ -4,14 +4,14 @@ import json
 import shutil
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from ds_finetune.config.units import GIB
 from ds_finetune.errors import ExportError, OutputError
-from ds_finetune.export.base_folder import BaseFolder, HubSource
+from ds_finetune.export.base_folder import BaseFolder
 from ds_finetune.export.convert import Conversion, num_workers
 from ds_finetune.export.formats import ExportResult
 from ds_finetune.export.model_config import config_changes
@@ -20,15 +20,12 @@ from ds_finetune.export.readers.sources import OpenedSource, open_source
 from ds_finetune.export.safetensors_folder import TOKENIZER_FILES, FolderParts, writable_section
 from ds_finetune.export.source import ModelSpec, fit_source, read_model_spec
 from ds_finetune.export.verify.record import ExportRecord, classifier_prompts, fixed_prompts
-from ds_finetune.families.family import Family
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES, dtype_name
-from ds_finetune.model.build.hub_folder import HubFolder, check_folder, has_weights
-from ds_finetune.model.build.skeleton import read_hf_config
+from ds_finetune.model.build.hub_folder import check_folder, has_weights
 from ds_finetune.model.loss.score_config import is_classifier
 from ds_finetune.model.quantised.fp8 import FP8 as FP8_DTYPE
-from ds_finetune.model.quantised.quantisation import has_fp4_experts
 from ds_finetune.model.weights.names import published_names
 from ds_finetune.system.disk import nearest_existing
 
@@ -48,8 +45,6 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
     """
     began = time.monotonic()
     check_out_empty(out)
-    if is_in_fp4(path):
-        return _export_fp4(path, out, dtype=dtype, max_shard_bytes=max_shard_bytes, base=base)
     named = _base_folders(base)
     opened = open_source(path, base)
     folders = (*opened.folders, *named) if opened.is_model or opened.has_own_config else (*named, *opened.folders)
@@ -90,20 +85,6 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
     return ExportResult(
         folder=out, num_tensors=len(tensors), num_bytes=size, seconds=time.monotonic() - began, notes=tuple(notes)
     )
-
-
-def _export_fp4(path: Path, out: Path, *, dtype: str, max_shard_bytes: int, base: Path | None) -> ExportResult:
-    """Convert the published folder `path`, whose experts are in FP4."""
-    began = time.monotonic()
-    if dtype == FP8 or base is not None:
-        what = f"--dtype {FP8}" if dtype == FP8 else f"--base {base}"
-        raise ExportError(f"{path} has experts in fp4: {what} is not possible", hint="export with --dtype bf16 only")
-    files = tuple(file for name in COPIED_FILES if (file := path / name).is_file())
-    copy = published_copy(path, dtype=PRECISION_DTYPES[dtype], files=files)
-    size = sum(tensor.num_bytes for tensor in copy.tensors)
-    check_free_space(out, size)
-    copy.write(out, max_shard_bytes=max_shard_bytes)
-    return ExportResult(folder=out, num_tensors=len(copy.tensors), num_bytes=size, seconds=time.monotonic() - began)
 
 
 def _with_base(
@@ -196,43 +177,3 @@ def _record_without_logits(folder: Path, opened: OpenedSource, dtype: torch.dtyp
         else fixed_prompts(vocab_size, None),
         num_labels=int(config.num_labels) if of_classifier else None,
     )
-
-
-@dataclass(frozen=True)
-class _Copy(Conversion):
-    source: HubSource
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        """The dtype of the export for what is quantised or has 16 bits, else the stored one."""
-        hub = self.source.hub
-        stored = hub.dtype(name)
-        return self.parts.dtype if hub.is_quantised(name) or stored.itemsize == torch.bfloat16.itemsize else stored
-
-
-def is_in_fp4(path: Path) -> bool:
-    """Whether `path` is a model folder whose config.json says that its experts are in FP4."""
-    file = path / "config.json"
-    if not file.is_file():
-        return False
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
-        return False
-    return isinstance(config, dict) and has_fp4_experts(config)
-
-
-def published_copy(path: Path, *, dtype: torch.dtype, files: tuple[Path, ...]) -> Conversion:
-    """The conversion of the model in `path` to `dtype`, with `files` beside it; ModelError where it cannot be read."""
-    read = read_hf_config(str(path))
-    hub, vocab_size = HubFolder(path), int(read.vocab_size)
-    # Its names are not those of the model, so that no row of the table of families fits.
-    family = Family(str(read.model_type), is_generic=True)
-    parts = FolderParts(
-        family=family,
-        config=json.loads((path / "config.json").read_text(encoding="utf-8")),
-        architecture=(read.architectures or ["AutoModelForCausalLM"])[0],
-        dtype=dtype,
-        files=files,
-        record=ExportRecord(str(path.absolute()), dtype_name(dtype), vocab_size, fixed_prompts(vocab_size, None)),
-    )
-    return _Copy(HubSource(hub, family), parts, num_workers())

@@ -160,7 +160,7 @@ def fit_source(source: TensorSource, spec: ModelSpec, *, label: str) -> Selected
 
 
 def _hint(expected: Mapping[str, tuple[int, ...]], present: Mapping[str, tuple[int, ...]]) -> str:
-    embedding = next((name for name in expected if name.endswith("embed_tokens.weight")), "")
+    embedding = next((name for name in expected if name.endswith(("embed_tokens.weight", "embed.weight"))), "")
     if (
         embedding
         and expected[embedding][1:] == present.get(embedding, ())[1:]
@@ -170,7 +170,7 @@ def _hint(expected: Mapping[str, tuple[int, ...]], present: Mapping[str, tuple[i
             f"its vocabulary has {present[embedding][0]} rows: the config.json that is used must say `vocab_size` "
             f"{present[embedding][0]}"
         )
-    return "name the folder of the model it was trained from by --base"
+    return "take the config.json published with these weights, by --base FOLDER where they are those of a run"
 
 
 def _is_equal(source: TensorSource, name: str, other: str) -> bool:

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from ds_finetune import read_config, train
 from ds_finetune.cli.main import main
-from ds_finetune.errors import ExportError, ModelError
-from ds_finetune.export.from_checkpoint import export_checkpoint
+from ds_finetune.errors import ModelError
 from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build.hub_folder import HubFolder
@@ -41,9 +40,13 @@ def test_every_tensor_by_its_published_name(v4: Path, tmp_path: Path) -> None:
             wanted = decoded_fp4(stored[key], scale).bfloat16()
         elif kind == torch.float8_e4m3fn:
             wanted = decoded(stored[key], scale).bfloat16()
+        elif family_of("deepseek_v4").is_in_fp32(key):
+            wanted = stored[key].float()
         assert tensor.dtype == wanted.dtype, key
         assert torch.equal(tensor, wanted), key
     config, given = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "out", v4))
+    # The newer schema of the same rotary settings.
+    assert config.pop("rope_parameters")["rope_theta"] == 10000.0
     assert {key: value for key, value in given.items() if key not in ("quantization_config", "expert_dtype")} == config
     models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16) for folder in (v4, tmp_path / "out")]
     ours, theirs = (model.state_dict() for model in models)
@@ -60,10 +63,18 @@ def test_parts_of_a_matrix(v4: Path) -> None:
     assert torch.equal(hub.rows(key, 3, 9, (slice(33, 60),)), whole[3:9, 33:60])
 
 
-def test_what_is_refused(v4: Path, tmp_path: Path) -> None:
-    for dtype, base, said in (("fp8", None, "--dtype fp8"), ("bf16", v4, "--base")):
-        with pytest.raises(ExportError, match=f"has experts in fp4: {said}"):
-            export_checkpoint(v4, tmp_path / "out", dtype=dtype, max_shard_bytes=10**9, base=base)
+@pytest.mark.parametrize("with_base", [False, True])
+def test_its_own_format_keeps_its_bytes(v4: Path, with_base: bool, tmp_path: Path) -> None:
+    base = ["--base", str(v4)] if with_base else []
+    assert main(["export", "--no-verify", str(v4), str(tmp_path / "out"), "--dtype", "fp8", *base]) == 0
+    found, stored = read_all(tmp_path / "out"), read_all(v4)
+    assert found.keys() == stored.keys()
+    for key, tensor in found.items():
+        wanted = stored[key].float() if family_of("deepseek_v4").is_in_fp32(key) else stored[key]
+        assert tensor.dtype == wanted.dtype, key
+        assert torch.equal(_bytes(tensor), _bytes(wanted)), key
+    config, given = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "out", v4))
+    assert {key: value for key, value in config.items() if key != "rope_parameters"} == given
 
 
 def test_weights_go_straight_into_training(v4: Path) -> None:

@@ -14,7 +14,8 @@ from ds_finetune.cli.main import main
 from ds_finetune.errors import ModelError
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.build.skeleton import read_hf_config
-from tests.model.fp4_folder import V4
+from tests.json_files import change_json
+from tests.model.fp4_folder import V4, publish_v4
 from tests.model.fp8_folder import V3, dequantised, in_fp8, master, publish, read_all
 from tests.running import start
 
@@ -154,6 +155,35 @@ def test_a_format_that_only_the_model_optimizer_names(
         read_hf_config(str(packed))
     file.write_text('{"quantization": {"quant_algo": null, "kv_cache_quant_algo": "FP8"}}')
     read_hf_config(str(packed))
+
+
+@pytest.fixture(scope="module")
+def v4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return publish_v4(tmp_path_factory.mktemp("v4"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"moe_intermediate_size": 32}, "layers.0.ffn.experts.0.w1.weight: model (32, 128), checkpoint (64, 128)"),
+        ({"n_routed_experts": 2}, "18 unexpected: layers.0.ffn.experts.2.w1.weight"),
+        ({"num_hash_layers": 2}, "1 missing: layers.1.ffn.gate.tid2eid; 1 unexpected: layers.1.ffn.gate.bias"),
+        ({"compress_ratios": [0, 128, 4]}, "6 missing: layers.2.attn.indexer.compressor.ape"),
+        ({"vocab_size": 95}, "its vocabulary has 96 rows: the config.json that is used must say `vocab_size` 96"),
+    ],
+    ids=["experts' width", "experts", "table", "compression", "vocabulary"],
+)
+def test_a_config_that_the_tensors_in_fp4_do_not_fit(
+    changes: dict[str, object], said: str, v4: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = Path(shutil.copytree(v4, tmp_path / "source"))
+    change_json(source / "config.json", changes)
+    assert main(["export", str(source), str(tmp_path / "out")]) == 2
+    printed = capsys.readouterr().err
+    assert f"{source} does not fit DeepseekV4ForCausalLM: " in printed
+    assert said in printed
+    assert "hint: " in printed
+    assert not list(tmp_path.glob("out*"))
 
 
 @pytest.mark.parametrize(

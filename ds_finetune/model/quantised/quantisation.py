@@ -24,13 +24,6 @@ def check_config_readable(config: Mapping[str, Any], label: str, error: type[Fin
         check_readable(given, label, error)
 
 
-def has_fp4_experts(config: Mapping[str, Any]) -> bool:
-    """Whether `config`, a config.json as published, says that experts are in FP4, as those of DeepSeek-V4-Flash."""
-    section = _section_with_experts(config)
-    is_mapping = isinstance(section, Mapping)
-    return is_mapping and section.get("quant_method") == "fp8" and section.get(EXPERT_DTYPE) == FP4
-
-
 def _section_with_experts(config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - whatever a config.json holds
     """The `quantization_config`, with `expert_dtype`. transformers 5.23 moves it there in the same way
     (deepseek_v4/configuration_deepseek_v4.py:247-255).
