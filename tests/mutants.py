@@ -1070,8 +1070,8 @@ MUTANTS = (
     Mutant(
         "warm-up one step short",
         "config/schedule.py",
-        "return self.lr * step / self.warmup_steps",
-        "return self.lr * (step - 1) / self.warmup_steps",
+        "return self.lr * step / peak",
+        "return self.lr * (step - 1) / peak",
         "tests/config/test_schedule.py",
     ),
     Mutant(

@@ -212,6 +212,28 @@ def test_ranks_train_on_the_same_rows_in_memory(tmp_path: Path) -> None:
     assert _with_rows(again, {"train": rows["train"], "eval": rows["eval"]}) == again
 
 
+def test_a_finished_run_that_is_started_again_has_its_last_record(tmp_path: Path) -> None:
+    tree, rows = _task_without_files(tmp_path)
+    tree |= {"output_dir": str(tmp_path / "run"), "export": {"formats": ["safetensors"]}}
+    program = tmp_path / "twice.py"
+    program.write_text(
+        f"from ds_finetune import train\nreport = train({tree!r}, rows={rows['train']!r}, eval_rows={rows['eval']!r})\n"
+        "print('REPORT', report.last.step, report.last.values['train/loss'], [path.name for path in report.exports])\n"
+    )
+    first = start([sys.executable, str(program)])
+    (tmp_path / "run" / "export" / "notes.md").write_text("mine\n")
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "run" / "export").iterdir()}
+    done = start([sys.executable, str(program)])
+    assert first.returncode == done.returncode == 0, first.stderr[-3000:] + done.stderr[-3000:]
+    reports = [each.stdout.partition("REPORT")[2] for each in (first, done)]
+    loss = metrics(tmp_path)[-1]["train/loss"]
+    assert [report.split()[1] for report in reports] == [str(loss)] * 2
+    assert reports[0] == reports[1]
+    assert "the run is finished" in done.stdout
+    assert "world_size" not in done.stdout
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run" / "export").iterdir()} == written
+
+
 @pytest.mark.parametrize(
     ("rows", "told"),
     [

@@ -11,6 +11,7 @@ from ds_finetune.errors import ConfigError
 
 if TYPE_CHECKING:
     from ds_finetune.evaluation.dry_rewards import ScoredAnswers
+    from ds_finetune.objectives.rewards.pool import Part
 
 _SHOWN, _CHARACTERS = 3, 300
 
@@ -37,7 +38,7 @@ def _try(arguments: Arguments) -> None:
     for each in scored[1:]:
         for answer, parts in list(zip(each.answers, each.parts, strict=True))[:_SHOWN]:
             said = ((name, part or {}) for name, part in zip(names, parts, strict=True))
-            scores = ", ".join(f"{name} {part.get('error') or part.get('score')}" for name, part in said)
+            scores = ", ".join(f"{name} {_said(part)}" for name, part in said)
             show_line(f"\n{answer.where}: {scores} ({answer.finish})")
             show_line(f"  prompt: {answer.prompt[-_CHARACTERS:]!r}\n  answer: {answer.text[:_CHARACTERS]!r}")
     if arguments.samples and len(scored) == 1:
@@ -46,6 +47,14 @@ def _try(arguments: Arguments) -> None:
         raise ConfigError(
             "; ".join(found), hint="correct the reward, its `column`, or the rows: nothing would be learned from it"
         )
+
+
+def _said(part: "Part") -> str:
+    """What a reward says of an answer: its error, or the score with what was read of the answer."""
+    if "error" in part:
+        return str(part["error"])
+    read = {None: "", False: " (no result read)", True: f" (read {part.get('read')!r})"}
+    return f"{part.get('score')}{read[part.get('has_result')]}"
 
 
 def _table(scored: "ScoredAnswers", names: list[str]) -> Table:

@@ -92,15 +92,16 @@ class LrSchedule:
     def at(self, step: int) -> float:
         """Learning rate used by optimizer step `step`, counted from 1; steps past the end keep the last value.
 
-        `exponential_rise`, which is for range tests, goes from `lr * min_lr_ratio` to `lr` and has no warm-up.
+        The peak `lr` is reached at step W, the last of warm-up or the first step of a run without one, and the lowest
+        rate `lr * min_lr_ratio` at the last step. `exponential_rise`, which is for range tests, goes from `lr * min_lr_ratio` to `lr` and has no warm-up.
         """
         if self.name == "exponential_rise":
             rise = min(1.0, (step - 1) / (self.steps - 1)) if self.steps > 1 else 1.0
             return self.lr * self.min_lr_ratio ** (1 - rise)
-        if step <= self.warmup_steps:
-            return self.lr * step / self.warmup_steps
-        left = self.steps - self.warmup_steps
-        progress = min(1.0, (step - self.warmup_steps) / left) if left > 0 else 1.0
+        peak = max(1, self.warmup_steps)
+        if step <= peak:
+            return self.lr * step / peak
+        progress = min(1.0, (step - peak) / (self.steps - peak)) if self.steps > peak else 1.0
         return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * _SHAPES[self.name](progress))
 
 
@@ -111,10 +112,10 @@ def is_steps(text: str) -> bool:
 
 
 def warmup_steps(text: str, steps: int) -> int:
-    """Warm-up steps of `N steps` or of a share such as `3%` of `steps` (rounded down, so a short run has none)."""
+    """Warm-up steps of `N steps` or of a share such as `3%` of `steps`, rounded up."""
     share = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
     if share:
-        return int(steps * float(share[1]) / 100)
+        return math.ceil(round(steps * float(share[1]) / 100, 6))
     if text.strip() in ("0", "0 steps"):
         return 0
     if not is_steps(text):

@@ -45,7 +45,7 @@ class RunConfig(Section):
     """The model, as a path or a section."""
     data: DataConfig
     """The data."""
-    deepspeed: str | dict[str, Any] | None = None
+    deepspeed: Free[str | dict[str, Any] | None] = None
     """DeepSpeed choices such as the ZeRO stage: a JSON file, a name of ds_configs/ such as `zero3`, or a section."""
     inexact: InexactNames = ()
     """DeepSpeed options that may be used although they cannot equal a plain loop; docs/how-to/inexact-options.md."""

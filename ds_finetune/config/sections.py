@@ -104,14 +104,14 @@ class DataConfig(Section):
     """Rows longer than `max_seq_len` are cut at the end, left out, or (only plain text) continued in the next row.
     `auto` splits plain text and truncates all else. Both sides of a pair are cut to a common length.
     """
-    bad_rows: Literal["error", "drop"] = "error"
+    bad_rows: Free[Literal["error", "drop"]] = "error"
     """Rows that cannot be read or tokenised are listed; `error` ends the run before it starts, `drop` leaves them out.
     """
-    max_dropped_ratio: float = Field(default=0.1, ge=0, le=1)
+    max_dropped_ratio: Free[float] = Field(default=0.1, ge=0, le=1)
     """No run starts if a larger share of its rows is dropped: bad, too long, lost in the chat template, or without a
     supervised token.
     """
-    max_truncated_ratio: float = Field(default=0.1, ge=0, le=1)
+    max_truncated_ratio: Free[float] = Field(default=0.1, ge=0, le=1)
     """No run starts if more than this share of all tokens is lost by truncation."""
     streaming: Refused[bool] = False
     """Read and tokenise while training, for data too large to prepare; `train.for` is then in steps."""
@@ -178,7 +178,7 @@ class TrainConfig(Section):
     """Compute MLPs and routed experts for a part of the tokens at a time, and once more in backward, which saves memory
     for long rows.
     """
-    max_skipped_steps: int = Field(default=5, ge=1)
+    max_skipped_steps: Free[int] = Field(default=5, ge=1)
     """The run ends after this many steps in a row without a finite gradient; in the first 100 steps of fp16 after at
     least 17, while the loss scale falls.
     """
@@ -203,7 +203,7 @@ class OptimConfig(Section):
     embedding, head and vectors).
     """
     lr: float = Field(default=1e-5, gt=0)
-    """Peak learning rate, reached after `warmup`."""
+    """Peak learning rate: that of the last step of `warmup`, or of the first step without one."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of matrices; norms and biases are not decayed."""
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
@@ -215,7 +215,7 @@ class OptimConfig(Section):
     which `ds-finetune lr-range` uses, rises to `lr` without warm-up.
     """
     warmup: WarmupText = "3%"
-    """Linear warm-up: `N steps`, or a share of the run such as `3%`."""
+    """Linear warm-up: `N steps`, or a share of the run such as `3%`, rounded up."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Learning rate at the end, as a share of `lr`. With `exponential_rise` it is the rate at the beginning, and above
     0.

@@ -94,18 +94,22 @@ def verify_run_exports(
     return tuple(results)
 
 
-def write_formats(names: Sequence[str], export: Path, say: Say) -> tuple[Path, ...]:
-    """Write the folder `export` of a run in the formats `names` to folders beside it, and return them."""
+def write_formats(names: Sequence[str], export: Path, say: Say, *, keeps_written: bool) -> tuple[Path, ...]:
+    """Write the folder `export` of a run in the formats `names` to folders beside it, and return them; with
+    `keeps_written` only those that are not there.
+    """
     folders = []
     for row in map(format_named, names):
         out = export.with_name(f"{export.name}-{row.name}")
+        folders.append(out)
         if (out / RECORD).is_file():
+            if keeps_written:
+                continue
             # That of an earlier end of this run.
             shutil.rmtree(out)
         written = row.load().write(export, out, row.resolved(ExportOptions()))
         for line in written.lines():
             say(line)
-        folders.append(out)
     return tuple(folders)
 
 

@@ -126,7 +126,8 @@ def _find_checkpoint(run: PreparedRun, checkpoints: CheckpointFolder, say: Say) 
     # Checkpoints later than the one resumed from must not count among those that are kept.
     for name in later if checkpoints.is_leader else ():
         say(f"{checkpoints.path / name} is now {rename_unusable(checkpoints.path / name).name}")
-    for line in (f"resuming from {found.folder}, step {state.step} of {state.layout}", *lines):
+    saved_by = f"{state.layout.get('mesh')}, ZeRO-{state.layout.get('zero_stage')}"
+    for line in (f"resuming from {found.folder}, step {state.step} of {saved_by}", *lines):
         say(line)
     return found
 
@@ -318,7 +319,9 @@ def interrupted_evaluation(point: ResumePoint, stream_position: Position, *, ste
 
 def saved_record(point: ResumePoint) -> StepRecord | None:
     """The record of the step resumed from, as far as it was complete when it was saved."""
-    return StepRecord(point.found.state.step, point.found.state.values) if point.found else None
+    state = point.found.state if point.found else None
+    best_step = state.observers.get("best", {}).get("best_step", 0) if state else 0
+    return StepRecord(state.step, state.values, best_step=best_step) if state else None
 
 
 def inputs_of(run: PreparedRun) -> RunIdentity:

@@ -28,7 +28,7 @@ from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.writers import LineFile
 from ds_finetune.runs.folder import LOG
-from ds_finetune.runs.report.write import try_run_report
+from ds_finetune.runs.report.write import REPORT, try_run_report
 from ds_finetune.runs.status import ALIVE_SECONDS, RunStatus, State, mark_ended, write_running
 from ds_finetune.system.processes import began_at, own_pid_namespace
 from ds_finetune.trainer.batches import mixture_lines
@@ -44,6 +44,8 @@ _LONGEST = 4000
 Spans = list[tuple[str, bool]]
 """Texts, with whether their tokens are supervised."""
 _MOST_WAITING = 1_000
+PAGE = REPORT
+"""The report of a run, in its folder."""
 
 
 class RunLog:

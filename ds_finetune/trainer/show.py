@@ -63,7 +63,8 @@ def show_report(report: "Report") -> None:
     rows += [("interrupted", report.interrupted)] if report.interrupted else []
     rows += [("run", str(report.output_dir)), *(("export", str(path)) for path in report.exports)]
     rows += [("report", str(report.page))] if report.page else []
-    show_pairs(f"{'interrupted after' if report.interrupted else 'done in'} {report.seconds:.0f} s", rows)
+    done = "finished before, checked in" if report.was_finished else "done in"
+    show_pairs(f"{'interrupted after' if report.interrupted else done} {report.seconds:.0f} s", rows)
 
 
 def show_next(report: "Report") -> None:

@@ -22,6 +22,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import TrainConfig, WatchdogConfig
 from ds_finetune.console.phase_line import Say, say_nothing
 from ds_finetune.engine.devices import bf16_support, choose_device, exchange
+from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.groups.default_group import COLLECTIVE_TIMEOUT, meet, process_group
 from ds_finetune.engine.ops.deepspeed_ops import build_ops, use_cores
 from ds_finetune.engine.start_engine import start_engine
@@ -34,6 +35,7 @@ from ds_finetune.observers.record import Observer, StepRecord
 from ds_finetune.observers.stopping import StopSignals
 from ds_finetune.observers.trackers import check_trackers
 from ds_finetune.plan.precision import with_precision
+from ds_finetune.runs.status import RunStatus
 from ds_finetune.system.world import World, check_deepspeed_hostfile
 from ds_finetune.trainer.batches import batches_ahead
 from ds_finetune.trainer.exports import Exports, verify_run_exports, write_formats
@@ -46,6 +48,7 @@ from ds_finetune.trainer.profiling import profiled
 from ds_finetune.trainer.reference import complete_reference, find_reference
 from ds_finetune.trainer.resolve import resolve_here
 from ds_finetune.trainer.resume import (
+    ResumePoint,
     check_not_past_end,
     ended_early,
     find_resume_point,
@@ -58,6 +61,7 @@ from ds_finetune.trainer.rollouts.source import open_rollouts
 from ds_finetune.trainer.rollouts.vllm import check_server
 from ds_finetune.trainer.run_dir import check_only_own_files, remove_empty_on_failure
 from ds_finetune.trainer.run_records import (
+    PAGE,
     RunLog,
     StatusKeeper,
     begin_run_folder,
@@ -84,6 +88,8 @@ class Report:
     """Results of comparing the exports with the run; known to rank zero."""
     page: Path | None = None
     """The report of the run as a page of HTML; None on other ranks than zero, and where it could not be written."""
+    was_finished: bool = False
+    """Whether an earlier start had finished the run, so that this one had nothing to do."""
 
 
 def train(config: RunConfig, *, announce: Announce, say: Callable[[str], None]) -> Report:
@@ -114,15 +120,15 @@ def train(config: RunConfig, *, announce: Announce, say: Callable[[str], None]) 
             with open_process_group(run, store, monitor):
                 report = _train_and_export(run, store, monitor, log, status)
         verdicts: tuple[VerificationResult, ...] = ()
-        if world.rank == 0 and config.export.verify and not report.interrupted:
+        if world.rank == 0 and config.export.verify and not report.interrupted and not report.was_finished:
             verdicts = verify_run_exports(folder, report.exports, interruption)
         status.end_without_error(report.interrupted, "" if report.last is None else report.last.stop, verdicts)
-    page = None
-    if world.rank == 0:
+    page = report.page
+    if world.rank == 0 and not report.was_finished:
         page = record_end(report.output_dir, verdicts, say, is_interrupted=bool(report.interrupted))
     exports = report.exports
     if world.rank == 0 and exports and not any(verdict.problems for verdict in verdicts):
-        exports += write_formats(config.export.formats[1:], exports[0], say)
+        exports += write_formats(config.export.formats[1:], exports[0], say, keeps_written=report.was_finished)
     return replace(report, exports=exports, seconds=time.monotonic() - began, verdicts=verdicts, page=page)
 
 
@@ -132,6 +138,9 @@ def _train_and_export(
     say = log.say if run.plan.world.rank == 0 else say_nothing
     resume_point = find_resume_point(run, say)
     check_not_past_end(resume_point, steps=run.schedule.steps, duration=run.config.train.duration)
+    if (finished := finished_before(run, resume_point)) is not None:
+        say(f"the run is finished: {run.output_dir} has its last step {finished.last.step} and what it exports")
+        return finished
     reference = find_reference(run)
     keeps_start = run.model.objective.reference_is_start
     loads_weights = resume_point.found is None or keeps_start or any(values is None for values in reference.values())
@@ -157,6 +166,23 @@ def _train_and_export(
                 hint="make room; the same command resumes from the checkpoint before",
             )
     return Report(last, run.output_dir, written, interrupted=interrupted)
+
+
+def finished_before(run: PreparedRun, point: ResumePoint) -> Report | None:
+    """The report of a run that an earlier start finished; None where steps or the export are left. Collective."""
+    last, status = saved_record(point), RunStatus.read(run.output_dir)
+    is_last = last is not None and (
+        last.step == run.schedule.steps or ended_early(point, patience=run.config.eval.patience)
+    )
+    export, page = run.output_dir / "export", run.output_dir / PAGE
+    exports = (export,) if export.is_dir() else ()
+    is_finished = is_last and status is not None and (status.state, status.step) == ("finished", last.step)
+    # The folder of rank zero decides, since other hosts may have a folder of their own.
+    if last is None or not all_gather_object(is_finished and bool(exports or not run.config.export.at_end))[0]:
+        return None
+    if point.lock is not None:
+        point.lock.close()
+    return Report(last, run.output_dir, exports, page=page if page.is_file() else None, was_finished=True)
 
 
 def train_steps(started: StartedRun, status: StatusKeeper) -> tuple[StepRecord | None, str]:

@@ -83,7 +83,7 @@ def test_a_key_of_several_objectives_has_the_same_mark_in_each() -> None:
         ("checkpoint.every", OnResume.FREE),
         ("objective.beta", OnResume.REFUSED),
         ("objective.teacher_offload", OnResume.FREE),
-        ("deepspeed.zero_optimization.stage", OnResume.PRINTED),
+        ("deepspeed.zero_optimization.stage", OnResume.FREE),
         ("features.toy.weight", OnResume.REFUSED),
         ("a.key.of.an.older.version", OnResume.PRINTED),
     ],

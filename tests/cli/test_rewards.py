@@ -9,7 +9,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_finetune.cli.main import main
-from tests.objectives.rewards.scoring import FILE
+from ds_finetune.cli.rewards import _said
+from ds_finetune.objectives.rewards.worker import load_scorer, run_reward
+from tests.objectives.rewards.scoring import FILE, answer_of, section_of
 from tests.running import tiny_task
 
 ROWS = [{"prompt": f"{n}+{n}", "answer": str(2 * n)} for n in range(6)]
@@ -50,6 +52,14 @@ def test_reference_answers_and_answers_of_the_model(tmp_path: Path, capsys: pyte
     assert "2 answers of the model" in out
     assert "train.jsonl line 2, answer 1: number " in out
     assert "prompt: '<|bos|><|user|>1+1<|assistant|>'" in out
+
+
+def test_what_was_read_of_an_answer_stands_beside_it() -> None:
+    number = load_scorer(section_of("number").settings)
+    parts = [
+        run_reward(number, section_of("number").settings, answer_of(text, {"answer": "6"})) for text in ("10^6", "six")
+    ]
+    assert [_said(part) for part in parts] == ["0.0 (read '1000000')", "0.0 (no result read)"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Durations and learning rates are exact."""
 
 import json
+import math
 from itertools import product
 from pathlib import Path
 
@@ -76,6 +77,7 @@ def test_epochs_of_prompts_are_counted_in_prompts(tmp_path: Path) -> None:
 
 def test_warmup() -> None:
     assert [warmup_steps(t, 200) for t in ("3%", "10 steps", "0", "0%")] == [6, 10, 0, 0]
+    assert [warmup_steps("3%", steps) for steps in (1, 20, 34, 100, 101)] == [1, 1, 2, 3, 4]
     with pytest.raises(ValueError, match="is not a warm-up"):
         warmup_steps("2 epochs", 200)
 
@@ -112,6 +114,32 @@ def test_shapes_at_warmup_peak_middle_and_end(name: str, expected: list[float]) 
     schedule = LrSchedule(name=name, lr=1.0, min_lr_ratio=0.1, warmup_steps=2, steps=12)  # type: ignore[arg-type]
     assert [schedule.at(step) for step in (1, 2, 7, 12)] == pytest.approx(expected)
     assert schedule.at(13) == schedule.at(12)
+
+
+FORMULAS = {
+    "constant": lambda x: 1.0,
+    "linear": lambda x: 1 - x,
+    "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2,
+    "wsd": lambda x: 1.0 if x <= 0.9 else 10 * (1 - x),
+}
+"""f(x) of docs/explanation/numerical-rules.md."""
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("steps", [1, 2, 5, 20])
+@pytest.mark.parametrize("warmup", [0, 1, 2, 5])
+def test_the_rate_of_each_step_by_the_documented_formula(name: str, steps: int, warmup: int) -> None:
+    """With W warm-up steps of N and the lowest share m, step s <= W trains at s / W of the rate, and later ones at
+    m + (1 - m) f((s - W) / (N - W)); a run without warm-up has W = 1.
+    """
+    schedule = LrSchedule(name=name, lr=2e-5, min_lr_ratio=0.1, warmup_steps=warmup, steps=steps)  # type: ignore[arg-type]
+    w = warmup or 1
+    expected = [
+        2e-5 * (s / w if s <= w else 0.1 + 0.9 * FORMULAS[name]((s - w) / (steps - w))) for s in range(1, steps + 1)
+    ]
+    assert [schedule.at(step) for step in range(1, steps + 1)] == pytest.approx(expected, rel=1e-9)
+    if steps >= w:
+        assert max(expected) == pytest.approx(2e-5), "the peak is a step of the run"
 
 
 def test_a_run_that_is_all_warmup_does_not_divide_by_zero() -> None:

@@ -35,6 +35,8 @@ class Outcome(NamedTuple):
     """None where the reward is not applicable."""
     has_result: bool | None = None
     """Whether the answer had a result that could be read, such as a number; None for rewards that read none."""
+    read: str = ""
+    """The result that was read of the answer, as `ds-finetune rewards` shows it."""
 
 
 class RewardFaultError(Exception):

@@ -19,17 +19,11 @@ from ds_finetune.objectives.rewards.answers import (
     final_part,
     last_box,
 )
-from ds_finetune.objectives.rewards.extractors import choice, plain_text
+from ds_finetune.objectives.rewards.extractors import choice, last_number, plain_text
 from ds_finetune.objectives.rewards.programs import read_tests, score_program
 
 Settings = Mapping[str, Any]
 """Keys of config.rewards.RewardConfig."""
-_NUMBER = re.compile(
-    r"(?:(?<![\w)\]])[-+])?(?:\$[-+]?)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+)"
-    r"(?:[eE][-+]?\d+)?(?:/\d+)?"
-)
-_FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\}")
-_STYLED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 _FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 _EXACT = decimal.Context(prec=50, traps=[])
 
@@ -53,7 +47,7 @@ def _unparsed(settings: Settings) -> Outcome:
 
 
 def _compared(result: object, is_right: bool, settings: Settings) -> Outcome:
-    return _unparsed(settings) if result is None else Outcome(float(is_right), has_result=True)
+    return _unparsed(settings) if result is None else Outcome(float(is_right), has_result=True, read=str(result))
 
 
 def _text(value: Any) -> str:  # noqa: ANN401 - any JSON value
@@ -74,20 +68,6 @@ def _exact_match(answer: AnswerToScore, references: list[str], settings: Setting
     return _compared(text or None, change(text) in map(change, references), settings)
 
 
-def last_number(text: str) -> decimal.Decimal | None:
-    r"""The last number of the last `\\boxed{...}`, or of a text that has none; `$` and commas are removed, and a
-    fraction of whole numbers is its value. None where there is no finite number.
-    """
-    boxed = last_box(text)
-    text = (text if boxed is None else boxed.replace("{,}", ",").replace(r"\$", "$")).replace("\u2212", "-")
-    numbers = _NUMBER.findall(_FRACTION.sub(r"\1/\2", text))
-    if not numbers:
-        return None
-    above, _, below = numbers[-1].replace("$", "").replace(",", "").partition("/")
-    number = _EXACT.divide(_EXACT.create_decimal(above), _EXACT.create_decimal(below or "1"))
-    return number if number.is_finite() else None
-
-
 def _read_number(value: Any) -> decimal.Decimal:  # noqa: ANN401 - any JSON value
     number = last_number(_text(value))
     if number is None:
@@ -102,7 +82,7 @@ def _number(answer: AnswerToScore, reference: decimal.Decimal, settings: Setting
         return _unparsed(settings)
     most = _EXACT.multiply(_EXACT.create_decimal(repr(settings["tolerance"])), _EXACT.abs(reference))
     distance = _EXACT.abs(_EXACT.subtract(number, reference))
-    return Outcome(float(_EXACT.compare(distance, most) <= 0), has_result=True)
+    return _compared(f"{number:.12g}", _EXACT.compare(distance, most) <= 0, settings)
 
 
 def _read_choice(value: Any) -> str:  # noqa: ANN401 - any JSON value
@@ -116,8 +96,7 @@ def _read_choice(value: Any) -> str:  # noqa: ANN401 - any JSON value
 
 def _choice(answer: AnswerToScore, reference: str, settings: Settings) -> Outcome:
     """1 where the letter of a multiple-choice answer is that of the reference answer; a number counts from A = 0."""
-    text = final_part(answer)
-    letter = choice(_STYLED.sub(r"\1", last_box(text) or text))
+    letter = choice(final_part(answer))
     return _compared(letter, letter == reference, settings)
 
 
@@ -175,7 +154,7 @@ def _json(answer: AnswerToScore, reference: Any, settings: Settings) -> Outcome:
         value = _parsed_json(final_part(answer))
     except (ValueError, RecursionError):
         return _unparsed(settings)
-    return Outcome(float(not settings["column"] or value == reference), has_result=True)
+    return _compared(json.dumps(value), not settings["column"] or value == reference, settings)
 
 
 def _math(answer: AnswerToScore, reference: str, settings: Settings) -> Outcome:
@@ -191,7 +170,7 @@ def _math(answer: AnswerToScore, reference: str, settings: Settings) -> Outcome:
     text = final_part(answer)
     boxed = last_box(text)
     found = parse(text if boxed is None else rf"\boxed{{{boxed}}}", parsing_timeout=None) if text else []
-    return _compared(found or None, bool(found) and verify(gold, found, timeout_seconds=None), settings)
+    return _compared(found[0] if found else None, bool(found) and verify(gold, found, timeout_seconds=None), settings)
 
 
 def _code(answer: AnswerToScore, tests: Any, settings: Settings) -> Outcome:  # noqa: ANN401 - what read_tests makes

@@ -1,38 +1,111 @@
 """Extractors: functions that return the answer in a text, or None if there is none."""
 
+import decimal
 import json
 import re
+import unicodedata
 from collections.abc import Callable, Hashable, Mapping
+
+from ds_finetune.objectives.rewards.answers import last_box
 
 Extractor = Callable[[str], Hashable | None]
 
-_GSM8K = re.compile(r"####\s*([-+]?)\$?\s*([-+]?)([\d,]*\.?\d+)")
-_CHOICE_STATED = re.compile(r"(?i:answer)\s*(?i:is)?\s*:?\s*[*(\[]*([A-Z])\b")
-_CHOICE_FIRST = re.compile(r"[*(\[]*([A-Z])(?:[)\].:*,\s]|$)")
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_NUMBER = re.compile(
+    r"(?P<sign>(?:(?<![\w)\]])[-+])?(?:\$[-+]?)?)"
+    rf"(?<![\d^])(?<!\d\.)(?<!\^[-+])(?P<digits>(?:{_DIGITS})(?:[eE][-+]?\d+)?)"
+    rf"(?: ?\* ?10\^(?P<scale>[-+]?\d+)|\^(?P<power>[-+]?\d+)|/(?P<below>{_DIGITS})| (?P<part>\d+/\d+)(?!\d))?"
+)
+_ARGUMENT = r"\s*(?:\{\s*([-+]?[\d.]+)\s*\}|(\d))"
+_FRACTION = re.compile(rf"(\d\s*)?\\[dt]?frac{_ARGUMENT}{_ARGUMENT}")
+_VULGAR = re.compile("(\\d\\s*)?([\u00bc-\u00be\u2150-\u215e])")
+_SPELLINGS = (
+    ("\u2212", "-"),
+    (r"\{,\}", ","),
+    (r"\\!", ""),
+    (r"\\[,;: ]|[\u00a0\u2009\u202f]", " "),
+    (r"\\\$", "$"),
+    (r"\\times|\\cdot|[\u00d7\u00b7]", "*"),
+    (r"(?<=\d)\*\*(?=[-+]?\d)", "^"),
+    (r"\^[{(]\s*([-+]?\d+)\s*[})]", r"^\1"),
+    (r"\*\*|__", ""),
+)
+"""Other ways of writing the same number, and how each is written in `_NUMBER`."""
+_EXACT = decimal.Context(prec=50, traps=[])
+
+_STYLE = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
+_MARKS = re.compile(r"\*\*|__|\$|`|\\[()\[\]]")
+_LETTER = (
+    # `A` and `I` are letters of a choice only where no other word follows, as in `A bird`.
+    r"[(\[{*]*\b(?:([A-Z])(?![\w'\u2019+#/-])(?!(?<=[AI])\s+(?!(?:is|because|since|as|and|or|but|not)\b)\w)|([a-z])(?=\)))"
+)
+_STATED = re.compile(
+    r"(?i:\b(?:answer|(?:right|correct|best)\s+(?:option|choice)))\b(?:[^.:=\n]{0,60}?(?i:\b(?:is|be)\b|[:=]))?"
+    rf"\s*[:\u2013-]?\s*(?i:(?:option|choice)\s+)?{_LETTER}"
+)
+_FIRST = re.compile(rf"(?i:(?:option|choice)\s+)?{_LETTER}")
+_LONE_LINE = re.compile(r"\W*([A-Z])\W*")
+
+
+def last_number(text: str) -> decimal.Decimal | None:
+    r"""The last number of the last `\\boxed{...}`, or of a text that has none; None where there is no finite number.
+
+    `$` and separators of thousands are left out. Powers (`10^6`, `2 \\times 10^5`), fractions and mixed numbers
+    (`3 1/2`, `\\frac12`) have their value.
+    """
+    return _read_number(text, which=-1)
+
+
+def _read_number(text: str, *, which: int) -> decimal.Decimal | None:
+    boxed = last_box(text)
+    text = text if boxed is None else boxed
+    for written, plain in _SPELLINGS:
+        text = re.sub(written, plain, text)
+    text = _FRACTION.sub(lambda f: f"{f[1] or ''}{' ' * bool(f[1])}{f[2] or f[3]}/{f[4] or f[5]}", text)
+    text = _VULGAR.sub(lambda f: f"{f[1] or ''}{' ' * bool(f[1])}{unicodedata.normalize('NFKC', f[2])}", text)
+    numbers = list(_NUMBER.finditer(text.replace("\u2044", "/")))
+    number = _value(numbers[which]) if numbers else decimal.Decimal("NaN")
+    return number if number.is_finite() else None
+
+
+def _value(number: re.Match[str]) -> decimal.Decimal:
+    def exact(digits: str) -> decimal.Decimal:
+        return _EXACT.create_decimal(digits.replace(",", "").replace(" ", ""))
+
+    value = exact(number["digits"])
+    if number["scale"]:
+        value = _EXACT.multiply(value, _EXACT.power(10, int(number["scale"])))
+    elif number["power"]:
+        value = _EXACT.power(value, int(number["power"]))
+    elif number["below"]:
+        value = _EXACT.divide(value, exact(number["below"]))
+    elif number["part"]:
+        above, below = number["part"].split("/")
+        value = _EXACT.add(value, _EXACT.divide(exact(above), exact(below)))
+    return _EXACT.minus(value) if "-" in number["sign"] else value
 
 
 def gsm8k(text: str) -> str | None:
-    """The number after the last `####`, the form of answers in GSM8K (Cobbe et al., arXiv 2110.14168).
-
-    `$`, commas and zeros at the end of decimals are removed.
+    """The first number after the last `####`, the form of answers in GSM8K (Cobbe et al., arXiv 2110.14168), as
+    `last_number` reads numbers, without zeros at the ends.
     """
-    matches = _GSM8K.findall(text)
-    if not matches:
-        return None
-    sign_before, sign_after, digits = matches[-1]
-    integer, _, fraction = digits.replace(",", "").partition(".")
-    sign = "-" if "-" in (sign_before, sign_after) else ""
-    return sign + (integer.lstrip("0") or "0") + (f".{fraction.rstrip('0')}" if fraction.rstrip("0") else "")
+    _, mark, result = text.rpartition("####")
+    number = _read_number(result.strip().partition("\n")[0], which=0) if mark else None
+    return None if number is None else f"{number.normalize(_EXACT) + 0:f}"
 
 
 def choice(text: str) -> str | None:
-    """The letter of a multiple-choice answer.
+    r"""The letter of a multiple-choice answer, as a capital; None where the text has none.
 
-    It follows the last `answer`, `answer is` or `answer:`; without one, the text begins with it.
+    It is read from the last `\\boxed{...}` if there is one. It follows the last `answer` or `correct option` (`Answer:
+    B`, `the answer I choose is (b)`); without one it is alone in the last line, or the text begins with it.
     """
-    stated = _CHOICE_STATED.findall(text)
-    first = _CHOICE_FIRST.match(text.strip())
-    return stated[-1] if stated else first[1] if first else None
+    text = _MARKS.sub("", _STYLE.sub(r"\1", last_box(text) or text)).strip()
+    stated = [first or second for first, second in _STATED.findall(text)]
+    if stated:
+        return str(stated[-1]).upper()
+    found = _LONE_LINE.fullmatch(text.rpartition("\n")[2]) or _FIRST.match(text)
+    return None if found is None else next(filter(None, found.groups())).upper()
 
 
 def json_value(text: str) -> str | None:

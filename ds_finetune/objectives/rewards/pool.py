@@ -30,7 +30,7 @@ from ds_finetune.objectives.rewards.answers import AnswerToScore, RewardFaultErr
 from ds_finetune.objectives.rewards.worker import GRACE_SECONDS, late_part, seconds_of
 
 Part = Mapping[str, Any]
-"""What a reward says of an answer: `score`, `has_result` and `seconds`, or an `error`."""
+"""What a reward says of an answer: `score`, `has_result`, `read` and `seconds`, or an `error`."""
 _PACKAGES = str(Path(__file__).resolve().parents[3])
 _PROGRAM = (
     f"import sys; sys.path.append({_PACKAGES!r}); from ds_finetune.objectives.rewards import worker; "

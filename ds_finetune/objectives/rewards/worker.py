@@ -31,6 +31,8 @@ GRACE_SECONDS = 10.0
 """From the alarm on until the process is killed from outside."""
 ARGUMENTS = ("record", "prompt", "text", "token_ids", "finish_reason")
 """Names of the arguments that a reward of a file may have."""
+_READ = 100
+"""Characters of what was read of an answer that are sent back."""
 Scorer = Callable[[AnswerToScore], Outcome]
 Settings = Mapping[str, Any]
 
@@ -164,14 +166,14 @@ def check_score(score: Any) -> float | None:  # noqa: ANN401 - what a reward ret
 
 
 def run_reward(scorer: Scorer, settings: Settings, answer: AnswerToScore) -> dict[str, Any]:
-    """What a reward says of an answer: `score`, `has_result` and `seconds`, or an `error`."""
+    """What a reward says of an answer: `score`, `has_result`, `read` and `seconds`, or an `error`."""
     began = time.monotonic()
     said: dict[str, Any] = {}
     try:
         _set_limits(seconds_of(settings), settings["memory"])
         try:
             outcome = scorer(answer)
-            said = {"score": check_score(outcome.score), "has_result": outcome.has_result}
+            said = {"score": check_score(outcome.score), "has_result": outcome.has_result, "read": outcome.read[:_READ]}
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     except RewardFaultError as fault:

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from ds_finetune.objectives.rewards.answers import RewardFaultError
-from ds_finetune.objectives.rewards.builtin import BUILTIN, last_number
+from ds_finetune.objectives.rewards.builtin import BUILTIN
+from ds_finetune.objectives.rewards.extractors import last_number
 from ds_finetune.objectives.rewards.worker import load_scorer
 from tests.objectives.rewards.scoring import answer_of, section_of
 
@@ -201,7 +202,7 @@ def test_reasoning_that_the_prompt_begins() -> None:
     right = answer_of("it is 5, no, 4</think>\n4", **opened)
     unended = answer_of("it is 4", **opened)
     number, form = (load_scorer(section_of(name).settings) for name in ("number", "format"))
-    assert [number(each) for each in (right, unended)] == [(1, True), (0, False)]
+    assert [number(each)[:2] for each in (right, unended)] == [(1, True), (0, False)]
     assert [form(each).score for each in (right, unended)] == [1, 0]
 
 
@@ -210,6 +211,37 @@ def test_every_builtin_has_a_case() -> None:
     assert tested | {"length", "math", "code"} == BUILTIN.keys()
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("10^6", 10**6),
+        ("10**6", 10**6),
+        (r"$10^{-3}$", 0.001),
+        ("2 \\times 10^5", 2 * 10**5),
+        ("9 \u00d7 10^3 km", 9 * 10**3),
+        ("3 1/2 cups", 3.5),
+        ("-3 1/2", -3.5),
+        ("3\u00bd", 3.5),
+        (r"\frac12", 0.5),
+        (r"\boxed{-\dfrac{3}{4}}", -0.75),
+        (r"\boxed{3\frac{1}{2}}", 3.5),
+        ("1 000 000", 10**6),
+        (r"1\,000\,000", 10**6),
+        ("1\u202f234.5", 1234.5),
+        ("in 2019 100 people", 100),
+        ("2 * 10 = 20", 20),
+        ("**72**", 72),
+        (r"\boxed{72\text{ apples}}", 72),
+        (r"\boxed{x^2}", None),
+        ("10^999999999", None),
+    ],
+)
+def test_numbers_as_people_write_them(text: str, value: float | None) -> None:
+    number = last_number(text)
+    assert (None if number is None else float(number)) == value
+
+
 def test_a_number_is_found_in_linear_time() -> None:
     assert last_number("1," * 200_000 + "7") == 7
+    assert last_number("1 " * 200_000 + "7") == 7
     assert last_number("1" * 200_000) is not None
