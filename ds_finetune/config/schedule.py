@@ -92,8 +92,9 @@ class LrSchedule:
     def at(self, step: int) -> float:
         """Learning rate used by optimizer step `step`, counted from 1; steps past the end keep the last value.
 
-        The peak `lr` is reached at step W, the last of warm-up or the first step of a run without one, and the lowest
-        rate `lr * min_lr_ratio` at the last step. `exponential_rise`, which is for range tests, goes from `lr * min_lr_ratio` to `lr` and has no warm-up.
+        The peak `lr` is that of the last step of warm-up, or of the first step without one, and `lr * min_lr_ratio`
+        that of the last step. `exponential_rise`, which is for range tests, goes from `lr * min_lr_ratio` to `lr` and
+        has no warm-up.
         """
         if self.name == "exponential_rise":
             rise = min(1.0, (step - 1) / (self.steps - 1)) if self.steps > 1 else 1.0
