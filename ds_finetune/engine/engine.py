@@ -27,7 +27,6 @@ from ds_finetune.engine.groups.process_groups import Groups
 from ds_finetune.engine.kept_weights import KeptWeights
 from ds_finetune.engine.loss_normalisation import UNITS, detached_sums, scale_for_deepspeed, term_weights, unit_counts
 from ds_finetune.engine.patches.deepspeed_engine import gradients_reduced_at_end
-from ds_finetune.engine.patches.deepspeed_waits import HalfPrecisionNorms, ZeroNorms
 from ds_finetune.engine.pipeline_schedules import StageForward, run_pipeline
 from ds_finetune.engine.rank_rows import RankBatch, copy_to_device, host_rows, rank_batch, rows_on_device
 from ds_finetune.engine.results import (
@@ -76,8 +75,6 @@ class Engine:
     """Names of this rank's parameters that were drawn because the model's folder does not have them."""
     has_bad_gradient = False
     """Whether a gradient of the latest step was not finite on any rank."""
-    norms: ZeroNorms | HalfPrecisionNorms | None = None
-    """Norms of gradients that DeepSpeed computes, each read once; None where they are read as DeepSpeed does."""
     own_norms: Mapping[str, float] = MappingProxyType({})
     """Norms of the latest gradients of the parameters that only an auxiliary loss trains, by the name of the loss."""
 
@@ -439,8 +436,7 @@ class Engine:
             self._ds.step()
             return norm, is_skipped
         skipped_before, steps_before = self._ds.skipped_steps, self._ds.global_steps
-        with nullcontext() if self.norms is None else self.norms.reading():
-            self._ds.step()
+        self._ds.step()
         skipped = self._ds.skipped_steps > skipped_before
         if self.has_bad_gradient and not skipped:
             culprit = self._probe.culprit(self.plan.mesh)
@@ -450,9 +446,7 @@ class Engine:
             )
         # ZenFlow computes a norm only in steps that update all weights.
         found = self._ds.get_global_grad_norm() if self._ds.global_steps > steps_before else None
-        if found is None:
-            return math.nan, skipped
-        return float(found) if self.norms is None else self.norms.global_norm(found), skipped
+        return math.nan if found is None else float(found), skipped
 
     @property
     def _trains_both_ends(self) -> bool:

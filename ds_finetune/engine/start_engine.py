@@ -14,8 +14,9 @@ from ds_finetune.engine.devices import device_of_rank
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.process_groups import Groups, open_groups
 from ds_finetune.engine.ops.nvme import check_offload
-from ds_finetune.engine.patches.deepspeed_clipping import set_norms
-from ds_finetune.engine.patches.deepspeed_engine import correct_start, corrected, destroyed_at_end
+from ds_finetune.engine.patches.deepspeed_clipping import set_own_clipping
+from ds_finetune.engine.patches.deepspeed_engine import correct_start, destroyed_at_end
+from ds_finetune.engine.patches.deepspeed_init import zenflow_keeps_matrices
 from ds_finetune.engine.rank_model import build_rank_model, saved_frozen, start_teacher, trained_model
 from ds_finetune.engine.state.parameter_tags import experts_marker, is_trained_expert, parameter_groups
 from ds_finetune.features.feature import RankParts
@@ -54,7 +55,8 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         )
         for feature in features:
             stack.enter_context(feature.open(parts))
-        stack.enter_context(corrected(plan))
+        if plan.has_zenflow:
+            stack.enter_context(zenflow_keeps_matrices())
         lm, drawn, in_fp32 = build_rank_model(plan, model, groups, features, loads_weights=loads_weights)
         plan = replace(plan, frozen=saved_frozen(lm, features))
         trained = trained_model(lm, plan, model, groups, features)
@@ -68,7 +70,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         engine = Engine(wrapped, plan, groups, model.objective)
         if in_fp32.params:
             engine.state.store_fp32()
-        set_norms(engine, optimizer, groups, [feature.own_loss for feature in features if feature.own_loss])
+        set_own_clipping(engine, optimizer, groups, [feature.own_loss for feature in features if feature.own_loss])
         engine.drawn = drawn
         # Dropout draws from torch's own generator: other numbers on ranks with other rows, the same on ranks that share
         # them. A resumed run restores its state.

@@ -29,7 +29,6 @@ from ds_finetune.engine.patches import (
     deepspeed_gathering,
     deepspeed_groups,
     deepspeed_init,
-    deepspeed_waits,
 )
 from ds_finetune.errors import DependencyError
 from ds_finetune.foreign import (
@@ -281,14 +280,6 @@ GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]
     "search for documents": (
         lambda patch: missing(patch, masking_utils, "find_packed_sequence_indices"),
         lambda: within(transformers_attention.without_search_for_documents()),
-    ),
-    "norms in 16 bits": (
-        lambda _: None,
-        lambda: deepspeed_waits.HalfPrecisionNorms(Optimizer(), lambda: False),
-    ),
-    "norms of gradients": (
-        lambda _: None,
-        lambda: deepspeed_waits.ZeroNorms(Optimizer(), lambda: False),
     ),
     "4-bit linear modules": (lambda _: None, lambda: bitsandbytes_linear.without_cpu_packing(nn.Module())),
     "datasets offline": (

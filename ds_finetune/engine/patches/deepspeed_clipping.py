@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from ds_finetune.engine.groups.process_groups import Groups
-from ds_finetune.engine.patches.deepspeed_waits import HalfPrecisionNorms, ZeroNorms, has_zero_norms
 from ds_finetune.engine.state.parameter_tags import loss_of
 from ds_finetune.foreign.guard import Foreign, replaced
 
@@ -32,8 +31,8 @@ class OwnClipping:
     ranks know the same `losses`; pipeline stages may have different groups of each. `shards` are the tensor parallel
     ranks of a stage, None for one rank. All norms are invalid where one is not finite, or `has_bad_gradient` is true,
     which must be so on every rank or on none: an invalid norm makes DeepSpeed skip a step only in fp32
-    (zero/stage_1_and_2.py:3042) and at stage 3 (zero/stage3.py:2888). `norms` are those of the optimizer where each is
-    read once. `report` is called with the norms of each step by loss, the same on every rank.
+    (zero/stage_1_and_2.py:3042) and at stage 3 (zero/stage3.py:2888). `report` is called with the norms of each step by
+    loss, the same on every rank.
     """
 
     def __init__(  # noqa: PLR0913
@@ -43,12 +42,11 @@ class OwnClipping:
         *,
         losses: Sequence[str],
         shards: dist.ProcessGroup | None,
-        norms: ZeroNorms | None,
         has_bad_gradient: Callable[[], bool],
         report: Callable[[Mapping[str, float]], None],
     ) -> None:
         self._optimizer, self._names, self._shards = optimizer, tuple(losses), shards
-        self._norms, self._has_bad_gradient, self._report = norms, has_bad_gradient, report
+        self._has_bad_gradient, self._report = has_bad_gradient, report
         self._is_partitioned = hasattr(optimizer, "_get_norm_groups")
         place, name, self._groups = (
             (_NORM_GROUPS, "_get_norm_groups", "fp16_groups")
@@ -59,7 +57,7 @@ class OwnClipping:
         self._losses = [loss_of(group[0]) for group in place.attribute(optimizer, self._groups)]
         self._first = sum(loss is None for loss in self._losses)
         assert None not in self._losses[self._first :], "a group that counts follows one that does not"
-        self._others_norm = place.attribute(optimizer, name) if norms is None else norms.unread_norm
+        self._others_norm = place.attribute(optimizer, name)
         self._combine = place.attribute(sys.modules[type(optimizer).__module__], "combine_grad_norm_groups")
         self._clip_group = _CLIP.attribute(optimizer, "unscale_and_clip_grads")
         self._is_offloaded = optimizer.offload_optimizer if self._is_partitioned else optimizer.cpu_offload
@@ -94,9 +92,6 @@ class OwnClipping:
             # Gradients are on the host, and multiplied there.
             norm, own = (torch.tensor(number, dtype=norm.dtype) for number in (value, values))
         self._own = dict(zip(self._names, own.unbind(), strict=True))
-        if self._norms is not None:
-            for each, number in ((norm, value), *zip(self._own.values(), values, strict=True)):
-                self._norms.remember(each, number)
         return [norm] if self._is_partitioned else norm
 
     def _own_norms(self) -> list[torch.Tensor]:
@@ -123,25 +118,15 @@ class OwnClipping:
         return next(number for number, partition in enumerate(partitions) if partition.grad is grad)
 
 
-def set_norms(engine: "Engine", optimizer: Any, groups: Groups, own_losses: Sequence[str]) -> None:  # noqa: ANN401
-    """Let norms of the gradient be read once, and clip parameters that only one of `own_losses` trains by a norm of
-    their own; at stage 0 the engine does so.
-    """
+def set_own_clipping(engine: "Engine", optimizer: Any, groups: Groups, own_losses: Sequence[str]) -> None:  # noqa: ANN401
+    """Clip parameters that only one of `own_losses` trains by a norm of their own; at stage 0 the engine does so."""
     engine.own_norms = dict.fromkeys(own_losses, 0.0)
-    if not engine.plan.zero_stage:
-        if engine.plan.precision != "fp32":
-            engine.norms = HalfPrecisionNorms(optimizer, lambda: engine.has_bad_gradient)
-        return
-    norms = None
-    if has_zero_norms(optimizer):
-        engine.norms = norms = ZeroNorms(optimizer, lambda: engine.has_bad_gradient)
-    if own_losses:
+    if engine.plan.zero_stage and own_losses:
         OwnClipping(
             optimizer,
             loss_of,
             losses=own_losses,
             shards=groups.tensor.group if groups.tensor is not None else None,
-            norms=norms,
             has_bad_gradient=lambda: engine.has_bad_gradient,
             report=partial(setattr, engine, "own_norms"),
         )

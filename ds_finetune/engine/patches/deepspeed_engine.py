@@ -1,15 +1,14 @@
 """DeepSpeed's engine and optimizers: when gradients are reduced, and the state that a constructor leaves."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from ds_finetune.engine.groups.process_groups import Groups
-from ds_finetune.engine.patches.deepspeed_gathering import single_gathers_without_waits
-from ds_finetune.engine.patches.deepspeed_init import forget_second_copies, zenflow_keeps_matrices
+from ds_finetune.engine.patches.deepspeed_init import forget_second_copies
 from ds_finetune.foreign.guard import Foreign, replaced
 from ds_finetune.plan.plan import Plan
 from ds_finetune.system.world import World
@@ -138,16 +137,6 @@ def keep_reduced_gradients(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed'
         tensor.record_stream(optimizer.reduction_stream)
 
     optimizer.average_tensor = average_kept
-
-
-@contextmanager
-def corrected(plan: Plan) -> Iterator[None]:
-    """What is corrected in DeepSpeed while an engine of the plan is built and runs."""
-    with (
-        zenflow_keeps_matrices() if plan.has_zenflow else nullcontext(),
-        single_gathers_without_waits() if plan.zero_stage == 3 else nullcontext(),
-    ):
-        yield
 
 
 def correct_start(trained: nn.Module, optimizer: object, plan: Plan, groups: Groups) -> None:
