@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -20,8 +19,6 @@ from ds_finetune.families.table import family_of
 from ds_finetune.features.feature import Feature
 from ds_finetune.foreign.torch_nn import linears_without_memory
 from ds_finetune.model.activation_memory import (
-    CudaTransfer,
-    PlainTransfer,
     install_tiled_mlps,
     offload_layer_inputs,
     recompute_layers,
@@ -227,8 +224,7 @@ def arrange_forward(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
         # The first layers of a stage that runs several chunks may have no adapters, and have a backward all the same.
         lm.enable_input_require_grads()
     if plan.activation_offload:
-        device = torch.device(device_of_rank(plan.device, plan.world.local_rank))
-        offload_layer_inputs(lm, PlainTransfer() if plan.device == "cpu" else CudaTransfer(device))
+        offload_layer_inputs(lm)
     for module in install_tiled_mlps(lm, tiles=model.mlp_tiles) if model.mlp_tiles > 1 else ():
         # ZeRO-3 gathers all matrices of an MLP before its first tile, and releases them after its last.
         set_z3_leaf_module(module, True)

@@ -11,121 +11,19 @@ the weights of one gather under ZeRO-3. Tokens do not depend on each other withi
 experts, so outputs are the same but for the order in which kernels add up.
 """
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_finetune.families.table import family_of
 from ds_finetune.model.kept_outputs import selective_contexts
 from ds_finetune.model.parallel.expert import ExpertParallelExperts
-
-
-class Arrival(NamedTuple):
-    """A tensor on its way to the device; `wait` makes the work that follows wait for it."""
-
-    tensor: torch.Tensor
-    wait: Callable[[], object]
-
-
-class PlainTransfer:
-    """Copies between a device and host memory; here at once, in the same memory, as a CPU does in tests."""
-
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Begin a copy of `tensor`; its memory may be used again by what the device does after the copy."""
-        return tensor.clone()
-
-    def to_device(self, host: torch.Tensor) -> Arrival:
-        """Begin the copy back."""
-        return Arrival(host.clone(), lambda: None)
-
-
-class CudaTransfer(PlainTransfer):
-    """Copies on a stream of their own, from and to pinned memory, which torch keeps for the next step."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Begin a copy of `tensor` after the work that computes it."""
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        with self._after_the_others():
-            host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self._stream)
-        return host
-
-    def to_device(self, host: torch.Tensor) -> Arrival:
-        """Begin the copy back."""
-        tensor = torch.empty_like(host, device=self._device, pin_memory=False)
-        with self._after_the_others():
-            tensor.copy_(host, non_blocking=True)
-            arrived = self._stream.record_event()
-        tensor.record_stream(self._stream)
-        # Backward has threads of its own, so the stream is that of whoever waits.
-        return Arrival(tensor, lambda: torch.cuda.current_stream(self._device).wait_event(arrived))
-
-    def _after_the_others(self) -> AbstractContextManager[object]:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return torch.cuda.stream(self._stream)
-
-
-class _StoredInput:
-    """The input of one layer in one forward: in host memory, or on the device where backward needs it first."""
-
-    def __init__(self, tensor: torch.Tensor, previous: "weakref.ref[_StoredInput] | None", *, is_on_host: bool) -> None:
-        self.tensor, self.previous, self.is_on_host = tensor, previous, is_on_host
-        self.arrival: Arrival | None = None
-
-
-class LayerInputOffload:
-    """Recomputes layers with their inputs kept on the host, but that of the last one, which backward needs first.
-
-    While backward computes a layer, the input of the layer before is on its way.
-    """
-
-    def __init__(self, transfer: PlainTransfer, recompute: Callable[..., Any], *, layers: int) -> None:
-        self._transfer, self._recompute, self._last = transfer, recompute, layers - 1
-        # Autograd owns what is stored, so that it is freed with the graph of its forward.
-        self._latest: weakref.ref[_StoredInput] | None = None
-
-    def checkpoint(self, layer: int, forward: Callable[..., Any], hidden: torch.Tensor, *others: Any) -> Any:  # noqa: ANN401
-        """`forward(hidden, *others)`, recomputed in backward; torch's `checkpoint` for layer number `layer`."""
-        with saved_tensors_hooks(partial(self._store, layer, hidden), self._fetch):
-            return self._recompute(forward, hidden, *others)
-
-    def _store(self, layer: int, hidden: torch.Tensor, saved: torch.Tensor) -> "torch.Tensor | _StoredInput":
-        """What autograd keeps in place of `saved`, a tensor argument of the layer; `hidden` is the layer's input."""
-        if saved.data_ptr() != hidden.data_ptr() or saved.shape != hidden.shape:
-            return saved
-        is_on_host, given = layer != self._last, saved.detach()
-        kept = self._transfer.to_host(given) if is_on_host else given
-        stored = _StoredInput(kept, self._latest if layer else None, is_on_host=is_on_host)
-        self._latest = weakref.ref(stored)
-        return stored
-
-    def _fetch(self, stored: "torch.Tensor | _StoredInput") -> torch.Tensor:
-        if isinstance(stored, torch.Tensor):
-            return stored
-        arrival = self._arrival_of(stored)
-        arrival.wait()
-        stored.arrival = None
-        before = stored.previous() if stored.previous is not None else None
-        if before is not None:
-            before.arrival = self._arrival_of(before)
-        return arrival.tensor
-
-    def _arrival_of(self, stored: _StoredInput) -> Arrival:
-        if not stored.is_on_host:
-            return Arrival(stored.tensor, lambda: None)
-        return stored.arrival or self._transfer.to_device(stored.tensor)
 
 
 def recompute_layers(lm: PreTrainedModel, *, is_selective: bool) -> None:
@@ -147,15 +45,37 @@ def is_random(hf_config: PretrainedConfig) -> bool:
     return family_of(hf_config.model_type).is_generic or any(values.values())
 
 
-def offload_layer_inputs(lm: PreTrainedModel, transfer: PlainTransfer) -> LayerInputOffload:
-    """Keep the inputs of the layers of `lm` on the host; recomputation must have been turned on, for all alike."""
+def offload_layer_inputs(lm: PreTrainedModel) -> None:
+    """Keep the inputs of the layers of `lm` in pinned host memory, but that of the last one, which backward needs
+    first; recomputation must have been turned on, for all layers alike.
+    """
     layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
     assert layers
     assert all(layer.gradient_checkpointing for layer in layers)
-    offload = LayerInputOffload(transfer, layers[0]._gradient_checkpointing_func, layers=len(layers))
-    for number, layer in enumerate(layers):
-        layer._gradient_checkpointing_func = partial(offload.checkpoint, number)
-    return offload
+    for layer in layers[:-1]:
+        layer._gradient_checkpointing_func = partial(_checkpoint_on_host, layer._gradient_checkpointing_func)
+
+
+def _checkpoint_on_host(
+    recompute: Callable[..., Any],
+    forward: Callable[..., Any],
+    hidden: torch.Tensor,
+    *others: Any,  # noqa: ANN401
+) -> Any:  # noqa: ANN401
+    """torch's `checkpoint` of a layer whose input `hidden` alone is kept by torch's `save_on_cpu`: copies to and from
+    pinned memory are queued in the stream that computes, so nothing is read before it is there.
+    """
+    copies = save_on_cpu(pin_memory=True)
+
+    def pack(saved: torch.Tensor) -> Any:  # noqa: ANN401
+        is_input = saved.data_ptr() == hidden.data_ptr() and saved.shape == hidden.shape
+        return copies.pack_hook(saved) if is_input else saved
+
+    def unpack(kept: Any) -> torch.Tensor:  # noqa: ANN401
+        return kept if isinstance(kept, torch.Tensor) else copies.unpack_hook(kept)
+
+    with saved_tensors_hooks(pack, unpack):
+        return recompute(forward, hidden, *others)
 
 
 _MLP, _EXPERTS = ".mlp", ".experts"

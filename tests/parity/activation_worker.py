@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from deepspeed.utils import z3_leaf_module
+from torch.autograd.graph import save_on_cpu
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.engine import rank_model
 from ds_finetune.engine.start_engine import start_engine
-from ds_finetune.model.activation_memory import Arrival, LayerInputOffload, PlainTransfer, tiled_modules
+from ds_finetune.model import activation_memory
+from ds_finetune.model.activation_memory import tiled_modules
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.fused import formulas, install
 from ds_finetune.plan.forward import mlp_tiles
@@ -69,28 +70,32 @@ def _run(plan: Plan, model: ModelPlan) -> dict[str, Any]:
         return asdict(steps) | {"weights": weights}
 
 
-class _Counting(PlainTransfer):
+class _Counting(save_on_cpu):
     """Counts what it copies in all runs."""
 
     stored = fetched = 0
 
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        _Counting.stored += 1
-        return super().to_host(tensor)
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        pack, unpack = self.pack_hook, self.unpack_hook
 
-    def to_device(self, host: torch.Tensor) -> Arrival:
-        _Counting.fetched += 1
-        return super().to_device(host)
+        def pack_counted(tensor: torch.Tensor) -> Any:
+            _Counting.stored += 1
+            return pack(tensor)
+
+        def unpack_counted(kept: Any) -> torch.Tensor:
+            _Counting.fetched += 1
+            return unpack(kept)
+
+        self.pack_hook, self.unpack_hook = pack_counted, unpack_counted
 
 
-rank_model.PlainTransfer = _Counting  # type: ignore[misc]
+activation_memory.save_on_cpu = _Counting  # type: ignore[misc]
 
 
 def _check_offload(lm: torch.nn.Module) -> None:
     """Every input that left, but those of forwards without a backward, came back."""
-    layers: list[Any] = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
-    (offload,) = {layer._gradient_checkpointing_func.func.__self__ for layer in layers}
-    assert isinstance(offload, LayerInputOffload)
+    layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
     assert _Counting.stored == _Counting.fetched, (_Counting.stored, _Counting.fetched)
     assert _Counting.stored or len(layers) == 1
 

@@ -377,8 +377,8 @@ class ActivationBytes:
         return kept * tokens + self.working_set(tokens, is_tiled=is_tiled, is_selective=is_selective)
 
     def inputs_on_device(self) -> int:
-        """The inputs of layers that stay where they are offloaded: one that is used, and two that are copied."""
-        return min(3 * self.layer_input, self.inputs())
+        """Bytes of layer inputs on the device for each token where they are offloaded: that of one layer."""
+        return min(self.layer_input, self.inputs())
 
     def kept_by_layers(self, *, is_tiled: bool = False) -> int:
         """What layers keep that are not recomputed, with their inputs."""

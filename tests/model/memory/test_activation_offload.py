@@ -1,23 +1,18 @@
-"""Inputs of recomputed layers in host memory: the same bits, the right tensors, and one input ahead in backward."""
+"""Inputs of recomputed layers in host memory: the same bits, and the right tensors."""
 
-import math
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.model.activation_memory import (
-    Arrival,
-    CudaTransfer,
-    LayerInputOffload,
-    PlainTransfer,
-    offload_layer_inputs,
-)
+from ds_finetune.model import activation_memory
+from ds_finetune.model.activation_memory import _checkpoint_on_host, offload_layer_inputs
 from ds_finetune.plan.checks import check
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
@@ -27,30 +22,35 @@ from tests.model.tiny import CONFIGS
 LAYERS, TOKENS = 4, 12
 
 
-class SlowTransfer(PlainTransfer):
-    """Stands in for a device: a tensor on its way holds NaN until someone waits for it."""
+class Watched(save_on_cpu):
+    """torch's copies; notes what leaves, and spoils a kept input once it was used, so that none is used twice."""
 
-    def __init__(self) -> None:
-        self.sent: list[tuple[int, ...]] = []
-        self.moves: list[str] = []
-        self.on_the_way = self.most_on_the_way = 0
+    sent: list[tuple[int, ...]]
+    returned: int
 
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.sent.append(tuple(tensor.shape))
-        return super().to_host(tensor)
+    def __init__(self, *, pin_memory: bool) -> None:
+        assert pin_memory
+        super().__init__(pin_memory=pin_memory)
+        pack, unpack = self.pack_hook, self.unpack_hook
 
-    def to_device(self, host: torch.Tensor) -> Arrival:
-        tensor = torch.full_like(host, math.nan)
-        self.on_the_way += 1
-        self.most_on_the_way = max(self.most_on_the_way, self.on_the_way)
-        self.moves.append("begin")
+        def pack_noted(tensor: torch.Tensor) -> Any:
+            Watched.sent.append(tuple(tensor.shape))
+            return pack(tensor)
 
-        def wait() -> None:
-            self.on_the_way -= 1
-            self.moves.append("wait")
-            tensor.copy_(host)
+        def unpack_noted(kept: Any) -> torch.Tensor:
+            Watched.returned += 1
+            found = unpack(kept).clone()
+            kept[1].fill_(float("nan"))
+            return found
 
-        return Arrival(tensor, wait)
+        self.pack_hook, self.unpack_hook = pack_noted, unpack_noted
+
+
+@pytest.fixture(autouse=True)
+def watched(monkeypatch: pytest.MonkeyPatch) -> type[Watched]:
+    Watched.sent, Watched.returned = [], 0
+    monkeypatch.setattr(activation_memory, "save_on_cpu", Watched)
+    return Watched
 
 
 def lm(family: str, device: str = "cpu") -> Any:
@@ -73,50 +73,33 @@ def losses_and_gradients(model: Any, rounds: int = 1) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss"])
 @pytest.mark.parametrize("rounds", [1, 3])
-def test_losses_and_gradients_have_the_same_bits(family: str, rounds: int) -> None:
+def test_losses_and_gradients_have_the_same_bits(watched: type[Watched], family: str, rounds: int) -> None:
     wanted = losses_and_gradients(lm(family), rounds)
-    model, transfer = lm(family), SlowTransfer()
-    offload_layer_inputs(model, transfer)
+    model = lm(family)
+    offload_layer_inputs(model)
     found = losses_and_gradients(model, rounds)
     assert len(found) == len(wanted)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     # Layer inputs alone, but that of the last layer; neither weights nor what is within a layer.
-    assert transfer.sent == [(1, TOKENS, model.config.hidden_size)] * (LAYERS - 1) * rounds
-    assert transfer.moves.count("wait") == len(transfer.sent)
+    assert watched.sent == [(1, TOKENS, model.config.hidden_size)] * (LAYERS - 1) * rounds
+    assert watched.returned == len(watched.sent)
 
 
-def test_the_next_input_is_on_its_way_while_a_layer_is_computed() -> None:
-    model, transfer = lm("llama"), SlowTransfer()
-    offload_layer_inputs(model, transfer)
-    losses_and_gradients(model)
-    # The last layer's input never left, and the one before is sent for at once.
-    assert transfer.moves == ["begin", "wait", "begin", "wait", "begin", "wait"]
-    assert transfer.on_the_way == 0
-    assert transfer.most_on_the_way == 1
-
-
-def test_other_arguments_of_a_layer_stay_where_they_are() -> None:
-    transfer = SlowTransfer()
-    offload = LayerInputOffload(transfer, partial(checkpoint, use_reentrant=False), layers=2)
+def test_other_arguments_of_a_layer_stay_where_they_are(watched: type[Watched]) -> None:
     hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
-    out = offload.checkpoint(0, lambda given, other: (given @ other).square(), hidden, weight)
+    recompute = partial(checkpoint, use_reentrant=False)
+    out = _checkpoint_on_host(recompute, lambda given, other: (given @ other).square(), hidden, weight)
     out.sum().backward()
-    assert transfer.sent == [(3, 4)]
+    assert watched.sent == [(3, 4)]
     assert torch.allclose(weight.grad, 2 * hidden.T @ (hidden @ weight))
 
 
-def test_nothing_is_kept_of_a_forward_without_a_backward() -> None:
-    model, transfer = lm("llama"), SlowTransfer()
-    offload = offload_layer_inputs(model, transfer)
-    ids = torch.arange(TOKENS)[None]
+def test_nothing_is_kept_of_a_forward_without_gradients(watched: type[Watched]) -> None:
+    model = lm("llama")
+    offload_layer_inputs(model)
     with torch.no_grad():
-        model(ids)
-    assert not transfer.sent
-    loss = model(ids, labels=ids).loss
-    assert offload._latest is not None
-    assert offload._latest() is not None
-    del loss
-    assert offload._latest() is None
+        model(torch.arange(TOKENS)[None])
+    assert not watched.sent
 
 
 def test_frozen_layers_before_the_first_adapter() -> None:
@@ -124,7 +107,7 @@ def test_frozen_layers_before_the_first_adapter() -> None:
     for model in models:
         for name, param in model.named_parameters():
             param.requires_grad_("layers.2." in name)
-    offload_layer_inputs(models[1], SlowTransfer())
+    offload_layer_inputs(models[1])
     wanted, found = map(losses_and_gradients, models)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
@@ -172,11 +155,11 @@ def test_types_without_a_comparison_are_refused() -> None:
     check(RunSettings.of(_run(), model_json=GEMMA), "activations of the model")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: copies on a stream of their own")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: copies to pinned memory")
 def test_on_a_gpu_the_bits_are_the_same_and_less_memory_is_held() -> None:
     wanted = losses_and_gradients(lm("llama", "cuda"), 2)
     model = lm("llama", "cuda")
-    offload_layer_inputs(model, CudaTransfer(torch.device("cuda")))
+    offload_layer_inputs(model)
     found = losses_and_gradients(model, 2)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
@@ -184,10 +167,10 @@ def test_on_a_gpu_the_bits_are_the_same_and_less_memory_is_held() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: its memory is measured")
 def test_on_a_gpu_the_inputs_of_layers_leave_its_memory() -> None:
     held = []
-    for transfer in (None, CudaTransfer(torch.device("cuda"))):
+    for is_offloaded in (False, True):
         model: Any = lm("llama", "cuda")
-        if transfer is not None:
-            offload_layer_inputs(model, transfer)
+        if is_offloaded:
+            offload_layer_inputs(model)
         ids = (torch.arange(8192, device="cuda") % 90).view(64, 128)
         before = torch.cuda.memory_allocated()
         loss = model(ids, labels=ids).loss

@@ -1,0 +1,149 @@
+"""Calls of CUDA that no other test executes, with doubles that keep CUDA's rules: events are reached in order and have
+times only then, a rank sets its device before NCCL, and the generator of a GPU has a state of its own.
+"""
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from ds_finetune.checkpoint.restore import random_state, restore_random_state
+from ds_finetune.cluster.doctor import network
+from ds_finetune.cluster.doctor.messages import NetworkRank
+from ds_finetune.cluster.watchdog.progress import CollectiveCall, device_progress
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.engine import generation
+from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
+from ds_finetune.system.world import World
+
+
+class Queue:
+    """A device whose queued events are reached when the test says so, at a time in milliseconds."""
+
+    def __init__(self) -> None:
+        self.recorded: list[Event] = []
+
+    def reach(self, *times: float) -> None:
+        for event, time in zip([each for each in self.recorded if each.time is None], times, strict=False):
+            event.time = time
+
+
+class Event:
+    """`torch.cuda.Event`."""
+
+    queue: Queue
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.has_time, self.time = enable_timing, None
+
+    def record(self, stream: object = None) -> None:
+        self.queue.recorded.append(self)
+
+    def query(self) -> bool:
+        return self.time is not None
+
+    def elapsed_time(self, end_event: "Event") -> float:
+        assert self.has_time
+        assert end_event.has_time
+        assert self.time is not None
+        assert end_event.time is not None
+        return end_event.time - self.time
+
+
+def test_the_watchdog_reads_progress_from_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue, streams = Queue(), ["default"]
+    monkeypatch.setattr(Event, "queue", queue, raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda: "default")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
+    progress = device_progress("cuda")
+    assert progress is not None
+    first, second = CollectiveCall("all_reduce", 2, "all", 1), CollectiveCall("all_gather", 4, "all", 2)
+    for call, stream in ((first, "default"), (second, "of overlap_comm")):
+        streams.append(stream)
+        progress.begin(call)
+        progress.end()
+    assert progress.position() == (None, (first, second))
+    queue.reach(100.0)
+    assert progress.position() == (first, (second,))
+    queue.reach(2600.0, 2700.0)
+    assert progress.position() == (second, ())
+    queue.reach(9000.0)
+    assert progress.position() == (None, ())
+    # Only the stream that computes has waited.
+    assert progress.take_waited() == pytest.approx(2.5)
+    assert device_progress("cpu") is None
+
+
+def test_the_random_state_of_a_gpu_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(7)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", generator.get_state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", generator.set_state)
+    saved = json.loads(json.dumps(random_state()))
+    wanted = torch.rand(5, generator=generator), torch.rand(5)
+    restore_random_state(saved)
+    found = torch.rand(5, generator=generator), torch.rand(5)
+    assert all(map(torch.equal, found, wanted))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert random_state()["cuda"] is None
+
+
+def test_free_memory_of_a_gpu_counts_what_torch_has_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("mem_get_info", (10, 80)), ("memory_reserved", 50), ("memory_allocated", 35)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(generation, "all_gather_scalar", lambda mine: [mine, 30.0])
+    tree = {"model": "none", "data": {"train": "none"}, "output_dir": "out"}
+    plan = make_plan(RunSettings.of(RunConfig.model_validate(tree)), world=World(0, 1, 0, 1, "a test"), device="cuda")
+    assert generation.least_free_bytes(plan) == 10 + 50 - 35
+
+
+class _OnCpu(TorchFunctionMode):
+    """Tensors of the device `cuda:N` are made on the CPU, once the process has set that device."""
+
+    device: torch.device | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+            assert self.device == torch.device(kwargs["device"])
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        number = free.getsockname()[1]
+    yield number
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_doctor_measures_gpus_by_nccl(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    mode, start, asked, waits = _OnCpu(), dist.init_process_group, [], []
+
+    def on_gloo(backend: str, **given: Any) -> None:
+        assert mode.device == torch.device("cuda", 2), "NCCL takes the device that is set"
+        asked.append(backend)
+        start("gloo", **given)
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(mode, "device", device))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
+    monkeypatch.setattr(network, "device_of_rank", lambda device, local_rank: f"{device}:{local_rank}")
+    monkeypatch.setattr(network, "_SIZES", (64, 256))
+    monkeypatch.setattr(dist, "init_process_group", on_gloo)
+    with mode:
+        found = network._join_and_measure(NetworkRank(0, 1, "127.0.0.1", port, "cuda", 2, (0,)))
+    assert asked == ["nccl"]
+    assert (found.problem, found.missing, found.wrong) == ("", (), ())
+    # The clock stops after the device.
+    assert len(waits) >= 4
+    assert found.num_bytes == 256
