@@ -22,21 +22,34 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_finetune.families.table import family_of
-from ds_finetune.model.kept_outputs import selective_contexts
+from ds_finetune.model.kept_outputs import keep_choices, layer_contexts
 from ds_finetune.model.parallel.expert import ExpertParallelExperts
 
 
 def recompute_layers(lm: PreTrainedModel, *, is_selective: bool) -> None:
-    """Compute the layers of `lm` again in backward, in place; `is_selective` keeps some outputs (kept_outputs.py).
+    """Compute the layers of `lm` again in backward, in place, with the experts that forward chose; `is_selective` keeps
+    some outputs too (kept_outputs.py).
 
     Without dropout nothing in a layer is random, and the state of the random numbers is not kept: torch would read it
     from the device for each layer, and the host would wait.
     """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": is_random(lm.config)}
-    lm.gradient_checkpointing_enable(options | ({"context_fn": selective_contexts} if is_selective else {}))
+    lm.gradient_checkpointing_enable(options | {"context_fn": partial(layer_contexts, is_selective=is_selective)})
+    for module in _choosing_modules(lm):
+        keep_choices(module)
     # transformers gives outputs of frozen embeddings a gradient, for which layers before the first adapter would be
     # computed again; only reentrant checkpoints need it.
     lm.disable_input_require_grads()
+
+
+def _choosing_modules(lm: PreTrainedModel) -> list[nn.Module]:
+    """Routers of `lm`; in model types without a known router all parts of the layers with experts of `run_experts`."""
+    router = family_of(lm.config.model_type).router
+    if router is not None:
+        return [module for name, module in lm.named_modules() if name.endswith(f".{router.module}")]
+    layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
+    sparse = [layer for layer in layers if any(hasattr(module, "has_gate") for module in layer.modules())]
+    return [part for layer in sparse for part in layer.children()]
 
 
 def is_random(hf_config: PretrainedConfig) -> bool:

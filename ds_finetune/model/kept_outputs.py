@@ -1,5 +1,10 @@
-"""Selective recomputation: some operations of a layer keep their outputs until backward, and only the others are
-computed again.
+"""What a layer that is computed again in backward keeps of its forward: the experts that its router chose, and with
+selective recomputation the outputs of some operations.
+
+Recomputation need not have forward's bits: ranks that add up in another order each time, as NCCL's do on NVLink
+switches, change hidden states by a rounding, and for some tokens the experts. Backward would then take the order of
+rows, outputs and exchanges of forward for those of other choices. So experts are chosen once, and their weights, which
+have a gradient, come from the recomputed scores of the chosen.
 
 Attention and the products of routed experts take most of a forward's time for each byte of their outputs, and the
 exchange of rows between ranks makes them wait for each other. The outputs of these are kept.
@@ -13,11 +18,12 @@ the place where it is called, and others are not seen.
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -48,9 +54,9 @@ class KeptOutputs(TorchDispatchMode):
     returns what they gave, in the same order, and does not run them.
     """
 
-    def __init__(self, outputs: deque[Any], *, is_recomputing: bool) -> None:
+    def __init__(self, outputs: deque[Any], *, is_recomputing: bool, is_selective: bool) -> None:
         super().__init__()
-        self._outputs, self._is_recomputing = outputs, is_recomputing
+        self._outputs, self._is_recomputing, self.is_selective = outputs, is_recomputing, is_selective
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         """Called by torch for each operation while the mode is on."""
@@ -67,6 +73,25 @@ class KeptOutputs(TorchDispatchMode):
         result = compute()
         self._outputs.append(tree_map_only(torch.Tensor, _Kept, result))
         return result
+
+
+class _KeptChoices(TorchDispatchMode):
+    """Lets `topk` choose once, in forward; recomputation takes the values of what it chose."""
+
+    def __init__(self, kept: KeptOutputs) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        """Called by torch for each operation while the mode is on."""
+        given = kwargs or {}
+        if func is not torch.ops.aten.topk.default:
+            return func(*args, **given)
+        scores, dim = args[0], args[2] if len(args) > 2 else given.get("dim", -1)
+        small = torch.int16 if scores.shape[dim] <= 2**15 else torch.int32
+        # Below autograd: as in forward, the gradient of values goes to the scores at `chosen`.
+        chosen = self._kept.keep(lambda: func(*args, **given)[1].to(small)).long()
+        return scores.gather(dim, chosen), chosen
 
 
 class _Kept:
@@ -103,10 +128,12 @@ class _InLayer(AbstractContextManager[None]):
         _current.kept = self._before
 
 
-def selective_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def layer_contexts(*, is_selective: bool) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Contexts of a layer's forward and of its recomputation, as `context_fn` of torch's `checkpoint` makes them."""
     outputs: deque[Any] = deque()
-    forward, again = (KeptOutputs(outputs, is_recomputing=is_again) for is_again in (False, True))
+    forward, again = (
+        KeptOutputs(outputs, is_recomputing=is_again, is_selective=is_selective) for is_again in (False, True)
+    )
     return _InLayer(forward), _InLayer(again)
 
 
@@ -114,7 +141,21 @@ def current_outputs() -> KeptOutputs | None:
     """Where a layer that is recomputed selectively keeps outputs now; None elsewhere, and where no gradient is wanted,
     as within a tile of an MLP, which is computed again as a whole.
     """
-    return _current.kept if torch.is_grad_enabled() else None
+    kept = _current.kept
+    return kept if kept is not None and kept.is_selective and torch.is_grad_enabled() else None
+
+
+def keep_choices(module: nn.Module) -> None:
+    """Let `topk` within `module`, a router or what contains one, choose once where layers are recomputed, in place."""
+    forward = module.forward
+
+    @wraps(forward)
+    def forward_or_repeat(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        kept = _current.kept
+        with nullcontext() if kept is None else _KeptChoices(kept):
+            return forward(*args, **kwargs)
+
+    module.forward = forward_or_repeat
 
 
 def kept(compute: Callable[P, T]) -> Callable[P, T]:

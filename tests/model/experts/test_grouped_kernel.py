@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from typing import Any
@@ -18,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ds_finetune.model import experts
-from ds_finetune.model.kept_outputs import selective_contexts
+from ds_finetune.model.kept_outputs import layer_contexts
 from tests.conftest import ROOT
 from tests.model.test_experts import Operations, experts_of
 from tests.model.tiny import CONFIGS
@@ -166,7 +167,7 @@ def test_selective_recomputation_keeps_its_output(own_kernel: None) -> None:
     def layer(rows: torch.Tensor) -> torch.Tensor:
         return experts.grouped_product(rows, weight, ends, leaf="gate_up_proj").exp()  # type: ignore[no-any-return]
 
-    out = checkpoint(layer, rows, use_reentrant=False, context_fn=selective_contexts)
+    out = checkpoint(layer, rows, use_reentrant=False, context_fn=partial(layer_contexts, is_selective=True))
     with Operations() as operations:
         out.sum().backward()
     # Only the gradient of rows; the product is not computed again.

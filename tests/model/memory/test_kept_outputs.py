@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from ds_finetune.model import kept_outputs
 from ds_finetune.model.activation_memory import install_tiled_mlps, is_random, recompute_layers
 from ds_finetune.model.adapters.lora import AdapterPlacement, install_lora
 from ds_finetune.model.build.skeleton import build_skeleton, whole
-from ds_finetune.model.kept_outputs import KEPT_OPERATIONS, kept, selective_contexts
+from ds_finetune.model.kept_outputs import KEPT_OPERATIONS, kept, layer_contexts
 from ds_finetune.model.parallel.expert import compute_shared_experts_ahead
 from ds_finetune.plan.lora_targets import adapted_targets, targets_among
 from tests.model.tiny import CONFIGS
@@ -144,7 +145,7 @@ def test_a_kept_output_that_is_changed_in_place_is_an_error() -> None:
         return changed.sin()
 
     hidden = torch.randn(1, 2, 8, 16, requires_grad=True)
-    out = checkpoint(layer, hidden, use_reentrant=False, context_fn=selective_contexts)
+    out = checkpoint(layer, hidden, use_reentrant=False, context_fn=partial(layer_contexts, is_selective=True))
     with pytest.raises(AssertionError, match="changed in place"):
         out.sum().backward()
 
