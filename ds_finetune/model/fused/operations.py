@@ -2,6 +2,7 @@
 cosines and sines, SwiGLU gate and up. Everything else is computed again within the kernel of backward.
 """
 
+import inspect
 from functools import cache
 from importlib import import_module
 from types import SimpleNamespace
@@ -37,9 +38,13 @@ def kernels_of(name: str) -> Kernels:
     assert name == "compile", name
     # Sizes are symbols from the start: packed rows and the tokens of experts differ from forward to forward. None and
     # one, and rows with gaps between them, have kernels of their own; past the limit torch would end the run.
-    torch._dynamo.config.recompile_limit = max(_MOST_KERNELS, torch._dynamo.config.recompile_limit)
-    names = Kernels.__annotations__
-    compiled = {each: torch.compile(getattr(formulas, each), fullgraph=True, dynamic=True) for each in names}
+    options: dict[str, Any] = {"fullgraph": True, "dynamic": True}
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        # Configuration is that of a thread from torch 2.12 on, and backward has threads of its own on GPUs.
+        options["recompile_limit"] = _MOST_KERNELS
+    else:
+        torch._dynamo.config.recompile_limit = max(_MOST_KERNELS, torch._dynamo.config.recompile_limit)
+    compiled = {each: torch.compile(getattr(formulas, each), **options) for each in Kernels.__annotations__}
     return SimpleNamespace(**compiled)  # type: ignore[return-value]
 
 

@@ -1,7 +1,9 @@
 """Fused operations against those of transformers: outputs and gradients."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from transformers.models.modernbert.modeling_modernbert import apply_rotary_pos_
 
 from ds_finetune.model.fused import formulas
 from ds_finetune.model.fused.install import _rotate, _rotate_last
-from ds_finetune.model.fused.operations import gate, norm
+from ds_finetune.model.fused.operations import gate, kernels_of, norm
 from tests.model.fused.fused_kernels import DEVICE, NAMES, dtypes, fused_kernels
 
 ROUNDING = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
@@ -193,3 +195,27 @@ def test_packed_rows_of_any_length_are_not_compiled_again() -> None:
     with torch._dynamo.config.patch(error_on_recompile=True):
         for rows, tokens in ((2, 13), (3, 8), (5, 31)):
             step(rows, tokens)
+
+
+def test_backward_in_its_own_thread_has_all_variants_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where torch.compile's limit of eight variants must not count."""
+    # Without a C++ compiler's seconds for each.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    kernels = kernels_of.__wrapped__("compile")
+    errors: list[Exception] = []
+
+    def backward(out: torch.Tensor) -> None:
+        try:
+            out.sum().backward()
+        except Exception as error:  # noqa: BLE001 - it is raised in the test
+            errors.append(error)
+
+    variants = itertools.product((torch.float32, torch.bfloat16, torch.float16), (False, True), (False, True))
+    for dtype, rounds_last, is_frozen in variants:
+        weight = random(24, dtype=dtype, needs_grad=not is_frozen)
+        thread = Thread(target=backward, args=(norm(kernels, random(4, 24, dtype=dtype), weight, 1e-6, rounds_last),))
+        thread.start()
+        thread.join()
+    torch._dynamo.reset()
+    assert not errors
