@@ -43,6 +43,7 @@ from ds_finetune.engine.results import (
 )
 from ds_finetune.engine.sampling.answers import SampledAnswer, SamplingLimits, SamplingRequest
 from ds_finetune.engine.sampling.sampler import check_answers, sample_prompts
+from ds_finetune.engine.state.replicas import check_replicas
 from ds_finetune.engine.state.state import EngineState
 from ds_finetune.engine.state.whole_tensors import WholeTensors, named_parameters
 from ds_finetune.errors import RunError
@@ -55,6 +56,7 @@ from ds_finetune.model.parallel.pipeline import PipelineGroup, has_tied_head
 from ds_finetune.model.weights.names import is_adapter
 from ds_finetune.objectives.objective import Examples, LossAndSums, Objective, StepNumbers, is_of_answers
 from ds_finetune.plan.plan import Plan
+from ds_finetune.system.gpu_threads import use_device
 
 
 def _examples_of(rows: ForwardRows) -> Examples:
@@ -100,6 +102,18 @@ class Engine:
     def state(self) -> EngineState:
         """What a checkpoint saves and restores of this rank."""
         return EngineState(self._ds, self.plan, self._groups.same_part)
+
+    def use_device(self) -> None:
+        """Let CUDA calls of this thread use the device of this rank."""
+        use_device(self._device)
+
+    def check_replicas(self) -> None:
+        """RunError on every rank where ranks that hold copies of a weight have different bits; collective."""
+        module, shared = self._ds.module, None
+        if self._trains_both_ends:
+            weight = module.lm.get_input_embeddings().weight
+            shared = next(name for name, param in named_parameters(module) if param is weight)
+        check_replicas(module, self.state, self.plan, self._groups, embedding=shared)
 
     @property
     def is_rank_zero(self) -> bool:

@@ -156,8 +156,10 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int | None) -> 
     module, e.g. of multi-token prediction, are copied to it. Adapters are added to the weights, and written in
     peft's format to a folder beside `out`: `adapter` or `adapter-best`. Weights that the engine has in four bits are
     read from the model's folder again. With a `step` of None the folder is a copy for a server: without what verifies
-    it, and without adapters beside it.
+    it, and without adapters beside it; with one, RunError where copies of a weight on several ranks differ.
     """
+    if step is not None:
+        engine.check_replicas()
     model, folder = run.model, run.inputs.folder
     tokenizer = adapt_tokenizer(run) if engine.is_rank_zero else ClassifierTokenizer({})
     parts = _folder_parts(run, engine, tokenizer, step=step)

@@ -227,7 +227,12 @@ def start_saver(run: PreparedRun, engine: Engine, point: ResumePoint) -> Iterato
     beside = {f"{BASE}/{name}": base / name for name in (*sources, *texts)}
     locks = [point.lock] if point.lock else []
     groups = partial(engine.state.groups, home=checkpoints.ranks)
-    saver = Saver(groups, checkpoints, run.plan.saves_asynchronously, beside, locks)
+
+    def checked_groups() -> list[StateGroup]:
+        engine.check_replicas()
+        return groups()
+
+    saver = Saver(checked_groups, checkpoints, run.plan.saves_asynchronously, beside, locks)
     num_bytes = num_weights(groups(), share=checkpoints.share) * run.plan.checkpoint_bytes_per_parameter
     raise_on_every_rank(_memory_error(num_bytes, run.plan))
     saver.start(num_bytes)

@@ -17,7 +17,7 @@ def all_gather_object(mine: T) -> list[T]:
 
 def all_gather_scalar(mine: float) -> list[float]:
     """The number of every rank, by rank; not pickled."""
-    values = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=_device())
+    values = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=collective_device())
     values[dist.get_rank()] = mine
     dist.all_reduce(values)
     return values.tolist()
@@ -25,10 +25,11 @@ def all_gather_scalar(mine: float) -> list[float]:
 
 def all_reduce_max(*mine: float) -> list[float]:
     """The largest of each value over all ranks; cheap enough for every step."""
-    values = torch.tensor(mine, dtype=torch.float64, device=_device())
+    values = torch.tensor(mine, dtype=torch.float64, device=collective_device())
     dist.all_reduce(values, dist.ReduceOp.MAX)
     return values.tolist()
 
 
-def _device() -> str:
+def collective_device() -> str:
+    """The kind of device on which tensors of collectives are."""
     return "cuda" if dist.get_backend() == "nccl" else "cpu"

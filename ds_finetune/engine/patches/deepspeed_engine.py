@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ds_finetune.engine.groups.process_groups import Groups
+from ds_finetune.engine.patches.deepspeed_gathering import check_order_of_gathers
 from ds_finetune.engine.patches.deepspeed_init import forget_second_copies
 from ds_finetune.foreign.guard import Foreign, replaced
 from ds_finetune.plan.plan import Plan
@@ -140,12 +141,16 @@ def keep_reduced_gradients(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed'
 
 
 def correct_start(trained: nn.Module, optimizer: object, plan: Plan, groups: Groups) -> None:
-    """Undo what DeepSpeed did wrong at this stage when it took over the model and wrapped the optimizer."""
+    """Undo what DeepSpeed did wrong at this stage when it took over the model and wrapped the optimizer.
+
+    ConfigError where it computes something else with these options.
+    """
     if plan.zero_stage == 0 and plan.precision != "fp32":
         undo_constructor_step(optimizer)
     if plan.zero_stage in (1, 2) and getattr(optimizer, "overlap_comm", False):
         keep_reduced_gradients(optimizer)
     if plan.zero_stage == 3:
+        check_order_of_gathers(optimizer, trained, plan)
         forget_second_copies(trained)
     if plan.zero_stage == 3 and groups.tensor is not None and groups.experts is not None:
         count_whole_experts_once(optimizer)

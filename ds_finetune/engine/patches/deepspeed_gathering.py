@@ -1,5 +1,8 @@
-"""DeepSpeed's ZeRO-3: forwards that gather nothing while all weights are whole."""
+"""DeepSpeed's ZeRO-3: forwards that gather nothing while all weights are whole, and gathers that no wait orders after a
+step.
+"""
 
+import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -8,10 +11,43 @@ from typing import Any
 from torch import nn
 
 from ds_finetune.engine.patches.deepspeed_init import forget_second_copies
+from ds_finetune.engine.state.parameter_tags import local_shape
+from ds_finetune.errors import ConfigError
 from ds_finetune.foreign.guard import Foreign, replaced
+from ds_finetune.plan.plan import Plan
 
 _HOOKS = Foreign("deepspeed", "runtime/zero/parameter_offload.py:181-182, 362-525")
 _PARTS = Foreign("deepspeed", "runtime/zero/partition_parameters.py:1323-1327, 1604-1610, 1778-1814")
+_PERSISTENT = Foreign(
+    "deepspeed", "runtime/zero/parameter_offload.py:317-335, stage3.py:2840, partition_parameters.py:2128, 2186"
+)
+
+
+def check_order_of_gathers(optimizer: Any, trained: nn.Module, plan: Plan) -> None:  # noqa: ANN401 - DeepSpeed's
+    """ConfigError where nothing orders the gathers of weights after the step that wrote them.
+
+    DeepSpeed gathers persistent weights, those with at most as many elements as two thresholds say, at the end of a
+    step and waits for the device there. With `overlap_comm` all other gathers begin on a stream of their own, so
+    without a persistent weight they may read what was there before the step.
+    """
+    is_ordered = plan.zero_stage < 3 or plan.device == "cpu" or plan.mesh.dp * plan.mesh.sp == 1
+    zero = plan.deepspeed["zero_optimization"]
+    if is_ordered or zero.get("overlap_comm", True) is False:
+        return
+    offload = _PERSISTENT.attribute(optimizer, "parameter_offload")
+    if _PERSISTENT.attribute(offload, "persistent_parameters"):
+        return
+    limits = [
+        f"stage3_{key}_persistence_threshold {_PERSISTENT.attribute(offload, attribute):,}"
+        for key, attribute in (("param", "param_numel_persistence_threshold"), ("model", "model_persistence_threshold"))
+    ]
+    smallest, name = min((math.prod(local_shape(param)), name) for name, param in trained.named_parameters())
+    raise ConfigError(
+        f"ZeRO-3 with overlap_comm, {' and '.join(limits)}: the smallest weight, {name.removeprefix('lm.')}, has "
+        f"{smallest:,} elements, so no weight is persistent, and DeepSpeed 0.19.8 may gather weights from before the "
+        "last optimizer step",
+        hint=f"raise both thresholds to {smallest} or more, leave them out, or set overlap_comm to false",
+    )
 
 
 @contextmanager

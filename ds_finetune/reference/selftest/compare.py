@@ -395,7 +395,9 @@ def _steps_with_checkpoint(engine: Engine, folder: Path, steps: int) -> Steps:
                 f"nothing could be saved in {folder}: {outcome}",
                 hint="name a folder that all hosts share and may write to",
             )
-        return list(taking)[-1]
+        steps_taken = list(taking)
+        engine.check_replicas()
+        return steps_taken[-1]
 
 
 def _steps_after_resume(engine: Engine, folder: Path, steps: int) -> Steps:
