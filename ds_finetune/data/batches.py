@@ -459,15 +459,30 @@ _SECONDS = 10.0
 
 
 @contextmanager
-def prefetched(items: Iterable[Given], prepare: Callable[[Given], Ready]) -> Iterator[Iterator[Ready]]:
+def prefetched(
+    items: Iterable[Given], prepare: Callable[[Given], Ready], *, begin: Callable[[], None] = lambda: None
+) -> Iterator[Iterator[Ready]]:
     """An iterator over `prepare` of each item, in the same order.
 
-    A thread makes them: one is ready and one is being made while the reader works. An error is raised where its item
-    would come, so what was read before does not depend on it. The thread ends when the context closes.
+    A thread makes them, after it has called `begin`: one is ready and one is being made while the reader works. An
+    error is raised where its item would come, so what was read before does not depend on it. The thread ends when the
+    context closes.
     """
     ready: Queue[_Made] = Queue(maxsize=1)
     is_closed = Event()
-    thread = Thread(target=_fill, args=(ready, items, prepare, is_closed), name="prefetch", daemon=True)
+
+    def fill() -> None:
+        try:
+            begin()
+            for item in items:
+                ready.put(((prepare(item),), None))
+                if is_closed.is_set():
+                    break
+            ready.put(((), None))
+        except BaseException as error:  # noqa: BLE001 - the thread that reads the batches raises it
+            ready.put(((), error))
+
+    thread = Thread(target=fill, name="prefetch", daemon=True)
     thread.start()
     try:
         yield _read(ready)
@@ -478,17 +493,6 @@ def prefetched(items: Iterable[Given], prepare: Callable[[Given], Ready]) -> Ite
             # The thread may be waiting for room.
             with suppress(Empty):
                 ready.get(timeout=0.05)
-
-
-def _fill(ready: Queue[_Made], items: Iterable[Given], prepare: Callable[[Given], Ready], is_closed: Event) -> None:
-    try:
-        for item in items:
-            ready.put(((prepare(item),), None))
-            if is_closed.is_set():
-                break
-        ready.put(((), None))
-    except BaseException as error:  # noqa: BLE001 - the thread that reads the batches raises it
-        ready.put(((), error))
 
 
 def _read(ready: Queue[_Made]) -> Iterator[Ready]:

@@ -23,7 +23,8 @@ def batches_ahead(
     run: PreparedRun, engine: Engine, *, after: Progress, stream_position: Position
 ) -> AbstractContextManager[Iterator[Batch]]:
     """The batches after the steps that are done, made ahead of them by a thread and prepared for `engine`."""
-    return prefetched(run_batches(run, after=after, stream_position=stream_position), engine.prepare)
+    batches = run_batches(run, after=after, stream_position=stream_position)
+    return prefetched(batches, engine.prepare, begin=engine.use_device)
 
 
 def run_batches(run: PreparedRun, *, after: Progress = BEGINNING, stream_position: Position = START) -> Iterator[Batch]:

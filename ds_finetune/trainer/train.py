@@ -21,7 +21,7 @@ from ds_finetune.config.schedule import seconds_of
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import TrainConfig, WatchdogConfig
 from ds_finetune.console.phase_line import Say, say_nothing
-from ds_finetune.engine.devices import bf16_support, choose_device, exchange
+from ds_finetune.engine.devices import bf16_support, choose_device, device_of_rank, exchange
 from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.groups.default_group import COLLECTIVE_TIMEOUT, meet, process_group
 from ds_finetune.engine.ops.deepspeed_ops import build_ops, use_cores
@@ -296,7 +296,7 @@ def open_process_group(run: PreparedRun, store: dist.Store, monitor: Monitor) ->
     """Open the process group of all ranks; the watchdog reports an error before the group closes."""
     timeout = timedelta(seconds=run.plan.collective_seconds)
     group = process_group(run.plan.world, run.plan.device, store, timeout=timeout)
-    monitor.progress.device = device_progress(run.plan.device)
+    monitor.progress.device = device_progress(device_of_rank(run.plan.device, run.plan.world.local_rank))
     with remove_empty_on_failure(run.output_dir), monitor.watch_from_start(store), group, report_errors(run, monitor):
         yield
 

@@ -20,6 +20,7 @@ from ds_finetune.config.schedule import seconds_of
 from ds_finetune.config.sections import REPORT_SECONDS, WatchdogConfig
 from ds_finetune.engine.groups.collectives import all_gather_object, all_gather_scalar
 from ds_finetune.observers.record import Observer, StepRecord
+from ds_finetune.system.gpu_threads import use_device
 from ds_finetune.system.process_messages import ProcessMessage
 
 STEP_FACTOR, LEAST_SECONDS, RECENT_STEPS = 10, 60.0, 25
@@ -55,8 +56,11 @@ class CollectiveCall(NamedTuple):
         return self.name, self.size
 
 
+@dataclass(frozen=True)
 class CudaMarks:
-    """Marks in a device's queue: CUDA events in the current stream."""
+    """Marks in the queue of `device`: CUDA events in the current stream."""
+
+    device: torch.device
 
     def mark(self) -> torch.cuda.Event:
         """Record an event with a time."""
@@ -65,7 +69,8 @@ class CudaMarks:
         return event
 
     def is_reached(self, mark: torch.cuda.Event) -> bool:
-        """Query the event, without waiting."""
+        """Query the event, without waiting; the monitor's thread does so too."""
+        use_device(self.device)
         return mark.query()
 
     def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
@@ -132,8 +137,8 @@ class DeviceProgress:
 
 
 def device_progress(device: str) -> DeviceProgress | None:
-    """Progress of a `cuda` device. None for the CPU, where a collective is done once its call or wait returns."""
-    return DeviceProgress(CudaMarks()) if device == "cuda" else None
+    """Progress of a GPU such as `cuda:1`. None for a CPU, where a collective is done once its call or wait returns."""
+    return None if device == "cpu" else DeviceProgress(CudaMarks(torch.device(device)))
 
 
 @dataclass(frozen=True)
