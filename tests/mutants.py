@@ -324,8 +324,8 @@ MUTANTS = (
     Mutant(
         "choice of the layer before not taken",
         "model/attention/indexed_attention.py",
-        "position_embeddings, attention_mask, past_key_values, prev_topk_indices, others",
-        "position_embeddings, attention_mask, past_key_values, None, others",
+        "position_embeddings, attention_mask, prev_topk_indices, others",
+        "position_embeddings, attention_mask, None, others",
         INDEXER,
     ),
     Mutant(

@@ -1,5 +1,6 @@
 """transformers' attention: the registry of implementations, and the modules of latent attention."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -8,6 +9,7 @@ from typing import Any
 
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers.cache_utils import Cache
 from transformers.masking_utils import flash_attention_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
@@ -24,7 +26,19 @@ _COMPRESSED = Foreign("transformers", "models/deepseek_v4/modeling_deepseek_v4.p
 _ORIGINAL = SimpleNamespace(**vars(modeling_deepseek_v4))
 """Its class of layers is replaced while models are built."""
 _PROJECTIONS = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
-_INPUTS = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
+_CACHE_NAMES = ("cache", "past_key_values")
+CACHE: str = next(
+    name for name in _CACHE_NAMES if name in inspect.signature(masking_utils.create_causal_mask).parameters
+)
+"""Keyword with which transformers passes a cache to models and layers: `cache` since 5.24, `past_key_values` before."""
+
+
+def take_cache(arguments: dict[str, Any]) -> Cache | None:
+    """Remove the cache from a forward's keyword arguments, whatever its keyword, and return it; None without one."""
+    names = [name for name, value in arguments.items() if isinstance(value, Cache) or name in _CACHE_NAMES]
+    caches = [cache for cache in map(arguments.pop, names) if cache is not None]
+    assert len(caches) <= 1, names
+    return caches[0] if caches else None
 
 
 def register_attention(name: str, attend: Callable[..., Any]) -> None:
@@ -76,7 +90,7 @@ def rotate(turn: str, *given: Any) -> Any:  # noqa: ANN401 - untyped
 def replace_forward(attention: nn.Module, mixin: type[nn.Module]) -> None:
     """Let latent attention with an indexer run the forward of `mixin` instead of its own, in place."""
     kind = type(attention)
-    _INDEXED.parameters(kind.forward, *_INPUTS)
+    _INDEXED.parameters(kind.forward, "hidden_states", "position_embeddings", "attention_mask", CACHE)
     for name in (*_PROJECTIONS, "expand_kv", "scaling", "layer_idx"):
         _INDEXED.attribute(attention, name)
     attention.__class__ = type(f"{mixin.__name__}{kind.__name__}", (mixin, kind), {})
@@ -106,5 +120,5 @@ def stream_classes() -> tuple[type[nn.Module], ...]:
 def replace_compressed(module: nn.Module, mixin: type[nn.Module]) -> None:
     """Let a module of DeepSeek-V4's attention run the forward of `mixin` first, in place."""
     kind = type(module)
-    _COMPRESSED.parameters(kind.forward, "hidden_states", "position_ids", "past_key_values")
+    _COMPRESSED.parameters(kind.forward, "hidden_states", "position_ids", CACHE)
     module.__class__ = type(f"{mixin.__name__}{kind.__name__}", (mixin, kind), {})

@@ -84,7 +84,7 @@ def rotary_functions(kind: type[nn.Module]) -> dict[str, str]:
     """
     if not kind.__name__.endswith("Attention"):
         return {}
-    forward: Any = kind.forward
+    forward: Any = inspect.unwrap(kind.forward)
     turns: dict[str, str] = {}
     for name in forward.__code__.co_names if isinstance(forward, FunctionType) else ():
         source = inspect.getsource(forward.__globals__[name]) if name.startswith("apply_rotary") else ""
@@ -101,9 +101,10 @@ def returns_complex(kind: type[nn.Module]) -> bool:
 
 
 def with_functions(forward: Any, functions: Mapping[str, Callable[..., Any]]) -> Any:  # noqa: ANN401
-    """The function `forward` with other global functions, by their names. The module that it is from keeps its own, for
-    reference models in the same process.
+    """The function `forward`, without wrappers for renamed keywords, with other global functions, by their names. The
+    module that it is from keeps its own, for reference models in the same process.
     """
+    forward = inspect.unwrap(forward)
     changed = FunctionType(
         forward.__code__,
         {**forward.__globals__, **functions},

@@ -153,10 +153,10 @@ def run_mtp_layer(
     if family_of(lm.config.model_type).compresses:
         return _run_compressed_layer(lm, layer, joined, position_ids, arguments)
     mask = create_causal_mask(
-        config=lm.config,
-        inputs_embeds=joined,
-        attention_mask=None,
-        past_key_values=None,
+        lm.config,
+        joined,
+        None,
+        None,
         position_ids=position_ids,
         # transformers' indexer reads the mask (deepseek_v32/modeling_deepseek_v32.py:729).
         allow_is_causal_skip=family_of(lm.config.model_type).indexer is None,
@@ -166,7 +166,6 @@ def run_mtp_layer(
         position_embeddings=lm.base_model.rotary_emb(joined, position_ids),
         attention_mask=mask,
         position_ids=position_ids,
-        past_key_values=None,
         use_cache=False,
         **arguments,
     )
@@ -191,7 +190,6 @@ def _run_compressed_layer(
         },
         position_ids=position_ids,
         attention_mask=None,
-        past_key_values=None,
         **arguments,
     )
     normed: torch.Tensor = layer.norm(layer.hc_head(states))

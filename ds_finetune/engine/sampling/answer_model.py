@@ -9,11 +9,13 @@ from weakref import WeakSet
 
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from ds_finetune.engine.groups.collectives import all_reduce_max
 from ds_finetune.engine.sampling.row_cache import ReadPrompt, RowCache, prompt_cache
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
+from ds_finetune.foreign.transformers_attention import CACHE
 from ds_finetune.model.attention.by_document import BY_DOCUMENT
 from ds_finetune.model.attention.kernels import pack_documents
 from ds_finetune.model.attention.latents import attending_to_latents
@@ -67,7 +69,7 @@ class AnswerModel:
         last = torch.tensor(ends, device=self.device) - 1
         if not self.takes_mixed_lengths:
             shape = (len(texts), -1)
-            logits = self._logits(ids.view(shape), torch.stack(positions), last, past_key_values=cache)
+            logits = self._logits(ids.view(shape), torch.stack(positions), last, cache)
             return [ReadPrompt(cache, row, slice(None)) for row in range(len(texts))], logits
         # All prompts in one row, without padding.
         documents = (tuple(lengths),)
@@ -75,7 +77,7 @@ class AnswerModel:
             "documents": documents,
             "packed": pack_documents(documents, self.device) if self.packs_documents else None,
         }
-        logits = self._logits(ids[None], torch.cat(positions)[None], last, past_key_values=cache, **given)
+        logits = self._logits(ids[None], torch.cat(positions)[None], last, cache, **given)
         places = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
         return [ReadPrompt(cache, 0, place) for place in places], logits
 
@@ -93,7 +95,7 @@ class AnswerModel:
         """
         cache.begin_column()
         given = {} if is_key is None else {"is_key": is_key}
-        logits = self._logits(ids[:, None], positions[:, None], None, past_key_values=cache, **given)
+        logits = self._logits(ids[:, None], positions[:, None], None, cache, **given)
         cache.end_column()
         return logits
 
@@ -102,6 +104,7 @@ class AnswerModel:
         ids: torch.Tensor,
         positions: torch.Tensor,
         last: torch.Tensor | None,
+        cache: Cache,
         **others: Any,  # noqa: ANN401
     ) -> torch.Tensor:
         """Logits after the tokens at `last` of the flattened rows, or after all, fp32 [tokens, vocabulary]."""
@@ -109,7 +112,8 @@ class AnswerModel:
         if self.is_collective:
             all_reduce_max(1.0)
         with torch.no_grad(), nullcontext() if self.routers is None else self.routers.watch(last):
-            out = self.lm.base_model(input_ids=ids, position_ids=positions, use_cache=True, **others)
+            others = {CACHE: cache, "use_cache": True, **others}
+            out = self.lm.base_model(input_ids=ids, position_ids=positions, **others)
             hidden = out.last_hidden_state.flatten(0, 1)
             logits: torch.Tensor = head_of(self.lm)(hidden if last is None else hidden[last])
         return logits.float()

@@ -46,9 +46,11 @@ class _RowLayer(DynamicIndexedLayer):
         self.parts: list[torch.Tensor | None] = [None, None, None]
 
     def update(  # type: ignore[override]
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *, kwargs: object = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the token of each row, [rows, heads, 1, width]; returns all tokens so far."""
+        """Add the token of each row, [rows, heads, 1, width]; returns all tokens so far. `kwargs`, those of the forward
+        since transformers 5.24, are for caches of continuous batching.
+        """
         return self._write(0, key_states), self._write(1, value_states)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from ds_finetune.export.classifiers import auto_class
-from ds_finetune.export.onnx.runtime import OnnxModel, OnnxScorer
+from ds_finetune.export.onnx.runtime import OnnxCausalLM, OnnxModel, OnnxScorer
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.loss.score_config import is_classifier
@@ -155,7 +155,8 @@ def make_reference(folder: Path) -> Reference:
             cases = [scored_case(config, *shape) for shape in SCORED if not (is_encoder and shape[-1] == "left")]
         else:
             cases = [generated_case(config.vocab_size, *shape) for shape in GENERATED]
-            decoded = greedy_tokens(model)
+            tokens, logits = generate_tokens(model)
+            decoded = tokens, leads_of(logits), tokens[:, -NEW_TOKENS:]
         cases = [with_logits(case, model) for case in cases]
     reference = Reference(tuple(cases), _experts_text(model, reached), *decoded)
     # Modules refer to each other, so that they stay until then.
@@ -209,7 +210,8 @@ def compare(folder: Path, reference: Reference) -> OnnxComparison:
     Every position must be within the tolerance. With routed experts in fp16, a share of `FLIPPED_SHARE` may be beyond
     it: where two experts' scores are nearly equal, rounding may choose the other expert than in fp32.
     """
-    model = OnnxScorer(folder) if reference.tokens is None else OnnxModel(folder, is_mapped=True)
+    engine = None if reference.tokens is None else OnnxCausalLM.from_pretrained(folder, is_mapped=True)
+    model = OnnxScorer(folder) if engine is None else engine.runtime
     tolerance = TOLERANCES[model.dtype]
     allowed = FLIPPED_SHARE if reference.experts and model.dtype == np.float16 else 0.0
     # Without a cache, tokens cannot be fed in pieces.
@@ -217,7 +219,7 @@ def compare(folder: Path, reference: Reference) -> OnnxComparison:
     distances = [_distances(model, case) for case in cases]
     every = np.concatenate(distances)
     beyond = int((~(every <= tolerance)).sum())
-    differing = _differing_tokens(model, reference, tolerance) if isinstance(model, OnnxModel) else None
+    differing = None if engine is None else _differing_tokens(engine, reference, tolerance)
     told = differing, reference.experts, reference.program, ()
     result = OnnxComparison(len(every), beyond, float(every.max()), tolerance, allowed, *told)
     failures = []
@@ -242,27 +244,15 @@ def _distances(model: OnnxModel | OnnxScorer, case: Case) -> np.ndarray:
     return gaps / case.largest  # type: ignore[no-any-return]
 
 
-def _differing_tokens(model: OnnxModel, reference: Reference, tolerance: float) -> int:
-    """Number of the reference's new tokens that ONNX Runtime would not choose greedily after the same tokens.
-
-    0 means that greedy decoding gives the same tokens. A token whose lead over the second best is within the tolerance
-    is not counted.
+def _differing_tokens(engine: OnnxCausalLM, reference: Reference, tolerance: float) -> int:
+    """Number of the reference's new tokens that the engine of `ask` and `serve`, with its cache, would not choose
+    greedily after the same tokens. 0 means that greedy decoding gives the same tokens. A token whose lead over the
+    second best is within the tolerance is not counted.
     """
     assert reference.tokens is not None
     assert reference.leads is not None
-    best = new_token_logits(model, reference.tokens).argmax(axis=-1)
+    best = generate_tokens(engine, reference.tokens)[1].argmax(dim=-1).numpy()
     return int(((best != reference.chosen) & (reference.leads > tolerance)).sum())
-
-
-def new_token_logits(model: OnnxModel, tokens: Ints) -> np.ndarray:
-    """Logits [rows, NEW_TOKENS, vocabulary] before each of the new tokens of a Reference.
-
-    With a cache, the first two are fed one at a time and the others together: each piece reads every weight once.
-    """
-    ids, (pads, length) = tokens[:, :-1], PROMPTS
-    mask = np.array([[0] * count + [1] * (ids.shape[1] - count) for count in pads], dtype=np.int64)
-    chunks = (length, 1, 1, NEW_TOKENS - 3) if model.has_cache else (ids.shape[1],)
-    return model.logits(ids, mask, chunks)[:, -NEW_TOKENS:]
 
 
 def with_logits(case: Case, model: PreTrainedModel) -> Case:
@@ -279,8 +269,10 @@ def with_logits(case: Case, model: PreTrainedModel) -> Case:
     return replace(case, logits=logits, largest=float(np.abs(logits).max()))
 
 
-def greedy_tokens(model: PreTrainedModel) -> tuple[Ints, Floats, Ints]:
-    """`tokens`, `leads` and `chosen` of a Reference, by `generate`."""
+def generate_tokens(model: PreTrainedModel, tokens: Ints | None = None) -> tuple[Ints, torch.Tensor]:
+    """PROMPTS with NEW_TOKENS more, [rows, length + NEW_TOKENS], and logits before each of these, [rows, NEW_TOKENS,
+    vocabulary], by `generate` of `model`: the best tokens, or those of `tokens`.
+    """
     prompts = generated_case(model.config.vocab_size, *PROMPTS, chunks=(PROMPTS[1],))
     settings = GenerationConfig(
         do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=0, return_dict_in_generate=True, output_logits=True
@@ -288,9 +280,11 @@ def greedy_tokens(model: PreTrainedModel) -> tuple[Ints, Floats, Ints]:
     settings.use_cache = model.generation_config.use_cache
     # The model's own settings may sample or end early; the best token of every step is compared.
     model.generation_config = settings
-    out: Any = model.generate(torch.from_numpy(prompts.ids), attention_mask=torch.from_numpy(prompts.mask))
-    tokens = out.sequences.numpy()
-    return tokens, leads_of(torch.stack(out.logits, dim=1)), tokens[:, -NEW_TOKENS:]
+    # Logits are those before other tokens are excluded.
+    forced = None if tokens is None else lambda row, ids: [tokens[row, len(ids)]]
+    inputs = {"attention_mask": torch.from_numpy(prompts.mask), "prefix_allowed_tokens_fn": forced}
+    out: Any = model.generate(torch.from_numpy(prompts.ids), **inputs)
+    return out.sequences.numpy(), torch.stack(out.logits, dim=1)
 
 
 def leads_of(logits: torch.Tensor) -> Floats:

@@ -11,16 +11,14 @@ from typing import Any
 
 import numpy as np
 import onnx
-import torch
 from onnx import numpy_helper
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export.onnx import DATA, MODEL
-from ds_finetune.export.onnx.comparison import Reference, leads_of, new_token_logits, with_logits
+from ds_finetune.export.onnx.comparison import Reference, generate_tokens, leads_of, with_logits
 from ds_finetune.export.onnx.graph import Graph, Weight, write_model
 from ds_finetune.export.onnx.runtime import OnnxCausalLM, OnnxModel
 from ds_finetune.export.quantisation_loss import QuantisationLoss, quantisation_loss
-from ds_finetune.foreign.auto_configs import AutoConfig
 
 BITS = {"int8": 8, "int4": 4}
 """Bits of a weight by the value of `--dtype`."""
@@ -53,11 +51,10 @@ def own_reference(folder: Path, reference: Reference) -> Reference:
     Of two cases, since weights of 8 bits are unpacked at each use.
     """
     assert reference.tokens is not None
-    runtime = OnnxModel(folder, is_mapped=True)
-    model = OnnxCausalLM(AutoConfig.from_pretrained(folder, trust_remote_code=False), runtime)
+    model = OnnxCausalLM.from_pretrained(folder, is_mapped=True)
     cases = tuple(with_logits(case, model) for case in reference.cases[2::2])
-    logits = new_token_logits(runtime, reference.tokens)
-    new = {"leads": leads_of(torch.from_numpy(logits)), "chosen": logits.argmax(axis=-1)}
+    _, logits = generate_tokens(model, reference.tokens)
+    new = {"leads": leads_of(logits), "chosen": logits.argmax(dim=-1).numpy()}
     return replace(reference, cases=cases, **new, program="itself when it was exported")
 
 

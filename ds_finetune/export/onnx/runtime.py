@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import torch
-from transformers import DynamicCache, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ds_finetune.export.onnx import MODEL
 from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.foreign.transformers_attention import CACHE, take_cache
 
 _PAST = "past_key_values."
 
@@ -61,12 +63,16 @@ class OnnxModel:
         """Keys and values without tokens, in the order of the graph's inputs."""
         return [np.zeros((rows, heads, 0, width), dtype=self.dtype) for _, heads, _, width in self._caches.values()]
 
-    def run(self, ids: np.ndarray, mask: np.ndarray, cache: list[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:
+    def run(
+        self, ids: np.ndarray, mask: np.ndarray, cache: list[np.ndarray], positions: np.ndarray | None = None
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
         """Logits [rows, length, vocabulary] of `ids` [rows, length], and the cache with these tokens added.
 
         `mask` [rows, total] is the attention mask of all tokens, those in `cache` and then `ids`.
+        `positions` of `ids` are counted in it by default.
         """
-        positions = np.maximum(mask.cumsum(axis=1) - 1, 0)[:, -ids.shape[1] :]
+        if positions is None:
+            positions = np.maximum(mask.cumsum(axis=1) - 1, 0)[:, -ids.shape[1] :]
         feeds = {"input_ids": ids, "attention_mask": mask, "position_ids": positions} | dict(
             zip(self._caches, cache, strict=True)
         )
@@ -109,7 +115,7 @@ class OnnxCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: PretrainedConfig, runtime: OnnxModel) -> None:
         super().__init__(config)
-        self._runtime = runtime
+        self.runtime = runtime
         self.run_options = runtime.run_options
         self.eval()
 
@@ -120,7 +126,7 @@ class OnnxCausalLM(PreTrainedModel, GenerationMixin):
         model = cls(AutoConfig.from_pretrained(folder, trust_remote_code=False), OnnxModel(folder, is_mapped=is_mapped))
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)
-        model.generation_config.use_cache = model._runtime.has_cache
+        model.generation_config.use_cache = model.runtime.has_cache
         return model
 
     @property
@@ -137,28 +143,34 @@ class OnnxCausalLM(PreTrainedModel, GenerationMixin):
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: DynamicCache | None = None,
-        **_: Any,  # noqa: ANN401 - what `generate` gives to any model
+        position_ids: torch.Tensor | None = None,
+        **others: Any,  # noqa: ANN401 - a cache, and what does not change the logits
     ) -> CausalLMOutputWithPast:
-        """Logits [rows, length, vocabulary] in fp32 of `input_ids` [rows, length], after those in `past_key_values`."""
-        past = past_key_values.get_seq_length() if past_key_values is not None else 0
+        """Logits [rows, length, vocabulary] in fp32 of `input_ids` [rows, length], after those in the cache.
+        TypeError for an argument that would change them.
+        """
+        cached = take_cache(others)
+        if unknown := others.keys() - {"use_cache", "return_dict"}:
+            raise TypeError(f"{type(self).__name__} has no argument `{min(unknown)}`")
+        past = cached.get_seq_length() if cached is not None else 0
         mask = (
             torch.ones(len(input_ids), past + input_ids.shape[1], dtype=torch.int64)
             if attention_mask is None
             else attention_mask.long()
         )
         cache = (
-            self._runtime.empty_cache(len(input_ids))
-            if past_key_values is None or not past
-            else [states.numpy() for layer in past_key_values.layers for states in (layer.keys, layer.values)]
+            self.runtime.empty_cache(len(input_ids))
+            if cached is None or not past
+            else [states.numpy() for layer in cached.layers for states in (layer.keys, layer.values)]
         )
-        logits, new_cache = self._runtime.run(input_ids.numpy(), mask.numpy(), cache)
-        if past_key_values is not None and new_cache:
-            _replace_states(past_key_values, new_cache)
-        return CausalLMOutputWithPast(logits=torch.from_numpy(logits).float(), past_key_values=past_key_values)
+        positions = None if position_ids is None else position_ids.numpy()
+        logits, new_cache = self.runtime.run(input_ids.numpy(), mask.numpy(), cache, positions)
+        if cached is not None and new_cache:
+            _replace_states(cached, new_cache)
+        return CausalLMOutputWithPast(logits=torch.from_numpy(logits).float(), **{CACHE: cached})
 
 
-def _replace_states(cache: DynamicCache, new_cache: list[np.ndarray]) -> None:
+def _replace_states(cache: Cache, new_cache: list[np.ndarray]) -> None:
     """Replace the keys and values in `cache` by `new_cache`, which holds those of all tokens."""
     for layer, (keys, values) in zip(cache.layers, zip(new_cache[::2], new_cache[1::2], strict=True), strict=True):
         states = torch.from_numpy(keys), torch.from_numpy(values)

@@ -189,12 +189,7 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
     1, 1, keys], a single query of each row attends only to these keys. ModelError where another argument would change
     the result.
     """
-    if unknown := _unknown(others):
-        raise ModelError(
-            f"{type(module).__name__} passes `{unknown[0]}` to its attention, "
-            "which attention by document does not implement",
-            hint="set model.attention: eager",
-        )
+    check_arguments(module, others)
     assert attention_mask is None, "attention by document does not support masked tokens inside a row"
     if sp_group is not None:
         query, key, value = sp_group.gather_tokens_scatter_heads(query, key, value)
@@ -281,6 +276,16 @@ def _document_batches(documents: tuple[Documents, ...], shared: tuple[Documents,
     places = np.flatnonzero(np.concatenate(is_token))
     order_of_tokens = torch.from_numpy(places[np.argsort(tokens[places])])
     return shapes, torch.from_numpy(tokens), torch.from_numpy(of_keys), order_of_tokens
+
+
+def check_arguments(module: nn.Module, others: Mapping[str, Any]) -> None:
+    """ModelError where `others`, arguments that attention by document ignores, would change the result."""
+    if unknown := _unknown(others):
+        raise ModelError(
+            f"{type(module).__name__} passes `{unknown[0]}` to its attention, "
+            "which attention by document does not implement",
+            hint="set model.attention: eager",
+        )
 
 
 def _unknown(others: Mapping[str, Any]) -> list[str]:

@@ -21,8 +21,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
-from ds_finetune.foreign.transformers_attention import compressed_classes, replace_compressed
-from ds_finetune.model.attention.by_document import BY_DOCUMENT, Documents
+from ds_finetune.foreign.transformers_attention import compressed_classes, replace_compressed, take_cache
+from ds_finetune.model.attention.by_document import BY_DOCUMENT, Documents, check_arguments
 from ds_finetune.model.attention.compressed_layout import (
     Entries,
     QueryPart,
@@ -400,20 +400,21 @@ class CompressedAttention(nn.Module):
         position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
         position_ids: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        past_key_values: Any = None,  # noqa: ANN401 - transformers' Cache
         documents: tuple[Documents, ...] | None = None,
         sp_group: SequenceParallelGroup | None = None,
-        **_: Any,  # noqa: ANN401 - what other implementations take
+        **others: Any,  # noqa: ANN401 - a cache, and what other implementations take
     ) -> tuple[torch.Tensor, None]:
         """Hidden states [batch, tokens, width] before and after; None in place of attention weights.
 
         With a cache, the attention is transformers' own, which needs a mask where BY_DOCUMENT has none.
         """
-        if not self.by_document or past_key_values is not None:
+        cached = take_cache(others)
+        if not self.by_document or cached is not None:
             if self.by_document and attention_mask is None:
-                attention_mask = self._cached_mask(hidden_states, past_key_values)
-            given = (position_embeddings, position_ids, attention_mask, past_key_values)
+                attention_mask = self._cached_mask(hidden_states, cached)
+            given = (position_embeddings, position_ids, attention_mask, cached)
             return super().forward(hidden_states, *given)  # type: ignore[no-any-return]
+        check_arguments(self, others)
         assert attention_mask is None, "attention by document does not support masked tokens inside a row"
         rows, length = hidden_states.shape[:2]
         cos, sin = position_embeddings[self.rope_layer_type]

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
-from ds_finetune.foreign.transformers_attention import attention_function, replace_forward, rotate
+from ds_finetune.foreign.transformers_attention import attention_function, replace_forward, rotate, take_cache
 from ds_finetune.model.attention.by_document import BY_DOCUMENT, ChosenTokens, Documents
 from ds_finetune.model.parallel.rank_group import RankGroup
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
@@ -256,23 +256,22 @@ class IndexedAttention(nn.Module):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None,
-        past_key_values: Any = None,  # noqa: ANN401 - transformers' Cache
-        **others: Any,  # noqa: ANN401 - what attention implementations take
+        **others: Any,  # noqa: ANN401 - a cache, and what attention implementations take
     ) -> tuple[Any, ...]:
         """Hidden states [batch, tokens, width] before and after; None in place of attention weights."""
-        out, _ = self._attend(hidden_states, position_embeddings, attention_mask, past_key_values, None, others)
+        out, _ = self._attend(hidden_states, position_embeddings, attention_mask, None, others)
         return out, None
 
-    def _attend(  # noqa: PLR0913
+    def _attend(
         self,
         hidden: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None,
-        cache: Any,  # noqa: ANN401
         choice: Choice | None,
         others: dict[str, Any],
     ) -> tuple[torch.Tensor, Choice | None]:
         """Hidden states after attention, and the choice: that of the layer before where this one has no indexer."""
+        cache: Any = take_cache(others)
         low_rank, query, latent, rotary_key = _project(self, hidden, position_embeddings)
         if cache is not None:
             latent, rotary_key = cache.update(latent, rotary_key, self.layer_idx)
@@ -335,15 +334,12 @@ class IndexedAttentionWithChoice(IndexedAttention):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None,
-        past_key_values: Any = None,  # noqa: ANN401
         *,
         prev_topk_indices: Choice | None = None,
         **others: Any,  # noqa: ANN401
     ) -> tuple[Any, ...]:
         """As `IndexedAttention`, and the choice; None where no indexer is run."""
-        out, choice = self._attend(
-            hidden_states, position_embeddings, attention_mask, past_key_values, prev_topk_indices, others
-        )
+        out, choice = self._attend(hidden_states, position_embeddings, attention_mask, prev_topk_indices, others)
         return out, None, choice
 
 

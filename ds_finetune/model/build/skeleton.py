@@ -303,7 +303,7 @@ def build_skeleton(  # noqa: PLR0913
         assert model.config._experts_implementation == "grouped_mm", model.config._experts_implementation
         install_grouped_experts()
         spread_ids(model, family.expert_keys.number(hf_config.to_dict()) if family.expert_keys else 0)
-    _keep_buffers(model, device)
+    _set_dtypes(model, dtype, device)
     install_indexed_attention(model)
     install_compressed_attention(model)
     install_hyper_connections(model)
@@ -311,12 +311,16 @@ def build_skeleton(  # noqa: PLR0913
     return model.train()
 
 
-def _keep_buffers(model: PreTrainedModel, device: str) -> None:
-    """Replace the tensors that a family keeps in fp32 by fp32 buffers, whatever the default dtype was in construction.
+def _set_dtypes(model: PreTrainedModel, dtype: torch.dtype, device: str) -> None:
+    """Give parameters `dtype`, whatever it was in construction: transformers 5.24 builds some in fp32
+    (deepseek_v3/modeling_deepseek_v3.py:126). Tensors that a family keeps in fp32 become fp32 buffers.
 
-    This includes untrained parameters (transformers 5.23, ernie4_5_moe/modeling_ernie4_5_moe.py:281): DeepSpeed 0.19.8
+    These include untrained parameters (transformers 5.23, ernie4_5_moe/modeling_ernie4_5_moe.py:281): DeepSpeed 0.19.8
     casts every parameter, but not the buffers that the model names (runtime/keep_in_fp32.py).
     """
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
     kept = family_of(model.config.model_type).fp32_buffers
     for module in model.modules():
         tensors = [*module.named_buffers(recurse=False), *module.named_parameters(recurse=False)]

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache
 
 from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.families.table import family_of
 from ds_finetune.families.tensors import model_tensors
+from ds_finetune.foreign.transformers_attention import take_cache
 from ds_finetune.foreign.transformers_models import replaced_layers
 from ds_finetune.model.build.skeleton import Task, build_skeleton, has_score_head, head_of
 from ds_finetune.model.mtp import mtp_layers
@@ -157,15 +157,14 @@ class MissingLayer(nn.Module):
     def forward(
         self,
         hidden: torch.Tensor,
-        *_: Any,  # noqa: ANN401
-        past_key_values: Cache | None = None,
-        **__: Any,  # noqa: ANN401
+        **arguments: Any,  # noqa: ANN401 - what layers take
     ) -> torch.Tensor | tuple[torch.Tensor, None]:
         """Return the hidden states unchanged. The cache counts the tokens of its first layer, so it gets some here."""
-        if past_key_values is not None:
+        cache = take_cache(arguments)
+        if cache is not None:
             # One number a token: with none it would count as empty (transformers 5.23, cache_utils.py, get_seq_length).
             token = hidden.flatten(2)[:, None, :, :1]
-            past_key_values.update(token, token, self.layer)
+            cache.update(token, token, self.layer)
         if self.streams > 1:
             # As one wide stream where they have just arrived.
             hidden = hidden.reshape(*hidden.shape[:2], self.streams, -1)
@@ -322,14 +321,14 @@ class HandOver(MissingLayer):
         self.pp_group = pp_group
         self.sends = self.receives = False
 
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | tuple[torch.Tensor, None]:  # noqa: ANN401
+    def forward(self, hidden: torch.Tensor, **arguments: Any) -> torch.Tensor | tuple[torch.Tensor, None]:  # noqa: ANN401
         """Send `hidden` after the chunk before this layer, and return what arrives for the chunk after it."""
         assert not torch.is_grad_enabled(), "the schedule sends and receives where there are gradients"
         if self.sends:
             self.pp_group.send(hidden, to=self.pp_group.next_rank)
         if self.receives:
             hidden = self.pp_group.receive(torch.empty_like(hidden), source=self.pp_group.previous_rank)
-        return super().forward(hidden, *args, **kwargs)
+        return super().forward(hidden, **arguments)
 
 
 class ModelChunks:

@@ -86,7 +86,6 @@ def _compressed_states(model: Any, block: Any, embedded: torch.Tensor, streams: 
         },
         position_ids=positions,
         attention_mask=mask[None, None],
-        past_key_values=None,
     )
     states: torch.Tensor = block.norm(block.hc_head(out))
     return states[0]
@@ -169,7 +168,6 @@ class PlainMtp:
             position_embeddings=self._model.get_decoder().rotary_emb(embedded, positions),
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=None,
         )
         return out[0]
 
