@@ -95,13 +95,14 @@ def check_servable(adapter: PeftAdapter, model_type: str) -> None:
     """ExportError where vLLM would refuse the adapter, or leave out a part of it."""
     ADAPTER.check_model_type(model_type)
     looked_up, family = VLLM_LORA[model_type], family_of(model_type)
+    ends = tuple(f".{name}" for name in looked_up)
     sides: dict[str, set[str]] = defaultdict(set)
     ignored = set()
     for name in adapter.names:
         factors = adapter.factors(name)
         for piece in hub_pieces(name, factors.shape, family):
             module, _, leaf = piece.key.removesuffix(".weight").rpartition(".")
-            ignored |= set() if leaf in looked_up else {leaf}
+            ignored |= set() if f"{module}.{leaf}".endswith(ends) else {leaf}
             if ".experts." in module:
                 sides[module].add(leaf)
         if factors.a.shape[-2] > LARGEST_RANK:

@@ -16,6 +16,10 @@ _MIXTURE = _DENSE | {"gate"}
 _LATENT = _MLP | {"gate", "q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"}
 """Without `kv_b_proj`: decoding multiplies by its weight as it was at the start (
 vllm/model_executor/layers/attention/mla_attention.py:1248), so that its adapter would count in prefill only."""
+_COMPRESSED = frozenset({"attn.wq_a", "attn.wkv", "attn.wq_b", "attn.wo_b", "w1", "w2", "w3"})
+"""Without the layers whose weights kernels read by themselves: those of compressors (
+vllm/models/deepseek_v4/attention.py:695, 712), `wo_a` and, with fused experts, the router (
+vllm/models/deepseek_v4/nvidia/model.py:964)."""
 VLLM_LORA: Mapping[str, frozenset[str]] = {
     "llama": _DENSE,  # vllm/model_executor/models/llama.py:475
     "qwen2": _DENSE,  # vllm/model_executor/models/qwen2.py:462
@@ -28,6 +32,11 @@ VLLM_LORA: Mapping[str, frozenset[str]] = {
     "deepseek_v3": _LATENT,  # vllm/model_executor/models/deepseek_v2.py:2005
     "kimi_k2": _LATENT,  # vllm/model_executor/models/deepseek_v2.py:2005
     "glm4_moe_lite": _LATENT,  # vllm/model_executor/models/glm4_moe_lite.py:546
+    "deepseek_v32": _LATENT,  # vllm/models/deepseek_v32/nvidia/model.py:427
+    "glm_moe_dsa": _LATENT,  # vllm/models/deepseek_v32/nvidia/model.py:427
+    "deepseek_v4": _COMPRESSED,  # vllm/models/deepseek_v4/nvidia/model.py:1799
+    "qwen2_moe": _MIXTURE,  # vllm/model_executor/models/qwen2_moe.py:423
+    "gpt_oss": _DENSE - _MLP,  # vllm/model_executor/models/gpt_oss.py:1411
 }
-"""Last parts of the names of the modules whose adapters vLLM computes with. A model type that is missing has a class
-without `SupportsLoRA`."""
+"""Last parts of the published names of the modules whose adapters vLLM computes with on NVIDIA GPUs. A model type that
+is missing has a class without `SupportsLoRA`."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 import ds_finetune
 from ds_finetune.cli.main import main
@@ -29,14 +30,19 @@ LATENT = (
     r".*\.mlp\.(shared_experts\.)?\w+_proj",
 )
 
+OWN_NAMES = {
+    "mixtral": ("gate", "experts", r".*\.self_attn\..*_proj"),
+    "deepseek_v4": ("experts", r".*\.self_attn\.(q_a|q_b|kv|o_b)_proj", r".*\.mlp\.shared_experts\.\w+_proj"),
+}
+
 
 def _save(family: str, folder: Path, *targets: str) -> tuple[Path, Path]:
     """A base, and an adapter of the modules that vLLM knows, or of `targets`."""
     base_model(family).save_pretrained(folder / "base")
     has_latents = "kv_a_proj_with_mqa" in VLLM_LORA.get(family, ())
     named = targets or (LATENT if has_latents else named_in(family))
-    if family == "mixtral":
-        named = ("gate", "experts", r".*\.self_attn\..*_proj")
+    if family in OWN_NAMES and not targets:
+        named = OWN_NAMES[family]
     names = [name for name, _ in base_model(family).named_modules()]
     found = [
         name for name in named if any(name == each.rpartition(".")[2] or re.fullmatch(name, each) for each in names)
@@ -46,7 +52,7 @@ def _save(family: str, folder: Path, *targets: str) -> tuple[Path, Path]:
     return folder / "base", folder / "adapter"
 
 
-IN_EVERY_SUITE = ("llama", "mixtral", "deepseek_v3")
+IN_EVERY_SUITE = ("llama", "mixtral", "deepseek_v3", "deepseek_v4")
 
 
 @pytest.mark.parametrize(
@@ -61,14 +67,17 @@ def test_it_is_the_same_adapter_by_names_that_vllm_looks_up(family: str, tmp_pat
     written = ds_finetune.export_model(adapter, tmp_path / "served", format="adapter")
     tensors = load_file(tmp_path / "served" / "adapter_model.safetensors")
     published = load_file(base / "model.safetensors")
+    if family == "deepseek_v4":
+        # DeepSeek's own checkpoint names layers so; transformers writes the model's name before it.
+        published = {key.removeprefix("model."): tensor for key, tensor in published.items()}
     assert written.num_tensors == len(tensors)
     for key, tensor in tensors.items():
         name, _, side = key.removeprefix("base_model.model.").rpartition(".lora_")
-        assert name.rpartition(".")[2] in VLLM_LORA[family]
+        assert any(f".{name}".endswith(f".{known}") for known in VLLM_LORA[family])
         rows, columns = published[f"{name}.weight"].shape
         assert tensor.shape == ((8, columns) if side.startswith("A") else (rows, 8)), key
     config = json.loads((tmp_path / "served" / "adapter_config.json").read_text())
-    assert set(config["target_modules"]) <= VLLM_LORA[family]
+    assert set(config["target_modules"]) <= {known.rpartition(".")[2] for known in VLLM_LORA[family]}
     assert (config["r"], config["lora_alpha"], config["modules_to_save"]) == (8, 8, None)
     assert format_of(tmp_path / "served").name == "adapter"
     assert format_of(adapter).name == "safetensors"
@@ -78,7 +87,7 @@ def test_it_is_the_same_adapter_by_names_that_vllm_looks_up(family: str, tmp_pat
     merged = [load_file(tmp_path / f"m-{name}" / "model.safetensors") for name in ("adapter", "served")]
     assert merged[0].keys() == merged[1].keys()
     assert all(torch.allclose(merged[0][key], merged[1][key], atol=1e-6) for key in merged[0])
-    assert any(not torch.equal(merged[1][key], published[key]) for key in published)
+    assert any(not torch.equal(merged[1][key], published[key]) for key in merged[1].keys() & published.keys())
 
 
 def test_ranks_that_differ_are_filled_with_zeros(tmp_path: Path) -> None:
@@ -101,6 +110,44 @@ def test_ranks_that_differ_are_filled_with_zeros(tmp_path: Path) -> None:
     assert all(torch.allclose(merged[0][key], merged[1][key], atol=1e-6) for key in merged[0])
 
 
+@pytest.mark.parametrize("target", [r".*\.compressor\.kv_proj", r".*\.indexer\.q_b_proj", "gate"])
+def test_layers_whose_weights_vllm_reads_itself_are_refused(target: str, tmp_path: Path) -> None:
+    """Of the compressors, which have the last names of layers that vLLM computes with an adapter, and the router."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = base_model("deepseek_v4")
+    model.save_pretrained(tmp_path / "base")
+    given = {"target_parameters": [r"mlp.gate.weight"]} if target == "gate" else {"target_modules": target}
+    peft.get_peft_model(model, peft.LoraConfig(r=4, **given)).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ExportError, match=r"which vLLM 0\.32 does not compute for deepseek_v4"):
+        ds_finetune.export_model(tmp_path / "adapter", tmp_path / "out", format="adapter", base=tmp_path / "base")
+
+
+@pytest.mark.parametrize("kind", ["qwen2_moe", "gpt_oss"])
+def test_adapters_of_peft_for_types_that_are_not_trained_with_lora(kind: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = _qwen2_moe() if kind == "qwen2_moe" else base_model("gpt_oss")
+    model.save_pretrained(tmp_path / "base")
+    before = load_file(tmp_path / "base" / "model.safetensors")
+    named = ["q_proj", "o_proj", *["gate_proj", "down_proj", "up_proj"] * (kind == "qwen2_moe")]
+    torch.manual_seed(6)
+    adapted_model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=named, init_lora_weights=False))
+    adapted_model.save_pretrained(tmp_path / "adapter")
+    ds_finetune.export_model(tmp_path / "adapter", tmp_path / "served", format="adapter", base=tmp_path / "base")
+    served = load_file(tmp_path / "served" / "adapter_model.safetensors")
+    wanted = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    scale = peft.LoraConfig().lora_alpha / 4
+    assert served.keys() == wanted.keys()
+    for key, tensor in served.items():
+        assert key.removeprefix("base_model.model.").replace(".lora_A.", ".").replace(".lora_B.", ".") in before
+        assert torch.allclose(tensor, wanted[key] * (scale if ".lora_B." in key else 1), atol=1e-6)
+
+
+def _qwen2_moe() -> PreTrainedModel:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    return Qwen2MoeForCausalLM(Qwen2MoeConfig(vocab_size=96, shared_expert_intermediate_size=8, **sizes, **heads))
+
+
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite"])
 def test_keys_and_values_of_latent_attention_are_refused(family: str, tmp_path: Path) -> None:
     _, adapter = _save(family, tmp_path, "kv_b_proj", "o_proj")
@@ -110,10 +157,10 @@ def test_keys_and_values_of_latent_attention_are_refused(family: str, tmp_path: 
 
 
 def test_what_vllm_has_no_adapters_for_is_refused(tmp_path: Path) -> None:
-    without = {name for name, row in FAMILIES.items() if row.has_lora} - VLLM_LORA.keys()
-    assert without == {"deepseek_v32", "glm_moe_dsa", "deepseek_v4"}
+    assert {name for name, row in FAMILIES.items() if row.has_lora} <= VLLM_LORA.keys()
     _, adapter = _save("deepseek_v32", tmp_path, "o_proj")
-    with pytest.raises(ExportError, match="model_type `deepseek_v32` has no export to adapter"):
+    change_json(tmp_path / "base" / "config.json", {"model_type": "phi3"})
+    with pytest.raises(ExportError, match="model_type `phi3` has no export to adapter"):
         ds_finetune.export_model(adapter, tmp_path / "served", format="adapter")
     with pytest.raises(ExportError, match="holds no adapter"):
         ds_finetune.export_model(tmp_path / "base", tmp_path / "served", format="adapter")

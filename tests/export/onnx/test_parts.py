@@ -1,14 +1,16 @@
 """Parts of the ONNX export: experts under any routing, attention, rotary angles at large positions, and comparisons."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
 
 from ds_finetune.errors import ModelError
 from ds_finetune.export.formats import ExportOptions
@@ -26,6 +28,8 @@ from ds_finetune.export.onnx import comparison as onnx_comparison  # noqa: E402 
 from ds_finetune.export.onnx import experts as onnx_experts  # noqa: E402 - they need onnx
 from ds_finetune.export.onnx import graph as onnx_graph  # noqa: E402 - they need onnx
 from ds_finetune.export.onnx import layers as onnx_layers  # noqa: E402 - they need onnx
+from ds_finetune.export.onnx.record import verify_onnx_folder  # noqa: E402 - they need onnx
+from ds_finetune.export.onnx.runtime import OnnxCausalLM  # noqa: E402 - they need onnx
 
 FP32 = np.dtype(np.float32)
 MANY = {
@@ -170,6 +174,37 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, onnx_comparis
     AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **CONFIGS["qwen3"])).save_pretrained(folder / "hub")
     onnx_folder.write(folder / "hub", folder / "out", ExportOptions(dtype="fp32"))
     return folder / "out", onnx_comparison.make_reference(folder / "hub")
+
+
+def test_an_engine_that_ignores_its_cache_is_not_verified(
+    dense: tuple[Path, onnx_comparison.Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it did when transformers 5.24 passed the cache by a new keyword: every logit of the graph was right."""
+    folder, reference = dense
+    forward = OnnxCausalLM.forward
+
+    def without_cache(model: OnnxCausalLM, input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> Any:
+        return forward(model, input_ids, attention_mask[:, -input_ids.shape[1] :])
+
+    monkeypatch.setattr(OnnxCausalLM, "forward", without_cache)
+    result = onnx_comparison.compare(folder, reference)
+    assert result.beyond == 0
+    assert re.fullmatch(r"\d+ of 32 greedy tokens differ", *result.failures)
+    assert not verify_onnx_folder(folder).is_verified
+
+
+@pytest.mark.parametrize("keyword", ["past_key_values", "cache"])
+def test_the_engine_takes_a_cache_by_either_keyword_and_no_other_argument(
+    dense: tuple[Path, onnx_comparison.Reference], keyword: str
+) -> None:
+    model, ids = OnnxCausalLM.from_pretrained(dense[0]), torch.arange(1, 9)[None]
+    cache, whole = DynamicCache(config=model.config), model(ids).logits
+    parts = [model(part, **{keyword: cache}).logits for part in ids.split([5, 1, 2], dim=1)]
+    assert (torch.cat(parts, dim=1) - whole).abs().max() < 1e-4 * whole.abs().max()
+    moved = model(ids, position_ids=torch.arange(3, 11)[None] * 2).logits
+    assert not torch.allclose(moved, whole, atol=1e-3)
+    with pytest.raises(TypeError, match="has no argument `inputs_embeds`"):
+        model(ids, inputs_embeds=ids)
 
 
 def test_a_comparison_allows_ties_and_no_more(dense: tuple[Path, onnx_comparison.Reference]) -> None:

@@ -68,10 +68,11 @@ def test_a_class_of_layers_is_put_back() -> None:
     assert not any(isinstance(layer, MissingLayer) for layer in whole.base_model.layers)
 
 
-def test_a_cache_counts_the_tokens_of_a_layer_that_is_elsewhere() -> None:
+@pytest.mark.parametrize("keyword", ["past_key_values", "cache"])
+def test_a_cache_counts_the_tokens_of_a_layer_that_is_elsewhere(keyword: str) -> None:
     cache, hidden = DynamicCache(), torch.randn(2, 5, 8)
-    assert MissingLayer(0)(hidden, past_key_values=cache) is hidden
-    MissingLayer(0)(hidden[:, :1], past_key_values=cache)
+    assert MissingLayer(0)(hidden, **{keyword: cache}) is hidden
+    MissingLayer(0)(hidden[:, :1], **{keyword: cache})
     assert cache.get_seq_length() == 6
 
 
