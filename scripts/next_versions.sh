@@ -12,7 +12,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 mode="${1:-newest}"
 case "$mode" in newest | oldest) ;; *) sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 2 ;; esac
 tests=("${@:2}")
-[ ${#tests[@]} -gt 0 ] || tests=(tests/foreign tests/config tests/model tests/data tests/objectives tests/serving tests/console)
+[ ${#tests[@]} -gt 0 ] || tests=(
+    tests/foreign tests/config tests/model tests/data tests/objectives tests/serving tests/console
+    tests/engine tests/export tests/parity tests/trainer
+)
 folder="$PWD/.cache/next_versions"
 environment="$folder/$mode" list="$folder/$mode.txt"
 rm -rf "$environment"
@@ -29,19 +32,18 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
-extras = project["optional-dependencies"]
-lines = project["dependencies"] + [line for name in ("serve", "onnx", "gguf", "quantize", "sweep") for line in extras[name]]
-for line in lines:
-    wanted = Requirement(line)
-    if wanted.name == "torch":
+lines = project["dependencies"] + sum(project["optional-dependencies"].values(), [])
+for wanted in map(Requirement, lines):
+    if wanted.name in ("torch", project["name"]) or wanted.marker and not wanted.marker.evaluate():
         continue
+    name = f"{wanted.name}[{','.join(wanted.extras)}]" if wanted.extras else wanted.name
     if sys.argv[1] == "newest":
-        print(wanted.name)
+        print(name)
         continue
     done = subprocess.run([sys.executable, "-m", "pip", "index", "versions", wanted.name], capture_output=True, text=True)
     known = re.search(r"Available versions: (.*)", done.stdout)
     allowed = [each for each in (known[1].split(", ") if known else []) if wanted.specifier.contains(each)]
-    print(f"{wanted.name}=={min(allowed, key=Version)}" if allowed else wanted.name)
+    print(f"{name}=={min(allowed, key=Version)}" if allowed else name)
 PYTHON
 torch="$(python3 -c 'import torch; print(torch.__version__)')"
 echo "torch==$torch" > "$folder/kept.txt"
@@ -65,8 +67,9 @@ PYTHON
     echo "# cited places of foreign source"
     python scripts/check_citations.py && echo "all as cited" || echo "READ THESE AGAIN"
     echo "# tests: ${tests[*]}"
-    python -m pytest -q -rfE --tb=no --no-header --show-capture=no "${tests[@]}" > "$folder/pytest.txt" && passed=1 || passed=0
-    grep -E "^(FAILED|ERROR)|passed|failed" "$folder/pytest.txt" || tail -20 "$folder/pytest.txt"
+    python -m pytest -q -rfE --tb=line --no-header --show-capture=no "${tests[@]}" > "$folder/pytest.txt" && passed=1 || passed=0
+    # A line for the reason of each failure, then one for its test.
+    grep -E "^/.*:[0-9]+: |^E  |^(FAILED|ERROR)|passed|failed" "$folder/pytest.txt" || tail -20 "$folder/pytest.txt"
     [ "$passed" = 1 ] || echo "TESTS FAILED"
 } | tee "$list"
 echo "written: $list"
