@@ -16,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from ds_finetune.foreign.torch_nn import fake_tensors
+
 DEVICE = torch.device("cuda:0")
 _FOR_AUTOGRAD = torch.device("lazy:0")
 _DEVICE_OF = torch.ops.prim.device.default
@@ -57,7 +59,7 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
         patch.object(torch.cuda, "get_device_capability", lambda *_: capability),
         patch.object(FakeTensor, "is_cuda", is_cuda, create=True),
         patch.object(FakeTensor, "__torch_dispatch__", classmethod(_dispatch_of_tensor)),
-        _Mode(),
+        fake_tensors(_Mode()),
         _WithoutPinning(),
     ):
         yield

@@ -1,13 +1,16 @@
-"""torch.nn: how modules are constructed."""
+"""torch.nn: how modules are constructed, and converted."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_finetune.foreign.guard import Foreign, replaced
 
+_CONVERSION = Foreign("torch", "nn/modules/module.py:986")
 _LINEAR = Foreign("torch", "nn/modules/linear.py")
 
 
@@ -25,4 +28,18 @@ def linears_without_memory() -> Iterator[None]:
         constructor(self, *args, **kwargs | {"device": "meta"})
 
     with replaced(nn.Linear, "__init__", init):
+        yield
+
+
+@contextmanager
+def fake_tensors(mode: FakeTensorMode | None = None) -> Iterator[None]:
+    """While this is open tensors have no memory and no numbers, and `Module.to` can change the dtypes of parameters, as
+    transformers 5.24 does in constructing some models: torch swaps fake ones, and refuses those that their mode knows.
+    """
+    _CONVERSION.source(nn.Module._apply, "torch.utils.swap_tensors(param, param_applied)")
+
+    def take(mine: torch.Tensor, new: torch.Tensor) -> None:
+        mine.data = new.data
+
+    with mode or FakeTensorMode(), replaced(torch.utils, "swap_tensors", take):
         yield

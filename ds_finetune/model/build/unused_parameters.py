@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 from transformers.initialization import no_init_weights
 
+from ds_finetune.foreign.torch_nn import fake_tensors
 from ds_finetune.model.build.skeleton import Task, model_class
 
 _FEW_TOKENS = 16
@@ -39,7 +39,7 @@ def _without_gradient(hf_config: PretrainedConfig, tokens: int, task: Task) -> l
     config.use_cache = False
     config._attn_implementation = "eager"
     try:
-        with FakeTensorMode():
+        with fake_tensors():
             with no_init_weights():
                 # In evaluation mode: some model types drop layers at random in training mode.
                 model = model_class(config, task)(config).eval()

@@ -1,9 +1,12 @@
 """Parameters that no loss reaches are found by shapes alone."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ds_finetune.model.build import unused_parameters as module
 from ds_finetune.model.build.unused_parameters import patterns_of, unused_parameters
@@ -57,3 +60,15 @@ def test_code_that_needs_values_is_not_guessed_at(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module, "model_class", lambda config: Reads)
     with pytest.raises(NotImplementedError):
         unused_parameters(AutoConfig.for_model("llama"), tokens=8)
+
+
+def test_a_model_that_is_built_partly_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `Module.to`, as transformers 5.24 builds the norms of DeepSeek-V4 and of others."""
+    norm = LlamaRMSNorm.__init__
+
+    def in_fp32(module: nn.Module, *given: Any, **named: Any) -> None:
+        norm(module, *given, **named)
+        module.to(dtype=torch.float32)
+
+    monkeypatch.setattr(LlamaRMSNorm, "__init__", in_fp32)
+    assert unused_parameters(AutoConfig.for_model(**TINY_MODELS["llama"]), tokens=8) == ()

@@ -15,9 +15,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ds_finetune.foreign.torch_nn import fake_tensors
 from ds_finetune.model.activation_memory import recompute_layers
 from ds_finetune.model.fused import formulas, install
 from ds_finetune.model.loss.token_loss import LossHead, TrainedModel
@@ -82,7 +82,7 @@ def ligers_launches(counted: OneLaunch, monkeypatch: pytest.MonkeyPatch) -> Iter
 def launches(tree: dict[str, Any], counted: OneLaunch, fused: Any) -> tuple[Counter[str], Counter[str]]:
     """Of a forward and its backward with the kernels `fused`, or None."""
     # Within `gpu_kernels`, which has kernels of its own that compute nothing.
-    with FakeTensorMode(), tracked.gpu_kernels(), patch.object(install, "kernels_of", lambda _: fused):
+    with fake_tensors(), tracked.gpu_kernels(), patch.object(install, "kernels_of", lambda _: fused):
         lm = tracked._with_head(tree, "bf16", None, LossHead.objective)
         lm.train()
         install.install_fused(lm, "torch" if fused is None else "a test")

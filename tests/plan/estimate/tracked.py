@@ -10,7 +10,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed._tools import mod_tracker
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -21,6 +20,7 @@ from ds_finetune.config.sections import LoraConfig
 from ds_finetune.families.tensors import model_tensors
 from ds_finetune.features.teacher import DistilledModel
 from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.foreign.torch_nn import fake_tensors
 from ds_finetune.model.activation_memory import install_tiled_mlps, recompute_layers
 from ds_finetune.model.adapters.lora import AdapterPlacement, install_lora
 from ds_finetune.model.attention.compressed_layout import entries_of, tokens_of
@@ -123,7 +123,7 @@ def track(
     `objective` that distils.
     """
     wanted = LossHead.objective if objective is None else make_objective(objective)
-    with FakeTensorMode(), gpu_kernels():
+    with fake_tensors(), gpu_kernels():
         lm = _with_head(tree, precision, lora, wanted)
         lm.train()
         install_fused(lm, kernels)
