@@ -18,6 +18,7 @@ from ds_finetune.config.value_types import SET_NAME, check_whole_number
 from ds_finetune.console.quiet import quiet_packages
 from ds_finetune.console.tables import show_line
 from ds_finetune.errors import ConfigError, LaunchError, VerificationError
+from ds_finetune.system.versions import check_versions
 from ds_finetune.system.world import World
 from ds_finetune.trainer.show import show_next, show_plan, show_report, show_verifications
 
@@ -49,6 +50,7 @@ def train(
     an export differs from what the run recorded.
     """
     _check_main_thread()
+    check_versions()
     quiet_packages()
     world = World.from_environment(os.environ)
     from ds_finetune.trainer.run_dir import begun_with_rows
@@ -74,6 +76,7 @@ def plan_run(config: ConfigSource, *, gpus: int, gpus_per_node: int = 8) -> "Pla
 
     `config` is the path of a run file, its nested dictionary, or a RunConfig.
     """
+    check_versions()
     check_whole_number("gpus", gpus, least=1)
     check_whole_number("gpus_per_node", gpus_per_node, least=1)
     if gpus % min(gpus, gpus_per_node):
@@ -109,6 +112,7 @@ def export_model(  # noqa: PLR0913 - each is an option of the command
     onnx. With `verify` a new process loads `out` and compares it with the record of the run; VerificationError says how
     it differs. Without `verify` the folder stays marked UNVERIFIED.
     """
+    check_versions()
     from ds_finetune.export.formats import ExportOptions, format_named
 
     for name, path in (("source", source), ("out", out)):
@@ -179,6 +183,7 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     `columns`, `template`, `train_on` and `long_rows` are as in a run file. `limit` is the number of rows of each set
     scored at most. DataError or ExportError where the model cannot be scored.
     """
+    check_versions()
     least = {
         "max_seq_len": (max_seq_len, 2),
         "max_new_tokens": (max_new_tokens, 1),

@@ -28,7 +28,7 @@ class ConfigError(FinetuneError):
 
 
 class DependencyError(FinetuneError):
-    """An installed package that this program patches differs from the tested version."""
+    """An installed package is outside its tested range, or differs where this program patches it."""
 
 
 class LaunchError(FinetuneError):

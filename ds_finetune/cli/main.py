@@ -20,12 +20,15 @@ from ds_finetune.cluster.launch.process_tags import SUPERVISOR_VARIABLE
 from ds_finetune.console.quiet import quiet_packages
 from ds_finetune.console.tables import show_error, show_piece
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, FinetuneError
+from ds_finetune.system.versions import check_versions
 
 _MODULES = (
     *("train", "launch", "plan", "report", "doctor", "config", "rewards", "checkpoint", "export", "evaluate"),
     *("serve", "selftest", "sweep", "init", "demo"),
 )
 """Modules of this package, in the order in which `--help` lists their commands."""
+_WITHOUT_MODELS = ("launch", "report", "watch", "doctor", "config", "checkpoint", "init", "demo", "completion")
+"""Commands that compute nothing here, and run with any versions of the packages that models need."""
 _QUIET_SECONDS = 5.0
 """Other ranks of a host exit this much later with the same error, so that a launcher lets local rank 0 print it."""
 
@@ -36,8 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     130 where Ctrl-C ended it. SystemExit carries other codes, such as 3 for a run that a signal ended after its
     checkpoint was saved.
     """
-    arguments = parse_arguments(sys.argv[1:] if argv is None else list(argv))
+    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = parse_arguments(words)
     try:
+        if words[0] not in _WITHOUT_MODELS:
+            check_versions()
         quiet_packages()
         arguments.command(arguments)
     except FinetuneError as error:

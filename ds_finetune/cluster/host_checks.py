@@ -14,6 +14,7 @@ from ds_finetune.cluster.launch.remote import address_of, is_here
 from ds_finetune.config.hostfile import Host
 from ds_finetune.plan.mesh import Axis, Mesh
 from ds_finetune.system.info import PACKAGES, HostInfo
+from ds_finetune.system.versions import EXTRAS, UNTESTED, outside_ranges, pip_install
 from ds_finetune.system.world import World
 
 State = Literal["ok", "warn", "fail"]
@@ -53,6 +54,7 @@ def host_checks(
     `environ` has the variables that ranks get.
     """
     return [
+        *range_checks(infos, environ),
         *version_checks(here, infos),
         *identity_checks(hosts, infos, addresses={name: address_of(host) for name, host in hosts.items()}),
         *device_checks(hosts, infos, device=rank_device(infos, environ)),
@@ -84,6 +86,20 @@ def rank_device(infos: Mapping[str, HostInfo], environ: Mapping[str, str]) -> st
     """
     has_gpus = any(info.gpus for info in infos.values())
     return "cuda" if has_gpus and environ.get("DS_ACCELERATOR", "cuda") == "cuda" else "cpu"
+
+
+def range_checks(infos: Mapping[str, HostInfo], environ: Mapping[str, str]) -> Iterator[Check]:
+    """Packages of each host outside their tested ranges; those of an extra refuse only what uses the extra."""
+    is_refused = environ.get(UNTESTED) != "1"
+    for host, info in infos.items():
+        if not info.packages:
+            found = "tested ranges are not known there: neither metadata of ds_finetune nor its pyproject.toml"
+            yield Check("versions", host, "warn", found, _SAME_ENVIRONMENT)
+            continue
+        for extra in ("", *EXTRAS):
+            if wrong := outside_ranges(info.packages, extra):
+                state: State = "fail" if is_refused and not extra else "warn"
+                yield Check("versions", host, state, ", ".join(wrong), pip_install(*wrong.values()))
 
 
 def version_checks(here: HostInfo, infos: Mapping[str, HostInfo]) -> Iterator[Check]:

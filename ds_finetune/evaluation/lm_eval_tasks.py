@@ -7,6 +7,7 @@ from typing import Any
 from ds_finetune.errors import ConfigError
 from ds_finetune.evaluation.compare import Metric
 from ds_finetune.model.build.skeleton import resolve_folder
+from ds_finetune.system.versions import check_versions
 
 METHOD = "normal approximation from the harness's standard errors, the two taken as independent"
 _Z = 1.96
@@ -22,8 +23,9 @@ def run_tasks(
     if find_spec("lm_eval") is None:
         raise ConfigError(
             f"--tasks {','.join(map(str, tasks))} needs lm-evaluation-harness, and lm_eval is not installed",
-            hint="pip install 'lm_eval[hf]>=0.4.13'",
+            hint="pip install 'ds_finetune[eval]'",
         )
+    check_versions("eval")
     of_model = _results(model, tasks, limit)
     of_baseline = None if baseline is None else _results(baseline, tasks, limit)
     return {

@@ -21,6 +21,7 @@ from ds_finetune.export.output_folder import RECORD
 from ds_finetune.families.family import Family
 from ds_finetune.families.server_lora import VLLM_LORA
 from ds_finetune.families.table import FAMILIES, family_of
+from ds_finetune.system.versions import check_versions
 
 if TYPE_CHECKING:
     import torch
@@ -209,6 +210,8 @@ class ExportFormat:
             raise ExportError(
                 f"the {self.title} export needs {' and '.join(absent)}", hint=f"pip install {self.wheels}"
             )
+        if self.extra:
+            check_versions(self.extra)
         return cast(FormatModule, import_module(self.module))
 
     def load_engine(self, folder: Path) -> EngineModule:

@@ -5,12 +5,12 @@ GPUs, and a call for each elsewhere, or for some short ones.
 
 import math
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
 from ds_finetune.config.sections import OWN_ATTENTIONS
 from ds_finetune.config.units import GIB
 from ds_finetune.families.table import family_of
+from ds_finetune.plan.kernels import triton_problem
 
 MAX_WIDTH = 256
 """Columns of a head that FlashAttention takes at most, as torch 2.11 and 2.13 have it
@@ -157,17 +157,17 @@ def product_of_experts(
     """
     if precision == FUSED_PRECISION and capability[0] in _FUSED:
         return "torch"
-    fits = precision in HALF_PRECISIONS and capability >= _OLDEST_GROUPED and find_spec("triton") is not None
-    return "triton" if fits and has_triton else "loop"
+    fits = precision in HALF_PRECISIONS and capability >= _OLDEST_GROUPED
+    return "triton" if fits and has_triton and not triton_problem()[0] else "loop"
 
 
 def _implementation(precision: str, capability: Arch | None, *, has_triton: bool) -> str:
     torchs = f"torch's, in {FUSED_PRECISION} on compute capability {' and '.join(f'{major}.x' for major in _FUSED)}"
-    if not has_triton:
-        torchs += f"; not Triton's: {TORCH_ONLY}"
+    if no_triton := triton_problem()[0] if has_triton else TORCH_ONLY:
+        torchs += f"; not Triton's: {no_triton}"
     if capability is None:
         halves, oldest = " and ".join(HALF_PRECISIONS), _dotted(_OLDEST_GROUPED)
-        tritons = f"else Triton's, in {halves} from {oldest} on; " if has_triton else ""
+        tritons = "" if no_triton else f"else Triton's, in {halves} from {oldest} on; "
         return f"one kernel for all: {torchs}; {tritons}{_LOOP} on others"
     product, gpu = product_of_experts(precision, capability, has_triton=has_triton), _dotted(capability)
     if product == "torch":

@@ -2,14 +2,17 @@
 
 import os
 import shutil
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.family import Family
+from ds_finetune.system.versions import check_versions
 
 _HINT = "set model.kernels to auto"
 _EXTRA = "pip install 'ds_finetune[gpu]'"
@@ -66,41 +69,63 @@ def choose_kernels(name: str, *, device: str, stage: int) -> ChosenKernels:
     if name == "torch":
         return SINGLE
     if name != "auto":
-        if (problem := _problem(name, device, stage)) is not None:
+        if (problem := kernels_problem(name, device, stage)) is not None:
             raise ConfigError(f"model.kernels {name}: {problem[0]}", hint=problem[1])
+        if name == "liger":
+            check_versions("gpu")
         return ChosenKernels(name, "as the run file says")
     if device == "cpu":
         return ChosenKernels("torch", "a CPU has no fused kernels (auto)")
-    if (of_liger := _problem("liger", device, stage)) is None:
+    if (of_liger := kernels_problem("liger", device, stage)) is None:
+        check_versions("gpu")
         return ChosenKernels("liger", f"auto: liger-kernel {version_of('liger-kernel')} is installed")
-    if (of_compile := _problem("compile", device, stage)) is None:
+    if (of_compile := kernels_problem("compile", device, stage)) is None:
         return ChosenKernels("compile", f"auto: {of_liger[0]}")
-    return ChosenKernels("torch", f"{of_liger[0]}, and {of_compile[0]} (auto); {of_liger[1]} makes steps faster")
+    hints = " or ".join(dict.fromkeys([of_liger[1], *([of_compile[1]] if stage < 3 else [])]))
+    return ChosenKernels("torch", f"{of_liger[0]}, and {of_compile[0]} (auto); {hints} makes steps faster")
 
 
-def _problem(name: str, device: str, stage: int) -> tuple[str, str] | None:
+def kernels_problem(name: str, device: str, stage: int) -> tuple[str, str] | None:
     """Why these kernels cannot run, and what to do; None where they can."""
-    has_triton, is_cpu = find_spec("triton") is not None, device == "cpu"
+    is_cpu, is_interpreted = device == "cpu", os.environ.get("TRITON_INTERPRET") == "1"
     compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++", "c++"]
+    no_triton, install = triton_problem()
     if name == "liger":
-        is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         problems = (
             (not version_of("liger-kernel"), "liger-kernel is not installed", _EXTRA),
-            (not has_triton, "liger-kernel is installed without triton", "pip install triton"),
             (is_cpu and not is_interpreted, "its kernels need a GPU, and the device is cpu", _HINT),
+            (bool(no_triton), f"Liger's kernels need Triton: {no_triton}", install),
         )
     else:
         needs = f"torch.compile needs a C++ compiler on a CPU, and there is no {' or '.join(compilers)}"
         problems = (
             (stage == 3, "torch.compile is not tested with ZeRO stage 3", "use stage 2, or model.kernels liger"),
-            (
-                not (is_cpu or has_triton),
-                "torch.compile needs triton on a GPU, and there is none",
-                "pip install triton",
-            ),
+            (not is_cpu and bool(no_triton), f"torch.compile needs Triton on a GPU: {no_triton}", install),
             (is_cpu and not any(map(shutil.which, compilers)), needs, _HINT),
         )
     return next(((text, hint) for applies, text, hint in problems if applies), None)
+
+
+def triton_problem() -> tuple[str, str]:
+    """Why Triton cannot make a kernel here, and what to install; empty where it can.
+
+    It compiles C code that includes Python.h when a process first runs a kernel (triton 3.7.1, runtime/build.py:19).
+    """
+    if find_spec("triton") is None:
+        return "there is no triton", "install torch's build for CUDA, which brings the triton that belongs to it"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "", ""
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    scheme = sysconfig.get_default_scheme()
+    headers = Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
+    absent = {
+        f"C compiler ({' or '.join(compilers)})": None if any(map(shutil.which, compilers)) else "gcc",
+        str(headers / "Python.h"): None if (headers / "Python.h").is_file() else "python3-dev",
+    }
+    packages = {name: package for name, package in absent.items() if package}
+    if not packages:
+        return "", ""
+    return f"there is no {' and no '.join(packages)}", f"install {' and '.join(packages.values())} (Debian)"
 
 
 @lru_cache(maxsize=2)

@@ -30,7 +30,7 @@ from ds_finetune.plan.deepspeed_config import (
     with_reduction_dtype,
 )
 from ds_finetune.plan.inexact import inexact_lines
-from ds_finetune.plan.kernels import ChosenKernels, choose_kernels, version_of
+from ds_finetune.plan.kernels import ChosenKernels, choose_kernels, triton_problem, version_of
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.pipeline import idle_share
@@ -234,6 +234,11 @@ def loss_kernel(name: str, *, device: str, tp: int = 1, is_cross_entropy: bool =
             hint="install the extra `gpu`, or set model.loss to auto",
         )
     if not found or device != "cuda" or name == "chunked" or not is_cross_entropy:
+        return "chunked"
+    no_triton, install = triton_problem()
+    if no_triton and name == "liger":
+        raise ConfigError(f"model.loss liger needs Triton: {no_triton}", hint=install)
+    if no_triton:
         return "chunked"
     if found != LIGER:
         raise ConfigError(

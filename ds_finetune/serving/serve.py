@@ -25,6 +25,7 @@ from ds_finetune.export.classifiers import holds_classifier
 from ds_finetune.export.formats import format_of, formats
 from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.model.build.hub_folder import check_folder
+from ds_finetune.system.versions import check_versions
 
 _SERVING = ("fastapi", "uvicorn", "pydantic", "openai")
 """What `transformers serve` imports (transformers 5.23, utils/import_utils.py:972)."""
@@ -164,12 +165,15 @@ def choose_engine(engine: str, folder: Path) -> str:
         )
     if engine == "vllm" and not shutil.which("vllm"):
         raise ServeError(
-            f"--engine {engine}: there is no `vllm` on the path", hint="pip install vllm, or use --engine transformers"
+            f"--engine {engine}: there is no `vllm` on the path",
+            hint="pip install vllm==0.32.0, or use --engine transformers",
         )
     absent = [name for name in (*_SERVING, *row.packages) if engine != "vllm" and find_spec(name) is None]
     if absent:
         extras = ",".join(filter(None, ("serve", row.extra)))
         raise ServeError(f"--engine {engine} needs {', '.join(absent)}", hint=f"pip install 'ds_finetune[{extras}]'")
+    if engine != "vllm":
+        check_versions("serve")
     return engine
 
 

@@ -11,8 +11,9 @@ import runpy
 import shutil
 import socket
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distributions, version
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import psutil
 import ds_finetune
 from ds_finetune.config.units import MIB
 from ds_finetune.system.processes import boot_id
+from ds_finetune.system.versions import installed_versions
 
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate")
 """Packages whose versions must be the same on every host."""
@@ -38,6 +40,8 @@ class HostInfo:
     versions: dict[str, str]
     """Python, this program with a hash of its source, packages, CUDA of torch, NCCL and driver; "" where not installed.
     """
+    packages: dict[str, str]
+    """Version of each package that has a tested range; "" where not installed."""
     gpus: list[str]
     """Model of each GPU."""
     cores: int
@@ -75,7 +79,8 @@ def gather_host_info(port: int = 0) -> HostInfo:
     return HostInfo(
         hostname=socket.gethostname(),
         network_identity=f"{boot_id()} {_link('/proc/self/ns/net')}",
-        versions=_versions(),
+        versions=_versions(packages := installed_versions()),
+        packages=packages,
         gpus=gpu_models(),
         cores=len(os.sched_getaffinity(0)),
         interfaces=interfaces(),
@@ -151,13 +156,9 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-def _versions() -> dict[str, str]:
+def _versions(packages: Mapping[str, str]) -> dict[str, str]:
     versions = {"python": platform.python_version(), "ds_finetune": _source_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = ""
+    versions |= {package: packages.get(package, "") for package in PACKAGES}
     spec = find_spec("torch")
     about = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     versions["CUDA of torch"] = str(runpy.run_path(str(about)).get("cuda") or "") if about and about.is_file() else ""

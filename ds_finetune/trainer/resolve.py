@@ -18,6 +18,7 @@ from ds_finetune.data.prepare import TokenLimits
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.engine.devices import bf16_support, choose_device
+from ds_finetune.errors import ConfigError
 from ds_finetune.export.formats import formats_of_run
 from ds_finetune.families.table import family_of
 from ds_finetune.features.table import features_of, plan_features
@@ -35,10 +36,12 @@ from ds_finetune.plan.checks import check
 from ds_finetune.plan.context import ContextPlan, plan_context
 from ds_finetune.plan.estimate.states import RunEstimate, estimate_run
 from ds_finetune.plan.forward import mlp_tiles
+from ds_finetune.plan.kernels import kernels_problem
 from ds_finetune.plan.model_checks import WITH_MESH, WITHOUT_MESH
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.precision import Bf16Support, with_precision
 from ds_finetune.plan.settings import RunSettings
+from ds_finetune.system.versions import check_versions
 from ds_finetune.system.world import AccelerateChoices, World, accelerate_choices
 from ds_finetune.trainer.document_lengths import length_notes
 from ds_finetune.trainer.rank_tensors import Stages, rank_tensors, sizes_of
@@ -126,9 +129,13 @@ def resolve(  # noqa: PLR0913 - what is decided, and what it is decided from
     read: the number of classes is that of the base model, and parameters that no loss reaches are not looked for.
     """
     config = read_config(source)
+    if config.lora is not None and config.lora.quantize is not None:
+        check_versions("quantize")
     train, precision = with_precision(config.train, device=device, support=bf16)
     settings = replace(RunSettings.of(config), train=train)
     plan = make_plan(settings, world=world, device=device, accelerate=accelerate)
+    if not is_config_only and settings.optimizer == "muon":
+        _check_muon(device)
     settings = with_classes(replace(settings, mesh=plan.mesh, device=device), is_config_only=is_config_only)
     model = make_model_plan(settings, is_config_only=is_config_only)
     token_limits(settings, model.hf_config)
@@ -144,6 +151,14 @@ def resolve(  # noqa: PLR0913 - what is decided, and what it is decided from
     config = config.model_copy(update={"train": train, "objective": settings.objective})
     run = ResolvedRun(config, replace(plan, objective=config.objective), model, notes)
     return run if is_config_only else complete_plan(run)
+
+
+def _check_muon(device: str) -> None:
+    """ConfigError where torch.compile, by which DeepSpeed computes Muon, cannot compile (0.19.8,
+    runtime/zero/muon/original_muon.py:50).
+    """
+    if os.environ.get("TORCH_COMPILE_DISABLE") != "1" and (problem := kernels_problem("compile", device, stage=0)):
+        raise ConfigError(f"optim.name Muon: {problem[0]}", hint=f"{problem[1]}, or set TORCH_COMPILE_DISABLE=1")
 
 
 def with_train(run: R, train: TrainConfig) -> R:

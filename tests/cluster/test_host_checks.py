@@ -63,6 +63,18 @@ def test_versions(here: HostInfo) -> None:
     assert "deepspeed missing" in next(host_checks.version_checks(here, {"a": absent})).found
 
 
+def test_packages_of_hosts_are_compared_with_the_tested_ranges(here: HostInfo) -> None:
+    old = replace(here, packages=here.packages | {"deepspeed": "0.16.9", "onnx": "1.99"})
+    given = {"a": here, "b": old, "c": replace(here, packages={})}
+    found = list(host_checks.range_checks(given, {}))
+    assert [(check.host, check.state) for check in found] == [("b", "fail"), ("b", "warn"), ("c", "warn")]
+    assert found[0].found == "deepspeed 0.16.9 (tested: >=0.19.8,<0.20)"
+    assert found[0].hint == "pip install 'deepspeed>=0.19.8,<0.20'"
+    assert found[1].found.startswith("onnx 1.99 (tested: ")
+    wanted = host_checks.range_checks(given, {"DS_FINETUNE_UNTESTED_VERSIONS": "1"})
+    assert {check.state for check in wanted} == {"warn"}
+
+
 def test_two_lines_for_one_host(here: HostInfo) -> None:
     elsewhere = replace(here, network_identity="other")
 

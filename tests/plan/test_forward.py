@@ -221,20 +221,25 @@ def test_the_line_names_the_implementation(
     without: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`without` triton the line is another one where it is given, and begins so."""
+    """Where Triton cannot compile the line says so, and begins with `without` where that is given."""
     for has_triton, expected in ((True, with_triton), (False, without or with_triton)):
-        monkeypatch.setattr(forward, "find_spec", lambda _, is_there=has_triton: object() if is_there else None)
+        problem = ("", "") if has_triton else ("there is no C compiler", "install gcc")
+        monkeypatch.setattr(forward, "triton_problem", lambda problem=problem: problem)
         tree = {"model_type": "deepseek_v3"}
         ((name, text),) = experts_lines(tree, device="cuda", precision=precision, capability=capability)
         assert name == "experts"
-        assert text == expected or (not has_triton and without is not None and text.startswith(f"{without}: "))
+        if not has_triton:
+            assert text.startswith(expected.partition("(")[0].partition("; else")[0])
+            assert text == with_triton or "; not Triton's: there is no C compiler" in text
+        else:
+            assert text == expected
 
 
 @pytest.mark.parametrize(("capability", "begin"), [(None, "one kernel for all: "), ((8, 9), LOOP)])
 def test_the_run_file_switches_tritons_product_off(
     capability: tuple[int, int] | None, begin: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forward, "find_spec", lambda _: object())
+    monkeypatch.setattr(forward, "triton_problem", lambda: ("", ""))
     given = {"device": "cuda", "precision": "bf16", "capability": capability}
     ((_, text),) = experts_lines({"model_type": "deepseek_v3"}, **given, has_triton=False)
     assert text.startswith(begin)

@@ -1,6 +1,8 @@
 """What `model.kernels` is on a device: what `auto` takes and why, and what cannot run."""
 
 import shutil
+import sysconfig
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +11,7 @@ from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.plan import kernels
 from ds_finetune.plan.checks import check
+from ds_finetune.plan.forward import product_of_experts
 from ds_finetune.plan.kernels import choose_kernels, fused_operations
 from ds_finetune.plan.settings import RunSettings
 
@@ -17,9 +20,10 @@ from ds_finetune.plan.settings import RunSettings
 def _nothing_is_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("CC", raising=False)
 
 
-def install(monkeypatch: pytest.MonkeyPatch, *, liger: str = "", triton: bool = False, compiler: bool = False) -> None:
+def install(monkeypatch: pytest.MonkeyPatch, *, liger: str = "", triton: bool = False, compiler: bool = True) -> None:
     monkeypatch.setattr(kernels, "version_of", lambda _: liger)
     monkeypatch.setattr(kernels, "find_spec", lambda _: object() if triton else None)
     monkeypatch.setattr(shutil, "which", lambda _: "/a/compiler" if compiler else None)
@@ -30,9 +34,9 @@ def install(monkeypatch: pytest.MonkeyPatch, *, liger: str = "", triton: bool = 
     [
         ("0.8.5", True, 3, "liger", "auto: liger-kernel 0.8.5 is installed"),
         ("", True, 2, "compile", "auto: liger-kernel is not installed"),
-        ("0.8.5", False, 2, "torch", "liger-kernel is installed without triton, and torch.compile needs triton"),
+        ("0.8.5", False, 2, "torch", "Liger's kernels need Triton: there is no triton, and torch.compile needs Triton"),
         ("", True, 3, "torch", "and torch.compile is not tested with ZeRO stage 3 (auto); pip install"),
-        ("", False, 0, "torch", "liger-kernel is not installed, and torch.compile needs triton"),
+        ("", False, 0, "torch", "liger-kernel is not installed, and torch.compile needs Triton"),
     ],
 )
 def test_auto_on_a_gpu(
@@ -56,21 +60,71 @@ def test_auto_on_a_cpu_runs_single_operations(monkeypatch: pytest.MonkeyPatch) -
     ("name", "device", "stage", "liger", "triton", "message"),
     [
         ("liger", "cuda", 0, "", True, "model.kernels liger: liger-kernel is not installed"),
-        ("liger", "cuda", 0, "0.8.5", False, "model.kernels liger: liger-kernel is installed without triton"),
+        ("liger", "cuda", 0, "0.8.5", False, "model.kernels liger: Liger's kernels need Triton: there is no triton"),
         ("liger", "cpu", 0, "0.8.5", True, "model.kernels liger: its kernels need a GPU, and the device is cpu"),
         ("compile", "cuda", 3, "", True, "model.kernels compile: torch.compile is not tested with ZeRO stage 3"),
-        ("compile", "cuda", 2, "", False, "model.kernels compile: torch.compile needs triton on a GPU"),
+        (
+            "compile",
+            "cuda",
+            2,
+            "",
+            False,
+            "model.kernels compile: torch.compile needs Triton on a GPU: there is no triton",
+        ),
         ("compile", "cpu", 2, "", False, "needs a C++ compiler on a CPU, and there is no g"),
     ],
 )
 def test_kernels_that_cannot_run_are_refused(
     name: str, device: str, stage: int, liger: str, triton: bool, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install(monkeypatch, liger=liger, triton=triton)
+    install(monkeypatch, liger=liger, triton=triton, compiler=device != "cpu")
     with pytest.raises(ConfigError) as raised:
         choose_kernels(name, device=device, stage=stage)
     assert message in raised.value.message
     assert raised.value.hint
+
+
+def _without(monkeypatch: pytest.MonkeyPatch, missing: str, tmp_path: Path) -> None:
+    """A machine with Triton and Liger that lacks a C compiler or Python.h."""
+    install(monkeypatch, liger="0.8.5", triton=True, compiler=missing != "compiler")
+    if missing == "headers":
+        monkeypatch.setattr(sysconfig, "get_paths", lambda *_: {"include": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    ("missing", "text", "packages"),
+    [
+        ("compiler", "there is no C compiler (gcc or clang)", "install gcc (Debian)"),
+        ("headers", "there is no {}/Python.h", "install python3-dev (Debian)"),
+    ],
+)
+def test_triton_needs_a_c_compiler_and_the_headers_of_python(
+    missing: str, text: str, packages: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _without(monkeypatch, missing, tmp_path)
+    assert kernels.triton_problem() == (text.format(tmp_path), packages)
+    for name in ("liger", "compile"):
+        with pytest.raises(ConfigError, match=f"model.kernels {name}: .*Triton") as raised:
+            choose_kernels(name, device="cuda", stage=0)
+        assert raised.value.hint == packages
+    chosen = choose_kernels("auto", device="cuda", stage=0)
+    assert (chosen.name, packages in chosen.reason) == ("torch", True)
+    ((_, line),) = chosen.lines(family_of("llama"))
+    assert line.startswith(f"torch: Liger's kernels need Triton: {text.format(tmp_path)}")
+    assert product_of_experts("bf16", (8, 0)) == product_of_experts("fp16", (9, 0)) == "loop"
+    # Torch has a kernel of its own there.
+    assert product_of_experts("bf16", (9, 0)) == "torch"
+
+
+def test_the_compiler_is_the_one_that_triton_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(kernels, "find_spec", lambda _: object())
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name, is_found in (("cc", False), ("clang", True), ("gcc", True)):
+        (tmp_path / name).touch(0o755)
+        assert (kernels.triton_problem()[0] == "") == is_found
+    monkeypatch.setenv("CC", str(tmp_path / "absent"))
+    assert f"no C compiler ({tmp_path / 'absent'})" in kernels.triton_problem()[0]
 
 
 def test_kernels_that_can_run_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:

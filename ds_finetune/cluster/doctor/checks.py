@@ -82,6 +82,14 @@ def infiniband_checks(hosts: Mapping[str, messages.HostDetails]) -> Iterator[Che
             yield Check("network", host, "warn", found, "install libibverbs1 and ibverbs-providers")
 
 
+def triton_checks(hosts: Mapping[str, messages.HostDetails]) -> Iterator[Check]:
+    """Hosts where Triton cannot make the kernels of `model.kernels`, of Liger's loss and of the product of experts."""
+    for host, details in hosts.items():
+        problem, hint = details.triton_problem
+        if problem:
+            yield Check("kernels", host, "warn", f"Triton cannot make any: {problem}; auto takes torch's", hint)
+
+
 def gpu_checks(hosts: Mapping[str, messages.HostDetails]) -> Iterator[Check]:
     """GPUs that nvidia-smi does not list, that have memory in use, or that two hosts report."""
     for host, details in hosts.items():

@@ -48,6 +48,8 @@ class HostDetails(HostInfo, ProcessMessage, kind="details-reply"):
     has_infiniband: bool
     has_ibverbs: bool
     """Whether the library is there by which NCCL uses InfiniBand."""
+    triton_problem: list[str]
+    """Why Triton cannot make kernels here, and what to install; empty texts where it can."""
     first_host_addresses: list[str]
     """Addresses that the first host's name resolves to here; empty where it does not resolve."""
     folders: dict[str, FolderInfo]

@@ -11,6 +11,7 @@ from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.errors import FinetuneError
 from ds_finetune.plan.mesh import Mesh
+from ds_finetune.system.versions import check_versions
 from ds_finetune.system.world import World
 
 if TYPE_CHECKING:
@@ -58,12 +59,13 @@ class CheckedRun:
 
 def need_of(checked: CheckedRun, hosts: Sequence[Host], device: str) -> tuple[Need | None, Check]:
     """What a run needs, and the check of its plan; None where the plan is refused."""
-    from transformers.utils import logging
-
-    from ds_finetune.engine.ops.deepspeed_ops import needed_ops
-
-    logging.set_verbosity_error()
     try:
+        check_versions()
+        from transformers.utils import logging
+
+        from ds_finetune.engine.ops.deepspeed_ops import needed_ops
+
+        logging.set_verbosity_error()
         run = checked.resolve(world_of(hosts, _LAUNCHER), device)
         estimate, plan = run.estimate, run.plan
         disks = {

@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from ds_finetune.cluster.doctor import messages
 from ds_finetune.cluster.doctor.session import PROBE, HostLostError, RefusedError, Session, answer_requests
+from ds_finetune.plan.kernels import triton_problem
 from ds_finetune.system.disk import bytes_below, nearest_existing
 from ds_finetune.system.free_memory import available_bytes
 from ds_finetune.system.info import free_port, gather_host_info, query_gpus
@@ -46,6 +47,7 @@ def gather_details(query: messages.HostQuery) -> messages.HostDetails:
         shm_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0,
         has_infiniband=any(Path("/sys/class/infiniband").glob("*")),
         has_ibverbs=_can_load("libibverbs.so.1"),
+        triton_problem=list(triton_problem()),
         first_host_addresses=_addresses(query.first_host),
         folders={path: _folder_info(Path(path)) for path in query.folders},
         files={path: _hash(Path(path)) for path in query.files},

@@ -19,6 +19,7 @@ from ds_finetune.cluster.doctor.checks import (
     memory_checks,
     name_checks,
     network_checks,
+    triton_checks,
 )
 from ds_finetune.cluster.doctor.needs import CheckedRun, Need, need_of
 from ds_finetune.cluster.doctor.probe import gather_details
@@ -90,6 +91,7 @@ def _detail_checks(
     yield from host_checks(cluster.hosts, hosts, here=here, environ=request.environ)
     if rank_device(hosts, request.environ) == "cuda":
         yield from gpu_checks(hosts)
+        yield from triton_checks(hosts)
         yield from infiniband_checks(hosts)
     if first in hosts:
         yield port_check(first, hosts[first], request.port)

@@ -54,6 +54,14 @@ def load_scorer(settings: Settings) -> Scorer:
     if builtin.package and importlib.util.find_spec(builtin.package) is None:
         package = builtin.package.replace("_", "-")
         raise RewardFaultError(f"needs the package {package}, which `pip install ds_finetune[math]` installs")
+    if builtin.package:
+        from ds_finetune.errors import DependencyError
+        from ds_finetune.system.versions import check_versions
+
+        try:
+            check_versions("math")
+        except DependencyError as outside:
+            raise RewardFaultError(outside.message) from None
 
     def score(answer: AnswerToScore) -> Outcome:
         return builtin.score(answer, read_reference(settings, answer.record), settings)

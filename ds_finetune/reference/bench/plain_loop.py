@@ -34,6 +34,7 @@ from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.objectives.objective import Distillation, DocumentLogProbs, TopLogProbs, is_of_documents, is_of_scores
 from ds_finetune.reference.selftest.plain_losses import distill_loss
+from ds_finetune.system.versions import pip_install, requirements_of
 
 PADDED_DOCUMENTS = 8
 """Documents in one forward of the padded loop."""
@@ -142,9 +143,10 @@ def check_peft(model: ModelPlan) -> None:
         return
     rank, quantize = model.lora.section.rank, model.lora.section.quantize
     if find_spec("peft") is None:
+        peft = [line for line in requirements_of("test") if line.name == "peft"]
         raise ConfigError(
             f"bench compares lora.rank {rank} with peft, which is not installed",
-            hint="pip install peft, or leave `lora` out",
+            hint=f"{pip_install(*peft)}, or leave `lora` out",
         )
     stored = json.loads((resolve_folder(model.path) / "config.json").read_text(encoding="utf-8"))
     if quantize is not None and "quantization_config" in stored:

@@ -16,6 +16,7 @@ from ds_finetune.config.run_file import read_yaml
 from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import ConfigError, DependencyError
 from ds_finetune.runs.experiments.sweep_file import Choose, Range, SweepConfig
+from ds_finetune.system.versions import check_versions
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -88,6 +89,7 @@ def import_optuna() -> Any:  # noqa: ANN401 - a module
         raise DependencyError(
             "sweeps need optuna, which is not installed", hint="pip install 'ds_finetune[sweep]'"
         ) from None
+    check_versions("sweep")
     return optuna
 
 

@@ -16,10 +16,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from ds_finetune.errors import DependencyError
 from ds_finetune.runs.curves import rounded
+from ds_finetune.system.versions import pip_install, range_text, requirements_of
 
 PLOTS = Path(__file__).parent / "templates" / "plots.js"
-_MAJOR, _LEAST_MINOR = 3, 7
-"""The versions of bokeh whose script `plots.js` draws with."""
 PALETTE = ("#3b7ddd", "#e0701a", "#17966b", "#9460d8", "#d8446a", "#128fa6", "#a67c1b", "#6b7685")
 """Each has a contrast of 3 or more with the page's light and dark background."""
 _DIVERGING = ("#2c5fa8", "#7fa8d9", "#d9dce2", "#eda36e", "#c2410c")
@@ -143,15 +142,15 @@ def bokehjs() -> Path:
     Raises:
         DependencyError: bokeh is missing or too old or new, or was installed without its scripts.
     """
-    hint = f"pip install 'bokeh>={_MAJOR}.{_LEAST_MINOR},<{_MAJOR + 1}'"
+    lines = [line for line in requirements_of() if line.name == "bokeh"]
+    hint = pip_install(*lines)
     try:
         bokeh = distribution("bokeh")
     except PackageNotFoundError as missing:
         raise DependencyError("charts need the package bokeh, which is not installed", hint=hint) from missing
-    major, minor = (int(part) for part in bokeh.version.split(".")[:2])
-    if major != _MAJOR or minor < _LEAST_MINOR:
-        wanted = f"{_MAJOR}.{_LEAST_MINOR} or a later {_MAJOR}.x"
-        raise DependencyError(f"charts need bokeh {wanted}, and {bokeh.version} is installed", hint=hint)
+    for line in lines:
+        if not line.specifier.contains(bokeh.version):
+            raise DependencyError(f"charts need bokeh {range_text(line)}, and {bokeh.version} is installed", hint=hint)
     script = Path(str(bokeh.locate_file("bokeh/server/static/js/bokeh.min.js")))
     if not script.is_file():
         reason = f"bokeh {bokeh.version} is installed without `{script}`"

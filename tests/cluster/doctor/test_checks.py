@@ -20,6 +20,7 @@ from ds_finetune.cluster.doctor.checks import (
     name_checks,
     network_checks,
     slow_checks,
+    triton_checks,
 )
 from ds_finetune.cluster.doctor.messages import (
     ChildLost,
@@ -238,3 +239,10 @@ def test_opening_a_connection_is_not_measured() -> None:
         return 2.0 if len(sizes) == 1 else size / 1e9
 
     assert _best_rate(exchange, SimpleNamespace(type="cuda")) == (pytest.approx(1e9), 1 << 28)
+
+
+def test_hosts_where_triton_cannot_compile(here: HostDetails) -> None:
+    poor = replace(here, triton_problem=["there is no C compiler (gcc or clang)", "install gcc (Debian)"])
+    (found,) = triton_checks({"a": replace(here, triton_problem=["", ""]), "b": poor})
+    assert (found.host, found.state, found.hint) == ("b", "warn", "install gcc (Debian)")
+    assert "there is no C compiler (gcc or clang); auto takes torch's" in found.found

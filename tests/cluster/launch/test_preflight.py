@@ -23,6 +23,7 @@ from ds_finetune.config.hostfile import Host, read_hostfile
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import LaunchError
 from ds_finetune.system.info import HostInfo
+from ds_finetune.system.versions import installed_versions
 from tests.conftest import ROOT
 
 A, B, C = Host("a", 4, 1), Host("b", 4, 2), Host("c", 2, 3)
@@ -32,6 +33,7 @@ HERE = HostInfo(
     hostname="here",
     network_identity="here",
     versions={"torch": "2.13.0", "deepspeed": "0.19.8"},
+    packages=installed_versions(),
     gpus=[],
     cores=8,
     interfaces={"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]},

@@ -100,8 +100,8 @@ def test_the_chart_library_is_found_without_an_import_of_its_package() -> None:
 @pytest.mark.parametrize(
     ("version", "reason"),
     [
-        ("2.4.3", "bokeh 3.7 or a later 3.x, and 2.4.3 is installed"),
-        ("4.0.0", "bokeh 3.7 or a later 3.x, and 4.0.0 is installed"),
+        ("2.4.3", "charts need bokeh >=3.7,<4, and 2.4.3 is installed"),
+        ("4.0.0", "charts need bokeh >=3.7,<4, and 4.0.0 is installed"),
         ("3.9.2", "bokeh 3.9.2 is installed without"),
     ],
 )

@@ -1,0 +1,95 @@
+"""The ranges of packages that this program is tested with, as pyproject.toml has them, and the installed versions."""
+
+import os
+import shlex
+import tomllib
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, metadata, requires, version
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from ds_finetune.console.tables import show_error
+from ds_finetune.errors import DependencyError
+
+UNTESTED = "DS_FINETUNE_UNTESTED_VERSIONS"
+"""Environment variable that, as 1, turns the refusal of versions outside the tested ranges into a warning."""
+EXTRAS = ("compressed", "eval", "gguf", "gpu", "math", "onnx", "quantize", "serve", "sweep", "track")
+"""Extras whose packages compute, write or serve something."""
+_PROJECT = "ds_finetune"
+_FILE = Path(__file__).resolve().parents[2] / "pyproject.toml"
+
+
+@cache
+def requirements_of(extra: str = "") -> tuple[Requirement, ...]:
+    """What `extra` requires, or the program itself: by the pyproject.toml of a checkout, whose metadata is as old as
+    its installation, else by the metadata of the installed package. Empty where there is neither.
+    """
+    lines: list[str] | None = None
+    if _FILE.is_file():
+        project = tomllib.loads(_FILE.read_text(encoding="utf-8")).get("project", {})
+        if project.get("name") == _PROJECT:
+            lines = project["optional-dependencies"][extra] if extra else project["dependencies"]
+    if lines is None:
+        try:
+            known = [Requirement(line) for line in requires(_PROJECT) or ()]
+        except PackageNotFoundError:
+            return ()
+        assert not extra or extra in metadata(_PROJECT).get_all("Provides-Extra", ())
+        is_of_extra = {line: "extra" in str(line.marker) for line in known}
+        lines = [str(line) for line in known if is_of_extra[line] == bool(extra)]
+    parsed = map(Requirement, lines)
+    return tuple(line for line in parsed if line.marker is None or line.marker.evaluate({"extra": extra}))
+
+
+def installed_versions(extras: Sequence[str] = ("", *EXTRAS)) -> dict[str, str]:
+    """The installed version of each package that `extras` require ("": the program itself); "" where not installed."""
+    found = {}
+    for name in {line.name for extra in extras for line in requirements_of(extra)}:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = ""
+    return found
+
+
+def outside_ranges(installed: Mapping[str, str], extra: str = "") -> dict[str, Requirement]:
+    """The requirements of `extra`, or of the program itself, that the installed versions miss, by a text that says how.
+
+    A package of an extra that is not installed is left out: who needs it says so.
+    """
+    found = {line: installed.get(line.name, "") for line in requirements_of(extra)}
+    return {
+        f"{line.name} {has or 'is not installed'} (tested: {range_text(line)})": line
+        for line, has in found.items()
+        if not (line.specifier.contains(has, prereleases=True) if has else extra)
+    }
+
+
+def pip_install(*lines: Requirement) -> str:
+    """The command that installs tested versions."""
+    return shlex.join(["pip", "install", *(f"{line.name}{range_text(line)}" for line in lines)])
+
+
+def range_text(line: Requirement) -> str:
+    """The tested range of a package, lower bound first."""
+    return ",".join(sorted(map(str, line.specifier), reverse=True))
+
+
+@cache
+def check_versions(extra: str = "") -> None:
+    """DependencyError where installed packages are outside the tested ranges; a warning where `UNTESTED` is 1."""
+    if not requirements_of():
+        _warn("ds_finetune is not installed, and no pyproject.toml is beside it: versions of packages are not checked")
+    elif wrong := outside_ranges(installed_versions([extra]), extra):
+        text = f"packages outside the tested ranges: {', '.join(wrong)}"
+        if os.environ.get(UNTESTED) != "1":
+            hint = f"{pip_install(*wrong.values())}; or set {UNTESTED}=1 to compute with versions that no test has seen"
+            raise DependencyError(text, hint=hint)
+        _warn(f"{text}; no test has seen these versions ({UNTESTED}=1)")
+
+
+def _warn(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        show_error(f"warning: {text}")
