@@ -1,9 +1,17 @@
 # Sourced with the extras to install ("" for none): makes or enters an environment, installs this project, sets PATH for the caller.
-# A torch that is there already and new enough is used: the one of the active environment, else the system's, else a new one is installed.
+# A torch that is there already and tested is used: the one of the active environment, else the system's, else a new one is installed.
 extras="$1"
-usable='import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))'
+# pip compares versions of metadata: torch.__version__ has `+cu130` where PyPI's build for CUDA 13 has none there.
+torch_version='from importlib.metadata import version; print(version("torch"))'
+usable='import re, torch
+from importlib.metadata import version
+found, *bounds = version("torch"), *re.findall(r"\"torch>=([\d.]+),<([\d.]+)\"", open("pyproject.toml").read())[0]
+oldest, minor, newer = (tuple(map(int, text.split(".")[:2])) for text in (bounds[0], found, bounds[1]))
+raise SystemExit(None if oldest <= minor < newer else f"torch {found} is here; tested are {bounds[0]} to below {bounds[1]}: installing one")'
+python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed, and python3 is $(python3 -V)" >&2; exit 2; }
 if [ ! -d .venv ]; then
-    if ! python3 -c "$usable" 2>/dev/null; then
+    if ! why="$(python3 -c "$usable" 2>&1)"; then
+        case "$why" in "torch "*) echo "$why" ;; esac
         python3 -m venv .venv
     elif python3 -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)'; then
         echo "using the active environment, which has torch: $(python3 -c 'import sys; print(sys.prefix)')"
@@ -14,24 +22,12 @@ fi
 if [ -d .venv ]; then . .venv/bin/activate; fi
 environment="$(python3 -c 'import sys; print(sys.prefix)')"
 export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$PWD/.cache/torch_extensions}"
-if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && [ "$extras" = test ]; then
-    missing=()
-    command -v mpirun >/dev/null || missing+=(openmpi-bin)
-    command -v g++ >/dev/null || missing+=(g++)
-    [ -e /usr/include/libaio.h ] || missing+=(libaio-dev)
-    command -v ip >/dev/null || missing+=(iproute2)
-    command -v pdsh >/dev/null || missing+=(pdsh)
-    command -v shellcheck >/dev/null || missing+=(shellcheck)
-    command -v slurmd >/dev/null || missing+=(slurmctld slurmd slurm-client munge)
-    [ -x /usr/sbin/sshd ] || missing+=(openssh-server)
-    if [ ${#missing[@]} -gt 0 ]; then apt-get update -qq && apt-get install -y -qq "${missing[@]}" >/dev/null; fi
-fi
 wanted="$(cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)-$extras"
 if [ "$(cat "$environment/ds_finetune-installed" 2>/dev/null)" != "$wanted" ]; then
     constraints="$(mktemp)"
     if python3 -c "$usable" 2>/dev/null; then
         # Kept as it is, with its CUDA: pinned to another version, pip would replace it.
-        torch="$(python3 -c 'import torch; print(torch.__version__)')"
+        torch="$(python3 -c "$torch_version")"
         echo "using torch $torch, which is there"
         sed "s/^torch==.*/torch==$torch/" constraints.txt > "$constraints"
     else

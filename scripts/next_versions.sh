@@ -45,10 +45,11 @@ for wanted in map(Requirement, lines):
     allowed = [each for each in (known[1].split(", ") if known else []) if wanted.specifier.contains(each)]
     print(f"{name}=={min(allowed, key=Version)}" if allowed else name)
 PYTHON
-torch="$(python3 -c 'import torch; print(torch.__version__)')"
+# By its metadata, with which pip compares: torch.__version__ may have another local part.
+torch="$(python3 -c 'from importlib.metadata import version; print(version("torch"))')"
 echo "torch==$torch" > "$folder/kept.txt"
 "$environment/bin/python" -m pip install --quiet --upgrade -c "$folder/kept.txt" -r "$folder/wanted.txt"
-export PYTHONPATH="$PWD" DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PATH="$environment/bin:$PATH"
+export PYTHONPATH="$PWD" DS_FINETUNE_UNTESTED_VERSIONS=1 DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PATH="$environment/bin:$PATH"
 {
     echo "# releases other than those of constraints.txt ($mode, torch $torch kept)"
     python - <<'PYTHON'

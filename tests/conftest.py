@@ -17,6 +17,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# GPUs have scripts/gpu_check.sh: two ranks of a test would share one.
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
 _LONG = (
     "tests/cluster",
     "tests/checkpoint/test_layouts",

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from ds_finetune import read_config, train
@@ -101,10 +103,17 @@ def start(
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
     where = clean | settings | dict(environ or {})
+    skip_without(command[0])
     program, ranks = as_fork(command)
     if fork and program and where["DS_ACCELERATOR"] == "cpu" and where["PYTHONPATH"] == str(ROOT):
         return Forkserver.get().run(program, where, ranks=ranks, timeout=timeout)
     return subprocess.run(command, cwd=ROOT, env=where, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def skip_without(launcher: str) -> None:
+    """Skip a test whose launcher is a program that is not installed."""
+    if launcher == "mpirun" and not shutil.which(launcher):
+        pytest.skip(f"{launcher} is not installed (Debian: openmpi-bin)")
 
 
 def as_fork(command: Sequence[str]) -> tuple[list[str], int]:

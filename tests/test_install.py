@@ -1,8 +1,11 @@
-"""The installation script keeps a torch that is there: which environment it makes, and what it tells pip."""
+"""Installation: which torch is kept, what pip is told, which Debian packages are installed, and on what tests run."""
 
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -11,8 +14,9 @@ from tests.conftest import ROOT
 
 PYTHON = """#!/bin/sh
 case "$*" in
-*"import sys, torch"*) exit "$NO_TORCH" ;;
-*"print(torch.__version__)"*) echo 2.12.1+cu126 ;;
+*"import re, torch"*) exit "$NO_TORCH" ;;
+*"print(version("*) echo 2.12.1+cu126 ;;
+*"sys.exit(sys.version_info"*) exit 0 ;;
 *"sys.exit(sys.prefix"*) exit "$NOT_IN_ENVIRONMENT" ;;
 *"print(sys.prefix)"*) echo "$PWD" ;;
 "-m venv"*) echo "$*" >> log; mkdir -p .venv/bin; touch .venv/bin/activate ;;
@@ -49,14 +53,135 @@ def test_a_torch_that_is_there_is_used(
     assert ("using torch 2.12.1+cu126, which is there" in done.stdout) == has_torch
 
 
+def _wheel(folder: Path, name: str, version: str, code: str = "") -> None:
+    """A wheel with one module, and nothing but its version in its metadata."""
+    info = f"{name}-{version}.dist-info"
+    files = {
+        f"{name}/__init__.py": code,
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        for path, text in (files | {f"{info}/RECORD": "".join(f"{path},,\n" for path in files)}).items():
+            wheel.writestr(path, text)
+
+
+BACKEND = """
+import zipfile
+def build_editable(folder, *_):
+    info = "ds_finetune-0.1.0.dist-info"
+    with zipfile.ZipFile(f"{folder}/ds_finetune-0.1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\\nName: ds_finetune\\nVersion: 0.1.0\\nRequires-Dist: torch>=2.11")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    return "ds_finetune-0.1.0-py3-none-any.whl"
+"""
+PROJECT = """
+[build-system]
+requires = []
+build-backend = "backend"
+backend-path = ["."]
+[project]
+name = "ds_finetune"
+version = "0.1.0"
+dependencies = ["torch>=2.11,<2.14"]
+"""
+
+
+def _environment(folder: Path, wheels: Path) -> dict[str, str]:
+    """Variables with which `python3` is that of a new environment, whose pip knows nothing but `wheels`."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (site,) = (folder / "lib").glob("python*/site-packages")
+    for path in Path(sysconfig.get_path("purelib")).glob("pip*"):
+        (site / path.name).symlink_to(path)
+    variables = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels)}
+    return variables | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "HOME": str(folder)}
+
+
+def test_a_torch_whose_metadata_has_another_version_is_kept(tmp_path: Path) -> None:
+    """PyPI's builds for CUDA say 2.13.0+cu130 when they are imported, and 2.13.0 to pip."""
+    for name, version in (("setuptools", "80.0"), ("wheel", "0.45"), ("ninja", "1.13.2"), ("torch", "2.13.0")):
+        _wheel(tmp_path, name, version, "__version__ = '2.13.0+cu130'" if name == "torch" else "")
+    (tmp_path / "pyproject.toml").write_text(PROJECT)
+    (tmp_path / "backend.py").write_text(BACKEND)
+    (tmp_path / "constraints.txt").write_text("torch==2.12.0\nninja==1.13.2\n")
+    environ = _environment(tmp_path / "environment", tmp_path)
+    for command in (
+        "python3 -m pip install -q torch",
+        f'. {ROOT}/scripts/install.sh ""; python3 -m pip list',
+    ):
+        script = ["bash", "-euo", "pipefail", "-c", command]
+        done = subprocess.run(script, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "using torch 2.13.0, which is there" in done.stdout
+    installed = dict(line.split()[:2] for line in done.stdout.splitlines() if len(line.split()) > 1)
+    assert (installed["torch"], installed["ds_finetune"]) == ("2.13.0", "0.1.0")
+
+
 @pytest.mark.parametrize(
-    ("version", "is_usable"), [("2.13.0+cu130", True), ("2.11.0", True), ("2.10.9", False), ("1.13.1", False)]
+    ("version", "said"),
+    [
+        ("2.13.0+cu130", ""),
+        ("2.11.0", ""),
+        ("2.10.9", "torch 2.10.9 is here; tested are 2.11 to below 2.14: installing one"),
+        ("2.14.1", "torch 2.14.1 is here; tested are 2.11 to below 2.14: installing one"),
+    ],
 )
-def test_a_torch_that_is_too_old_is_not_used(tmp_path: Path, version: str, is_usable: bool) -> None:
-    (tmp_path / "torch.py").write_text(f"__version__ = {version!r}")
-    (line,) = [
-        line for line in (ROOT / "scripts" / "install.sh").read_text().splitlines() if line.startswith("usable=")
-    ]
-    code = line.removeprefix("usable='").removesuffix("'")
-    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path)}, check=False)
-    assert (done.returncode == 0) == is_usable
+def test_a_torch_that_was_not_tested_is_not_used(tmp_path: Path, version: str, said: str) -> None:
+    _wheel(tmp_path, "torch", version)
+    (wheel,) = tmp_path.glob("*.whl")
+    code = (ROOT / "scripts" / "install.sh").read_text().partition("usable='")[2].partition("'\n")[0]
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, cwd=ROOT, env={"PYTHONPATH": str(wheel)}, text=True, stderr=subprocess.PIPE, check=False
+    )
+    assert (done.stderr.strip(), done.returncode == 0) == (said, not said)
+
+
+def _tools(folder: Path, **scripts: str) -> dict[str, str]:
+    """Variables with which no program is found but these shell scripts, bash and python3."""
+    folder.mkdir()
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!{shutil.which('bash')}\n{script}\n")
+        (folder / name).chmod(0o755)
+    for name in {"bash", "python3", "dirname"} - scripts.keys():
+        (folder / name).symlink_to(str(shutil.which(name)))
+    return {"PATH": str(folder)}
+
+
+@pytest.mark.parametrize(
+    ("option", "has_compiler", "code"), [("", True, 0), ("", False, 2), ("--system-packages", False, 0)]
+)
+def test_system_packages_are_named_and_installed_where_that_is_asked_for(
+    tmp_path: Path, option: str, has_compiler: bool, code: int
+) -> None:
+    log = tmp_path / "log"
+    log.touch()
+    environ = _tools(
+        tmp_path / "bin", **{"apt-get": f'echo "$@" >> {log}', **({"g++": "exit 0"} if has_compiler else {})}
+    )
+    script = ["bash", "-euo", "pipefail", "-c", f'. {ROOT}/scripts/system_packages.sh "{option}"']
+    done = subprocess.run(script, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    if option:
+        assert done.stdout.startswith("installing Debian packages: g++ ")
+        assert " openmpi-bin " in done.stdout
+        assert log.read_text().startswith("update -qq\ninstall -y -qq g++ ")
+        return
+    assert not log.read_text()
+    assert ("install g++ (Debian)" in done.stderr) == (not has_compiler)
+    assert ("  openmpi-bin                          launches by mpirun\n" in done.stdout) == has_compiler
+
+
+@pytest.mark.parametrize(("wanted", "expected"), [(None, "cpu"), ("cuda", "cuda")])
+@pytest.mark.parametrize("script", ["test.sh", "test_all.sh"])
+def test_the_suite_runs_on_cpus_beside_gpus(tmp_path: Path, script: str, wanted: str | None, expected: str) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / script).write_bytes((ROOT / "scripts" / script).read_bytes())
+    for name in ("install.sh", "system_packages.sh"):
+        (tmp_path / "scripts" / name).touch()
+    python = 'case "$*" in *is_available*) echo cuda ;; *pytest*|*slow_slices*) echo "$DS_ACCELERATOR" > log ;; esac'
+    environ = _tools(tmp_path / "bin", python=python, **{name: "exit 0" for name in ("ruff", "mypy", "lint-imports")})
+    environ |= {} if wanted is None else {"DS_ACCELERATOR": wanted}
+    subprocess.run(["bash", tmp_path / "scripts" / script], env=environ, capture_output=True, check=True)
+    assert (tmp_path / "log").read_text() == f"{expected}\n"

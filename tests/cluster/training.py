@@ -12,7 +12,7 @@ from ds_finetune.cluster.launch.commands import Job
 from ds_finetune.cluster.launch.environment import carried_variables
 from tests.cluster.bed import INTERFACE, Bed
 from tests.conftest import ROOT
-from tests.running import metrics, start, tiny_task, torchrun
+from tests.running import metrics, skip_without, start, tiny_task, torchrun
 
 ENTRY = ("-m", "ds_finetune", "train")
 ZERO3 = {"zero_optimization": {"stage": 3}}
@@ -113,6 +113,7 @@ class Started:
 
 def started(bed: Bed, argv: Sequence[str], environ: dict[str, str], folder: Path, *, number: int = 1) -> Started:
     """Start a launcher on a host, the first by default."""
+    skip_without(argv[0])
     # A command that enters a host begins at its root.
     command = bed.command(number, ["env", f"--chdir={ROOT}", *argv])
     process = subprocess.Popen(
