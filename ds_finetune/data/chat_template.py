@@ -127,7 +127,8 @@ class ChatTemplate:
         self.source, self._limits = source, TemplateLimits(source)
         self._special_tokens = tokenizer.special_tokens_map
         self._recent: OrderedDict[str, str] = OrderedDict()
-        self._ends = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._ends = [*dict.fromkeys([*special, *tokenizer.all_special_tokens])]
         self._reasoning_key = "reasoning_content"
         self.probes = _probes(self)
         if self.probes.reasoning == "thinking":

@@ -15,6 +15,7 @@ from typing import Any
 from ds_finetune.data.chat_template import ChatTemplate, RenderingError, placeholder, template_error
 from ds_finetune.data.messages import RESERVED_CHARACTERS, parse_json
 from ds_finetune.data.text_encoder import find_token
+from ds_finetune.errors import DataError
 
 _THINK_END = "</think>"
 
@@ -102,6 +103,17 @@ class RenderedConversation:
         if ending == turn.ending:
             raise RewrittenTurnError
         return replace(turn, ending=ending), done[: len(done) - len(turn.ending) + len(ending)]
+
+    def turn_end(self, turn: Turn) -> str:
+        """The ending of a turn through its first special token; DataError where it has none."""
+        token = self._template.turn_end(turn.ending)
+        if not token:
+            raise DataError(
+                f"{self._where}: the chat template ends an assistant turn with {turn.ending!r}, which has no special "
+                "token",
+                hint="a model trained on it would never stop; give a template that ends turns with the eos token",
+            )
+        return turn.ending.partition(token)[0] + token
 
     def check(self, turns: Sequence[Turn], *, is_protected: bool) -> None:
         """UnrenderedTextError where a text of the row is missing in `turns`, or the template reorders texts.

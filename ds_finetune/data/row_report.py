@@ -48,6 +48,10 @@ NOTED = {
         "where generation_config.json names the token that ends it as an eos_token_id"
     ),
     "empty_answer": "have an empty answer, of which only the end token is trained",
+    "joined": (
+        "have an answer whose first characters the tokenizer would join with the end of the prompt in one token: the "
+        "prompt is tokenised as a server does it, and the answer begins with a token of its own"
+    ),
     "behind": "end with messages after the last answer, which are left out",
     "rewritten": (
         "have several answers that the chat template writes in another way once a turn follows: each is trained in a "

@@ -1,10 +1,10 @@
 """Tokenises samples, with the mask of supervised tokens; rendering.py finds the turns of a conversation.
 
-Prompt and completion are tokenised separately, so that the ids of the prompt are those that the model gets from a
-server, which tokenises only the prompt.
+A prompt has the ids that a server, which tokenises only the prompt, gives the model. Its answer has the ids of its
+continuation: those of the whole text, unless a token of that has characters of both.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
@@ -18,19 +18,16 @@ from ds_finetune.data.rendering import RenderedConversation, RewrittenTurnError,
 from ds_finetune.data.text_encoder import ControlTokens, strip_brackets
 from ds_finetune.errors import DataError
 
-RULES_VERSION = 5
+RULES_VERSION = 6
 """Increased when the same row would become other tokens, so that tokens in older caches are not used."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A text that is tokenised separately.
-
-    `supervised` says which of its tokens carry loss: `none`, `all`, or `turn_end` (up to the first special token).
-    """
+    """A part of the text of a document that is supervised or not; no token has characters of two segments."""
 
     text: str
-    supervised: str
+    is_supervised: bool
 
 
 @dataclass(frozen=True)
@@ -70,20 +67,10 @@ class TemplateSettings:
 
 @dataclass(frozen=True)
 class _SampleText:
-    """A sample as text: its segments, and its `Tokens` without ids and mask.
-
-    `server_prompt` is the prompt that a server would send for the last supervised answer; empty where its ids need no
-    comparison. The first `prompt_segments` segments are those before that answer.
-    """
+    """A sample as text: its segments, and its `Tokens` without ids and mask."""
 
     segments: tuple[Segment, ...]
     result: Tokens
-    server_prompt: str = ""
-    prompt_segments: int = 0
-
-    @property
-    def texts(self) -> list[str]:
-        return [*(segment.text for segment in self.segments), self.server_prompt]
 
 
 class SampleTokeniser:
@@ -104,8 +91,6 @@ class SampleTokeniser:
         self._settings = settings
         self._template = None if settings.chat_template is None else ChatTemplate(tokenizer, settings.chat_template)
         self._control = ControlTokens(tokenizer, settings.chat_template, settings.control_tokens)
-        special = (i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
-        self._special = {*tokenizer.all_special_ids, *special}
         is_added = bos == "always" or (bos == "auto" and tokenizer("x")["input_ids"][:1] == [tokenizer.bos_token_id])
         self._bos = [tokenizer.bos_token_id] if is_added and tokenizer.bos_token_id is not None else []
         self._has_eos = has_eos
@@ -117,25 +102,48 @@ class SampleTokeniser:
         """
         rows = [self._sample_texts(sample, where) for where, sample in samples]
         texts = [text for row in rows for text in row]
-        encoded = iter(self._control.ids([text for sample in texts for text in sample.texts]))
+        encoded = iter(self._control.ids([[segment.text for segment in text.segments] for text in texts]))
         results = []
         for (where, sample), row in zip(samples, rows, strict=True):
             is_chat = not isinstance(sample, PlainText) and self._template is not None
-            *earlier, last = [self._tokens_of(text, encoded, is_chat=is_chat, where=where) for text in row]
+            *earlier, last = [self._tokens_of(text, next(encoded), is_chat=is_chat, where=where) for text in row]
             if earlier:
                 differs = any(document.server_prompt_differs for document in (*earlier, last))
                 last = replace(last, earlier=tuple(earlier), server_prompt_differs=differs)
             results.append(last)
         return results
 
-    def _tokens_of(self, text: _SampleText, encoded: Iterator[list[int]], *, is_chat: bool, where: str) -> Tokens:
-        """The tokens of a text, of whose segments and server's prompt `encoded` has the ids."""
-        parts = [(segment, next(encoded)) for segment in text.segments]
-        server_ids = next(encoded)
-        ids, mask = self._assemble(parts, is_chat=is_chat, where=where)
-        prompt_ids = [i for _, part in parts[: text.prompt_segments] for i in part]
-        differs = text.result.server_prompt_differs or (bool(text.server_prompt) and prompt_ids != server_ids)
-        return replace(text.result, ids=ids, mask=mask, server_prompt_differs=differs)
+    def _tokens_of(
+        self, text: _SampleText, encoded: Sequence[tuple[list[int], bool]], *, is_chat: bool, where: str
+    ) -> Tokens:
+        """The tokens of a text from the ids of its segments, and whether each would be joined with the one before."""
+        ids = [] if is_chat else list(self._bos)
+        mask = [False] * len(ids)
+        part = list[int]()
+        for segment, (part, _) in zip(text.segments, encoded, strict=True):
+            ids += part
+            mask += [segment.is_supervised] * len(part)
+        if text.segments and text.segments[-1].is_supervised and not is_chat and self._has_eos:
+            # A text may end with the eos token itself.
+            ends = [int(self._tokenizer.eos_token_id)] if part[-1:] != [self._tokenizer.eos_token_id] else []
+            ids, mask = ids + ends, mask + [True] * len(ends)
+        bos = self._tokenizer.bos_token_id
+        if bos is not None and bos in ids[1:] and bos != self._tokenizer.eos_token_id:
+            raise DataError(
+                f"{where}: token {ids.index(bos, 1)} is a second {self._tokenizer.bos_token}",
+                hint="the row's text contains it, or the chat template writes it twice",
+            )
+        is_joined = [is_merged for _, is_merged in encoded]
+        answers = [number for number, segment in enumerate(text.segments) if segment.is_supervised]
+        notes = ("joined",) * any(is_joined[number] for number in answers)
+        return replace(
+            text.result,
+            ids=ids,
+            mask=mask,
+            # A server tokenises earlier turns together with what follows them.
+            server_prompt_differs=text.result.server_prompt_differs or any(is_joined[: answers[-1]] if answers else ()),
+            notes=(*text.result.notes, *notes),
+        )
 
     def _sample_texts(self, sample: Sample | Prompt, where: str) -> list[_SampleText]:
         if isinstance(sample, Prompt):
@@ -164,7 +172,7 @@ class SampleTokeniser:
             "empty_answer": isinstance(sample, Completion) and not sample.completion.strip(),
         }
         notes = tuple(name for name, applies in remarks.items() if applies)
-        segments = [Segment(sample.text, "all")] if isinstance(sample, PlainText) else self._completion_segments(sample)
+        segments = [Segment(sample.text, True)] if isinstance(sample, PlainText) else self._completion_segments(sample)
         return [_SampleText(tuple(segments), Tokens([], [], notes=notes))]
 
     def _prompt_texts(self, sample: Conversation | Completion, where: str) -> list[_SampleText]:
@@ -186,19 +194,14 @@ class SampleTokeniser:
         except UnrenderedTextError as error:
             return [_SampleText((), Tokens([], [], dropped=str(error), unread=unread))]
         remarks = tuple(note for note in (control_note, whole.tools_note(prompt)) if note)
-        return [_SampleText((Segment(prompt, "none"),), Tokens([], [], notes=remarks, unread=unread))]
+        return [_SampleText((Segment(prompt, False),), Tokens([], [], notes=remarks, unread=unread))]
 
     def _completion_segments(self, sample: Completion) -> list[Segment]:
         completion = strip_reasoning(sample.completion) if self._settings.reasoning == "strip" else sample.completion
         prompt = sample.prompt
         if not (sample.is_joined or prompt[-1:].isspace() or completion[:1].isspace()):
             prompt += self._settings.separator
-        supervised = "all" if self._settings.train_on == "all" else "none"
-        return [
-            Segment(prompt, supervised),
-            Segment(completion, "all"),
-            Segment(str(self._tokenizer.eos_token), "turn_end"),
-        ]
+        return [Segment(prompt, self._settings.train_on == "all"), Segment(completion, True)]
 
     def _chat_texts(self, original: Conversation, template: ChatTemplate, where: str) -> list[_SampleText]:
         conversation, control_note = self._control.protect(original, where)
@@ -223,7 +226,7 @@ class SampleTokeniser:
         }
         notes = tuple(note for note, applies in remarks.items() if note and applies)
         remarked = Tokens([], [], notes=notes, unread=unread)
-        return [self._segments(turns, supervised, rendered, remarked) for rendered, turns in found]
+        return [self._turn_segments(turns, supervised, rendered, remarked) for rendered, turns in found]
 
     def _found_turns(
         self, whole: RenderedConversation, conversation: Conversation
@@ -244,60 +247,29 @@ class SampleTokeniser:
         answers = [turn.number for turn in chosen if turn.number < len(conversation.messages)]
         return {number for number in answers if conversation.messages[number].get("weight", 1) != 0}
 
-    def _segments(
+    def _turn_segments(
         self, turns: Sequence[Turn], supervised: set[int], rendered: RenderedConversation, result: Tokens
     ) -> _SampleText:
-        before = "all" if self._settings.train_on == "all" else "none"
+        """The text of turns: a segment for each supervised answer, through its end token, and for the text between."""
         segments: list[Segment] = []
-        text, server_prompt, prompt_segments, differs = "", "", 0, False
+        is_other_supervised = self._settings.train_on == "all"
+        whole, other, differs = "", "", False
         for turn in turns:
-            is_supervised = turn.number in supervised
-            text += turn.prompt
-            segments.append(Segment(turn.prompt, before))
-            if is_supervised:
+            whole += turn.prompt
+            other += turn.prompt
+            answer, rest = "", turn.body + turn.ending
+            if turn.number in supervised:
                 prompt = rendered.server_prompt(turn.number)
-                server_prompt, prompt_segments = prompt or "", len(segments)
-                differs = differs or prompt is None or strip_brackets(prompt) != strip_brackets(text)
-            segments += [
-                Segment(turn.body, "all" if is_supervised else "none"),
-                Segment(turn.ending, "turn_end" if is_supervised and not turn.is_open else "none"),
-            ]
-            text += turn.body + turn.ending
-        # A prompt without an earlier answer is one segment, tokenised as by a server. The ids of others are compared.
-        compared = server_prompt if not differs and prompt_segments > 1 else ""
+                differs = differs or prompt is None or strip_brackets(prompt) != strip_brackets(whole)
+                ending = "" if turn.is_open else rendered.turn_end(turn)
+                answer, rest = turn.body + ending, turn.ending.removeprefix(ending)
+                segments += [Segment(other, is_other_supervised), Segment(answer, True)]
+                other = ""
+            other += rest
+            whole += answer + rest
+        segments.append(Segment(other, is_other_supervised))
         result = replace(result, server_prompt_differs=True) if differs else result
-        return _SampleText(tuple(segments), result, compared, prompt_segments)
-
-    def _assemble(
-        self, parts: Iterable[tuple[Segment, list[int]]], *, is_chat: bool, where: str
-    ) -> tuple[list[int], list[bool]]:
-        ids = [] if is_chat else list(self._bos)
-        mask = [False] * len(ids)
-        last = "none"
-        for segment, part in parts:
-            ids += part
-            mask += self._supervised_mask(segment, part, where)
-            last = segment.supervised
-        if last == "all" and not is_chat and self._has_eos:
-            ids, mask = [*ids, int(self._tokenizer.eos_token_id)], [*mask, True]
-        bos = self._tokenizer.bos_token_id
-        if bos is not None and bos in ids[1:] and bos != self._tokenizer.eos_token_id:
-            raise DataError(
-                f"{where}: token {ids.index(bos, 1)} is a second {self._tokenizer.bos_token}",
-                hint="the row's text contains it, or the chat template writes it twice",
-            )
-        return ids, mask
-
-    def _supervised_mask(self, segment: Segment, ids: list[int], where: str) -> list[bool]:
-        if segment.supervised != "turn_end":
-            return [segment.supervised == "all"] * len(ids)
-        end = next((index for index, token in enumerate(ids) if token in self._special), None)
-        if end is None:
-            raise DataError(
-                f"{where}: the chat template ends an assistant turn with {segment.text!r}, which has no special token",
-                hint="a model trained on it would never stop; give a template that ends turns with the eos token",
-            )
-        return [index <= end for index in range(len(ids))]
+        return _SampleText(tuple(segment for segment in segments if segment.text), result)
 
 
 def _unread_fields(conversation: Conversation, template: ChatTemplate) -> list[str]:

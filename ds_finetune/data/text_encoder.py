@@ -16,6 +16,11 @@ pieces: after letters, after digits, and between a sign and a digit. None of the
 sides of such a cut. White space is never cut from what is behind it, so what looks ahead sees the same. Pieces with an
 added token that would be cut stay whole.
 
+Consecutive texts of a document are encoded as continuations of each other (`encode_after`), since SentencePiece
+tokenizers put a space before a text that they encode alone. A token never has characters of two texts: where the
+tokenizer would merge the end of a prompt with the beginning of its answer, the prompt keeps the tokens that a server
+makes of it, and the answer begins with a token of its own.
+
 A row can bring a control token of its own, such as `<|eos|>`, in a text. By default it is tokenised as plain text, so
 that only the chat template writes real control tokens: `ControlTokens.protect` puts such texts in brackets, and
 `ControlTokens.ids` tokenises bracketed texts as plain text.
@@ -26,7 +31,8 @@ import json
 import re
 import unicodedata
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -56,6 +62,9 @@ _PIECES_PER_TEXT = 500
 """Pieces that are encoded as one text."""
 _LONGEST_KEPT = 32
 """Characters of a piece that is kept. Longer ones (a text without spaces) are seldom found again."""
+_CONTEXT, _CONTEXT_WITHOUT_ADDED = 64, 16
+"""Characters of the text before a text, on which its first tokens depend, and those where no added token is among
+them."""
 
 
 def text_encoder(tokenizer: PreTrainedTokenizerBase) -> "TextEncoder":
@@ -88,6 +97,11 @@ class TextEncoder:
             "|".join(re.escape(text) for text in contents if len(_PART.findall(text)) > 1) or "(?!)"
         )
         """Finds the added tokens that are not one part."""
+        longest_first = sorted(contents, key=len, reverse=True)
+        self._added = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._adds_space = any(_without_space(step) != step for step in chain(*_splitting_steps(core)))
+        self._is_cut_after_added = not self._adds_space and _has_plain_added_tokens(core)
+        """Whether a text has the same ids after an added token as alone."""
 
     @property
     def is_by_word(self) -> bool:
@@ -109,6 +123,46 @@ class TextEncoder:
         _forget(self._first, first)
         _forget(self._later, later | begins)
         return found
+
+    def encode_after(self, texts: Sequence[tuple[str, str]]) -> list[tuple[list[int], bool]]:
+        """For each pair of a text and the text before it: the ids of the first as the continuation of the second, and
+        whether a token of the two together would have characters of both.
+
+        The text before is empty at the start of a document.
+        """
+        contexts = [self._context(before) if text else "" for text, before in texts]
+        wanted = [*contexts, *(context + text for context, (text, _) in zip(contexts, texts, strict=True))]
+        distinct = list(dict.fromkeys(wanted))
+        ids = dict(zip(distinct, self.encode(distinct), strict=True))
+        found = []
+        for context, (text, _) in zip(contexts, texts, strict=True):
+            begin, both = ids[context], ids[context + text]
+            is_merged = both[: len(begin)] != begin
+            found.append((self._encode_inside(text) if is_merged else both[len(begin) :], is_merged))
+        return found
+
+    def _context(self, before: str) -> str:
+        """The end of a text on which the first tokens of the next one depend: from its last added token on, at most."""
+        end = before[-_CONTEXT:]
+        added = [match.span() for match in self._added.finditer(end)]
+        if not added:
+            return end[-_CONTEXT_WITHOUT_ADDED:]
+        start, stop = added[-1]
+        return "" if stop == len(end) and self._is_cut_after_added else end[start:]
+
+    def _encode_inside(self, text: str) -> list[int]:
+        """Ids of a text inside a longer one, of which it has its own tokens."""
+        if not self._adds_space:
+            return self.encode([text])[0]
+        return self._inside.encode(text, add_special_tokens=False).ids
+
+    @cached_property
+    def _inside(self) -> Tokenizer:
+        """The tokenizer without the step that puts a space before a text."""
+        written = json.loads(self._core.to_str())
+        for name in ("normalizer", "pre_tokenizer"):
+            written[name] = _without_space(written[name])
+        return Tokenizer.from_str(json.dumps(written))
 
     def _learn(self, later: Collection[str]) -> set[str]:
         """Add the ids of pieces with a space before them, each from those of its parts; the new first parts."""
@@ -177,11 +231,27 @@ def _digest(core: Tokenizer) -> str:
     """A digest of all that decides how a text becomes words and how words are merged, without vocabulary and merges."""
     model = core.model
     parts: list[object] = [
-        [_steps(json.loads(part.__getstate__())) if part else [] for part in (core.normalizer, core.pre_tokenizer)],
+        _splitting_steps(core),
         type(model).__name__,
         [getattr(model, name, None) for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")],
     ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _splitting_steps(core: Tokenizer) -> list[list[dict[str, Any]]]:
+    """The steps of the normalizer, and those of the pre-tokenizer."""
+    return [_steps(json.loads(part.__getstate__())) if part else [] for part in (core.normalizer, core.pre_tokenizer)]
+
+
+def _without_space(part: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A normalizer or pre-tokenizer, or one of its steps, that puts no space before a text; None if no step is left."""
+    if part is None or part["type"] == "Prepend":
+        return None
+    for steps in ("normalizers", "pretokenizers"):
+        if steps in part:
+            return {**part, steps: [step for inner in part[steps] if (step := _without_space(inner)) is not None]}
+    changes = {"Metaspace": {"prepend_scheme": "never"}, "ByteLevel": {"add_prefix_space": False}}
+    return part | changes.get(part["type"], {})
 
 
 def _steps(part: dict[str, Any]) -> list[dict[str, Any]]:
@@ -248,21 +318,32 @@ class ControlTokens:
         bracketed = f"{_OPEN}\\g<0>{_CLOSE}"
         return map_texts(conversation, lambda text, role: self._patterns[role].sub(bracketed, text)), "control_text"
 
-    def ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text without added special tokens, from one call of the tokenizer."""
-        pieces = [re.split(f"{_OPEN}(.*?){_CLOSE}", text) if _OPEN in text else [text] for text in texts]
-        # A template may cut a text between the two brackets of a token.
-        plain = [strip_brackets(piece) for parts in pieces for piece in parts[::2]]
-        distinct = list(dict.fromkeys(plain))
-        encoded = dict(zip(distinct, text_encoder(self._tokenizer).encode(distinct), strict=True))
-        found, at = [], 0
-        for parts in pieces:
-            pure = [encoded[text] for text in plain[at : at + len(parts[::2])]]
-            at += len(pure)
-            marked = [self._text_ids(part) for part in parts[1::2]]
-            # Each text is followed by the control token after it.
-            found.append([*chain(*chain(*zip(pure, marked, strict=False)), pure[-1])] if marked else pure[0])
-        return found
+    def ids(self, documents: Sequence[Sequence[str]]) -> list[list[tuple[list[int], bool]]]:
+        """Token ids of the consecutive texts of each document, from one call of the tokenizer, and whether it would
+        join the beginning of a text and the end of the text before it in one token.
+        """
+        plain: list[tuple[str, str]] = []
+        parts: list[list[list[str]]] = []
+        for texts in documents:
+            before = ""
+            parts.append([re.split(f"{_OPEN}(.*?){_CLOSE}", text) if _OPEN in text else [text] for text in texts])
+            for pieces in parts[-1]:
+                for number, piece in enumerate(pieces[::2]):
+                    # A template may cut a text between the two brackets of a token. Behind the characters of a control
+                    # token, transformers encodes a text as it does behind a line feed.
+                    plain.append((strip_brackets(piece), "\n" if number else before))
+                    before = plain[-1][0] or before
+                before = "\n" if len(pieces) > 1 and not pieces[-1] else before
+        encoded = iter(text_encoder(self._tokenizer).encode_after(plain))
+        return [[self._joined(pieces, encoded) for pieces in of_document] for of_document in parts]
+
+    def _joined(self, pieces: Sequence[str], encoded: Iterator[tuple[list[int], bool]]) -> tuple[list[int], bool]:
+        """Ids of a text of `pieces`, of which every other one is a control token; `encoded` has those of the others."""
+        ids, is_merged = next(encoded)
+        ids = list(ids)
+        for token in pieces[1::2]:
+            ids += self._text_ids(token) + next(encoded)[0]
+        return ids, is_merged
 
     def _text_ids(self, token: str) -> list[int]:
         """Ids of the characters of a control token.
