@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config.sections import DataConfig
-from ds_finetune.config.units import MIB
 from ds_finetune.console.phase_line import PhaseLine
 from ds_finetune.data.cache import ArrayParts, content_hash, find_damage, lock_folder, remove_damaged, write_folder
 from ds_finetune.data.classes import find_classes
@@ -42,9 +41,10 @@ from ds_finetune.data.documents import (
 from ds_finetune.data.files import ReadRecord
 from ds_finetune.data.mixture import Mixture
 from ds_finetune.data.prepared_rows import PreparedRows, one_unit_a_row, pack_units
+from ds_finetune.data.prompt_format import template_settings
 from ds_finetune.data.row_kind import DIALOGUE, RowKind
 from ds_finetune.data.row_report import check_columns, check_dropped_rows
-from ds_finetune.data.sample_tokens import RULES_VERSION, TemplateSettings
+from ds_finetune.data.sample_tokens import RULES_VERSION
 from ds_finetune.data.samples import check_layout_name
 from ds_finetune.data.sources import Source, estimate_rows, find_sources, read_or_errors
 from ds_finetune.data.text_encoder import text_encoder
@@ -158,8 +158,7 @@ def plan_tokenisation(
     _check_tokenizer(tokenizer, limits, kind)
     check_layout_name(config.layout, config.columns, kind)
     sources = find_sources(config.paths(purpose), purpose=purpose)
-    template = _chat_template(config, tokenizer)
-    settings = TemplateSettings(template, config.train_on, config.reasoning, config.control_tokens, config.separator)
+    settings = template_settings(config, tokenizer)
     if config.long_rows == "split" and (config.layout not in ("auto", "text") or kind.documents_per_unit):
         what = kind.description if kind.documents_per_unit else f"data.layout is {config.layout}"
         raise ConfigError(f"data.long_rows split is for plain text, and {what}", hint="use truncate or drop")
@@ -190,28 +189,6 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, limits: TokenLimits, ki
             f"the tokenizer has ids up to {largest} and the model a vocabulary of {limits.vocab_size}",
             hint="use the model's own tokenizer (model.tokenizer), or set model.resize_vocabulary: true to add rows",
         )
-
-
-def _chat_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    if config.template == "plain":
-        return None
-    if config.template == "auto":
-        template = tokenizer.chat_template
-        return template["default"] if isinstance(template, dict) else template
-    try:
-        with Path(config.template).open(encoding="utf-8") as file:
-            text = file.read(MIB + 1)
-    except FileNotFoundError:
-        raise ConfigError(
-            f"data.template `{config.template}` does not exist", hint="use auto, plain, or the path of a Jinja file"
-        ) from None
-    except (OSError, UnicodeDecodeError) as unreadable:
-        raise ConfigError(
-            f"data.template `{config.template}` cannot be read: {unreadable}", hint="name a Jinja file in UTF-8"
-        ) from None
-    if len(text) > MIB:
-        raise ConfigError(f"data.template `{config.template}` has more than 1 MiB", hint="name a Jinja file")
-    return text
 
 
 def _fingerprint(sources: Sequence[Source], tokenisation: Tokenisation) -> str:

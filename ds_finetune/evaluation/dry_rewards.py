@@ -10,12 +10,12 @@ from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config.rewards import RewardConfig
 from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.prompt_format import end_ids, template_settings, trained_ends
 from ds_finetune.data.prompts import ANSWER, check_records
 from ds_finetune.engine.sampling.answer_model import AnswerModel, check_cache
 from ds_finetune.engine.sampling.answers import PromptToSample
 from ds_finetune.engine.sampling.sampler import Drawing, PromptPart, sample_parts
 from ds_finetune.errors import ConfigError
-from ds_finetune.evaluation.evaluate import find_stop_ids
 from ds_finetune.export.load import check_generates
 from ds_finetune.export.safetensors_format import load_model
 from ds_finetune.model.build.skeleton import resolve_folder
@@ -90,7 +90,8 @@ class _RewardTrial:
         lm = load_model(folder, "")
         model, seed = AnswerModel(lm, lm.device), self.run.train.seed
         check_cache(model)
-        stops, vocabulary = find_stop_ids(lm, self.tokenizer), lm.config.get_text_config().vocab_size
+        trained = trained_ends(self.tokenizer, template_settings(self.run.data, self.tokenizer))
+        stops, vocabulary = end_ids(folder, lm.config, self.tokenizer, trained), lm.config.get_text_config().vocab_size
         texts = AnswerTexts(self.tokenizer, tuple(stops), vocabulary, self.run.rollout)
         numbers = range(min(most, len(self.rows)))
         prompts = [PromptToSample(number, self.rows.prompt_ids(number), key=0) for number in numbers]

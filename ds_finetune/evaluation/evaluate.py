@@ -10,13 +10,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config.sections import DataConfig
 from ds_finetune.config.units import share_text
 from ds_finetune.data.documents import Counts
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.prompt_format import end_ids, template_settings, trained_ends
 from ds_finetune.data.row_kind import DIALOGUE, RowKind
 from ds_finetune.data.row_report import row_notes
 from ds_finetune.data.tokenizer_files import load_tokenizer
@@ -332,7 +333,8 @@ def _score(
     scores = score_documents(model, documents, batch_tokens=request.batch_tokens, drafter=load_drafter(folder, model))
     if references is None or request.extract is None:
         return scores
-    limits = SamplingLimits(request.max_new_tokens, tuple(find_stop_ids(model, tokenizer)))
+    trained = trained_ends(tokenizer, template_settings(request.data, tokenizer))
+    limits = SamplingLimits(request.max_new_tokens, tuple(end_ids(folder, model.config, tokenizer, trained)))
     extract = EXTRACTORS[request.extract]
 
     def count_right(samples: int) -> list[int]:
@@ -348,10 +350,3 @@ def _score(
             torch.manual_seed(0)
             shares |= pass_shares(count_right(request.samples), samples=request.samples)
     return replace(scores, answers=shares)
-
-
-def find_stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids that end an answer: those of the model's generation config, and the tokenizer's eos token."""
-    configured = model.generation_config.eos_token_id
-    ids = configured if isinstance(configured, list) else [configured]
-    return sorted({int(number) for number in (*ids, tokenizer.eos_token_id) if number is not None})

@@ -8,7 +8,7 @@ first `base_layer` (_inject_parameters nests them).
 
 import errno
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ds_finetune.config.sections import LoraConfig
+from ds_finetune.export.model_config import write_files
 from ds_finetune.export.output_folder import as_output_errors, replaced_folder
 from ds_finetune.families.family import Family
 from ds_finetune.model.adapters.lora import Factors
@@ -49,6 +50,10 @@ class AdapterBase:
     """Weights of a classifier's head by name, which are trained whole."""
     classifier_config: Mapping[str, Any] = field(default_factory=dict)
     """The config.json of a classifier, without which the names of its classes are unknown; empty for other models."""
+    files: Sequence[Path] = ()
+    """Files of tokenizer and generation that are copied: the base's own may end and render answers otherwise."""
+    texts: Mapping[str, str] = field(default_factory=dict)
+    """Further such files as text, by name, in place of copies of the same names."""
 
 
 def write_adapter(factors: Mapping[str, Factors], lora: LoraConfig, out: Path, base: AdapterBase) -> None:
@@ -65,6 +70,7 @@ def write_adapter(factors: Mapping[str, Factors], lora: LoraConfig, out: Path, b
         if base.classifier_config:
             text = json.dumps(base.classifier_config, indent=2, ensure_ascii=False)
             (partial / MODEL_CONFIG).write_text(text + "\n", encoding="utf-8")
+        write_files(partial, base.files, base.texts)
 
 
 def write_weights(tensors: dict[str, torch.Tensor], folder: Path, base_digest: str) -> None:

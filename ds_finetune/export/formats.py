@@ -276,7 +276,8 @@ ADAPTER = ExportFormat(
     weights=("adapter_model.safetensors",),
     read_by="vLLM and SGLang",
     uses=(
-        "vllm serve MODEL --enable-lora --max-lora-rank 16 --lora-modules NAME=OUT",
+        "vllm serve MODEL --enable-lora --max-lora-rank 16 --lora-modules NAME=OUT --tokenizer OUT "
+        "--generation-config OUT",
         "python -m sglang.launch_server --model-path MODEL --lora-paths NAME=OUT",
     ),
     dtypes=("fp32", "bf16", "fp16"),

@@ -3,13 +3,14 @@
 import json
 import shutil
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from ds_finetune.config.units import GIB
+from ds_finetune.data.prompt_format import GENERATION
 from ds_finetune.errors import ExportError, OutputError
 from ds_finetune.export.base_folder import BaseFolder
 from ds_finetune.export.convert import Conversion, num_workers
@@ -29,7 +30,7 @@ from ds_finetune.model.quantised.fp8 import FP8 as FP8_DTYPE
 from ds_finetune.model.weights.names import published_names
 from ds_finetune.system.disk import nearest_existing
 
-COPIED_FILES = ("generation_config.json", *TOKENIZER_FILES)
+COPIED_FILES = (GENERATION, *TOKENIZER_FILES)
 """Files that are copied beside the weights, where they exist."""
 FP8 = "fp8"
 """Linear weights in FP8 blocks as DeepSeek-V3 publishes them, the others in bf16."""
@@ -138,12 +139,21 @@ def _config_file(folders: tuple[Path, ...]) -> Path:
     return file
 
 
-def _first(folders: tuple[Path, ...], name: str) -> Path | None:
+def beside_weights(folders: Sequence[Path]) -> list[Path]:
+    """The generation_config.json and the tokenizer's files of `folders`, each of the first folder that has one: files
+    of two tokenizers do not fit together.
+    """
+    generation = _first(folders, GENERATION)
+    of_tokenizers = ([folder / name for name in TOKENIZER_FILES if (folder / name).is_file()] for folder in folders)
+    return [*([generation] if generation else []), *next(filter(None, of_tokenizers), [])]
+
+
+def _first(folders: Sequence[Path], name: str) -> Path | None:
     return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 
 def _parts(folders: tuple[Path, ...], spec: ModelSpec, opened: OpenedSource, dtype: str) -> FolderParts:
-    file, copied = _config_file(folders), (_first(folders, name) for name in COPIED_FILES)
+    file = _config_file(folders)
     config = json.loads(file.read_text(encoding="utf-8"))
     if dtype == FP8:
         writable_section(config, file)
@@ -154,9 +164,8 @@ def _parts(folders: tuple[Path, ...], spec: ModelSpec, opened: OpenedSource, dty
         architecture=spec.architecture,
         dtype=plain,
         is_fp8=dtype == FP8,
-        files=tuple(file for file in copied if file is not None),
+        files=tuple(beside_weights((opened.trained, *folders) if opened.trained else folders)),
         record=opened.record or _record_without_logits(file.parent, opened, plain),
-        texts=dict(opened.texts),
     )
 
 

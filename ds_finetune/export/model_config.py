@@ -10,6 +10,7 @@ from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from ds_finetune.families.family import Family, layer_of
 from ds_finetune.families.parameters import published_layers
+from ds_finetune.model.build.hub_folder import check_inside, copy_model_file
 from ds_finetune.model.mtp import PREDICTION_LAYERS
 
 CODE = "auto_map"
@@ -60,6 +61,20 @@ def served_tokenizer(file: Path) -> str | None:
     if not config or tokenizer_class_from_name(str(config.get("tokenizer_class"))) is None:
         return None
     return json.dumps({key: value for key, value in config.items() if key != CODE}, indent=2, ensure_ascii=False) + "\n"
+
+
+def write_files(folder: Path, files: Iterable[Path], texts: Mapping[str, str]) -> None:
+    """Write copies of tokenizer and generation `files` to `folder`, without code that a tokenizer_config.json names,
+    and `texts` by name, in place of copies of the same names.
+    """
+    for file in (file for file in files if file.name not in texts):
+        text = served_tokenizer(check_inside(file)) if file.name == TOKENIZER_CONFIG else None
+        if text is None:
+            copy_model_file(file, folder / file.name)
+        else:
+            (folder / file.name).write_text(text, encoding="utf-8")
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def config_changes(config: Mapping[str, Any], files: Iterable[Path], keys: Collection[str]) -> list[str]:

@@ -18,13 +18,13 @@ import torch
 
 from ds_finetune.console.phase_line import PhaseLine
 from ds_finetune.errors import ExportError, OutputError
-from ds_finetune.export.model_config import TOKENIZER_CONFIG, served_config, served_tokenizer
+from ds_finetune.export.model_config import served_config, write_files
 from ds_finetune.export.output_folder import as_output_errors, replaced_folder
 from ds_finetune.export.shards import HubTensor, ShardWriter, plan_shards
 from ds_finetune.export.verify.record import ExportRecord
 from ds_finetune.families.family import Family
 from ds_finetune.model.build.dtypes import dtype_name
-from ds_finetune.model.build.hub_folder import HubFolder, check_inside, copy_model_file
+from ds_finetune.model.build.hub_folder import HubFolder
 from ds_finetune.model.loss.score_config import is_classifier
 from ds_finetune.model.quantised.fp8 import BYTE_SCALE, FP8, QUANTIZATION_CONFIG, is_quantised
 from ds_finetune.model.quantised.quantisation import EXPERT_DTYPE, FP4
@@ -280,11 +280,4 @@ def _write_config_and_files(folder: Path, parts: FolderParts, tensors: Collectio
         if any(parts.in_fp4(tensor.key) for tensor in tensors):
             config[EXPERT_DTYPE] = FP4
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    for file in parts.files:
-        text = served_tokenizer(check_inside(file)) if file.name == TOKENIZER_CONFIG else None
-        if text is None:
-            copy_model_file(file, folder / file.name)
-        else:
-            (folder / file.name).write_text(text, encoding="utf-8")
-    for name, text in parts.texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
+    write_files(folder, parts.files, parts.texts)

@@ -18,7 +18,8 @@ from ds_finetune.errors import ExportError
 from ds_finetune.export.adapter import CONFIG, KEY_PREFIX, write_weights
 from ds_finetune.export.file_record import verify_files, write_file_record
 from ds_finetune.export.formats import ADAPTER, ExportOptions, ExportResult
-from ds_finetune.export.from_checkpoint import check_free_space
+from ds_finetune.export.from_checkpoint import beside_weights, check_free_space
+from ds_finetune.export.model_config import write_files
 from ds_finetune.export.output_folder import as_output_errors, check_out_empty, replaced_folder
 from ds_finetune.export.readers.adapter import PeftAdapter
 from ds_finetune.export.readers.sources import is_peft_adapter, open_adapter
@@ -70,6 +71,7 @@ def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
             **{"target_parameters": None, "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {}},
         }
         (partial / CONFIG).write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+        write_files(partial, beside_weights((folder,)), {})
         write_file_record(partial, {"format": _FORMAT, "dtype": options.dtype, "rank": rank})
     lines = (f"{len(tensors)} tensors of {', '.join(modules)}, which {VLLM} looks up",)
     return ExportResult(

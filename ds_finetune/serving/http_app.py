@@ -36,9 +36,10 @@ from transformers.cli.serving.utils import Modality
 
 from ds_finetune.config.units import MIB
 from ds_finetune.data.chat_template import TemplateLimits
+from ds_finetune.data.prompt_format import end_ids
+from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ConfigError
 from ds_finetune.export.formats import format_of
-from ds_finetune.foreign.auto_configs import AutoTokenizer
 from ds_finetune.foreign.guard import Foreign
 from ds_finetune.serving.generation import AnswerState, GenerationStopper, QueueLimits, RequestQueue, stop_position
 from ds_finetune.serving.http_guard import BoundedProtocol, HostCheck, HostRules
@@ -76,6 +77,7 @@ class ServedModel(ModelManager):
         self.model, self.tokenizer = self.load_model_and_processor(self.process_model_name(str(folder)))
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         self.context: int | None = limit
+        self.model.generation_config.eos_token_id = end_ids(self._folder, self.model.config, self.tokenizer)
 
     def _load_model(self, name: str, *_: Any, **__: Any) -> PreTrainedModel:  # noqa: ANN401 - of transformers
         """Load the model of the folder.
@@ -91,7 +93,7 @@ class ServedModel(ModelManager):
         return model
 
     def _load_processor(self, name: str, *_: Any, **__: Any) -> PreTrainedTokenizerBase:  # noqa: ANN401 - as above
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
+        tokenizer = load_tokenizer(str(self._folder))
         for name, changed in (("parse_response", _parse_or_text), ("apply_chat_template", _within_limits)):
             setattr(tokenizer, name, changed(tokenizer))
         return tokenizer

@@ -20,11 +20,13 @@ def ask(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) -> l
     """Greedy answers of the model in `folder` to prompts, which its chat template renders where it has one."""
     import torch
 
+    from ds_finetune.data.prompt_format import end_ids
     from ds_finetune.data.tokenizer_files import load_tokenizer
     from ds_finetune.export.load import load_exported
 
     model = load_exported(folder)
     tokenizer = load_tokenizer(str(folder))
+    model.generation_config.eos_token_id = end_ids(folder, model.config, tokenizer)
     answers = []
     for prompt in prompts:
         if tokenizer.chat_template:
@@ -76,11 +78,12 @@ class ChatSession:
     """A model, its tokenizer and the messages so far; ExportError where the tokenizer has no chat template."""
 
     def __init__(self, folder: Path, *, max_new_tokens: int) -> None:
+        from ds_finetune.data.prompt_format import end_ids
+        from ds_finetune.data.tokenizer_files import load_tokenizer
         from ds_finetune.export.load import load_exported
-        from ds_finetune.foreign.auto_configs import AutoTokenizer
 
-        self._model = load_exported(folder)
-        self._tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        self._model, self._tokenizer = load_exported(folder), load_tokenizer(str(folder))
+        self._model.generation_config.eos_token_id = end_ids(folder, self._model.config, self._tokenizer)
         if not self._tokenizer.chat_template:
             raise ExportError(
                 f"the tokenizer of `{folder}` has no chat template",

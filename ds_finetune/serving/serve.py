@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
 
+from ds_finetune.data.prompt_format import GENERATION
 from ds_finetune.errors import ServeError
 from ds_finetune.export.classifiers import holds_classifier
 from ds_finetune.export.formats import format_of, formats
@@ -202,6 +203,9 @@ def _adapter_arguments(options: ServeOptions, folder: Path, cache: str) -> list[
     out = Path(cache) / "adapter"
     ADAPTER.load().write(options.adapter, out, ADAPTER.resolved(ExportOptions(base=folder)))
     given = ["--lora-modules", f"{options.adapter}={out}"]
+    # Both models of the server then render prompts and end answers as the adapter was trained.
+    given += ["--tokenizer", str(out)] if (out / "tokenizer_config.json").is_file() else []
+    given += ["--generation-config", str(out)] if (out / GENERATION).is_file() else []
     return ["--enable-lora", "--max-lora-rank", str(served_rank(out)), *given]
 
 

@@ -10,6 +10,7 @@ import torch
 
 from ds_finetune.config.units import parse_bytes
 from ds_finetune.console.phase_line import Say
+from ds_finetune.data.prompt_format import GENERATION, served_generation
 from ds_finetune.data.record_layouts import LabelledText
 from ds_finetune.data.units import encode_labelled
 from ds_finetune.engine.engine import Engine
@@ -56,7 +57,6 @@ from ds_finetune.system.free_memory import available_bytes
 from ds_finetune.trainer.inputs import RunInputs
 from ds_finetune.trainer.prepare import PreparedRun
 
-GENERATION = "generation_config.json"
 _LONGEST = 2 * PROMPT_TOKENS
 """Maximum number of tokens of a text whose scores are recorded."""
 
@@ -174,7 +174,7 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int | None) -> 
     keys = [*trained, *(tensor.key for copied in parts.base_tensors for tensor in copied.tensors)]
     notes = [*notes, *config_changes(parts.config, parts.files, keys)]
     beside = None if step is None else out.with_name(out.name.replace("export", "adapter"))
-    factors = _write_adapters(run, engine, beside)
+    factors = _write_adapters(run, engine, beside, parts)
     in_four_bit = {f"{name}.weight" for name in model.quantised}
     tensors = engine.tensors()
     if in_four_bit:
@@ -206,7 +206,7 @@ def _folder_parts(run: PreparedRun, engine: Engine, tokenizer: ClassifierTokeniz
     )
 
 
-def _write_adapters(run: PreparedRun, engine: Engine, out: Path | None) -> dict[str, Factors]:
+def _write_adapters(run: PreparedRun, engine: Engine, out: Path | None, parts: FolderParts) -> dict[str, Factors]:
     """Write adapters to `out`, unless it is None, and return them by the weight they adapt: all of them on rank zero,
     nothing on others.
     """
@@ -224,20 +224,23 @@ def _write_adapters(run: PreparedRun, engine: Engine, out: Path | None) -> dict[
             family=family_of(inputs.hf_config.model_type),
             head=head,
             classifier_config=inputs.config_tree if head else {},
+            files=parts.files,
+            texts=parts.texts,
         )
         write_adapter(factors, lora, out, base)
     return factors
 
 
 def adapt_tokenizer(run: PreparedRun) -> ClassifierTokenizer:
-    """The tokenizer files of a run's export that differ from those of the run; none of a language model's.
+    """The files beside the weights of a run's export that differ from those of the run: of a language model those with
+    the ids that end an answer, of a classifier those of its tokenizer.
 
     An encoder's tokenizer is the one of training. A reward model of dialogues scores what the chat template renders,
     which needs no further tokens.
     """
     inputs = run.inputs
     if inputs.model.task == "causal_lm":
-        return ClassifierTokenizer({})
+        return ClassifierTokenizer(served_generation(inputs.folder, inputs.hf_config, inputs.stop_ids))
     files = {
         name: path for name in TOKENIZER_FILES if "/" not in name and (path := inputs.tokenizer_folder / name).is_file()
     }

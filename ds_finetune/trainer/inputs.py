@@ -15,6 +15,7 @@ from ds_finetune.config.schedule import Duration
 from ds_finetune.data.classes import find_classes
 from ds_finetune.data.prepare import prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.prompt_format import end_ids, template_settings, trained_ends
 from ds_finetune.data.prompts import check_records
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.row_report import row_notes
@@ -58,6 +59,8 @@ class RunInputs:
     """Digest of the weights of the teacher of a distillation."""
     base: str = ""
     """Digest of the weights that adapters are trained on, or that the reference model has; empty where neither is."""
+    trained_ends: tuple[int, ...] = ()
+    """Ids with which rows teach the model to end an answer."""
     notes: tuple[str, ...] = ()
     """Lines about the data for people, shown at the start."""
 
@@ -86,10 +89,8 @@ class RunInputs:
 
     @property
     def stop_ids(self) -> list[int]:
-        """Ids that end an answer: the model's and the tokenizer's end of sequence."""
-        given = self.hf_config.eos_token_id
-        ids = list(given) if isinstance(given, list) else [given]
-        return sorted({int(i) for i in (*ids, self.tokenizer.eos_token_id) if i is not None})
+        """Ids that end an answer of this model, also in its export."""
+        return end_ids(self.folder, self.hf_config, self.tokenizer, self.trained_ends)
 
     def data_notes(self) -> Iterator[str]:
         """Lines that a user should read about the rows before they are trained."""
@@ -143,6 +144,9 @@ def read_inputs(run: RunSettings, model: ModelPlan) -> RunInputs:
         scores=scores,
         teacher=teacher_digest(model, scores),
         base=weights_digest(folder) if _has_base(model) else "",
+        trained_ends=trained_ends(tokenizer, template_settings(run.data, tokenizer))
+        if model.task == "causal_lm" and kind.name != "text"
+        else (),
         notes=(*train.notes, *held_out_notes),
     )
 

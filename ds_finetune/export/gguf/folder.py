@@ -11,6 +11,7 @@ import xxhash
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ds_finetune.console.phase_line import count_parts
+from ds_finetune.data.prompt_format import end_ids
 from ds_finetune.errors import ExportError, VerificationError
 from ds_finetune.export.file_record import Runs, verify_files, write_file_record
 from ds_finetune.export.formats import GGUF, ExportOptions, ExportResult
@@ -18,6 +19,7 @@ from ds_finetune.export.from_checkpoint import check_free_space
 from ds_finetune.export.gguf.gguf_tensors import KINDS, GgufTensor, gguf_tensors
 from ds_finetune.export.gguf.llama_template import check_template
 from ds_finetune.export.gguf.llama_tokenizer import add_tokenizer, splitting
+from ds_finetune.export.gguf.modelfile import modelfile
 from ds_finetune.export.gguf.settings import add_settings, check_settings, notes_on
 from ds_finetune.export.output_folder import as_output_errors, check_out_empty, replaced_folder
 from ds_finetune.export.plain_source import plain_folder, plain_model
@@ -40,8 +42,8 @@ def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
     check_out_empty(out)
     name = f"{out.name}.gguf"
     with plain_folder(source, out, options.base) as folder, replaced_folder(out) as partial, as_output_errors(partial):
-        places, notes = _write_file(source, folder, partial / name, options)
-        (partial / "Modelfile").write_text(f"FROM ./{name}\n", encoding="utf-8")
+        places, notes, text = _write_file(source, folder, partial / name, options)
+        (partial / "Modelfile").write_text(text, encoding="utf-8")
         write_file_record(partial, {"format": _FORMAT, "dtype": options.dtype, "tensors": places})
     lines = (f"{len(places)} tensors were read back as written",)
     return ExportResult(
@@ -84,9 +86,9 @@ def check_model(
 
 def _write_file(
     source: Path, folder: Path, file: Path, options: ExportOptions
-) -> tuple[dict[str, tuple[int, int]], list[str]]:
+) -> tuple[dict[str, tuple[int, int]], list[str], str]:
     """Write the model of `folder`, which `source` was exported to, to `file`; first byte and end of each tensor by
-    name, and notes.
+    name, notes, and the text of a Modelfile.
     """
     model, hub = plain_model(folder, lambda config: check_model(config, is_classifier=is_classifier(config)))
     config, family = model.config, family_of(model.config.model_type)
@@ -100,7 +102,7 @@ def _write_file(
     writer.add_file_type(gguf.LlamaFileType[f"{prefix}_{options.dtype.upper()}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_settings(writer, config, family)
-    add_tokenizer(writer, folder, config.vocab_size, source)
+    tokenizer = add_tokenizer(writer, folder, config, source)
     for tensor in tensors:
         # The writer reads the dtype of an array only where it is not told ggml's type.
         fp32 = np.dtype(np.float32)
@@ -109,7 +111,8 @@ def _write_file(
         places = _write_tensors(writer, file, tensors, hub)
     finally:
         writer.close()
-    return places, [*_notes(tensors, hub, options.dtype), *notes_on(config)]
+    text, more = modelfile(file.name, tokenizer, end_ids(folder, config, tokenizer))
+    return places, [*_notes(tensors, hub, options.dtype), *notes_on(config), *more], text
 
 
 def _write_tensors(

@@ -2,19 +2,19 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import gguf
 from gguf import TokenType as Type
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from ds_finetune.data.prompt_format import end_ids
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ExportError
 from ds_finetune.export.gguf.llama_template import check_template
-from ds_finetune.model.build.hub_folder import check_inside
 
 _PROBE = (
     "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n\U0001f680 (normal) \U0001f636‍\U0001f32b️ (multiple emojis "
@@ -70,13 +70,15 @@ def splitting(tokenizer: PreTrainedTokenizerBase) -> str | None:
     )
 
 
-def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int, source: Path) -> None:
-    """Add the tokenizer of `folder`, which `source` was exported to, to `writer`, for a model of `vocab_size` tokens.
+def add_tokenizer(
+    writer: gguf.GGUFWriter, folder: Path, config: PretrainedConfig, source: Path
+) -> PreTrainedTokenizerBase:
+    """Add the tokenizer of `folder`, which `source` was exported to, to `writer`, for a model of `config`; returns it.
 
     DataError where the folder has none; ExportError as of `splitting` and `check_template`, and where it has more
     tokens than the model.
     """
-    tokenizer = load_tokenizer(str(folder))
+    tokenizer, vocab_size = load_tokenizer(str(folder)), int(config.vocab_size)
     tokenizer.name_or_path = str(source)
     check_template(tokenizer)
     rules, tree = splitting(tokenizer), json.loads(tokenizer.backend_tokenizer.to_str())
@@ -103,7 +105,8 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int, source
     pairs = zip(tokens, types, strict=True)
     writer.add_token_list([text.replace("▁", " ") if kind == Type.USER_DEFINED else text for text, kind in pairs])
     writer.add_token_types(types)
-    _add_special(writer, tokenizer, folder)
+    _add_special(writer, tokenizer, end_ids(folder, config, tokenizer))
+    return tokenizer
 
 
 def _type_of(text: str | None, added: Mapping[str, Any] | None, core: Mapping[str, Any]) -> Type:
@@ -118,12 +121,13 @@ def _type_of(text: str | None, added: Mapping[str, Any] | None, core: Mapping[st
     return Type.BYTE if core["byte_fallback"] and re.match(r"^<0x[0-9A-F]{2}>$", text) else Type.NORMAL
 
 
-def _add_special(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Special ids, whether the tokenizer adds them to a text, and the chat template, which is only text."""
+def _add_special(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> None:
+    """Special ids, whether the tokenizer adds them to a text, and the chat template, which is only text.
+
+    llama.cpp ends an answer at the tokens `eos`, `eot` and `eom`, and at those whose text it knows as an end.
+    """
     ids = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk", "pad")}
-    file = folder / "generation_config.json"
-    ends = json.loads(check_inside(file).read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
-    others = [number for number in (ends if isinstance(ends, list) else []) if number != tokenizer.eos_token_id]
+    others = [number for number in ends if number != tokenizer.eos_token_id]
     for name, number in {**ids, **dict(zip(("eot", "eom"), others, strict=False))}.items():
         if number is not None:
             getattr(writer, f"add_{name}_token_id")(number)

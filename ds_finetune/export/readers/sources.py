@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -97,8 +97,8 @@ class OpenedSource:
     source: TensorSource
     folders: tuple[Path, ...]
     """Folders that are searched in this order for config.json and tokenizer files."""
-    texts: Mapping[str, str] = field(default_factory=dict)
-    """Further files as text, by name."""
+    trained: Path | None = None
+    """The folder with tokenizer and generation_config.json as the run exports them, whatever --base has."""
     record: ExportRecord | None = None
     """The record of the run's own export of the same weights, where there is one."""
     hub: HubFolder | None = None
@@ -148,7 +148,13 @@ def open_checkpoint(path: Path, base: Path | None) -> OpenedSource:
         is_own = changed or holds_classifier(folder / BASE)
         record = _record_of_run(folder)
         return OpenedSource(
-            source, (folder / BASE,), record=record, base=trained_from, why_no_base=why, has_own_config=is_own
+            source,
+            (folder / BASE,),
+            trained=folder / BASE,
+            record=record,
+            base=trained_from,
+            why_no_base=why,
+            has_own_config=is_own,
         )
     lora, dtype = LoraConfig.model_validate(state.config["lora"]), PRECISION_DTYPES[state.config["train"]["precision"]]
 
@@ -269,7 +275,7 @@ def _open_merged(base: Path, adapters: _Adapters, *, beside: Path, label: str) -
         whole=adapters.whole,
         without=without,
     )
-    return OpenedSource(source, (beside, base), hub=hub, base=base, has_own_config=is_own)
+    return OpenedSource(source, (beside, base), trained=beside, hub=hub, base=base, has_own_config=is_own)
 
 
 def is_peft_adapter(path: Path) -> bool:

@@ -25,7 +25,10 @@ def main() -> None:
     if len(sys.argv) > 3:
         params.use_jinja, params.chat_template = True, sys.argv[3]
     server = Server(params)
-    answers = [server.handle_completions(request) for request in json.load(sys.stdin)]
+    answers = [
+        (server.handle_chat_completions if "messages" in request else server.handle_completions)(request)
+        for request in json.load(sys.stdin)
+    ]
     Path(sys.argv[2]).write_text(json.dumps(answers), encoding="utf-8")
 
 
