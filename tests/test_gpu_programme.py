@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench.gpu.table import tables
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -24,7 +25,6 @@ from bench.gpu.models import DEEPSEEK_V2_LITE, QWEN2_1B, QWEN2_7B
 from bench.gpu.results import Recorder, ResultFile, SkippedError, check_limit
 from bench.gpu.slices import SLICES, Part, Slice
 from bench.gpu.supervise import note_end, run_part, run_slice
-from bench.gpu.table import tables
 from bench.gpu.throughput import THROUGHPUT, layers_that_fit, state_on_host
 from bench.gpu.training import BY_DOCUMENT, TrainingRun, flops_per_token
 from ds_finetune.api import plan_run

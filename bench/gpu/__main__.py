@@ -4,10 +4,11 @@ import argparse
 import sys
 from pathlib import Path
 
+from bench.gpu.table import tables
+
 from bench.gpu.machine import device
 from bench.gpu.slices import SLICES
 from bench.gpu.supervise import run_part, run_slice
-from bench.gpu.table import tables
 
 
 def main(arguments: list[str] | None = None) -> int:

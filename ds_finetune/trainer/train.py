@@ -139,7 +139,9 @@ def _train_and_export(
     resume_point = find_resume_point(run, say)
     check_not_past_end(resume_point, steps=run.schedule.steps, duration=run.config.train.duration)
     if (finished := finished_before(run, resume_point)) is not None:
-        say(f"the run is finished: {run.output_dir} has its last step {finished.last.step} and what it exports")
+        say(
+            f"the run is finished: {run.output_dir} has its last step, {resume_point.progress.step}, and what it exports"
+        )
         return finished
     reference = find_reference(run)
     keeps_start = run.model.objective.reference_is_start
@@ -171,14 +173,16 @@ def _train_and_export(
 def finished_before(run: PreparedRun, point: ResumePoint) -> Report | None:
     """The report of a run that an earlier start finished; None where steps or the export are left. Collective."""
     last, status = saved_record(point), RunStatus.read(run.output_dir)
-    is_last = last is not None and (
-        last.step == run.schedule.steps or ended_early(point, patience=run.config.eval.patience)
-    )
     export, page = run.output_dir / "export", run.output_dir / PAGE
     exports = (export,) if export.is_dir() else ()
-    is_finished = is_last and status is not None and (status.state, status.step) == ("finished", last.step)
+    is_finished = (
+        last is not None
+        and (last.step == run.schedule.steps or ended_early(point, patience=run.config.eval.patience))
+        and status is not None
+        and (status.state, status.step) == ("finished", last.step)
+    )
     # The folder of rank zero decides, since other hosts may have a folder of their own.
-    if last is None or not all_gather_object(is_finished and bool(exports or not run.config.export.at_end))[0]:
+    if not all_gather_object(is_finished and bool(exports or not run.config.export.at_end))[0]:
         return None
     if point.lock is not None:
         point.lock.close()
