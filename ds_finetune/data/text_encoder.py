@@ -251,7 +251,7 @@ def _without_space(part: dict[str, Any] | None) -> dict[str, Any] | None:
         if steps in part:
             return {**part, steps: [step for inner in part[steps] if (step := _without_space(inner)) is not None]}
     changes = {"Metaspace": {"prepend_scheme": "never"}, "ByteLevel": {"add_prefix_space": False}}
-    return part | changes.get(part["type"], {})
+    return {**part, **changes.get(part["type"], {})}
 
 
 def _steps(part: dict[str, Any]) -> list[dict[str, Any]]:

@@ -139,9 +139,8 @@ def _train_and_export(
     resume_point = find_resume_point(run, say)
     check_not_past_end(resume_point, steps=run.schedule.steps, duration=run.config.train.duration)
     if (finished := finished_before(run, resume_point)) is not None:
-        say(
-            f"the run is finished: {run.output_dir} has its last step, {resume_point.progress.step}, and what it exports"
-        )
+        step = resume_point.progress.step
+        say(f"the run is finished: {run.output_dir} has its last step, {step}, and what it exports")
         return finished
     reference = find_reference(run)
     keeps_start = run.model.objective.reference_is_start

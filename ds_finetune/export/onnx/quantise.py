@@ -54,8 +54,8 @@ def own_reference(folder: Path, reference: Reference) -> Reference:
     model = OnnxCausalLM.from_pretrained(folder, is_mapped=True)
     cases = tuple(with_logits(case, model) for case in reference.cases[2::2])
     _, logits = generate_tokens(model, reference.tokens)
-    new = {"leads": leads_of(logits), "chosen": logits.argmax(dim=-1).numpy()}
-    return replace(reference, cases=cases, **new, program="itself when it was exported")
+    leads, chosen = leads_of(logits), logits.argmax(dim=-1).numpy()
+    return replace(reference, cases=cases, leads=leads, chosen=chosen, program="itself when it was exported")
 
 
 def _quantise(folder: Path, bits: int, inline_bytes: int) -> Path:
