@@ -250,7 +250,10 @@ def _without_space(part: dict[str, Any] | None) -> dict[str, Any] | None:
     for steps in ("normalizers", "pretokenizers"):
         if steps in part:
             return {**part, steps: [step for inner in part[steps] if (step := _without_space(inner)) is not None]}
-    changes = {"Metaspace": {"prepend_scheme": "never"}, "ByteLevel": {"add_prefix_space": False}}
+    changes: dict[str, dict[str, Any]] = {
+        "Metaspace": {"prepend_scheme": "never"},
+        "ByteLevel": {"add_prefix_space": False},
+    }
     return {**part, **changes.get(part["type"], {})}
 
 
