@@ -2,17 +2,22 @@
 
 import os
 import platform
+import shutil
 import statistics
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from torch.nn import functional
 
+from bench.gpu.results import Recorder, SkippedError
 from ds_finetune.config.units import GIB
 
 _PACKAGES = ("torch", "transformers", "deepspeed", "liger-kernel", "bitsandbytes", "triton", "peft")
@@ -50,22 +55,31 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def count_kernels(work: Callable[[], object]) -> int | None:
-    """Kernels that `work` starts on the GPU; None on a CPU."""
-    if device().type == "cpu":
-        return None
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        work()
-        torch.cuda.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+def machine(recorder: Recorder, folder: Path, *, is_tiny: bool) -> None:
+    """GPU, versions and compilers, and what the GPU reaches in a plain product, which no other number exceeds."""
+    found = describe()
+    with recorder.record("versions") as values:
+        values |= {"python": found["python"], **found["versions"]}
+    with recorder.record("device") as values:
+        values |= {name: value for name, value in found.items() if name not in ("python", "versions")}
+        if device().type == "cpu":
+            raise SkippedError("no GPU")
+        values["kernels of torch"] = torch.cuda.get_arch_list()
+        values["TORCH_CUDA_ARCH_LIST"] = os.environ.get("TORCH_CUDA_ARCH_LIST", "not set")
+        assert values["TORCH_CUDA_ARCH_LIST"] == found["capability"], "set it to the capability of this GPU"
+    with recorder.record("compilers") as values:
+        values |= {name: shutil.which(name) or "none" for name in ("nvcc", "g++", "ninja")}
+    size = 64 if is_tiny else 8192
+    with recorder.record(f"bf16 product of {size} x {size} x {size}") as values:
+        one, other = (torch.randn(size, size, device=device(), dtype=torch.bfloat16) for _ in range(2))
+        seconds = median_seconds(lambda: functional.linear(one, other), repeats=20)
+        values["TFLOP/s"] = 2 * size**3 / seconds / 1e12
 
 
 @contextmanager
-def count_waits() -> Iterator[list[int]]:
-    """While this is open, operations that wait for the GPU are counted; the number is appended at the end, but on a
-    CPU.
-    """
-    found: list[int] = []
+def waits_for_gpu() -> Iterator[Counter[str]]:
+    """While this is open, operations that wait for the GPU are counted by the place that asked; none on a CPU."""
+    found = Counter[str]()
     if device().type == "cpu":
         yield found
         return
@@ -76,7 +90,11 @@ def count_waits() -> Iterator[list[int]]:
             yield found
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    found.append(sum("synchroniz" in str(warning.message) for warning in caught))
+    found.update(
+        f"{'/'.join(Path(each.filename).parts[-3:])}:{each.lineno}"
+        for each in caught
+        if "synchroniz" in str(each.message)
+    )
 
 
 def median_seconds(work: Callable[[], object], *, repeats: int) -> float:

@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,43 +20,23 @@ from bench.gpu.models import (
     write_texts,
     write_weights,
 )
-from bench.gpu.results import Recorder, SkippedError
+from bench.gpu.results import Recorder
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.observers.performance import peak_flops
-from ds_finetune.plan.estimate.activation_memory import activation_bytes
 from ds_finetune.plan.model_shape import Shape
 
 _TINY_TOKENS = 48
 _WARM_STEPS = 2
 """Steps whose times do not count: kernels are chosen, and memory is taken."""
 Sections = Mapping[str, Any]
-BY_DOCUMENT: Sections = {"attention": "by_document"}
 OPTIMIZER_ON_HOST: Sections = {"deepspeed": "ds_configs/zero2_offload.json"}
 
 
-_ON_HOST = {"device": "cpu", "pin_memory": True}
-ZENFLOW: Sections = {
-    "deepspeed": {
-        "zero_optimization": {
-            "stage": 2,
-            "offload_optimizer": _ON_HOST,
-            "zenflow": {"select_strategy": "step", "select_interval": 16, "update_interval": 4},
-        }
-    },
-    "inexact": ["zenflow"],
-}
-SUPEROFFLOAD: Sections = {
-    "deepspeed": {"zero_optimization": {"stage": 3, "offload_optimizer": {**_ON_HOST, "super_offload": True}}},
-    "inexact": ["superoffload"],
-}
-"""Both save no checkpoints (docs/how-to/inexact-options.md)."""
-
-
-def deepspeed(*, stage: int, has_torch_adam: bool = False) -> Sections:
-    """The section `deepspeed`; torch's AdamW needs no compiler."""
+def deepspeed(*, stage: int, has_torch_adam: bool = False, **zero: bool) -> Sections:
+    """The section `deepspeed`, with further keys of ZeRO; torch's AdamW needs no compiler."""
     optimizer = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}} if has_torch_adam else {}
-    return {"deepspeed": {"zero_optimization": {"stage": stage}, **optimizer}}
+    return {"deepspeed": {"zero_optimization": {"stage": stage, **zero}, **optimizer}}
 
 
 @dataclass(frozen=True)
@@ -76,16 +55,6 @@ class TrainingRun:
     """Further sections of the run file."""
     model_section: Sections | None = None
     """Further keys of its section `model`."""
-    needs: str = ""
-    """A module without which it is skipped."""
-    needs_gpu: bool = False
-
-    def check_machine(self) -> None:
-        """SkippedError where this machine lacks what the run needs."""
-        if self.needs and find_spec(self.needs) is None:
-            raise SkippedError(f"{self.needs} is not installed")
-        if self.needs_gpu and device().type == "cpu":
-            raise SkippedError("needs a GPU")
 
     def tiny(self) -> "TrainingRun":
         """The same on a tiny model, for rehearsals."""
@@ -153,35 +122,17 @@ def _train(config: RunConfig) -> list[dict[str, Any]]:
 def measure(recorder: Recorder, name: str, run: TrainingRun, folder: Path) -> None:
     """Record speed and memory of a run."""
     with recorder.record(name) as values:
-        run.check_machine()
         began = time.perf_counter()
         config = run.config(folder)
         records = _train(config)
         timed = records[_WARM_STEPS:] or records[-1:]
         seconds = time.perf_counter() - began
         values |= speeds(run, timed)
-        values["planned GiB"] = planned_bytes(run, config) / GIB
         values["host GiB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
         values["start s"] = seconds - sum(record["perf/step_seconds"] for record in timed)
         losses = [record["train/loss"] for record in records]
         assert all(loss is not None for loss in losses), losses
         values |= {"first loss": losses[0], "last loss": losses[-1]}
-
-
-def planned_bytes(run: TrainingRun, config: RunConfig) -> int:
-    """Bytes on the GPU by arithmetic: the state, and the activations of a micro-batch. Logits of a chunk, the head's
-    gradient in fp32 and buffers of DeepSpeed come on top.
-    """
-    from ds_finetune.api import plan_run
-
-    train = config.train
-    activations = activation_bytes(run.model, precision=run.precision).peak(
-        run.tokens * run.micro_rows,
-        recomputation=train.activation_checkpointing,
-        is_offloaded=train.activation_offload,
-        is_tiled=train.tiled_mlp,
-    )
-    return plan_run(config, gpus=1).estimate.gpu_bytes + activations
 
 
 def speeds(run: TrainingRun, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -200,7 +200,7 @@ def pads_values(query: torch.Tensor, value: torch.Tensor, *, is_masked: bool) ->
     the device that computes.
 
     On GPUs FlashAttention computes 1.2 times as much with padded values, and is expected to be faster all the same; it
-    takes neither fp32 nor masks, which leaves torch's memory-efficient kernel. `bench/gpu` compares them.
+    takes neither fp32 nor masks, which leaves torch's memory-efficient kernel. No GPU has measured it.
     """
     if value.shape[3] >= query.shape[3]:
         return False
