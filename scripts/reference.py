@@ -127,7 +127,7 @@ setting after "with" is refused. [Tested layouts](layouts.md) lists parallel siz
 
 ```yaml
 lora: {rank: 16}
-train: {precision: fp16}    # error: lora with train.precision fp16 is not tested. hint: set train.precision to bf16
+optim: {name: Muon}    # error: lora with optim.name Muon is not tested. hint: use AdamW
 ```
 """
 ACCELERATORS_PAGE = """\

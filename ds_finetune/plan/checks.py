@@ -16,7 +16,16 @@ from ds_finetune.plan.batch import rows_of_forward
 from ds_finetune.plan.inexact import inexact_checks
 from ds_finetune.plan.model_checks import MODEL_CHECKS
 from ds_finetune.plan.rollout_checks import rollout_checks
-from ds_finetune.plan.settings import UNTESTED_TRAINING, Condition, Conflict, Refusal, RunSettings, setting, together
+from ds_finetune.plan.settings import (
+    UNTESTED_STATES,
+    UNTESTED_TRAINING,
+    Condition,
+    Conflict,
+    Refusal,
+    RunSettings,
+    setting,
+    together,
+)
 from ds_finetune.plan.tested_layouts import TESTED_LAYOUTS, nearest_layout
 
 _TESTED_OPTIONS: Mapping[str, tuple[object, ...]] = {
@@ -264,7 +273,7 @@ _LORA = (
         "lora",
         lambda run: run.lora is not None,
         (
-            *UNTESTED_TRAINING,
+            *UNTESTED_STATES,
             setting("model.weights random", "load weights, or leave `lora` out"),
             # Embedding and head are frozen: a new row would keep its random values, and adapters do not contain it.
             setting("model.resize_vocabulary true", "train all weights, or use a tokenizer that fits the model"),
@@ -403,7 +412,7 @@ _OPTIONS = (
         "DeepSpeed 0.19.8 scales the loss only for ZeRO optimizers (runtime/engine.py:3417), but its FP16_Optimizer "
         "divides the gradients by the scale all the same (fp16/fused_optimizer.py:374): a gradient norm of 0.767 "
         "became 1.17e-5",
-        "zero_optimization.stage 1, or train.precision bf16",
+        "zero_optimization.stage 1, or train.precision fp32",
     ),
     _option(
         "offload to nvme below ZeRO-3",

@@ -19,12 +19,12 @@ from ds_finetune.cli.main import exit_process
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
-from ds_finetune.plan.checks import CHECKS
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest import compare
 from ds_finetune.reference.selftest.cells import Cell, hf_config, run_tree
 from ds_finetune.system.world import World
+from tests.parity.serving import allow_fp16
 
 Tensors = list[torch.Tensor]
 
@@ -77,13 +77,10 @@ def main() -> None:
 
 
 def _put_in_place() -> None:
-    from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder import FusedAdamBuilder
 
     FusedAdamBuilder.load = lambda self, verbose=True: SimpleNamespace(multi_tensor_adam=multi_tensor_adam)
-    get_accelerator().is_fp16_supported = lambda: True
-    options = "options of DeepSpeed"
-    CHECKS[options] = tuple(row for row in CHECKS[options] if not row.message.startswith("fp16"))
+    allow_fp16()
 
 
 def _fused_plan(run: RunSettings, *, world: World, device: str) -> Plan:

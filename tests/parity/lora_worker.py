@@ -16,7 +16,7 @@ from ds_finetune.reference.selftest.cells import Cell, run_tree
 from ds_finetune.reference.selftest.compare import first_moments, of_all_stages, take_steps
 from ds_finetune.reference.selftest.reference_loop import BETAS
 from tests.lora_twin import four_bit_tensors, lora_tree
-from tests.parity.serving import Launched, serve
+from tests.parity.serving import Launched, allow_fp16, serve
 
 STEPS = 3
 
@@ -24,6 +24,8 @@ STEPS = 3
 def run(tree: dict[str, Any], launched: Launched) -> tuple[str, dict[str, Any]]:
     """The first steps of a cell with adapters."""
     cell, ranks = Cell(**tree), launched.world.world_size
+    if cell.precision == "fp16":
+        allow_fp16()
     lora = lora_tree(cell.family) | ({"quantize": sys.argv[4]} if sys.argv[4:] else {})
     run_file = run_tree(cell, launched.models / cell.family, launched.out, dp=ranks // cell.sharing) | {"lora": lora}
     with launched.engine(run_file) as engine:

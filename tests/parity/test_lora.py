@@ -31,6 +31,7 @@ from tests.parity.reference import (
 
 pytest.importorskip("peft", reason="peft is not installed")
 CLIP, AFTER_A_ROUNDING = 0.5, 5e-4
+FP16_EPSILON = torch.finfo(torch.float16).eps
 CLIPPED = [
     Cell(family, stage, 2, True, max_grad_norm=CLIP, checkpointing=True)
     for family in ("deepseek_v3", "llama")
@@ -49,6 +50,11 @@ ROUNDED = [Cell("deepseek_v3", stage, 2, True, precision="bf16", checkpointing=T
 ROUNDED += [
     Cell("deepseek_v3", stage, 2, True, precision="bf16", **{axis: 2}) for stage, axis in ((1, "tp"), (3, "ep"))
 ]
+IN_FP16 = [
+    Cell(family, stage, 2, True, precision="fp16", max_grad_norm=CLIP, checkpointing=True)
+    for family, stage in (("deepseek_v3", 1), ("llama", 2), ("deepseek_v3", 3))
+]
+"""On a CPU, whose kernels compute in fp16 too, with DeepSpeed's dynamic loss scale."""
 SHARDED = [
     Cell("deepseek_v3", stage, 2, True, max_grad_norm=CLIP, checkpointing=True, **{axis: 2})
     for stage, axis in ((1, "tp"), (3, "ep"), (1, "pp"))
@@ -77,6 +83,7 @@ LAYOUTS += [
     for family, stage in itertools.product(("deepseek_v3", "qwen3"), (0, 1))
 ]
 DEFAULT_RUNS = [*runs_of(CELLS), *runs_of(SHARDED, worlds=WORLDS[-1:])]
+FP16_RUNS = runs_of(IN_FP16, worlds=WORLDS[-1:])
 LARGEST = [cell for cell in LAYOUTS if cell.family == "deepseek_v3_deep" and cell.layout.count(" x ") > 1]
 MORE_RUNS = [
     run
@@ -87,7 +94,7 @@ MORE_RUNS = [
 
 @pytest.fixture(scope="module")
 def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return launch("lora_worker.py", DEFAULT_RUNS, models, tmp_path_factory.mktemp("lora"))
+    return launch("lora_worker.py", [*DEFAULT_RUNS, *FP16_RUNS], models, tmp_path_factory.mktemp("lora"))
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +145,16 @@ def _assert_equals_peft(cell: Cell, result: dict[str, Any], models: Path) -> Non
 @pytest.mark.parametrize(("cell", "world"), DEFAULT_RUNS, ids=ids_of(DEFAULT_RUNS))
 def test_steps_equal_those_of_peft(cell: Cell, world: int, results: Path, models: Path) -> None:
     _assert_equals_peft(cell, result_of(cell, world, results), models)
+
+
+@pytest.mark.parametrize(("cell", "world"), FP16_RUNS, ids=ids_of(FP16_RUNS))
+def test_fp16_follows_fp32(cell: Cell, world: int, results: Path, models: Path) -> None:
+    """No step is skipped for an overflow, and what is frozen are the rounded weights of the model."""
+    result, wanted = result_of(cell, world, results), _peft_loop(models / cell.family, cell.max_grad_norm)
+    assert result["losses"] == pytest.approx(wanted["losses"], rel=4 * FP16_EPSILON)
+    assert result["norms"] == pytest.approx(wanted["norms"], rel=16 * FP16_EPSILON)
+    base = AutoModelForCausalLM.from_pretrained(models / cell.family, dtype=torch.float32).state_dict()
+    assert all(torch.equal(tensor, base[name].to(tensor.dtype)) for name, tensor in result["frozen"].items())
 
 
 @pytest.mark.slow

@@ -81,8 +81,12 @@ ROUNDED = [
     for family in ("deepseek_v3", "qwen2")
     for stage in (0, 1, 2, 3)
 ]
-
-
+IN_FP16 = [
+    Cell(family, stage, 2, True, precision="fp16", max_grad_norm=CLIP, checkpointing=True)
+    for family, stage in (("deepseek_v3", 1), ("qwen2", 2), ("qwen2", 3))
+]
+FP16_RUNS = runs_of(IN_FP16, worlds=(2,))
+FP16_EPSILON = torch.finfo(torch.float16).eps
 CHOSEN = pairwise(runs_of(CELLS), lambda run: (run[0].family, run[0].stage, run[1]))
 """Every pair of values of two axes; the full product is behind the marker."""
 REST = [run for run in runs_of(CELLS + MORE, worlds=(1, 2, 4)) if run not in CHOSEN and run[1] <= 2 * run[0].sharing]
@@ -125,7 +129,7 @@ def _by_transformers(folder: Path) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return launch("lora_worker.py", CHOSEN, models, tmp_path_factory.mktemp("qlora"), "nf4")
+    return launch("lora_worker.py", [*CHOSEN, *FP16_RUNS], models, tmp_path_factory.mktemp("qlora"), "nf4")
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +219,13 @@ def _assert_frozen(
 @pytest.mark.parametrize(("cell", "world"), CHOSEN, ids=ids_of(CHOSEN))
 def test_steps_equal_those_of_peft_and_bitsandbytes(cell: Cell, world: int, results: Path, models: Path) -> None:
     _assert_equals_plain_loop(cell, result_of(cell, world, results), models)
+
+
+@pytest.mark.parametrize(("cell", "world"), FP16_RUNS, ids=ids_of(FP16_RUNS))
+def test_fp16_follows_fp32(cell: Cell, world: int, results: Path, models: Path) -> None:
+    result, wanted = result_of(cell, world, results), _plain_loop(models / cell.family, cell.max_grad_norm)
+    assert result["losses"] == pytest.approx(wanted["losses"], rel=4 * FP16_EPSILON)
+    assert result["norms"] == pytest.approx(wanted["norms"], rel=16 * FP16_EPSILON)
 
 
 @pytest.mark.slow

@@ -4,7 +4,9 @@ import json
 import re
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.config.sections import TrainConfig
 from ds_finetune.engine.devices import bf16_support
 from ds_finetune.errors import ConfigError
+from ds_finetune.plan.estimate.accelerators import ACCELERATORS, accelerator, check_precision
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.precision import Bf16Support, cpu_support, with_precision
 from ds_finetune.plan.settings import RunSettings
@@ -113,6 +116,39 @@ def test_every_start_asks_about_its_own_gpu(
     config = read_config(tiny_task(tmp_path, train={"precision": "auto"}))
     with pytest.raises(ConfigError, match=r"train.precision auto: Tesla V100 \(compute capability 7.0\)"):
         begin(config)
+
+
+@pytest.mark.parametrize("name", ACCELERATORS)
+@pytest.mark.parametrize("sections", [{}, {"lora": {}}, {"lora": {"quantize": "nf4"}}, {"parallel": {"tp": 2}}])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_hints_lead_to_a_precision_that_an_accelerator_trains_in(
+    name: str, sections: dict[str, Any], stage: int
+) -> None:
+    """From every precision, one of those that the hint of a refusal names is accepted."""
+    row = accelerator(name)
+    tree = {"model": "m", "data": {"train": "t"}, "output_dir": "o"} | sections
+    tree |= {"deepspeed": {"zero_optimization": {"stage": stage}}}
+    if stage == 0 and "parallel" in sections:
+        tree["train"] = {"max_grad_norm": 0.0}
+
+    def hint_for(precision: str) -> str:
+        train = {"global_batch_size": 8, "precision": precision, **tree.get("train", {})}
+        try:
+            run = RunSettings.of(RunConfig.model_validate(tree | {"train": train}))
+            chosen, _ = with_precision(run.train, device="cuda", support=Bf16Support(name, is_native=row.has_bf16))
+            check_precision(row, chosen.precision)
+            make_plan(replace(run, train=chosen), world=World(0, 2, 0, 2, "test"), device="cuda")
+        except ConfigError as error:
+            return error.hint
+        return ""
+
+    hints = {precision: hint_for(precision) for precision in ("auto", "bf16", "fp16", "fp32")}
+    accepted = {precision for precision, hint in hints.items() if not hint}
+    assert accepted
+    named = {precision: set(re.findall("bf16|fp16|fp32", hint)) for precision, hint in hints.items() if hint}
+    assert all(others & accepted for others in named.values()), hints
+    if "lora" in sections and stage:
+        assert accepted == ({"auto", "bf16"} if row.has_bf16 else set()) | {"fp16", "fp32"}
 
 
 def _run_file(folder: Path, model: Path) -> Path:

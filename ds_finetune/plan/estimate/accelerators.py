@@ -101,6 +101,7 @@ _A100, _H200 = f"{_CENTER}/a100/", f"{_CENTER}/h200/"
 _H100 = "https://resources.nvidia.com/en-us-hopper-architecture/nvidia-h100-datasheet"
 _B200 = f"{_CENTER}/hgx/ and {_CENTER}/dgx-b200/"
 _L40S, _L4 = f"{_CENTER}/l40s/", f"{_CENTER}/l4/"
+_T4 = f"{_CENTER}/tesla-t4/"
 _A10G = "https://d1.awsstatic.com/product-marketing/ec2/NVIDIA_AWS_A10G_DataSheet_FINAL_02_17_2022.pdf"
 _RTX4090 = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
 _RTX3090 = f"{_NVIDIA}/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.1.pdf"
@@ -112,11 +113,11 @@ _DGX_A100 = "200 Gb/s for each GPU, as in a DGX A100"
 _DGX_H100, _DGX_B200 = (f"400 Gb/s for each GPU, as in a DGX {name}" for name in ("H100", "B200"))
 _PCIE = "400 Gb/s for 8 GPUs (an assumption), and only PCIe between the GPUs of a node"
 _G6E = "400 Gb/s for 8 GPUs, as in AWS g6e.48xlarge"
-_G5, _G6 = (f"100 Gb/s for 8 GPUs, as in AWS {name}.48xlarge" for name in ("g5", "g6"))
+_G4, _G5, _G6 = (f"100 Gb/s for 8 GPUs, as in AWS {name}" for name in ("g4dn.metal", "g5.48xlarge", "g6.48xlarge"))
 _DESKTOP = "10 Gb/s Ethernet for the node (an assumption: such cards are in workstations)"
 _400G = "400 Gb/s for each GPU (an assumption)"
 """Networks."""
-_WITHOUT_BF16 = ("v100-32g",)
+_WITHOUT_BF16 = ("v100-32g", "t4-16g")
 _GIB, _GB = 2**30, 10**9
 
 
@@ -164,6 +165,7 @@ _ROWS = (
     _row(
         "v100-32g", 32 * _GIB, (125, 15.7), (900, 150, 6.25, 16), "Tesla V100-SXM2-32GB, V100-SXM2-32GB", _DGX_1, _V100
     ),
+    _row("t4-16g", 16 * _GB, (65, 8.1), (300, 16, 1.5625, 16), "Tesla T4, T4", _G4, _T4),
     _row("mi300x-192g", 192 * _GB, (1307.4, 163.4), (5300, 448, 50, 64), "AMD Instinct MI300X", _400G, _MI300X),
 )
 ACCELERATORS: Mapping[str, Accelerator] = {row.name: row for row in _ROWS}

@@ -276,7 +276,11 @@ def _standard_cases(world_size: int, families: Sequence[str], device: str) -> li
         if has_class(hf_config(families[0]), task_of(objective_of(name))) and not (first.compresses and name == "grpo")
     ]
     if first.has_lora:
-        cells += [Cell(families[0], stage, _ACCUMULATION, packing=True, has_lora=True) for stage in (2, 3)]
+        every = [(2, "fp32"), (3, "fp32"), *([(2, "fp16")] if device == "cuda" else [])]
+        cells += [
+            Cell(families[0], stage, _ACCUMULATION, packing=True, precision=precision, has_lora=True)
+            for stage, precision in every
+        ]
     if first.router is not None:
         cells += [Cell(families[0], stage, _ACCUMULATION, packing=True, balances=True) for stage in (1, 3)]
     return [_case(cell, world_size) for cell in cells]
