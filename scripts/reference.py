@@ -255,7 +255,7 @@ def _formats() -> Iterator[str]:
             "`--dtype`": f"{', '.join(row.dtypes)} (default {row.dtypes[0]})",
             "options of its own": ", ".join(f"`{option}`" for option in row.options),
             "engines of `serve`": ", ".join(f"`{engine}`" for engine in row.engines),
-            "installed by": f"`pip install {row.wheels}`" if row.packages else "",
+            "installed by": f"`pip install -c constraints.txt -e '.[{row.extra}]'`" if row.packages else "",
         }
         lines = (_wrapped(f"- {name}: {text}", indent="  ") for name, text in parts.items() if text)
         yield f"\n## {row.name}\n\n" + "".join(f"{line}\n" for line in lines)

@@ -97,6 +97,15 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_installations_that_are_shown_take_tested_versions() -> None:
+    """By constraints.txt, by an extra, whose range is tested, or by a pinned version."""
+    shown = [line for page in [*PAGES, *sorted((ROOT / "ds_configs").rglob("*.yaml"))] for line in page.open()]
+    commands = [line for line in [*shown, *_messages().splitlines()] if re.search(r"pip install \S", line)]
+    assert len(commands) >= 20
+    tested = re.compile(r"-c constraints\.txt|ds_finetune|==|pip install …")
+    assert not [line for line in commands if not tested.search(line)]
+
+
 def _messages() -> str:
     """Every text of the package, a line each, with `…` for values."""
     texts = []

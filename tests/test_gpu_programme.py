@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from bench.gpu.table import tables
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 

@@ -5,8 +5,6 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from bench.gpu.table import tables
-
 from bench.gpu.machine import device
 from bench.gpu.results import ResultFile
 from bench.gpu.slices import SLICES

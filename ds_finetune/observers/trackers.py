@@ -31,11 +31,11 @@ PACKAGES = {
     "clearml": "clearml",
     "comet_ml": "comet-ml",
     "dvclive": "dvclive",
-    "mlflow": "mlflow",
+    "mlflow": "'ds_finetune[track]'",
     "swanlab": "swanlab",
     "tensorboard": "tensorboard",
     "trackio": "trackio",
-    "wandb": "wandb",
+    "wandb": "'ds_finetune[track]'",
 }
 """The package that pip installs for each tracker of accelerate 1.15 (tracking.py)."""
 _ROOM_BYTES = MIB

@@ -127,7 +127,7 @@ def _hint(text: str) -> str:
         ),
         ("CUDA_HOME", "install the CUDA toolkit of torch's version and set CUDA_HOME"),
         ("Python.h", "install Python's headers (Debian: python3-dev)"),
-        ("ninja", "install ninja (pip install ninja)"),
+        ("ninja", "install ninja, as `pip install ds_finetune` does"),
         ("No space left", "free some space, or set TORCH_EXTENSIONS_DIR to another disk"),
     ):
         if word in text:
