@@ -51,6 +51,9 @@ CUDA_13 = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120"
 def _gpus(monkeypatch: pytest.MonkeyPatch, *, usable: int, present: int) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: usable > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: usable)
+    # A build for CUDA would ask the driver whether its kernels fit the GPU.
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80"])
     monkeypatch.setattr(devices, "present_gpus", lambda: present)
 
 

@@ -94,7 +94,8 @@ def test_nvme_needs_buffers_on_the_host(shared_data: Path) -> None:
 
 def planned(shared_data: Path, *, ranks: int = 16, stage: int = 2, parallel: Tree | None = None, **train: Any) -> int:
     """Bytes on the device of a rank that trains DeepSeek-V2-Lite, without communicators, of which axes need more."""
-    tree: Tree = {"model": "m", "data": {"train": "t.jsonl"}, "output_dir": "o", "parallel": parallel or {}}
+    model = {"path": "m", "kernels": "torch"}
+    tree: Tree = {"model": model, "data": {"train": "t.jsonl"}, "output_dir": "o", "parallel": parallel or {}}
     tree |= {"deepspeed": {"zero_optimization": {"stage": stage}}, "train": {"global_batch_size": 64, **train}}
     config = RunConfig.model_validate(tree)
     plan = make_plan(RunSettings.of(config), world=World(0, ranks, 0, 8, "a test"), device="cuda")
