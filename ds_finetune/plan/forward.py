@@ -163,7 +163,8 @@ def product_of_experts(
 
 def _implementation(precision: str, capability: Arch | None, *, has_triton: bool) -> str:
     torchs = f"torch's, in {FUSED_PRECISION} on compute capability {' and '.join(f'{major}.x' for major in _FUSED)}"
-    if no_triton := triton_problem()[0] if has_triton else TORCH_ONLY:
+    no_triton = TORCH_ONLY if not has_triton else triton_problem()[0] if capability is not None else ""
+    if no_triton:
         torchs += f"; not Triton's: {no_triton}"
     if capability is None:
         halves, oldest = " and ".join(HALF_PRECISIONS), _dotted(_OLDEST_GROUPED)

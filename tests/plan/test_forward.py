@@ -228,7 +228,7 @@ def test_the_line_names_the_implementation(
         tree = {"model_type": "deepseek_v3"}
         ((name, text),) = experts_lines(tree, device="cuda", precision=precision, capability=capability)
         assert name == "experts"
-        if not has_triton:
+        if not has_triton and capability is not None:
             assert text.startswith(expected.partition("(")[0].partition("; else")[0])
             assert text == with_triton or "; not Triton's: there is no C compiler" in text
         else:
