@@ -35,7 +35,7 @@ GENERATED = (
     ((0,), 1, (1,)),
     ((0, 3), 9, (9,)),
     ((0, 11, 5), 33, (33,)),
-    ((0,), 12, (8, 1, 1, 1, 1)),
+    ((0,), 12, (8, 4)),
     ((2, 0), 21, (1, 9, 1, 1, 4, 1, 4)),
 )
 """Cases of a language model: padding tokens at the start of each row, tokens of a row with padding, and the sizes of
