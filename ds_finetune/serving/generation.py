@@ -288,7 +288,7 @@ class AnswerManager(GenerateManager):
         settings.stop_strings = None
         streamer = AnswerStreamer(text, settings, tokenizer._tokenizer, asyncio.get_running_loop(), *sink)
         how = {"generation_config": settings, "streamer": streamer, "stopping_criteria": [_StopCriterion(text)]}
-        return self.async_submit(model.generate, **inputs, **how, tokenizer=tokenizer), streamer
+        return self.async_submit(model.generate, **inputs, **how), streamer
 
     def _report(self, error: BaseException | None, queue: "asyncio.Queue[object]") -> None:
         if error is not None:
