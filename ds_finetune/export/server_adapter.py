@@ -115,7 +115,7 @@ def check_servable(adapter: PeftAdapter, model_type: str) -> None:
     if ignored:
         raise ExportError(
             f"{adapter.folder} adapts {', '.join(sorted(ignored))}, which {VLLM} does not compute for {model_type}",
-            hint=f"{_MERGE}, or train with lora.target_modules of {', '.join(sorted(looked_up))}",
+            hint=f"{_MERGE}, or train without them: of published names, it computes {', '.join(sorted(looked_up))}",
         )
     if adapter.whole:
         raise ExportError(f"{adapter.folder} holds weights trained whole: {', '.join(adapter.whole)}", hint=_MERGE)

@@ -120,6 +120,14 @@ CELLS = (
         "export/test_server_adapter.py",
         (*_DECODERS, "deepseek_v32", "deepseek_v4", "glm_moe_dsa"),
     ),
+    Cells(
+        "adapter",
+        "vLLM 0.32 by names",
+        "peft's adapters keep their names and values",
+        "export/test_server_adapter.py",
+        ("gpt_oss", "qwen2_moe"),
+        ", which are not trained with LoRA here",
+    ),
 )
 
 

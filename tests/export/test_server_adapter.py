@@ -60,7 +60,7 @@ IN_EVERY_SUITE = ("llama", "mixtral", "deepseek_v3", "deepseek_v4")
     "family",
     [
         name if name in IN_EVERY_SUITE else pytest.param(name, marks=pytest.mark.slow)
-        for name in types_of("export/test_server_adapter.py")
+        for name in types_of("export/test_server_adapter.py", "names")
     ],
 )
 def test_it_is_the_same_adapter_by_names_that_vllm_looks_up(family: str, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_layers_whose_weights_vllm_reads_itself_are_refused(target: str, tmp_pat
         ds_finetune.export_model(tmp_path / "adapter", tmp_path / "out", format="adapter", base=tmp_path / "base")
 
 
-@pytest.mark.parametrize("kind", ["qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize("kind", types_of("export/test_server_adapter.py", "vLLM"))
 def test_adapters_of_peft_for_types_that_are_not_trained_with_lora(kind: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
     model = _qwen2_moe() if kind == "qwen2_moe" else base_model("gpt_oss")
