@@ -32,6 +32,8 @@ _ROLE_NAMES = {
     "tool_call": "call",
 }
 """Roles of OpenAI's and of ShareGPT's messages; the content of a `call` is a tool call in JSON."""
+ANSWER_ROLES = tuple(name for name, role in _ROLE_NAMES.items() if role in ("assistant", "call"))
+"""Names of the role whose messages the model writes."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _TRAINED_IF = {"weight": 1, "loss": 1, "loss_scale": 1, "train": 1, "training": 1, "mask": 0, "masked": 0}
@@ -76,14 +78,21 @@ class Conversation:
 
 
 def read_conversation(messages: object, tools: object, column: str, where: str) -> Conversation:
-    """The messages of `column` in OpenAI's form; DataError names a message that cannot be read or trained."""
+    """The messages of `column` in OpenAI's form; DataError names a message that cannot be read or trained.
+
+    Assistant messages that follow one another are one turn, as the model writes it: text and then all its calls.
+    """
     if not isinstance(messages, list | tuple) or not messages:
         raise DataError(f"{where}: `{column}` is {shown_value(messages)}", hint="give a list of {role, content}")
     turns: list[dict[str, Any]] = []
     unread: dict[str, None] = {}
     for number, message in enumerate(messages, start=1):
-        turn, unknown = _message(message, f"{where}: message {number} of `{column}`", where)
-        turns.append(turn)
+        what = f"{where}: message {number} of `{column}`"
+        turn, unknown = _message(message, what, where)
+        if turns and turn["role"] == turns[-1]["role"] == "assistant":
+            turns[-1] = _joined(turns[-1], turn, what)
+        else:
+            turns.append(turn)
         unread |= dict.fromkeys(f"{column}[].{name}" for name in unknown)
     return Conversation(tuple(turns), read_tools(tools, where), tuple(unread))
 
@@ -197,6 +206,24 @@ def _assistant(
         turn["weight"] = 0
     unread = [key for key in fields if key not in _MESSAGE_KEYS and key not in _REASONING and key not in _TRAINED_IF]
     return turn, [*unread, *(["name"] if "name" in fields else [])]
+
+
+def _joined(first: Mapping[str, Any], second: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Two assistant messages as one turn; DataError where no turn has their parts in this order."""
+    begun = [key for key in ("reasoning_content", "content", "tool_calls") if first.get(key)]
+    parts = [key for key in ("reasoning_content", "content", "tool_calls") if second.get(key)]
+    if "tool_calls" in begun and parts != ["tool_calls"]:
+        problem = "follows tool calls without a result of a tool between them"
+    elif "reasoning_content" in parts and begun:
+        problem = "has reasoning, and is the rest of the assistant message before it"
+    elif first.get("weight", 1) != second.get("weight", 1):
+        problem = "is the rest of the assistant message before it, and only one of the two is trained"
+    else:
+        text = "\n".join(turn["content"] for turn in (first, second) if turn["content"])
+        calls = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
+        turn = {**first, **second, "content": text or (None if calls else "")}
+        return {**turn, "tool_calls": calls} if calls else turn
+    raise DataError(f"{what} {problem}", hint="write one assistant message, or what is missing between the two")
 
 
 def _is_trained(fields: Mapping[str, Any], what: str) -> bool:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Self
 
 from ds_finetune.data.files import Record
-from ds_finetune.data.messages import Conversation, check_text, read_conversation, read_tools
+from ds_finetune.data.messages import ANSWER_ROLES, Conversation, check_text, read_conversation, read_tools
 from ds_finetune.errors import DataError
 
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -251,7 +251,7 @@ def role_of(turn: object) -> object:
 
 def is_answer(turn: object) -> bool:
     """Whether a message, in any form, is the assistant's."""
-    return role_of(turn) in ("assistant", "gpt", "model", "bot")
+    return role_of(turn) in ANSWER_ROLES
 
 
 def _messages(view: Mapping[str, Any], where: str) -> Sample:
@@ -290,11 +290,10 @@ def _prompt_completion(view: Mapping[str, Any], where: str) -> Sample:
     if isinstance(prompt, list) and isinstance(completion, list):
         check_not_continued(prompt, completion, where)
         whole = read_conversation([*prompt, *completion], view.get("tools"), "prompt, completion", where)
+        turns = len(read_conversation(prompt, None, "prompt", where).messages) if prompt else 0
         # TRL trains nothing of a prompt, also not its assistant turns.
-        untrained = [
-            {**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in whole.messages[: len(prompt)]
-        ]
-        return replace(whole, messages=(*untrained, *whole.messages[len(prompt) :]))
+        untrained = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in whole.messages[:turns]]
+        return replace(whole, messages=(*untrained, *whole.messages[turns:]))
     question, answer = read_text(view, "prompt", where), read_text(view, "completion", where)
     sample = completion_of(question, answer, read_tools(view.get("tools"), where), where)
     history = _history(view, where)

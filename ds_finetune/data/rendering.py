@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from markupsafe import escape
+
 from ds_finetune.data.chat_template import ChatTemplate, RenderingError, placeholder, template_error
 from ds_finetune.data.messages import RESERVED_CHARACTERS, parse_json
 from ds_finetune.data.text_encoder import find_token
@@ -124,7 +126,8 @@ class RenderedConversation:
         document = "".join(turn.prompt + turn.body + turn.ending for turn in turns)
         end = turns[-1].number + 1
         messages = self._messages[:end]
-        if any(message["role"] != "assistant" and message["content"].strip() not in document for message in messages):
+        others = [message["content"].strip() for message in messages if message["role"] != "assistant"]
+        if not all(_contains(document, content) for content in others):
             raise UnrenderedTextError("text")
         if is_protected and any(escaped in document for escaped in ("\\ue0f3", "\\uE0F3")):
             raise UnrenderedTextError("text")
@@ -140,7 +143,7 @@ class RenderedConversation:
             for n, message in enumerate(messages)
             if message["role"] != "assistant" or self._is_found(n)
         ]
-        positions = [min(map(rendered.find, of_message)) for of_message in names]
+        positions = [min(_find(rendered, name) for name in of_message) for of_message in names]
         if -1 in positions or positions != sorted(positions):
             raise UnrenderedTextError("text")
 
@@ -344,5 +347,14 @@ def _leaves(value: object) -> Iterator[str]:
 
 
 def _contains(text: str, leaf: str) -> bool:
-    """Whether `leaf` is in `text` as it is or as JSON writes it."""
-    return any(form in text for form in (leaf, json.dumps(leaf, ensure_ascii=False)[1:-1], json.dumps(leaf)[1:-1]))
+    """Whether `leaf` is in `text` as it is, or as JSON or HTML write it."""
+    return _find(text, leaf) >= 0
+
+
+def _find(text: str, leaf: str) -> int:
+    """The position of `leaf` in `text`, as it is or as JSON or HTML write it; -1 where it is not there."""
+    place = text.find(leaf)
+    if place >= 0:
+        return place
+    forms = (json.dumps(leaf, ensure_ascii=False)[1:-1], json.dumps(leaf)[1:-1], str(escape(leaf)))
+    return max(map(text.find, forms))

@@ -24,7 +24,7 @@ def conversation_of(record: dict[str, Any]) -> Conversation:
 
 def message_of(message: dict[str, Any]) -> dict[str, Any]:
     """A message between two others, in one form."""
-    return dict(conversation_of({"messages": [ASKED, message, SAID]}).messages[1])
+    return dict(conversation_of({"messages": [ASKED, message, ASKED, SAID]}).messages[1])
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,33 @@ def test_a_tool_call_with_its_result(name: str, sources: dict[str, str], tokeniz
     assert_documents(found, [CALLS[name]], tokenizer)
 
 
+LLAMA_31 = (
+    "{{ bos_token }}{% for m in messages %}{% if m.tool_calls %}{% set call = m.tool_calls[0].function %}"
+    "<|start|>assistant<|message|>{{ call.name }}({{ call.arguments | tojson }})<|end|>"
+    "{% elif m.role == 'tool' %}<|start|>ipython<|message|>"
+    "{% if m.content is mapping or m.content is iterable %}{{ m.content | tojson }}{% else %}{{ m.content }}{% endif %}"
+    "<|end|>{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant<|message|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("escape", ["tojson", "tojson(indent=2)", "tojson(ensure_ascii=true)", "escape"])
+@pytest.mark.parametrize("result", ['{"sum": "4"}', "four\nor 4\t", "C:\\new \"é\" <b>&", "</s> '4'"])
+def test_results_that_a_template_escapes_are_rendered(
+    escape: str, result: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    messages: list[Any] = [ASKED, CALL, {**RESULT, "content": result}, SAID]
+    for source in (TEMPLATES["openai-gpt-oss-120b"], LLAMA_31):
+        source = source.replace("m.content | tojson", f"m.content | {escape}")
+        found = tokens_of(tokenizer, source, messages)
+        parsed = [ASKED, {**CALL, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2, "b": "é"}}}]}]
+        served = tokenizer.apply_chat_template(
+            [*parsed, messages[2]], chat_template=source, add_generation_prompt=True, return_dict=False
+        )
+        assert found.dropped == ""
+        assert found.ids[: len(served)] == served
+
+
 def test_only_wanted_answers_of_a_template_that_rewrites_turns_become_documents(
     sources: dict[str, str], tokenizer: PreTrainedTokenizerBase
 ) -> None:
