@@ -36,9 +36,12 @@ ANSWER_ROLES = tuple(name for name, role in _ROLE_NAMES.items() if role in ("ass
 """Names of the role whose messages the model writes."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-_TRAINED_IF = {"weight": 1, "loss": 1, "loss_scale": 1, "train": 1, "training": 1, "mask": 0, "masked": 0}
+_TRAINED_IF = {
+    **dict.fromkeys(("weight", "loss", "loss_scale", "loss_weight", "train", "training"), 1),
+    **dict.fromkeys(("mask", "masked"), 0),
+}
 """Fields that say whether an assistant message is trained, with the value for which it is: of OpenAI (weight), ms-swift
-(loss, loss_scale), axolotl (train, training), and others (mask, torchtune's masked).
+(loss, loss_scale), LLaMA-Factory (loss_weight), axolotl (train, training), and others (mask, torchtune's masked).
 """
 _MESSAGE_KEYS = {
     "role",
@@ -129,6 +132,13 @@ def check_text(value: object, what: str) -> str:
             hint="remove it: chat templates are rendered with it",
         )
     return value
+
+
+def without_nulls(value: object) -> object:
+    """A JSON value without nulls in its objects; Arrow adds them where objects of a column have different keys."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def shown_value(value: object) -> str:
@@ -256,9 +266,12 @@ def _part(part: object, what: str) -> str:
     if not isinstance(part, dict) or kind not in _TEXT_PARTS:
         raise DataError(
             f"{what} has a part of type {kind!r}: {part!r:.60}",
-            hint="only text is trained; remove rows with media or other parts",
+            hint={"reasoning": "write it as `reasoning_content` of the message", "tool_call": "write `tool_calls`"}.get(
+                kind, "only text is trained; remove rows with media or other parts"
+            ),
         )
-    return check_text(part.get("text"), f"{what}: a text part")
+    # LLaMA-Factory's parts have a `value`.
+    return check_text(part.get("text", part.get("value")), f"{what}: a text part")
 
 
 def _calls(value: object, what: str) -> list[dict[str, Any]]:

@@ -29,9 +29,10 @@ _OTHER_NAMES = (
     {"prompt": "question"},
     {"prompt": "problem"},
     {"prompt": "query"},
+    {"chosen": "chosen_messages", "rejected": "rejected_messages"},
 )
-"""Names of columns in data of HelpSteer and verl, ms-swift, Orca, dolly and GPTeacher, and of prompts with reference
-answers, tried in this order if no layout fits.
+"""Names of columns in data of HelpSteer and verl, ms-swift, Orca, dolly and GPTeacher, of prompts with reference
+answers, and of LLaMA-Factory's pairs, tried in this order if no layout fits.
 """
 _PAIRS_OF_TEXTS = (
     ("sentence1", "sentence2"),

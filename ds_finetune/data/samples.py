@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ds_finetune.config.objectives import KindName
 from ds_finetune.data.classes import target_of
-from ds_finetune.data.messages import shown_value
+from ds_finetune.data.messages import shown_value, without_nulls
 from ds_finetune.data.preferences import PAIR_LAYOUTS, Preference
 from ds_finetune.data.prompts import PROMPT_LAYOUTS, Prompt
 from ds_finetune.data.record_layouts import (
@@ -67,8 +67,9 @@ def read_row(
 
     `layout` is `auto` or a name of the kind's layouts. DataError where no layout fits, or a column cannot be read.
     """
-    check_media(record, columns, where)
     check_no_tree(record, where)
+    record = {name: without_nulls(value) for name, value in record.items() if value is not None}
+    check_media(record, columns, where)
     named = columns
     if kind.name in ("dialogue", "text"):
         check_supervised(record, columns, where)
@@ -97,9 +98,10 @@ def read_row(
 
 
 def _read_mark(label: object, column: str, where: str) -> bool:
-    """Whether an answer is good; DataError for labels other than true, false, 1 and 0."""
-    if isinstance(label, int) and label in (0, 1):
-        return bool(label)
+    """Whether an answer is good; DataError for labels other than true, false, 1 and 0, also as texts of numbers."""
+    # The values of a CSV file are texts.
+    if (isinstance(label, int) and label in (0, 1)) or label in ("0", "1"):
+        return bool(int(label))
     raise DataError(
         f"{where}: column `{column}` is {shown_value(label)}, which marks no answer as good or bad",
         hint="give true or 1 for a good answer, false or 0 for a bad one",

@@ -3,6 +3,7 @@
 Splits are recognised by the names of files, folders and data sets, as `datasets` does.
 """
 
+import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -103,6 +104,7 @@ def read_or_errors(source: Source) -> Iterator[tuple[str, ReadRecord]]:
 def _expand(path: str, purpose: str) -> Iterator[Source]:
     base, *names = [path] if Path(path).exists() else path.split(":")
     file = Path(base)
+    _check_no_description(file / _DESCRIPTION if file.is_dir() else file)
     if file.is_dir():
         yield from _files_of(base, _single_split(names, path), purpose)
     elif file.is_file():
@@ -121,6 +123,29 @@ def _expand(path: str, purpose: str) -> Iterator[Source]:
         )
     else:
         yield _hub_source(base, names, purpose)
+
+
+_DESCRIPTION = "dataset_info.json"
+"""The name of LLaMA-Factory's list of data sets, and of a description in folders of `Dataset.save_to_disk`."""
+
+
+def _check_no_description(path: Path) -> None:
+    """DataError where `path` is a file that describes data sets and holds no rows."""
+    if path.name != _DESCRIPTION or not path.is_file():
+        return
+    with suppress(ValueError):
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        files = [e["file_name"] for e in entries.values() if isinstance(e, Mapping) and "file_name" in e]
+        if files:
+            raise DataError(
+                f"data file `{path}` is LLaMA-Factory's list of data sets, which holds no rows",
+                hint=f"name the files of rows, e.g. `{path.with_name(str(files[0]))}`, and in data.columns the columns "
+                "that the list renames",
+            )
+    raise DataError(
+        f"data file `{path}` describes a data set that `datasets` has written, and Arrow files are not read",
+        hint="write it as Parquet: load_from_disk(FOLDER).to_parquet('train.parquet'), and name that file",
+    )
 
 
 def _single_split(names: Sequence[str], path: str) -> str:

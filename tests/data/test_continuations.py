@@ -89,9 +89,7 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, sample: Any, template: str | N
         ("Hi</s>", " Yes"),
     ],
 )
-def test_a_completion_has_the_ids_of_the_whole_text(
-    spacing: PreTrainedTokenizerBase, prompt: str, answer: str
-) -> None:
+def test_a_completion_has_the_ids_of_the_whole_text(spacing: PreTrainedTokenizerBase, prompt: str, answer: str) -> None:
     sample = Completion(prompt, answer, Conversation(()))
     tokens = tokens_of(spacing, sample, separator="")
     assert tokens.ids == ids_of(spacing, f"{prompt}{answer}</s>")

@@ -215,7 +215,7 @@ LLAMA_31 = (
 
 
 @pytest.mark.parametrize("escape", ["tojson", "tojson(indent=2)", "tojson(ensure_ascii=true)", "escape"])
-@pytest.mark.parametrize("result", ['{"sum": "4"}', "four\nor 4\t", "C:\\new \"é\" <b>&", "</s> '4'"])
+@pytest.mark.parametrize("result", ['{"sum": "4"}', "four\nor 4\t", 'C:\\new "é" <b>&', "</s> '4'"])
 def test_results_that_a_template_escapes_are_rendered(
     escape: str, result: str, tokenizer: PreTrainedTokenizerBase
 ) -> None:

@@ -121,7 +121,7 @@ def test_columns_by_other_names() -> None:
         (
             {"prompt": "a", "completion": None},
             "prompt_completion",
-            "row 1: column `completion` is NoneType None, not text",
+            "row 1 has no column `completion` (columns: prompt)",
         ),
         ({"conversations": [{"from": "cat", "value": "x"}]}, "sharegpt", "row 1: unknown role 'cat'"),
         ({"messages": []}, "messages", "row 1: `messages` is list []"),
@@ -143,3 +143,24 @@ def test_real_instruction_files_are_recognised(shared_data: Path) -> None:
         for layout, record, where in samples:
             sample_of(record, layout, where=where)
     assert layouts == {"alpaca_en_demo": {"alpaca"}, "glaive_toolcall_en_demo": {"sharegpt"}, "identity": {"alpaca"}}
+
+
+@pytest.mark.parametrize(
+    ("written", "said", "hint"),
+    [
+        (
+            {"own": {"file_name": "own.json", "columns": {"prompt": "q"}}},
+            "LLaMA-Factory's list of data sets",
+            "own.json",
+        ),
+        ({"builder_name": "json", "features": {}}, "describes a data set that `datasets` has written", "to_parquet"),
+    ],
+)
+def test_a_description_of_data_sets_is_no_data(written: dict[str, Any], said: str, hint: str, tmp_path: Path) -> None:
+    (tmp_path / "own.json").write_text('[{"text": "x"}]')
+    (tmp_path / "dataset_info.json").write_text(json.dumps(written))
+    for path in (tmp_path, tmp_path / "dataset_info.json"):
+        with pytest.raises(DataError, match=said) as caught:
+            find_sources([str(path)])
+        assert hint in caught.value.hint
+    assert len(find_sources([str(tmp_path / "own.json")])) == 1
