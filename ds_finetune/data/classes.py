@@ -4,15 +4,17 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ds_finetune.config.sections import DataConfig
 from ds_finetune.data.cache import lock_folder, remove_damaged, write_folder
+from ds_finetune.data.files import ClassNumber
 from ds_finetune.data.messages import shown_value
 from ds_finetune.data.record_layouts import LABELLED_LAYOUTS, Record, default_columns, view_columns
 from ds_finetune.data.row_kind import RowKind
+from ds_finetune.data.sample_tokens import RULES_VERSION
 from ds_finetune.data.sources import find_sources, read_records
 from ds_finetune.errors import ConfigError, DataError
 
@@ -25,7 +27,8 @@ def find_classes(config: DataConfig, kind: RowKind) -> RowKind:
     A stream is not read: without names, its classes are numbers.
 
     Every process of a host calls this; one of them reads the rows, and their labels are cached. Texts are classes in
-    the order of their names; whole numbers are classes from 0 on. DataError names the row of a label that does not fit.
+    the order of their names, those of a `ClassLabel` in its own; whole numbers are classes from 0 on. DataError names
+    the row of a label that does not fit.
     """
     if kind.name != "labelled" or kind.has_known_classes:
         return kind
@@ -40,7 +43,7 @@ def find_classes(config: DataConfig, kind: RowKind) -> RowKind:
     if config.streaming:
         return replace(kind, has_known_classes=True)
     sources = find_sources(config.paths("train"))
-    parts = [[source.fingerprint for source in sources], dict(config.columns)]
+    parts = [RULES_VERSION, [source.fingerprint for source in sources], dict(config.columns)]
     name = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
     folder = Path(config.cache_dir) / f"labels-{name}" / "labels"
     began = time.time()
@@ -62,18 +65,24 @@ class _Labels:
     names: Mapping[str, str]
     numbers: Mapping[str, str]
     """Whole numbers as texts, which JSON has as keys."""
+    order: Sequence[str] = ()
+    """Names of all classes in the order that every row's `ClassLabel` gives; empty where there is none."""
 
 
 def _read_labels(records: Iterable[tuple[str, Record]], columns: Mapping[str, str]) -> _Labels:
     names: dict[str, str] = {}
     numbers: dict[str, str] = {}
+    orders: set[tuple[str, ...]] = set()
     column = "label"
     for where, record in records:
         own = default_columns(record, columns)
         column = own.get("label", "label")
         label = view_columns(record, LABELLED_LAYOUTS["labelled"], own, where)["label"]
         number = _whole_number(label)
-        if number is not None:
+        orders.add(label.names if isinstance(label, ClassNumber) else ())
+        if isinstance(label, ClassNumber):
+            names.setdefault(label.name, where)
+        elif number is not None:
             numbers.setdefault(str(number), where)
         elif isinstance(label, str):
             names.setdefault(label, where)
@@ -86,13 +95,13 @@ def _read_labels(records: Iterable[tuple[str, Record]], columns: Mapping[str, st
             f"{where}: column `{column}` is the number {number_text}, and {other} has the name {name!r}",
             hint="give all classes by number, or all by name",
         )
-    return _Labels(column, names, numbers)
+    return _Labels(column, names, numbers, orders.pop() if len(orders) == 1 else ())
 
 
 def _by_name(found: _Labels, kind: RowKind) -> RowKind:
-    labels = tuple(sorted(found.names))
+    labels = tuple(found.order or sorted(found.names))
     if kind.num_labels not in (None, len(labels)):
-        places = ", ".join(f"{label!r} in {found.names[label]}" for label in labels[:_SHOWN_CLASSES])
+        places = ", ".join(f"{label!r} in {found.names.get(label, 'no row')}" for label in labels[:_SHOWN_CLASSES])
         raise DataError(
             f"objective.num_labels is {kind.num_labels}, and column `{found.column}` has {len(labels)} classes: "
             f"{places}",
@@ -128,9 +137,11 @@ def target_of(label: object, kind: RowKind, column: str, where: str) -> float:
     assert kind.has_known_classes
     if kind.is_regression:
         return _read_number(label, column, where)
+    is_named = bool(kind.labels) and isinstance(label, ClassNumber)
+    label = label.name if is_named and isinstance(label, ClassNumber) else label
     if str(label) in kind.labels and isinstance(label, str | int):
         return float(kind.labels.index(str(label)))
-    number = _whole_number(label)
+    number = None if is_named else _whole_number(label)
     if number is None:
         known = (
             f"the classes are {', '.join(kind.labels[:_SHOWN_CLASSES])}" if kind.labels else "classes are whole numbers"

@@ -6,7 +6,7 @@ import io
 import json
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -265,6 +265,38 @@ def _next_row(rows: Any, path: str, undecodable: list[DataError]) -> list[str] |
     return row
 
 
+class ClassNumber(int):
+    """A value of a `datasets.ClassLabel` column: the number of a class, whose name is `names[number]`."""
+
+    names: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of the class."""
+        return self.names[self]
+
+
+def with_class_names(record: Record, classes: Mapping[str, Sequence[str]]) -> Record:
+    """The record with its class numbers as `ClassNumber`; `classes` are the names by column. Other numbers stay."""
+    named = dict(record)
+    for column, names in classes.items():
+        if isinstance(named.get(column), int) and 0 <= named[column] < len(names):
+            named[column] = ClassNumber(named[column])
+            named[column].names = tuple(names)
+    return named
+
+
+def _class_names(metadata: Mapping[bytes, bytes] | None) -> dict[str, Sequence[str]]:
+    """Names of the classes by column, which `datasets` writes into the metadata of a Parquet file."""
+    written = json.loads((metadata or {}).get(b"huggingface", b"{}"))
+    features = written.get("info", {}).get("features", {})
+    return {
+        column: feature["names"]
+        for column, feature in features.items()
+        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
+    }
+
+
 def _read_parquet(path: str) -> Iterator[tuple[str, ReadRecord]]:
     import pyarrow
     from pyarrow import parquet
@@ -272,7 +304,9 @@ def _read_parquet(path: str) -> Iterator[tuple[str, ReadRecord]]:
     try:
         with parquet.ParquetFile(path) as file:
             records = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(batch_size=_PARQUET_ROWS))
-            yield from ((f"{path} row {number}", record) for number, record in enumerate(records, start=1))
+            classes = _class_names(file.schema_arrow.metadata)
+            for number, record in enumerate(records, start=1):
+                yield f"{path} row {number}", with_class_names(record, classes) if classes else record
     except (pyarrow.ArrowException, OSError) as broken:
         raise DataError(f"{path} cannot be read as parquet: {broken}", hint="check the file's format") from broken
 

@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from ds_finetune.config.units import MIB
-from ds_finetune.data.files import FileFormat, ReadRecord, Record, known_endings, read_file
+from ds_finetune.data.files import FileFormat, ReadRecord, Record, known_endings, read_file, with_class_names
 from ds_finetune.errors import DataError
 from ds_finetune.foreign.hub_access import hub_problem, offline
 
@@ -256,12 +256,16 @@ if TYPE_CHECKING:
 
 def read_hub(path: str, subset: str, split: str, *, purpose: str) -> Iterator[tuple[str, Record]]:
     """Rows of one split of a hub data set; an empty `split` stands for that of `purpose` (`train` or `eval`)."""
+    from datasets import ClassLabel
+
     splits = _load(path, subset)
     name = split or default_split(list(splits), path, purpose=purpose)
     if name not in splits:
         raise DataError(f"data set `{path}` has no split `{name}`", hint=f"its splits are {', '.join(splits)}")
+    labels = {key: feature for key, feature in splits[name].features.items() if isinstance(feature, ClassLabel)}
+    classes = {key: feature.names for key, feature in labels.items()}
     for number, record in enumerate(splits[name], start=1):
-        yield f"{path}:{name} row {number}", record
+        yield f"{path}:{name} row {number}", with_class_names(record, classes) if classes else record
 
 
 def default_split(names: Collection[str], path: str, *, purpose: str) -> str:

@@ -7,9 +7,10 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from ds_finetune.checkpoint.commit import complete_steps
 from ds_finetune.checkpoint.locking import LOCK, remove_own_lock
@@ -222,11 +223,13 @@ def _write(rows: Rows, name: str, folder: Path) -> str:
     hint = "give a list of dictionaries or a datasets.Dataset, such as dataset['train']"
     if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
         raise DataError(f"the rows of data.{name} are a `{type(rows).__name__}`", hint=hint)
-    lines = [_line(row, f"row {number} of data.{name}", hint) for number, row in enumerate(rows, start=1)]
-    if not lines:
+    content, ending = _with_classes(rows), "parquet"
+    if not content:
+        lines = [_line(row, f"row {number} of data.{name}", hint) for number, row in enumerate(rows, start=1)]
+        content, ending = "".join(lines).encode(), "jsonl"
+    if not content:
         raise DataError(f"data.{name} has 0 rows", hint=hint)
-    content = "".join(lines).encode()
-    path = folder / f"{name}-{hashlib.sha256(content).hexdigest()[:16]}.jsonl"
+    path = folder / f"{name}-{hashlib.sha256(content).hexdigest()[:16]}.{ending}"
     partial = path.with_suffix(f".{os.getpid()}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -237,6 +240,20 @@ def _write(rows: Rows, name: str, folder: Path) -> str:
     except OSError as refused:
         raise OutputError(f"`{path}` cannot be written: {refused.strerror}", hint="name another output_dir") from None
     return str(path)
+
+
+def _with_classes(rows: Rows) -> bytes:
+    """A `datasets.Dataset` that names classes as a Parquet file, which keeps their names; empty for other rows."""
+    features: Any = getattr(rows, "features", None) or {}
+    table: Any = rows
+    if not any(type(kind).__name__ == "ClassLabel" for kind in features.values()) or not isinstance(rows, Sized):
+        return b""
+    from pyarrow import BufferOutputStream, parquet
+
+    sink = BufferOutputStream()
+    metadata = features.arrow_schema.metadata
+    parquet.write_table(table.with_format("arrow")[:].replace_schema_metadata(metadata), sink)
+    return bytes(sink.getvalue()) if len(rows) else b""
 
 
 def _line(row: object, where: str, hint: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from datasets import ClassLabel, Dataset, Features, Value
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertTokenizerFast, PreTrainedTokenizerBase
 
@@ -21,6 +22,7 @@ from ds_finetune.data.stream import open_stream, streaming_batches
 from ds_finetune.data.tokenizer_files import is_encoder_tokenizer, load_tokenizer
 from ds_finetune.errors import ConfigError, DataError
 from ds_finetune.objectives.labels import IGNORE_INDEX
+from ds_finetune.trainer.run_dir import _write
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +144,39 @@ def test_named_classes_are_numbered_by_name_and_kept_for_held_out_rows(
     assert held_out.documents.targets.tolist() == [2]
     with pytest.raises(DataError, match=r"eval\.json item 1: column `label` is str 'd'"):
         rows_of([{"text": "y", "label": "d"}], tokenizer, tmp_path, kind=rows.kind, purpose="eval")
+
+
+CLASSES = ["world", "sports", "art"]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "rows"])
+def test_a_class_label_is_mapped_by_name(kind: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    def written(texts: list[str], numbers: list[int], names: list[str]) -> str:
+        features = Features({"text": Value("string"), "label": ClassLabel(names=names)})
+        dataset = Dataset.from_dict({"text": texts, "label": numbers}, features=features)
+        if kind == "rows":
+            return _write(dataset, "train", tmp_path / "run")
+        path = tmp_path / f"{'-'.join(names)}-{numbers}.parquet"
+        dataset.to_parquet(path)
+        return str(path)
+
+    def prepared(path: str, kind: RowKind, purpose: str = "train") -> PreparedRows:
+        given = {"train": path, "eval": path, "cache_dir": str(tmp_path / "cache")}
+        config, limits = DataConfig.model_validate(given), TokenLimits(32, 128)
+        return prepare_rows(config, purpose, tokenizer=tokenizer, limits=limits, kind=kind)
+
+    fresh = prepared(written(["a", "b"], [1, 0], CLASSES), kind_of())
+    assert fresh.class_names == tuple(CLASSES)
+    assert fresh.documents.targets.tolist() == [1, 0]
+    # A model's head, or the names of the run, decide the number of a class.
+    other = written(["a", "b", "c"], [0, 1, 2], ["art", "sports", "world"])
+    assert prepared(other, fresh.kind, "eval").documents.targets.tolist() == [2, 1, 0]
+    assert prepared(other, kind_of(labels=CLASSES)).documents.targets.tolist() == [2, 1, 0]
+    unknown = written(["a", "b"], [0, 1], ["art", "games"])
+    with pytest.raises(DataError, match=r"row 2: column `label` is str 'games', which is no class"):
+        prepared(unknown, fresh.kind, "eval")
+    with pytest.raises(DataError, match=r"column `label` is (-1|the number -1)"):
+        prepared(written(["a", "b"], [-1, 1], CLASSES), kind_of())
 
 
 def test_labels_of_the_objective_give_the_order(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
