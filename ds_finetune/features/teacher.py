@@ -107,7 +107,7 @@ class TeacherFeature(Feature):
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> TeacherPlan | None:
         """With the objective `distill` and a live teacher."""
-        teacher = plan_teacher(run.objective, hf_config)
+        teacher = plan_teacher(run.objective)
         if teacher is not None:
             check(replace(run, model_json=teacher.hf_config.to_dict()), "attention of the model")
         return teacher
@@ -127,7 +127,9 @@ class TeacherFeature(Feature):
         if is_teacher_partitioned(plan.zero_stage, offload):
             held = f"partitioned by ZeRO-3 over {plan.world.world_size} ranks, in {where}"
         params = self.settings.count_params() / 1e6
-        return [("teacher", f"{self.settings.path}, {params:,.3f} M parameters in {plan.precision}, {held}")]
+        theirs, ours = int(self.settings.hf_config.vocab_size), int(self.model.hf_config.vocab_size)
+        common = f"; compared are {min(theirs, ours):,} of its {theirs:,} ids" if theirs != ours else ""
+        return [("teacher", f"{self.settings.path}, {params:,.3f} M parameters in {plan.precision}, {held}{common}")]
 
     @contextmanager
     def open(self, parts: RankParts) -> Iterator[None]:

@@ -152,6 +152,10 @@ def model_lines(model: ModelPlan, plan: Plan, *, capability: tuple[int, int] | N
         *context,
         *_vocabulary_lines(model),
         *_score_lines(model),
+        *(
+            [("dropout", f"off for {model.objective.name}: {', '.join(model.without_noise)}")]
+            * bool(model.without_noise)
+        ),
         *kernel,
         *experts,
         *plan.kernels.lines(family_of(model.hf_config.model_type)),

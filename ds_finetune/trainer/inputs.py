@@ -208,7 +208,7 @@ def check_teacher_tokens(model: ModelPlan, tokenizer: PreTrainedTokenizerBase) -
     if model.teacher is not None:
         folder = resolve_folder(model.teacher.path, files=TOKENIZER_PATTERNS)
         theirs = load_tokenizer(str(folder))
-        check_same_tokens(model.teacher.path, theirs.get_vocab(), tokenizer.get_vocab())
+        check_same_tokens(model.teacher, theirs.get_vocab(), tokenizer.get_vocab())
 
 
 def open_scores(

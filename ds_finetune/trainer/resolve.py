@@ -2,6 +2,7 @@
 read.
 """
 
+import copy
 import os
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -341,6 +342,7 @@ def complete_features(plan: Plan, model: ModelPlan) -> Plan:
 def plan_model(hf_config: PretrainedConfig, run: RunSettings) -> ModelPlan:
     """The model of `hf_config` as the run file says; ConfigError or ModelError where it does not fit the model."""
     model, objective = run.model, run.objective
+    hf_config, noise = _without_noise(hf_config) if "reference" in objective.row.needs else (hf_config, ())
     run = replace(run, model_json=hf_config.to_dict())
     check(run, *WITHOUT_MESH)
     check_encoder(hf_config, attention=model.attention, objective=objective.name)
@@ -364,4 +366,20 @@ def plan_model(hf_config: PretrainedConfig, run: RunSettings) -> ModelPlan:
         objective=runtime,
         features=features,
         mlp_tiles=mlp_tiles(run.model_json) if run.train.tiled_mlp else 1,
+        without_noise=noise,
     )
+
+
+def _without_noise(hf_config: PretrainedConfig) -> tuple[PretrainedConfig, tuple[str, ...]]:
+    """The configuration without dropout and noise in routers, and the settings that were on.
+
+    With them, the model that is trained is not its reference before the first step.
+    """
+    hf_config, found = copy.deepcopy(hf_config), list[str]()
+    parts = [hf_config, *(part for part in vars(hf_config).values() if isinstance(part, PretrainedConfig))]
+    for part in parts:
+        for key, value in part.to_dict().items():
+            if ("drop" in key or "jitter" in key) and isinstance(value, float) and value:
+                found.append(f"{key} {value:g}")
+                setattr(part, key, 0.0)
+    return hf_config, tuple(found)

@@ -116,10 +116,10 @@ def _plan_lesson(run: RunSettings, model: ModelPlan, inputs: RunInputs, out: Pat
     assert isinstance(inputs.train, PreparedRows)
     assert model.teacher is not None
     vocabulary = int(model.hf_config.vocab_size)
-    if top_k >= vocabulary:
+    common = min(vocabulary, int(model.teacher.hf_config.vocab_size))
+    if top_k >= common:
         raise ConfigError(
-            f"--top-k {top_k} is not less than the {vocabulary} tokens of the vocabulary",
-            hint=f"give {vocabulary - 1} or less",
+            f"--top-k {top_k} is not less than the {common} tokens of the vocabulary", hint=f"give {common - 1} or less"
         )
     identity = ScoreIdentity(
         documents=documents_hash(inputs.train.documents),
@@ -144,7 +144,7 @@ def _write_shards(lesson: Lesson, model: ModelPlan, shards: Sequence[int], world
         for shard in shards:
             scores: list[DocumentScores] = []
             for rows in _forwards(lesson, lesson.documents_of(shard)):
-                scores += _scores(teacher, rows, lesson.identity.top_k, torch.device(device))
+                scores += _scores(teacher, rows, lesson.identity, torch.device(device))
                 line.advance(len(rows))
             write_shard(lesson.folder, shard, scores, lesson.identity)
 
@@ -164,8 +164,11 @@ def _forwards(lesson: Lesson, documents: range) -> Iterator[list[Row]]:
     yield taken
 
 
-def _scores(teacher: Teacher, rows: Sequence[Row], top_k: int, device: torch.device) -> list[DocumentScores]:
-    """The scores of documents that are concatenated to one row."""
+def _scores(
+    teacher: Teacher, rows: Sequence[Row], identity: ScoreIdentity, device: torch.device
+) -> list[DocumentScores]:
+    """The scores of documents that are concatenated to one row, over the ids that the model has too."""
+    top_k, vocabulary = identity.top_k, identity.vocabulary
     ids, positions, labels = (
         torch.from_numpy(np.concatenate([getattr(row, name) for row in rows])).long().to(device)
         for name in ("input_ids", "position_ids", "labels")
@@ -173,7 +176,8 @@ def _scores(teacher: Teacher, rows: Sequence[Row], top_k: int, device: torch.dev
     lengths = (tuple(len(row.input_ids) for row in rows),)
     hidden = teacher.hidden(ids[None], positions[None], lengths, find_supervised(labels))
     with teacher.targets(hidden, 1.0) as states:
-        best, log_probs = top_log_probs(states.hidden, states.weight, states.bias, top_k)
+        bias = states.bias if states.bias is None else states.bias[:vocabulary]
+        best, log_probs = top_log_probs(states.hidden, states.weight[:vocabulary], bias, top_k)
     ends = np.cumsum([row.supervised for row in rows])[:-1]
     parts = zip(np.split(best.cpu().numpy(), ends), np.split(log_probs.cpu().numpy(), ends), strict=True)
     return [DocumentScores(*part) for part in parts]

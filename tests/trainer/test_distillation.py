@@ -12,6 +12,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from ds_finetune import train
 from ds_finetune.api import plan_run
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.same_run import changes_since_checkpoint
@@ -73,6 +74,38 @@ def test_scores_are_the_logits_of_plain_transformers(task: Path) -> None:
         others = np.log1p(-log_probs.exp().sum(-1).numpy())
         assert np.allclose(found.log_probs[:, :-1], log_probs.numpy(), atol=1e-2, rtol=1e-3)
         assert np.allclose(found.log_probs[:, -1], others, atol=1e-2, rtol=1e-3)
+
+
+@pytest.mark.parametrize("more", [64, -8])
+def test_a_teacher_with_a_padded_vocabulary_is_compared_over_the_common_ids(
+    task: Path, tmp_path: Path, more: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The divergence of step 1 is that of plain transformers over the ids that both have."""
+    size = int(json.loads((task / "model" / "config.json").read_text())["vocab_size"])
+    write_teacher(tmp_path / "padded", task / "model", vocab_size=size + more)
+    small = {"train": {"for": "1 steps", "global_batch_size": 32}, "export": {"at_end": True}, "optim": {"lr": 1e-12}}
+    run_file = _run_file(task, f"padded{more}", {"teacher": str(tmp_path / "padded")}, **small)
+    config = read_config(run_file)
+    train(config)
+    assert f"compared are {min(size, size + more)} of its {size + more} ids" in capsys.readouterr().out
+    teacher, student = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        for folder in (tmp_path / "padded", Path(config.output_dir) / "export")
+    )
+    rows = _prepared(run_file).inputs.train
+    assert isinstance(rows, PreparedRows)
+    step = _records(task / f"padded{more}")[0]
+    total, tokens, common = 0.0, 0, min(size, size + more)
+    for row in range(rows.counts.documents):
+        ids, mask = rows.document(row)
+        with torch.no_grad():
+            wanted, found = (each(input_ids=torch.tensor([ids])).logits[0, :-1].double() for each in (teacher, student))
+        kept = torch.tensor(mask[1:])
+        log_teacher = torch.log_softmax(wanted[kept][:, :common], dim=-1)
+        log_student = torch.log_softmax(found[kept], dim=-1)[:, :common]
+        total += float((log_teacher.exp() * (log_teacher - log_student)).sum())
+        tokens += int(kept.sum())
+    assert step["train/divergence"] == pytest.approx(total / tokens, rel=1e-5)
 
 
 def test_writing_continues_where_it_was_killed_and_ranks_share_it(task: Path, tmp_path: Path) -> None:
@@ -140,9 +173,9 @@ def test_other_rows_and_vocabularies_are_refused_with_both_values(task: Path, tm
     longer = _run_file(task, "longer", scores, data={"train": str(task / "eval.jsonl")})
     with pytest.raises(FinetuneError, match=r"are of another training rows: \w{16} there, \w{16} in this run"):
         _prepared(longer)
-    write_teacher(tmp_path / "large", task / "model", vocab_size=4000)
-    with pytest.raises(FinetuneError, match="has a vocabulary of 4000 tokens, and the model one of"):
-        _prepared(_run_file(task, "large", {"teacher": str(tmp_path / "large")}))
+    write_teacher(tmp_path / "small", task / "model", vocab_size=20)
+    with pytest.raises(FinetuneError, match=r"has a vocabulary of 20 tokens, and its tokenizer ids up to \d+"):
+        _prepared(_run_file(task, "small", {"teacher": str(tmp_path / "small")}))
     write_teacher(tmp_path / "renamed", task / "model")
     file = tmp_path / "renamed" / "tokenizer.json"
     tree = json.loads(file.read_text())

@@ -53,6 +53,18 @@ def test_unchanged_weights_have_the_loss_of_a_coin_toss_in_bf16(run_file: Path) 
     assert metrics(run_file.parent / "padded")[-1]["eval/loss"] == pytest.approx(LN_2, abs=1e-12)
 
 
+def test_dropout_is_off_beside_a_reference_and_kept_in_config_json(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = _config(run_file, "dropout", "train.for=1 steps", "train.precision=fp32", "export.at_end=true")
+    file = Path(config.model.path) / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "attention_dropout": 0.3}))
+    assert _losses(config) == pytest.approx([LN_2], abs=1e-6)
+    assert "off for dpo: attention_dropout 0.3" in capsys.readouterr().out
+    exported = json.loads((run_file.parent / "dropout" / "run" / "export" / "config.json").read_text())
+    assert exported["attention_dropout"] == 0.3
+
+
 def _reference_files(run_file: Path) -> dict[str, int]:
     folder = run_file.parent / "cache" / "reference"
     return {str(path.parent.parent.name): path.stat().st_mtime_ns for path in folder.glob("*/logps/values.npy")}

@@ -43,6 +43,8 @@ class ModelPlan:
     """How many tokens the run file wants positions for; None where it does not say."""
     padding: str = ""
     """A text on the padding token of a classifier, for people."""
+    without_noise: tuple[str, ...] = ()
+    """Dropouts of config.json that are off in training, because the objective compares the model with a reference."""
 
     @property
     def lora(self) -> LoraPlan | None:

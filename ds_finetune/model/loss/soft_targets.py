@@ -66,14 +66,21 @@ class SoftTargets(Protocol):
         ...
 
 
+_NEVER = -1e30
+"""Logit of an id that the teacher does not have; finite, so that zero times its logarithm is zero."""
+
+
 @dataclass(frozen=True)
 class TeacherStates:
-    """Targets from a teacher's hidden states and head, whose width need not be the model's."""
+    """Targets from a teacher's hidden states and head, whose width need not be the model's.
+
+    Vocabularies of one tokenizer are padded to different sizes: ids that only one of the two has get no probability.
+    """
 
     hidden: torch.Tensor
     """[supervised tokens, width of the teacher]."""
     weight: torch.Tensor
-    """[vocabulary, width of the teacher]."""
+    """[vocabulary of the teacher, width of the teacher]."""
     bias: torch.Tensor | None
     temperature: float
 
@@ -86,6 +93,8 @@ class TeacherStates:
         if self.bias is not None:
             logits += self.bias[columns]
         wanted = logits.div_(self.temperature)
+        if absent := log_probs.shape[1] - wanted.shape[1]:
+            wanted = torch.nn.functional.pad(wanted, (0, absent), value=_NEVER)
         wanted -= shard.log_norm(wanted)
         probs = wanted.exp()
         divergence = shard.add_up((wanted.sub_(log_probs).mul_(probs)).sum(-1).sum())

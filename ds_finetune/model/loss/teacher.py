@@ -47,35 +47,32 @@ class TeacherPlan:
         return sum(math.prod(param.shape) for param in lm.parameters())
 
 
-def plan_teacher(objective: ObjectiveConfig, hf_config: PretrainedConfig) -> TeacherPlan | None:
-    """The teacher that `objective` names, None where it names none; ModelError where its vocabulary has another size
-    than that of the model with `hf_config`.
-    """
+def plan_teacher(objective: ObjectiveConfig) -> TeacherPlan | None:
+    """The teacher that `objective` names, None where it names none."""
     if not is_distillation(objective) or objective.teacher is None:
         return None
     teacher = read_hf_config(objective.teacher, files=TOKENIZER_PATTERNS)
-    check_vocabulary_sizes(objective.teacher, int(teacher.vocab_size), int(hf_config.vocab_size))
     return TeacherPlan(objective.teacher, teacher, objective.teacher_offload)
 
 
-def check_vocabulary_sizes(teacher: str, size: int, model_size: int) -> None:
-    """ModelError where teacher and model have vocabularies of different sizes."""
-    if size != model_size:
+def check_same_tokens(teacher: TeacherPlan, tokens: Mapping[str, int], model_tokens: Mapping[str, int]) -> None:
+    """ModelError where the same id is not the same token in the vocabularies (id by token) of teacher and model, or
+    the teacher's model does not have all of them.
+    """
+    size = int(teacher.hf_config.vocab_size)
+    if tokens == model_tokens and size <= max(tokens.values()):
         raise ModelError(
-            f"the teacher {teacher} has a vocabulary of {size} tokens, and the model one of {model_size}",
-            hint="distil from a teacher with the model's own tokenizer and vocabulary",
+            f"the teacher {teacher.path} has a vocabulary of {size} tokens, and its tokenizer ids up to "
+            f"{max(tokens.values())}",
+            hint="distil from a teacher that was trained with these tokens",
         )
-
-
-def check_same_tokens(teacher: str, tokens: Mapping[str, int], model_tokens: Mapping[str, int]) -> None:
-    """ModelError where the same id is not the same token in the vocabularies (id by token) of teacher and model."""
     if tokens == model_tokens:
         return
     theirs, ours = ({number: token for token, number in part.items()} for part in (tokens, model_tokens))
     number = min(number for number in theirs.keys() | ours.keys() if theirs.get(number) != ours.get(number))
     raise ModelError(
-        f"id {number} is {theirs.get(number)!r} in the tokenizer of the teacher {teacher}, which has {len(theirs)} "
-        f"tokens, and {ours.get(number)!r} in that of the model, which has {len(ours)}",
+        f"id {number} is {theirs.get(number)!r} in the tokenizer of the teacher {teacher.path}, which has "
+        f"{len(theirs)} tokens, and {ours.get(number)!r} in that of the model, which has {len(ours)}",
         hint="distil from a teacher with the model's own tokenizer and vocabulary",
     )
 

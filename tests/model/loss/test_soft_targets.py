@@ -83,6 +83,19 @@ def test_a_teacher_of_another_width_gives_the_loss_of_autograd(mix: Mix, chunk: 
     assert_equal(teacher_states(mix.temperature), mix, wanted, chunk=chunk)
 
 
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("size", [1, VOCABULARY - 9, VOCABULARY + 9])
+def test_ids_that_only_one_vocabulary_has_get_no_probability(mix: Mix, size: int) -> None:
+    made = torch.Generator().manual_seed(3)
+    states = TeacherStates(*head(TEACHER_WIDTH, 1), mix.temperature)
+    states = replace(states, weight=torch.randn(size, TEACHER_WIDTH, generator=made), bias=None)
+    common = min(size, VOCABULARY)
+    logits = states.hidden.double() @ states.weight[:common].double().T / mix.temperature
+    # The reference loop: -1e30 has no probability in fp64 either, and no infinity times zero.
+    wanted = functional.pad(torch.log_softmax(logits, dim=-1), (0, VOCABULARY - common), value=-1e30)
+    assert_equal(states, mix, expected(mix, wanted))
+
+
 @pytest.mark.parametrize("label_weight", [0.0, 0.3])
 @pytest.mark.parametrize("k", [1, 4, 31])
 def test_top_tokens_and_a_bucket_for_the_others_give_the_loss_of_autograd(k: int, label_weight: float) -> None:
