@@ -70,6 +70,16 @@ def test_a_nan_in_a_layer_that_is_left_out_of_the_norm_skips_the_step(
     assert case["loss"][2] < case["loss"][0]
 
 
+@pytest.mark.parametrize(("stage", "precision"), [(2, "fp32"), (2, "bf16"), (3, "bf16")])
+def test_a_nan_skips_the_step_of_an_optimizer_on_the_host(found: dict[str, Any], stage: int, precision: str) -> None:
+    """DeepSpeed keeps norms and a flag of overflow of its own there, beside the norm of a prediction layer."""
+    case = found[f"offloaded-{stage}-{precision}"]
+    assert case["skipped"] == [0, 1, 0, 0]
+    assert case["unchanged"]
+    assert case["culprit"].endswith(" on rank 1")
+    assert case["loss"][2] < case["loss"][0]
+
+
 def test_an_error_on_one_rank_waits_for_no_other(found: dict[str, Any]) -> None:
     assert found["alone"]
 

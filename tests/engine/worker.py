@@ -33,6 +33,7 @@ from ds_finetune.trainer.loop import training_steps
 from tests.planning import model_of
 
 STEPS = 4
+OFFLOADED = ((2, "fp32"), (2, "bf16"), (3, "bf16"))
 MODEL, MTP_MODEL = "deepseek_v3", "with_mtp"
 
 
@@ -74,6 +75,10 @@ def main() -> None:
             with _engine(world, device, cell, model=MTP_MODEL, mtp={"train": True, "detach": True}) as engine:
                 layer = f"model.layers.{engine.lm.config.num_hidden_layers}.eh_proj"
                 found[f"mtp-{stage}-{precision}"] = _poisoned(engine, 1, layer)
+        for stage, precision in OFFLOADED:
+            cell = Cell("deepseek_v3", stage, 2, packing=False, precision=precision, offload="optimizer")
+            with _engine(world, device, cell, model=MTP_MODEL, mtp={"train": True, "detach": True}) as engine:
+                found[f"offloaded-{stage}-{precision}"] = _poisoned(engine, 1, "model.norm")
         with _engine(world, device, Cell("deepseek_v3", 1, 2, packing=False)) as engine:
             found["alone"] = _error_on_one_rank(engine, world.rank)
     if world.rank == 0:
