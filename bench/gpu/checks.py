@@ -14,6 +14,7 @@ _TESTS = (
     "experts/test_grouped_kernel",
     "loss/test_liger",
     "loss/test_head_chunks",
+    "memory/test_activation_offload",
     "attention/test_packed_attention",
 )
 

@@ -46,7 +46,7 @@ class Watched(save_on_cpu):
         self.pack_hook, self.unpack_hook = pack_noted, unpack_noted
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> type[Watched]:
     Watched.sent, Watched.returned = [], 0
     monkeypatch.setattr(activation_memory, "save_on_cpu", Watched)
