@@ -26,10 +26,10 @@ wanted="$(cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)-$extras"
 if [ "$(cat "$environment/ds_finetune-installed" 2>/dev/null)" != "$wanted" ]; then
     constraints="$(mktemp)"
     if python3 -c "$usable" 2>/dev/null; then
-        # Kept as it is, with its CUDA: pinned to another version, pip would replace it.
+        # Kept as it is, with its CUDA: pinned to another version, pip would replace it. It names its own Triton.
         torch="$(python3 -c "$torch_version")"
         echo "using torch $torch, which is there"
-        sed "s/^torch==.*/torch==$torch/" constraints.txt > "$constraints"
+        sed "s/^torch==.*/torch==$torch/; /^triton==/d" constraints.txt > "$constraints"
     else
         cp constraints.txt "$constraints"
     fi

@@ -1,11 +1,8 @@
-"""The Triton kernel of all experts against a product for each expert, on a GPU or by Triton's interpreter:
-
-TRITON_INTERPRET=1 python -m pytest tests/model/experts/test_grouped_kernel.py
+"""The Triton kernel of all experts against a product for each expert, on a GPU or by Triton's interpreter
+(tests/model/test_triton.py).
 """
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
@@ -20,14 +17,13 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_finetune.model import experts
 from ds_finetune.model.kept_outputs import layer_contexts
-from tests.conftest import ROOT
 from tests.model.test_experts import Operations, experts_of
 from tests.model.tiny import CONFIGS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HAS_TRITON = find_spec("triton") is not None
 pytestmark = [
-    pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed: pip install triton"),
+    pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed: pip install -e .[test]"),
     pytest.mark.skipif(
         DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1",
         reason="on a CPU Triton has to be interpreted: TRITON_INTERPRET=1",
@@ -172,13 +168,3 @@ def test_selective_recomputation_keeps_its_output(own_kernel: None) -> None:
         out.sum().backward()
     # Only the gradient of rows; the product is not computed again.
     assert operations.counts[PRODUCT] == 1
-
-
-def test_kernels_compile_for_gpus_that_are_not_here() -> None:
-    """And fit into the shared memory of a block on compute capability 8.9, the smallest of those from 8.0 on."""
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.model.experts.compile_worker"]
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False, timeout=300)
-    shared = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("shared")]
-    assert len(shared) == 8, done.stderr
-    assert max(shared) <= 99 * 1024

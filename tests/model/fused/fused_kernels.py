@@ -26,7 +26,7 @@ def fused_kernels(name: str) -> Kernels:
         pytest.skip("torch.compile needs a C++ compiler")
     if name == "liger":
         if find_spec("liger_kernel") is None or find_spec("triton") is None:
-            pytest.skip("liger-kernel is not installed: pip install -e .[gpu]")
+            pytest.skip("liger-kernel is not installed: pip install -e .[test]")
         if DEVICE == "cpu":
             if os.environ.get("TRITON_INTERPRET") != "1":
                 pytest.skip("on a CPU Triton has to be interpreted: TRITON_INTERPRET=1")
