@@ -13,7 +13,7 @@ from ds_finetune.model.attention import compressed_attention, compressed_layout
 from ds_finetune.model.attention.compressed_layout import RowShards, entries_of, tokens_of
 from ds_finetune.model.attention.indexed_attention import expect_documents, longest_document
 from ds_finetune.model.build.skeleton import build_skeleton
-from ds_finetune.model.kept_outputs import selective_contexts
+from ds_finetune.model.kept_outputs import layer_contexts
 from ds_finetune.model.loss.forward_rows import ForwardRows, RealTokens, find_real_tokens
 from ds_finetune.model.loss.token_loss import TrainedModel
 from ds_finetune.model.routers import RouterCollector
@@ -152,7 +152,9 @@ def test_documents_of_packed_rows_are_those_of_transformers_alone(
     _assert_equal(make())
 
 
-@pytest.mark.parametrize("options", [{}, {"context_fn": selective_contexts}], ids=["full", "selective"])
+@pytest.mark.parametrize(
+    "options", [{}, {"context_fn": partial(layer_contexts, is_selective=True)}], ids=["full", "selective"]
+)
 def test_recomputed_layers(
     options: dict[str, Any], make: Callable[..., Models], monkeypatch: pytest.MonkeyPatch
 ) -> None:
