@@ -37,7 +37,8 @@ _STYLE = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 _MARKS = re.compile(r"\*\*|__|\$|`|\\[()\[\]]")
 _LETTER = (
     # `A` and `I` are letters of a choice only where no other word follows, as in `A bird`.
-    r"[(\[{*]*\b(?:([A-Z])(?![\w'\u2019+#/-])(?!(?<=[AI])\s+(?!(?:is|because|since|as|and|or|but|not)\b)\w)|([a-z])(?=\)))"
+    r"[(\[{*]*\b(?:([A-Z])(?![\w'\u2019+#/-])"
+    r"(?!(?<=[AI])\s+(?!(?:is|because|since|as|and|or|but|not)\b)\w)|([a-z])(?=\)))"
 )
 _STATED = re.compile(
     r"(?i:\b(?:answer|(?:right|correct|best)\s+(?:option|choice)))\b(?:[^.:=\n]{0,60}?(?i:\b(?:is|be)\b|[:=]))?"
