@@ -20,7 +20,7 @@ _FORWARDED = "all_gather_into_tensor|reduce_scatter_tensor|_all_gather_base|_red
 _WARNINGS: tuple[tuple[type[Warning], str], ...] = (
     # Of the functions that DeepSpeed 0.19.8 calls in every micro-batch under ZeRO-3 (comm/torch.py); torch 2.13.
     (FutureWarning, rf"`torch\.distributed\.({_FORWARDED})` is (deprecated|a private function)"),
-    # The name that transformers 5.17 to 5.23 all know (modeling_utils.py:3191).
+    # The name that transformers 5.20 to 5.24 all know (modeling_utils.py:3191).
     (FutureWarning, r"`gradient_checkpointing_enable` is deprecated"),
 )
 _RECORDS = {

@@ -49,7 +49,7 @@ def _python(*arguments: str, path: str, **environ: str) -> "subprocess.Completed
 @pytest.mark.parametrize(
     ("name", "version", "wanted"),
     [
-        ("transformers", "4.57.0", ">=5.17,<5.25"),
+        ("transformers", "4.57.0", ">=5.20,<5.25"),
         ("deepspeed", "0.16.9", ">=0.19.8,<0.20"),
         ("torch", "2.99.0+cu130", ">=2.11,<2.14"),
     ],
@@ -70,7 +70,7 @@ def test_who_wants_another_version_is_warned(tmp_path: Path) -> None:
     done = _python("-c", COMMAND, "train", "absent.yaml", path=path, DS_FINETUNE_UNTESTED_VERSIONS="1")
     warning, error = done.stderr.splitlines()[:2]
     assert warning == (
-        "warning: packages outside the tested ranges: transformers 4.57.0 (tested: >=5.17,<5.25); no test has seen "
+        "warning: packages outside the tested ranges: transformers 4.57.0 (tested: >=5.20,<5.25); no test has seen "
         "these versions (DS_FINETUNE_UNTESTED_VERSIONS=1)"
     )
     assert "absent.yaml" in error
@@ -84,8 +84,8 @@ def test_the_doctor_says_it_before_the_plan(tmp_path: Path) -> None:
     assert done.returncode == 2
     failed = {check["name"]: check for check in json.loads(done.stdout) if check["state"] == "fail"}
     assert set(failed) == {"versions", "plan"}
-    assert failed["versions"]["found"] == "transformers 4.57.0 (tested: >=5.17,<5.25)"
-    assert failed["versions"]["hint"] == "pip install 'transformers>=5.17,<5.25'"
+    assert failed["versions"]["found"] == "transformers 4.57.0 (tested: >=5.20,<5.25)"
+    assert failed["versions"]["hint"] == "pip install 'transformers>=5.20,<5.25'"
     assert "transformers 4.57.0" in failed["plan"]["found"]
 
 
