@@ -72,9 +72,9 @@ def test_packing_is_tight_complete_and_the_same_each_time() -> None:
 
 def test_a_million_documents_pack_in_seconds() -> None:
     lengths = np.random.default_rng(1).integers(20, 500, size=1_000_000)
-    began = time.perf_counter()
+    began = time.process_time()
     rows = pack(lengths, 4096)
-    assert time.perf_counter() - began < 20
+    assert time.process_time() - began < 20
     assert lengths.sum() / (len(rows) * 4096) > 0.999
 
 

@@ -22,6 +22,7 @@ from ds_finetune.plan.checks import check
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import hf_config
 from tests.lora_twin import adapted, base_model, by_our_names, in_peft, named_in, write_adapter_of
+from tests.rounding import rounding, rounding_of_outputs
 
 LORA = LoraConfig(rank=8, alpha=32)
 FAMILIES = tuple(name for name, family in TABLE.items() if family.has_lora)
@@ -44,7 +45,7 @@ def test_forward_and_gradients_are_those_of_peft(family: str, is_named: bool, tm
     write_adapter_of(ours, lora, tmp_path / "adapter", base=tmp_path / "base")
     theirs = in_peft(base, tmp_path / "adapter", trainable=True)
     logits = [model(input_ids=_ids(), use_cache=False).logits for model in (ours, theirs)]
-    assert torch.allclose(*logits, atol=1e-5, rtol=0)
+    assert (logits[0] - logits[1]).abs().max() < rounding_of_outputs(base.config, logits[1], tokens=17)
     for each in logits:
         each.logsumexp(-1).square().mean().backward()
     gradients = {name: param.grad for name, param in ours.named_parameters() if param.grad is not None}
@@ -68,7 +69,10 @@ def test_the_sum_in_pieces_is_the_whole_sum(shape: tuple[int, ...]) -> None:
     whole = (0.5 * adapter.b @ adapter.a).view(-1)
     for start in range(whole.numel()):
         for end in range(start + 1, whole.numel() + 1):
-            assert torch.allclose(adapter.delta(start, end - start), whole[start:end], atol=1e-6)
+            apart = adapter.delta(start, end - start) - whole[start:end]
+            assert apart.abs().max() < rounding(
+                float((0.5 * adapter.b.abs() @ adapter.a.abs()).max()), adapter.b.shape[-1]
+            )
 
 
 def test_merged_weights_compute_as_adapters_do_and_the_model_stays() -> None:
@@ -84,7 +88,8 @@ def test_merged_weights_compute_as_adapters_do_and_the_model_stays() -> None:
     )
     plain = base_model("deepseek_v3")
     plain.load_state_dict(weights, strict=False)
-    assert torch.allclose(plain(input_ids=_ids()).logits, model(input_ids=_ids()).logits, atol=1e-5, rtol=0)
+    merged, wanted = plain(input_ids=_ids()).logits, model(input_ids=_ids()).logits
+    assert (merged - wanted).abs().max() < rounding_of_outputs(plain.config, wanted, tokens=17)
     assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
 
 
@@ -93,7 +98,8 @@ def test_new_adapters_change_nothing_and_are_initialised_as_in_peft() -> None:
     assert torch.equal(
         model(input_ids=_ids()).logits, adapted(base_model("deepseek_v3"), LORA, trained=False)(input_ids=_ids()).logits
     )
-    assert torch.allclose(model(input_ids=_ids()).logits, base_model("deepseek_v3")(input_ids=_ids()).logits, atol=1e-6)
+    wanted = base_model("deepseek_v3")(input_ids=_ids()).logits
+    assert (model(input_ids=_ids()).logits - wanted).abs().max() < rounding_of_outputs(model.config, wanted, tokens=17)
     for name, param in model.named_parameters():
         if name.endswith("lora_A"):
             bound = param.shape[-1] ** -0.5
