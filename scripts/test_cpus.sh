@@ -7,7 +7,7 @@
 # torch's kernels, of oneDNN's, of MKL's and of OpenBLAS's (numpy), and the threads. What no variable chooses remains this
 # CPU's: onnxruntime, and DeepSpeed's operators, which are compiled for the CPU they are compiled on.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 export PYTHONPATH="$PWD" DS_ACCELERATOR=cpu
 list="$PWD/.cache/test_cpus.txt"
 mkdir -p .cache
@@ -27,7 +27,7 @@ while read -r name flag aten onednn mkl openblas threads; do
     [ "$mkl" != SSE4_2 ] || variables+=(MKL_CBWR=COMPATIBLE)
     echo "$name: ${variables[*]}" | tee -a "$list"
     env "${variables[@]}" python -m pytest -q -rfE --tb=short --show-capture=no --numprocesses=2 --dist=loadfile \
-        --no-loadscope-reorder "$@" > ".cache/test_cpus-$name.txt" 2>&1
+        --no-loadscope-reorder "$@" > ".cache/test_cpus-$name.txt" 2>&1 < /dev/null
     grep -E "^(FAILED|ERROR)|(passed|failed|error).* in " ".cache/test_cpus-$name.txt" | tee -a "$list"
 done <<'CPUS'
 sse4 - default SSE41 SSE4_2 Nehalem 1

@@ -169,11 +169,12 @@ def losses(steps: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def assert_goes_on(value: dict[str, Any], wanted: dict[str, Any], key: str) -> None:
-    """The first loss to 1e-6, later ones to a millionth of themselves: sums are taken in another order at another
-    layout.
+    """Another layout takes sums in another order: the first loss differs by a few roundings of fp32. Later ones differ
+    by more, since Adam divides by a root of squares: where a gradient is nearly zero, its rounding decides the step.
     """
-    assert losses(value["after"])[0] == pytest.approx(losses(wanted["after"])[0], abs=1e-6), key
-    assert losses(value["after"]) == pytest.approx(losses(wanted["after"]), rel=1e-6), key
+    found, expected = losses(value["after"]), losses(wanted["after"])
+    assert found[0] == pytest.approx(expected[0], rel=8 * torch.finfo(torch.float32).eps), key
+    assert found == pytest.approx(expected, rel=1e-5), key
     assert value["weights"] == pytest.approx(wanted["weights"], rel=1e-5), key
 
 

@@ -46,10 +46,10 @@ def test_a_killed_rank_ends_all(bed: Bed, number: int) -> None:
     since = time.monotonic()
     printed = run.process.communicate(timeout=60)[0]
     assert run.process.returncode not in (0, None), printed
-    while (ranks_of(bed, 1) or ranks_of(bed, 2)) and time.monotonic() - since < 30:
+    while (ranks_of(bed, 1) or ranks_of(bed, 2)) and time.monotonic() - since < 120:
         time.sleep(0.2)
     assert ranks_of(bed, 1) + ranks_of(bed, 2) == []
-    assert time.monotonic() - since < 30
+    assert time.monotonic() - since < 120
 
 
 def test_a_host_that_is_not_there(bed: Bed, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ SHORT = ("deepseek_v32", "glm_moe_dsa", "deepseek_v4")
 ROUNDED_TOLERANCE = 2e-2
 """Of losses in bf16."""
 STEP_TOLERANCE = 1e-5
-"""Of losses and norms in fp32, relative; in the second step they differ by 2e-6 at most."""
+"""Of losses in fp32, relative. Norms of gradients differ by no more than gradients: by GRADIENT_TOLERANCE."""
 
 
 def _cell(stage: int, accumulation: int, *, packing: bool, family: str = SPARSE[0], **others: Any) -> Cell:
@@ -136,10 +136,10 @@ def _assert_equals_plain_loop(layout: IndexerLayout, folder: Path, models: Path)
     assert found["gradients"].keys() == wanted.gradients.keys()
     errors = {name: relative(found["gradients"][name], grad) for name, grad in wanted.gradients.items()}
     assert max(errors.values()) < GRADIENT_TOLERANCE, errors
-    assert found["norms"] == pytest.approx(wanted.norms, rel=STEP_TOLERANCE)
+    assert found["norms"] == pytest.approx(wanted.norms, rel=GRADIENT_TOLERANCE)
     if layout.stage == "sparse":
         own = [metrics["indexer_grad_norm"] for metrics in found["metrics"]]
-        assert own == pytest.approx(wanted.indexer_norms, rel=STEP_TOLERANCE)
+        assert own == pytest.approx(wanted.indexer_norms, rel=GRADIENT_TOLERANCE)
     for name, steps in (("loss", wanted.losses), ("indexer_loss", wanted.indexer_losses)):
         assert [metrics[name] for metrics in found["metrics"]] == pytest.approx(steps, rel=STEP_TOLERANCE), name
 
