@@ -99,7 +99,7 @@ def _read_labels(records: Iterable[tuple[str, Record]], columns: Mapping[str, st
 
 
 def _by_name(found: _Labels, kind: RowKind) -> RowKind:
-    labels = tuple(found.order or sorted(found.names))
+    labels = tuple(found.order) or tuple(sorted(found.names))
     if kind.num_labels not in (None, len(labels)):
         places = ", ".join(f"{label!r} in {found.names.get(label, 'no row')}" for label in labels[:_SHOWN_CLASSES])
         raise DataError(

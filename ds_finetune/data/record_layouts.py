@@ -291,10 +291,10 @@ def _prompt_completion(view: Mapping[str, Any], where: str) -> Sample:
     if isinstance(prompt, list) and isinstance(completion, list):
         check_not_continued(prompt, completion, where)
         whole = read_conversation([*prompt, *completion], view.get("tools"), "prompt, completion", where)
-        turns = len(read_conversation(prompt, None, "prompt", where).messages) if prompt else 0
+        asked = len(read_conversation(prompt, None, "prompt", where).messages) if prompt else 0
         # TRL trains nothing of a prompt, also not its assistant turns.
-        untrained = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in whole.messages[:turns]]
-        return replace(whole, messages=(*untrained, *whole.messages[turns:]))
+        untrained = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in whole.messages[:asked]]
+        return replace(whole, messages=(*untrained, *whole.messages[asked:]))
     question, answer = read_text(view, "prompt", where), read_text(view, "completion", where)
     sample = completion_of(question, answer, read_tools(view.get("tools"), where), where)
     history = _history(view, where)

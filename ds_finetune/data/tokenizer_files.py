@@ -2,10 +2,12 @@
 
 import hashlib
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ds_finetune.errors import DataError
 from ds_finetune.foreign.auto_configs import AutoTokenizer
@@ -91,6 +93,28 @@ def _check_files(folder: Path) -> None:
         )
 
 
+def check_beside(tokenizer: PreTrainedTokenizerBase, folder: str, config: PretrainedConfig) -> None:
+    """DataError where transformers loads the tokenizer's files in `folder` otherwise once they lie beside the model's
+    config.json `config`, as in an export.
+    """
+    try:
+        served = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
+    except (OSError, ValueError) as refused:
+        raise DataError(
+            f"transformers cannot load the tokenizer of `{folder}` beside a config.json of type {config.model_type}: "
+            f"{refused}",
+            hint="name a tokenizer of this type of model in model.tokenizer",
+        ) from refused
+    expected = partial(tokenizer, add_special_tokens=False)
+    _compare(
+        served,
+        lambda text: expected(text)["input_ids"],
+        f"an export of this model would have other tokens than training: beside a config.json of type "
+        f"{config.model_type}, transformers loads the tokenizer of {folder}",
+        _SAVED_HINT,
+    )
+
+
 def _check_tokens(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
     """DataError where the class that transformers chose makes other tokens than `tokenizer.json`.
 
@@ -102,20 +126,34 @@ def _check_tokens(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
     published = Tokenizer.from_file(str(path))
     published.no_truncation()
     published.no_padding()
+    _compare(
+        tokenizer,
+        lambda text: published.encode(text, add_special_tokens=False).ids,
+        f"transformers loads {path}",
+        f"{_SAVED_HINT}; to train with those of tokenizer.json, copy the tokenizer's files to a folder without "
+        "config.json, set tokenizer_class there to PreTrainedTokenizerFast, and name that folder in model.tokenizer, "
+        "which is refused where the model's type has a class of its own",
+    )
+
+
+_SAVED_HINT = (
+    "to train with the tokens that transformers makes, as servers do, write them by AutoTokenizer.from_pretrained("
+    "TOKENIZER, config=AutoConfig.from_pretrained(MODEL)).save_pretrained(NEW), and set model.tokenizer to NEW"
+)
+
+
+def _compare(tokenizer: PreTrainedTokenizerBase, expected_of: Callable[[str], list[int]], what: str, hint: str) -> None:
+    """DataError, which begins with `what`, where `tokenizer` makes other tokens of a sample text than expected."""
     for name, text in _PROBES.items():
-        expected = published.encode(text, add_special_tokens=False).ids
-        actual = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if actual != expected:
-            start = next(
-                (i for i, (a, b) in enumerate(zip(expected, actual, strict=False)) if a != b),
-                min(len(expected), len(actual)),
-            )
-            ours, theirs = (
-                tokenizer.convert_ids_to_tokens(ids[start : start + _SHOWN_TOKENS]) for ids in (expected, actual)
-            )
-            raise DataError(
-                f"transformers loads {path} as {type(tokenizer).__name__}, which makes other tokens of {name} "
-                f"({text!r}), from token {start} on: {theirs} instead of {ours}",
-                hint="copy the tokenizer's files to a folder without config.json, set tokenizer_class there to "
-                "PreTrainedTokenizerFast, and name that folder in model.tokenizer",
-            )
+        expected, actual = expected_of(text), tokenizer(text, add_special_tokens=False)["input_ids"]
+        if actual == expected:
+            continue
+        pairs = enumerate(zip(expected, actual, strict=False))
+        start = next((i for i, (a, b) in pairs if a != b), min(len(expected), len(actual)))
+        shown = slice(start, start + _SHOWN_TOKENS)
+        ours, theirs = (tokenizer.convert_ids_to_tokens(ids[shown]) for ids in (expected, actual))
+        raise DataError(
+            f"{what} as {type(tokenizer).__name__}, which makes other tokens of {name} ({text!r}), from token {start} "
+            f"on: {theirs} instead of {ours}",
+            hint=hint,
+        )

@@ -21,7 +21,7 @@ from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.row_report import row_notes
 from ds_finetune.data.stream import StreamedRows, open_stream, overlap_notes
 from ds_finetune.data.teacher_scores import StoredScores
-from ds_finetune.data.tokenizer_files import load_tokenizer
+from ds_finetune.data.tokenizer_files import check_beside, load_tokenizer
 from ds_finetune.errors import ConfigError, DataError
 from ds_finetune.model.build.encoder import encoder_of
 from ds_finetune.model.build.model_plan import ModelPlan
@@ -103,6 +103,8 @@ def read_inputs(run: RunSettings, model: ModelPlan) -> RunInputs:
     folder = resolve_folder(run.model.path)
     tokenizer_folder = resolve_folder(run.model.tokenizer) if run.model.tokenizer else folder
     tokenizer = load_tokenizer(str(tokenizer_folder))
+    if tokenizer_folder != folder:
+        check_beside(tokenizer, str(tokenizer_folder), model.hf_config)
     limits = limits_of(run, model.hf_config)
     check_teacher_tokens(model, tokenizer)
     if run.data.streaming and Duration.parse(run.train.duration).unit != "steps":

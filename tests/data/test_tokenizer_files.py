@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.normalizers import Lowercase
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from ds_finetune.cli.demo import write_demo
-from ds_finetune.data.tokenizer_files import load_tokenizer, tokenizer_digest
+from ds_finetune.data.tokenizer_files import check_beside, load_tokenizer, tokenizer_digest
 from ds_finetune.errors import DataError, ModelError
 from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, read_hf_config
 
@@ -63,6 +63,34 @@ def test_a_tokenizer_that_transformers_replaces(
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}))
     assert load_tokenizer(str(folder)), "what the hint says helps"
+
+
+@pytest.mark.parametrize(("name", "is_own"), [("deepseek-coder", False), ("deepseek-r1-distill-qwen", True)])
+def test_a_tokenizer_that_an_export_would_change_is_refused_before_training(
+    name: str, is_own: bool, shared_data: Path, tmp_path: Path
+) -> None:
+    """What transformers makes of the files beside a config.json comes from transformers itself."""
+    model = folder_of(shared_data, tmp_path, tokenizer=name, config=QWEN2)
+    config = AutoConfig.from_pretrained(model)
+    shutil.copytree(shared_data / "tokenizers" / name, tmp_path / "own")
+    settings = json.loads((tmp_path / "own" / "tokenizer_config.json").read_text())
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (tmp_path / "own" / "tokenizer_config.json").write_text(json.dumps(settings))
+    own = load_tokenizer(str(tmp_path / "own"))
+    text = "def f(x):\n    return x[1:] != 0  # no\n\n\tpass\n#include <x>\r\n"
+    served = AutoTokenizer.from_pretrained(model)
+    ids, served_ids = (each(text, add_special_tokens=False)["input_ids"] for each in (own, served))
+    assert (ids == served_ids) == is_own
+    if is_own:
+        check_beside(own, str(tmp_path / "own"), config)
+        return
+    with pytest.raises(DataError, match="an export of this model would have other tokens than training") as caught:
+        check_beside(own, str(tmp_path / "own"), config)
+    assert "save_pretrained(NEW)" in caught.value.hint
+    AutoTokenizer.from_pretrained(tmp_path / "own", config=config).save_pretrained(tmp_path / "new")
+    new = load_tokenizer(str(tmp_path / "new"))
+    check_beside(new, str(tmp_path / "new"), config)
+    assert new(text, add_special_tokens=False)["input_ids"] == served_ids, "what the hint says helps"
 
 
 def test_code_of_a_folder_is_refused_without_a_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
