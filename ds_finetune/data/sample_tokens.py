@@ -28,6 +28,7 @@ class Segment:
 
     text: str
     is_supervised: bool
+    is_answer: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class SampleTokeniser:
                 hint="the row's text contains it, or the chat template writes it twice",
             )
         is_joined = [is_merged for _, is_merged in encoded]
-        answers = [number for number, segment in enumerate(text.segments) if segment.is_supervised]
+        answers = [number for number, segment in enumerate(text.segments) if segment.is_answer]
         notes = ("joined",) * any(is_joined[number] for number in answers)
         return replace(
             text.result,
@@ -201,7 +202,7 @@ class SampleTokeniser:
         prompt = sample.prompt
         if not (sample.is_joined or prompt[-1:].isspace() or completion[:1].isspace()):
             prompt += self._settings.separator
-        return [Segment(prompt, self._settings.train_on == "all"), Segment(completion, True)]
+        return [Segment(prompt, self._settings.train_on == "all"), Segment(completion, True, is_answer=True)]
 
     def _chat_texts(self, original: Conversation, template: ChatTemplate, where: str) -> list[_SampleText]:
         conversation, control_note = self._control.protect(original, where)
@@ -263,7 +264,7 @@ class SampleTokeniser:
                 differs = differs or prompt is None or strip_brackets(prompt) != strip_brackets(whole)
                 ending = "" if turn.is_open else rendered.turn_end(turn)
                 answer, rest = turn.body + ending, turn.ending.removeprefix(ending)
-                segments += [Segment(other, is_other_supervised), Segment(answer, True)]
+                segments += [Segment(other, is_other_supervised), Segment(answer, True, is_answer=True)]
                 other = ""
             other += rest
             whole += answer + rest

@@ -68,21 +68,26 @@ def read_row(
     `layout` is `auto` or a name of the kind's layouts. DataError where no layout fits, or a column cannot be read.
     """
     check_no_tree(record, where)
-    record = {name: without_nulls(value) for name, value in record.items() if value is not None}
+    record = {name: without_nulls(value) for name, value in record.items()}
+    given = {name: value for name, value in record.items() if value is not None}
     check_media(record, columns, where)
     named = columns
     if kind.name in ("dialogue", "text"):
         check_supervised(record, columns, where)
     elif kind.name != "prompts":
-        columns = default_columns(record, columns)
+        columns = {**default_columns(record, columns), **default_columns(given, columns)}
+    layouts = LAYOUTS_OF[kind.name]
+    if layout == "auto" and find_layout(given, published_columns(given, columns, layouts), layouts):
+        # A table has the columns of all its rows.
+        record = given
     if layout == "auto":
-        columns = published_columns(record, columns, LAYOUTS_OF[kind.name])
-    chosen = LAYOUTS_OF[kind.name][_recognise(record, kind, columns, where) if layout == "auto" else layout]
+        columns = published_columns(record, columns, layouts)
+    chosen = layouts[_recognise(record, kind, columns, where) if layout == "auto" else layout]
     _check_used(record, named, chosen, where)
     view = view_columns(record, chosen, columns, where)
     if kind.name == "prompts":
         # Rewards read all columns.
-        return chosen.read(view, where).of_record(record), []
+        return chosen.read(view, where).of_record(given), []
     unread = unread_columns(record, chosen, columns)
     if kind.name == "marked":
         good = _read_mark(view["label"], columns.get("label", "label"), where)

@@ -115,6 +115,19 @@ def test_no_token_has_characters_of_prompt_and_answer(
     assert tokens.notes == ("joined",)
 
 
+@pytest.mark.parametrize("train_on", ["assistant", "all"])
+def test_a_joined_answer_makes_a_later_prompt_another_than_the_servers(
+    spacing: PreTrainedTokenizerBase, train_on: str
+) -> None:
+    template = LLAMA.replace("[/INST]", "[/INST] ").replace("%} {{ m.content", "%}{{ m.content")
+    settings = TemplateSettings(template, train_on, "keep")
+    whole, first = SampleTokeniser(spacing, settings).tokenise(
+        [("row 1", Conversation((*TURNS[2:], *TURNS[2:]))), ("row 2", Conversation(tuple(TURNS[2:])))]
+    )
+    assert (whole.notes, first.notes) == (("joined",), ("joined",))
+    assert (whole.server_prompt_differs, first.server_prompt_differs) == (True, False)
+
+
 @pytest.mark.parametrize("template", [LLAMA, HEADERS, BARE])
 def test_chats_have_the_ids_of_the_whole_text(spacing: PreTrainedTokenizerBase, template: str) -> None:
     def rendered(turns: list[dict[str, Any]], *, opens: bool = False) -> str:

@@ -386,7 +386,7 @@ def test_labels_of_a_csv_file_mark_answers(tokenizer: PreTrainedTokenizerBase, t
     assert rows.documents.targets.tolist() == [1, 0]
 
 
-@pytest.mark.parametrize("label", ["true", "2", "", -1, 2, 1.0, float("nan")])
+@pytest.mark.parametrize("label", ["true", "2", "", -1, 2, 1.0, None, float("nan")])
 def test_a_mark_that_is_none_is_refused(label: object) -> None:
     with pytest.raises(DataError, match=r"row 3: column `kto_tag` is \w+ .*, which marks no answer"):
         read_row({"messages": [ASKED, GOOD], "kto_tag": label}, MARKED, layout="auto", columns={}, where="row 3")

@@ -73,7 +73,8 @@ def test_layouts(row: dict[str, Any], answer: object, tmp_path: Path, tokenizer:
     expected = tokenizer.apply_chat_template(USER, add_generation_prompt=True, return_dict=False)
     for number in range(2):
         assert rows.prompt_ids(number) == expected
-        assert rows.record(number) == row | ({} if answer is None else {"answer": answer})
+        given = {name: value for name, value in row.items() if value is not None}
+        assert rows.record(number) == given | ({} if answer is None else {"answer": answer})
         assert rows.where(number).endswith(f"rows.jsonl line {number + 1}")
     assert len(rows) == rows.num_units == 2
     assert rows.counts.unread.entries == {}

@@ -121,7 +121,7 @@ def test_columns_by_other_names() -> None:
         (
             {"prompt": "a", "completion": None},
             "prompt_completion",
-            "row 1 has no column `completion` (columns: prompt)",
+            "row 1: column `completion` is NoneType None, not text",
         ),
         ({"conversations": [{"from": "cat", "value": "x"}]}, "sharegpt", "row 1: unknown role 'cat'"),
         ({"messages": []}, "messages", "row 1: `messages` is list []"),
