@@ -165,6 +165,7 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     samples: int = 0,
     columns: Mapping[str, str] | None = None,
     template: str = "auto",
+    separator: str | None = None,
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant",
     long_rows: Literal["auto", "truncate", "drop", "split"] = "auto",
     max_seq_len: int = 2048,
@@ -180,7 +181,8 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     answers, and dpo needs its reference model as `baseline`. With `extract` (gsm8k, choice, json or text)
     the model generates answers, and the values extracted from them are compared with those extracted from the rows:
     of the greedy answer, and for pass@k those of `samples` answers that are drawn at temperature 1.
-    `columns`, `template`, `train_on` and `long_rows` are as in a run file. `limit` is the number of rows of each set
+    `columns`, `template`, `separator`, `train_on` and `long_rows` are as in a run file; without `template` and
+    `separator` prompts are written as the model was trained. `limit` is the number of rows of each set
     scored at most. DataError or ExportError where the model cannot be scored.
     """
     check_versions()
@@ -204,6 +206,7 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     if not isinstance(data, str | Path) and not data:
         raise ConfigError(f"eval of `{model}` has nothing to score on", hint="give at least one file of rows")
     settings = {"columns": columns or {}, "template": template, "train_on": train_on, "long_rows": long_rows}
+    settings |= {} if separator is None else {"separator": separator}
     given = {"train": (), "eval": _held_out_paths(data), **settings, "max_truncated_ratio": 1.0, "packing": False}
     try:
         rows = DataConfig.model_validate(given)

@@ -46,8 +46,10 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
         help="sft, or another as a run file has it, e.g. '{name: pretrain, eos: false}'; dpo, simpo, cpo and orpo "
         "score pairs of answers and kto marked ones, dpo and kto with BASE as their reference (default sft)",
     )
-    text = "auto (the chat template of OUT where it has one), plain, or a Jinja file (default auto)"
+    text = "auto (as OUT was trained), plain, or a Jinja file (default auto)"
     parser.add_argument("--template", default="auto", help=text)
+    text = "text behind a prompt without a chat template (default: that of OUT's training, else a line feed)"
+    parser.add_argument("--separator", help=text)
     text = "which tokens are scored (default assistant)"
     parser.add_argument("--train-on", choices=("assistant", "last_assistant", "all"), default="assistant", help=text)
     parser.add_argument("--max-seq-len", type=two_or_more, default=2048, help="most tokens of a row (default 2048)")
@@ -140,6 +142,7 @@ def _scored(arguments: Arguments) -> "EvalReport":
             samples=arguments.samples,
             columns=dict(column.split("=", 1) for column in arguments.column),
             template=arguments.template,
+            separator=arguments.separator,
             train_on=arguments.train_on,
             long_rows=arguments.long_rows,
             max_seq_len=arguments.max_seq_len,

@@ -100,6 +100,8 @@ class Counts:
     """Other rows by remark, a key of `row_report.NOTED`."""
     unread: NamedCounts = field(default_factory=NamedCounts)
     """Columns and fields that are not used, with the number of rows that have them."""
+    forms: NamedCounts = field(default_factory=NamedCounts)
+    """Completions that no chat template renders, by `Tokens.form`."""
     named: NamedCounts = field(default_factory=NamedCounts)
     """Keys of `data.columns`, with the number of rows that have the column."""
     by_path: NamedCounts = field(default_factory=NamedCounts)
@@ -228,7 +230,7 @@ def read_counts(folder: Path) -> Counts:
     written = json.loads((folder / "counts.json").read_text(encoding="utf-8"))
     named = {
         name: NamedCounts({key: (rows, where) for key, (rows, where) in written[name]["entries"].items()})
-        for name in ("dropped", "noted", "unread", "named", "by_path")
+        for name in ("dropped", "noted", "unread", "forms", "named", "by_path")
     }
     lists = {"bad": tuple(written["bad"]), "long_prompts": tuple(map(tuple, written["long_prompts"]))}
     return Counts(**written | named | lists)

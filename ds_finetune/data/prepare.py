@@ -52,7 +52,7 @@ from ds_finetune.data.tokenizer_files import tokenizer_digest
 from ds_finetune.data.units import ROWS_PER_PART, Tokenisation, tokenise_records
 from ds_finetune.errors import ConfigError, DataError, RunError
 
-FORMAT_VERSION = 9
+FORMAT_VERSION = 10
 """Increased when the format of the cache changes, so that an older cache is not read."""
 _Task = tuple[Path, list[tuple[str, ReadRecord]]]
 """The folder of a part, and its records, each with its location (`file line 7`)."""

@@ -3,17 +3,31 @@ program that reads the export.
 """
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from ds_finetune.config.objectives import OBJECTIVES, BosRule
 from ds_finetune.config.sections import DataConfig
 from ds_finetune.config.units import MIB
+from ds_finetune.data.chat_template import TemplateLimits
+from ds_finetune.data.documents import Counts
 from ds_finetune.data.messages import Conversation, read_conversation
-from ds_finetune.data.record_layouts import Completion, Sample
+from ds_finetune.data.prompts import Prompt
+from ds_finetune.data.record_layouts import (
+    ALPACA_PROMPT,
+    ALPACA_PROMPT_WITH_INPUT,
+    Completion,
+    PlainText,
+    Sample,
+    read_alpaca,
+)
+from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.sample_tokens import SampleTokeniser, TemplateSettings
 from ds_finetune.errors import ConfigError, DataError
 
@@ -25,20 +39,159 @@ _CALLS = [
     for number in range(2)
 ]
 """Tool calls whose ids have nine characters, as Mistral's templates need."""
+_MARK = re.compile(r"\{# ds_finetune: (\{.*?\}) #\}")
+_TEMPLATE = Template(
+    "{# ds_finetune: $mark #}$bos{% for message in messages %}{% set content = message['content'] %}"
+    "{% if message['role'] == 'user' %}{{ $prompt }}"
+    "{% elif message['role'] == 'assistant' %}{{ content + eos_token }}"
+    "{% else %}{{ content + '\\n\\n' }}{% endif %}{% endfor %}"
+)
+_INTROS = ALPACA_PROMPT_WITH_INPUT, ALPACA_PROMPT
+_INSTRUCTION, _INPUT, _RESPONSE = "### Instruction:\n", "\n\n### Input:\n", "\n\n### Response:\n"
+_FORMS = {
+    "alpaca": "Alpaca's layout",
+    "separator": "completions behind a separator",
+    "joined": "completions that begin with white space",
+}
+
+
+@dataclass(frozen=True)
+class PlainFormat:
+    """How the prompts of completions are written that are trained without a chat template."""
+
+    form: str
+    """`Tokens.form`."""
+    separator: str
+    """Text behind a prompt that does not end with white space, except where the completion begins with some."""
+
+    @classmethod
+    def of(cls, template: object) -> "PlainFormat | None":
+        """The format that a chat template renders, where it is one of `template`'s."""
+        found = _MARK.match(template) if isinstance(template, str) else None
+        try:
+            return cls(**json.loads(found[1])) if found else None
+        except (ValueError, TypeError):
+            return None
+
+    def sample(self, text: str) -> Completion:
+        """The words of a user as a prompt of this format."""
+        if self.form == "alpaca":
+            return read_alpaca({"instruction": text, "output": ""}, "")
+        messages = Conversation(({"role": "user", "content": text},))
+        return Completion(text, "", messages, is_joined=self.form == "joined")
+
+    def template(self, *, has_bos: bool) -> str:
+        """A chat template that writes a user's words as rows were trained, and ends an answer with the eos token. It
+        begins with this format, as a comment. Servers render dialogues to try a template, so that it refuses no role.
+        """
+        separator = "" if self.form == "joined" else self.separator
+        prompt = f"content + ('' if content[-1:].strip() != content[-1:] else {_quoted(separator)})"
+        if self.form == "alpaca":
+            with_input, without = (f"{_quoted(intro)} + {_quoted(_INSTRUCTION)}" for intro in _INTROS)
+            prompt = f"({with_input} if {_quoted(_INPUT)} in content else {without}) + content + {_quoted(_RESPONSE)}"
+        return _TEMPLATE.substitute(
+            # `#}` would end the comment.
+            mark=json.dumps(asdict(self)).replace("#", "\\u0023"),
+            bos="{{ bos_token }}" if has_bos else "",
+            prompt=prompt,
+        )
+
+
+def _quoted(text: str) -> str:
+    """A text as a literal of Jinja."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def template_settings(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> TemplateSettings:
-    """How the data section has rows rendered; ConfigError where its template cannot be read."""
-    template = _chat_template(config, tokenizer)
-    return TemplateSettings(template, config.train_on, config.reasoning, config.control_tokens, config.separator)
+    """How the data section has rows rendered; ConfigError where its template cannot be read.
+
+    With `auto`, a model that was trained on completions without a chat template gets more of them as it got those.
+    """
+    template, separator = _chat_template(config, tokenizer), config.separator
+    plain = PlainFormat.of(_named(tokenizer.chat_template, "default"))
+    if plain is not None and config.template in ("auto", "plain"):
+        template = None
+        separator = separator if "separator" in config.model_fields_set else plain.separator
+    tool_template = _named(tokenizer.chat_template, "tool_use") if config.template == "auto" and template else ""
+    how = (config.train_on, config.reasoning, config.control_tokens, separator)
+    return TemplateSettings(template, *how, tool_template)
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """How a model is trained to read prompts and end answers, which its exports repeat."""
+
+    settings: TemplateSettings
+    template: str = ""
+    """The chat template of exports in place of the tokenizer's own; empty where those are exported."""
+    ends: tuple[int, ...] = ()
+    """Ids of the special tokens that rows teach the model to end an answer with."""
+    bos: BosRule = "auto"
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of_run(
+        cls, config: DataConfig, kind: RowKind, counts: Counts, tokenizer: PreTrainedTokenizerBase
+    ) -> "PromptFormat":
+        """The format of rows: a template of a file is exported, and one for completions that have none in training."""
+        settings, is_scorer = template_settings(config, tokenizer), OBJECTIVES[kind.objective].head == "scores"
+        ends = () if is_scorer or kind.name == "text" else trained_ends(tokenizer, settings)
+        template, notes = "" if config.template == "auto" else settings.chat_template or "", list[str]()
+        if settings.chat_template is None and not is_scorer and (rows := counts.forms.entries):
+            form, *others = sorted(rows, key=lambda name: -rows[name][0])
+            plain = PlainFormat(form, settings.separator)
+            template = plain.template(has_bos=bool(SampleTokeniser(tokenizer, settings).begin))
+            rest = ", ".join(f"{rows[other][0]:,} rows of {_FORMS[other]}" for other in others)
+            line = f"the export's chat template writes prompts of {_FORMS[form]}, and not those of {rest}"
+            notes += [line] if rest else []
+        return cls(settings, template, ends, kind.bos, tuple(notes))
+
+    @classmethod
+    def of_tokenizer(cls, tokenizer: PreTrainedTokenizerBase) -> "PromptFormat":
+        """The format of a model that is exported without a run."""
+        default, for_tools = (_named(tokenizer.chat_template, name) for name in ("default", "tool_use"))
+        is_plain = PlainFormat.of(default) is not None
+        settings = TemplateSettings(None if is_plain else default or None, "assistant", "keep", tool_template=for_tools)
+        return cls(settings, default if is_plain else "")
+
+    def text_ids(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+        """The ids of a text as training begins one."""
+        tokeniser = SampleTokeniser(tokenizer, self.settings, bos=self.bos, has_eos=False)
+        return tokeniser.tokenise([("", PlainText(text))])[0].ids
+
+    def chat_ids(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+        """The ids of a user's words as training writes them, up to the answer; empty where it has no format for that,
+        or its template refuses them.
+        """
+        plain = PlainFormat.of(self.template)
+        template = self.template or self.settings.chat_template
+        # What writes the date has other ids on another day.
+        if not template or "strftime_now" in template:
+            return []
+        sample = plain.sample(text) if plain else Conversation(({"role": "user", "content": text},))
+        settings = replace(self.settings, separator=plain.separator if plain else "")
+        try:
+            return SampleTokeniser(tokenizer, settings).tokenise([("", Prompt(sample))])[0].ids
+        except DataError:
+            return []
+
+
+def _named(given: Any, name: str) -> str:  # noqa: ANN401 - of transformers
+    """The chat template of a name in a tokenizer's, of which there may be one without a name, the default."""
+    return str((given if isinstance(given, dict) else {"default": given}).get(name) or "")
 
 
 def _chat_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
     if config.template == "plain":
         return None
     if config.template == "auto":
-        template = tokenizer.chat_template
-        return template["default"] if isinstance(template, dict) else template
+        given = tokenizer.chat_template
+        if isinstance(given, dict) and "default" not in given:
+            raise ConfigError(
+                f"the tokenizer has the chat templates {', '.join(given)} and no `default`",
+                hint="name a Jinja file with the right one as data.template",
+            )
+        return _named(given, "default") or None
     try:
         with Path(config.template).open(encoding="utf-8") as file:
             text = file.read(MIB + 1)
@@ -53,6 +206,15 @@ def _chat_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> st
     if len(text) > MIB:
         raise ConfigError(f"data.template `{config.template}` has more than 1 MiB", hint="name a Jinja file")
     return text
+
+
+def served_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """The words of a user as servers send them to a model: in its chat template, or without one as they are."""
+    if not tokenizer.chat_template:
+        return text
+    messages = [{"role": "user", "content": text}]
+    with TemplateLimits(str(tokenizer.chat_template)):
+        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
 
 
 def trained_ends(tokenizer: PreTrainedTokenizerBase, settings: TemplateSettings) -> tuple[int, ...]:
@@ -123,3 +285,38 @@ def served_generation(folder: Path, config: PretrainedConfig, ends: Sequence[int
     ids = {} if tree else {key: getattr(config, key, None) for key in ("bos_token_id", "pad_token_id")}
     tree = {key: number for key, number in ids.items() if number is not None} | tree
     return {GENERATION: json.dumps({**tree, "eos_token_id": [*ends] if ends[1:] else ends[0]}, indent=2) + "\n"}
+
+
+def prompt_lines(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Lines of a model card: how servers write prompts, what begins a text, and what ends an answer."""
+    given = tokenizer.chat_template
+    plain, names = PlainFormat.of(given), f" ({', '.join(given)})" if isinstance(given, dict) else ""
+    if plain is None:
+        yield f"Prompts: the tokenizer's chat template{names}." if given else "Prompts: texts as they are."
+    else:
+        yield (
+            "Prompts: completions of single prompts were trained. The chat template writes a user's TEXT as they were, "
+            f"`{served_prompt(tokenizer, 'TEXT')!r}`. System texts and earlier turns were not trained."
+        )
+    if plain is not None and plain.form == "alpaca":
+        yield f"Inputs: an input stands behind its instruction after `{_INPUT!r}`."
+    ids = tokenizer("x")["input_ids"]
+    if ids[:1] == [tokenizer.bos_token_id]:
+        yield (
+            f"Beginnings: the tokenizer begins a text with `{tokenizer.bos_token}`; a chat template writes its own, "
+            "and what it writes is tokenised without special tokens. ONNX Runtime GenAI begins a text so after "
+            '`tokenizer.update_options(add_special_tokens="true")`.'
+        )
+    else:
+        yield "Beginnings: the tokenizer adds no token before a text."
+    ends = read_generation(folder).get("eos_token_id", tokenizer.eos_token_id)
+    texts = tokenizer.convert_ids_to_tokens(ends if isinstance(ends, list) else [ends])
+    yield f"Ends: an answer ends at {', '.join(f'`{text}`' for text in texts)}."
+    if normalises(tokenizer):
+        yield "Accents: transformers composes characters (NFC), and llama.cpp does not: send it composed texts."
+
+
+def normalises(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer composes decomposed characters."""
+    normalizer = tokenizer.backend_tokenizer.normalizer
+    return normalizer is not None and "\u00e9" in normalizer.normalize_str("e\u0301")

@@ -62,6 +62,8 @@ class Completion:
     """Whether `prompt` has every message before the answer, even if there are several."""
     is_joined: bool = False
     """Whether `prompt` ends with the separator that it needs."""
+    wrapper: str = ""
+    """Name of the text that the layout puts around the words of the row, `alpaca`; empty where it puts none."""
 
     def with_system(self, text: str, where: str) -> Self:
         """This prompt and completion with a system text before all turns."""
@@ -274,7 +276,7 @@ def read_alpaca(view: Mapping[str, Any], where: str) -> Completion:
     )
     request = f"{instruction}\n{context}" if context else instruction
     last = ({"role": "user", "content": request}, {"role": "assistant", "content": answer})
-    return Completion(prompt, answer, Conversation((*_history(view, where), *last)))
+    return Completion(prompt, answer, Conversation((*_history(view, where), *last)), wrapper="alpaca")
 
 
 def _history(view: Mapping[str, Any], where: str) -> list[dict[str, str]]:

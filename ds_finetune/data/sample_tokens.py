@@ -46,6 +46,9 @@ class Tokens:
     dropped: str = ""
     notes: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    form: str = ""
+    """How the prompt of a completion is written without a chat template: `alpaca`, `separator`, or `joined`, because
+    its completion begins with white space; empty for other rows."""
     earlier: "tuple[Tokens, ...]" = ()
 
     def loses_answers(self, most: int) -> bool:
@@ -57,13 +60,17 @@ class Tokens:
 
 @dataclass(frozen=True)
 class TemplateSettings:
-    """Keys of the data section that affect tokens; `chat_template` is None if dialogue is tokenised as plain text."""
+    """Keys of the data section that affect tokens; `chat_template` is None if dialogue is tokenised as plain text.
+
+    `tool_template` renders rows with tools; empty where `chat_template` does.
+    """
 
     chat_template: str | None
     train_on: str
     reasoning: str
     control_tokens: str = "text"
     separator: str = "\n"
+    tool_template: str = ""
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,8 @@ class _SampleText:
 class SampleTokeniser:
     """Tokenises samples with one tokenizer and one chat template.
 
-    `bos` and `has_eos` say which tokens begin and end a sample without a template (`config.objectives`).
+    `bos` and `has_eos` say which tokens begin and end a sample without a template (`config.objectives`); `begin` are
+    the ids that begin one.
     """
 
     def __init__(
@@ -91,9 +99,11 @@ class SampleTokeniser:
         self._tokenizer = tokenizer
         self._settings = settings
         self._template = None if settings.chat_template is None else ChatTemplate(tokenizer, settings.chat_template)
-        self._control = ControlTokens(tokenizer, settings.chat_template, settings.control_tokens)
+        self._tool_template = ChatTemplate(tokenizer, settings.tool_template) if settings.tool_template else None
+        written = (settings.chat_template or "") + settings.tool_template
+        self._control = ControlTokens(tokenizer, written or None, settings.control_tokens)
         is_added = bos == "always" or (bos == "auto" and tokenizer("x")["input_ids"][:1] == [tokenizer.bos_token_id])
-        self._bos = [tokenizer.bos_token_id] if is_added and tokenizer.bos_token_id is not None else []
+        self.begin = [tokenizer.bos_token_id] if is_added and tokenizer.bos_token_id is not None else []
         self._has_eos = has_eos
 
     def tokenise(self, samples: Sequence[tuple[str, Sample | Prompt]]) -> list[Tokens]:
@@ -118,7 +128,7 @@ class SampleTokeniser:
         self, text: _SampleText, encoded: Sequence[tuple[list[int], bool]], *, is_chat: bool, where: str
     ) -> Tokens:
         """The tokens of a text from the ids of its segments, and whether each would be joined with the one before."""
-        ids = [] if is_chat else list(self._bos)
+        ids = [] if is_chat else list(self.begin)
         mask = [False] * len(ids)
         part = list[int]()
         for segment, (part, _) in zip(text.segments, encoded, strict=True):
@@ -150,9 +160,7 @@ class SampleTokeniser:
         if isinstance(sample, Prompt):
             return self._prompt_texts(sample.sample, where)
         if self._template is not None and not isinstance(sample, PlainText):
-            return self._chat_texts(
-                sample.conversation if isinstance(sample, Completion) else sample, self._template, where
-            )
+            return self._chat_texts(sample.conversation if isinstance(sample, Completion) else sample, where)
         if isinstance(sample, Conversation):
             raise DataError(
                 f"{where} is a conversation and the tokenizer has no chat template",
@@ -173,8 +181,12 @@ class SampleTokeniser:
             "empty_answer": isinstance(sample, Completion) and not sample.completion.strip(),
         }
         notes = tuple(name for name, applies in remarks.items() if applies)
-        segments = [Segment(sample.text, True)] if isinstance(sample, PlainText) else self._completion_segments(sample)
-        return [_SampleText(tuple(segments), Tokens([], [], notes=notes))]
+        if isinstance(sample, PlainText):
+            return [_SampleText((Segment(sample.text, True),), Tokens([], [], notes=notes))]
+        segments = self._completion_segments(sample)
+        is_joined = segments[1].text[:1].isspace() and not segments[0].text[-1:].isspace()
+        form = sample.wrapper or ("joined" if is_joined else "separator")
+        return [_SampleText(tuple(segments), Tokens([], [], notes=notes, form=form))]
 
     def _prompt_texts(self, sample: Conversation | Completion, where: str) -> list[_SampleText]:
         """The text of a prompt that a server makes of its messages, or without a template what precedes a completion in
@@ -186,10 +198,11 @@ class SampleTokeniser:
             return [replace(text, segments=text.segments[:1], result=replace(text.result, notes=notes))]
         original = sample.conversation if isinstance(sample, Completion) else sample
         conversation, control_note = self._control.protect(original, where)
-        messages = adapt_messages(conversation, self._template, self._settings.reasoning)
-        unread = (*original.unread, *_unread_fields(conversation, self._template))
+        template = self._template_for(conversation)
+        messages = adapt_messages(conversation, template, self._settings.reasoning)
+        unread = (*original.unread, *_unread_fields(conversation, template))
         try:
-            whole = RenderedConversation(self._template, messages, conversation.tools, where)
+            whole = RenderedConversation(template, messages, conversation.tools, where)
             prompt = whole.open_prompt()
             whole.check([Turn(len(messages), prompt, "", "")], is_protected=bool(control_note))
         except UnrenderedTextError as error:
@@ -204,8 +217,15 @@ class SampleTokeniser:
             prompt += self._settings.separator
         return [Segment(prompt, self._settings.train_on == "all"), Segment(completion, True, is_answer=True)]
 
-    def _chat_texts(self, original: Conversation, template: ChatTemplate, where: str) -> list[_SampleText]:
+    def _template_for(self, conversation: Conversation) -> ChatTemplate:
+        """The template that transformers takes for a conversation: `tool_use` where it has tools, if there is one."""
+        template = (self._tool_template if conversation.tools else None) or self._template
+        assert template is not None
+        return template
+
+    def _chat_texts(self, original: Conversation, where: str) -> list[_SampleText]:
         conversation, control_note = self._control.protect(original, where)
+        template = self._template_for(conversation)
         messages = adapt_messages(conversation, template, self._settings.reasoning)
         unread = (*original.unread, *_unread_fields(conversation, template))
         try:

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from ds_finetune.errors import DataError
 from ds_finetune.foreign.auto_configs import AutoTokenizer
 
-_PROBES = {
+PROBES = {
     "code": "def f(x):\n    return x[1:] != 0  # no\n\n\tpass\n#include <x>\r\n",
     "digits": "1234567890 3.14159 1,000,000 ² ٣٤ $5.00",
     "words": "I'm we'LL DON'T e-mail “quoted”… x=y;z(a,b){c}//!!!???\n\n1st",
@@ -144,7 +144,7 @@ _SAVED_HINT = (
 
 def _compare(tokenizer: PreTrainedTokenizerBase, expected_of: Callable[[str], list[int]], what: str, hint: str) -> None:
     """DataError, which begins with `what`, where `tokenizer` makes other tokens of a sample text than expected."""
-    for name, text in _PROBES.items():
+    for name, text in PROBES.items():
         expected, actual = expected_of(text), tokenizer(text, add_special_tokens=False)["input_ids"]
         if actual == expected:
             continue

@@ -78,6 +78,7 @@ def tokenise_records(records: Sequence[tuple[str, ReadRecord]], how: Tokenisatio
         bad=tuple(errors[:BAD_ROWS_SHOWN]),
         dropped=NamedCounts.of(([row.dropped] * bool(row.dropped), where) for (where, _), row, _ in remarked),
         noted=NamedCounts.of((_notes(record, row), where) for (where, record), row, _ in remarked),
+        forms=NamedCounts.of(([row.form] * bool(row.form), where) for (where, _), row, _ in remarked),
         unread=NamedCounts.of(((*columns, *row.unread), where) for (where, _), row, columns in remarked),
         named=NamedCounts.of(([k for k, column in how.columns.items() if column in each], w) for w, each in good),
     )
@@ -168,6 +169,7 @@ def _make_pairs(samples: Sequence[tuple[str, Preference]], how: Tokenisation) ->
             dropped=dropped,
             notes=tuple(dict.fromkeys((*chosen_tokens.notes, *rejected_tokens.notes))),
             unread=tuple(dict.fromkeys((*chosen_tokens.unread, *rejected_tokens.unread))),
+            form=chosen_tokens.form,
         )
         remarks.append(merged)
         counts += change + Counts(server_prompt_differs=int(merged.server_prompt_differs))

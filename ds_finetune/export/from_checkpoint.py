@@ -10,15 +10,16 @@ from pathlib import Path
 import torch
 
 from ds_finetune.config.units import GIB
-from ds_finetune.data.prompt_format import GENERATION
+from ds_finetune.data.prompt_format import GENERATION, PromptFormat
 from ds_finetune.errors import ExportError, OutputError
 from ds_finetune.export.base_folder import BaseFolder
 from ds_finetune.export.convert import Conversion, num_workers
+from ds_finetune.export.fitted_tokenizer import fit_folder
 from ds_finetune.export.formats import ExportResult
 from ds_finetune.export.model_config import config_changes
 from ds_finetune.export.output_folder import check_out_empty
 from ds_finetune.export.readers.sources import OpenedSource, open_source
-from ds_finetune.export.safetensors_folder import TOKENIZER_FILES, FolderParts, writable_section
+from ds_finetune.export.safetensors_folder import TOKENIZER_FILES, FolderParts, tokenizer_files, writable_section
 from ds_finetune.export.source import ModelSpec, fit_source, read_model_spec
 from ds_finetune.export.verify.record import ExportRecord, classifier_prompts, fixed_prompts
 from ds_finetune.families.table import family_of
@@ -144,8 +145,8 @@ def beside_weights(folders: Sequence[Path]) -> list[Path]:
     of two tokenizers do not fit together.
     """
     generation = _first(folders, GENERATION)
-    of_tokenizers = ([folder / name for name in TOKENIZER_FILES if (folder / name).is_file()] for folder in folders)
-    return [*([generation] if generation else []), *next(filter(None, of_tokenizers), [])]
+    found = next(filter(None, map(tokenizer_files, folders)), {})
+    return [*([generation] if generation else []), *found.values()]
 
 
 def _first(folders: Sequence[Path], name: str) -> Path | None:
@@ -158,14 +159,20 @@ def _parts(folders: tuple[Path, ...], spec: ModelSpec, opened: OpenedSource, dty
     if dtype == FP8:
         writable_section(config, file)
     plain = torch.bfloat16 if dtype == FP8 else PRECISION_DTYPES[dtype]
+    files = beside_weights((opened.trained, *folders) if opened.trained else folders)
+    record = opened.record or _record_without_logits(file.parent, opened, plain)
+    fitted = None if spec.is_classifier else fit_folder([path for path in files if path.name != GENERATION], config)
+    if fitted and not record.text_ids:
+        record = record.with_tokens(PromptFormat.of_tokenizer(fitted[0]), fitted[0])
     return FolderParts(
         family=family_of(spec.model_type),
         config=config,
         architecture=spec.architecture,
         dtype=plain,
         is_fp8=dtype == FP8,
-        files=tuple(beside_weights((opened.trained, *folders) if opened.trained else folders)),
-        record=opened.record or _record_without_logits(file.parent, opened, plain),
+        files=tuple(files),
+        record=record,
+        texts=fitted[1] if fitted else {},
     )
 
 

@@ -16,6 +16,8 @@ from ds_finetune.model.mtp import PREDICTION_LAYERS
 CODE = "auto_map"
 """Key that names classes in Python files of the same folder, which are not exported."""
 TOKENIZER_CONFIG = "tokenizer_config.json"
+NAMED_TEMPLATES = "additional_chat_templates"
+"""Folder of chat templates beside the default one, such as that for requests with tools."""
 _KEYS_OF_KINDS = ("layer_types", "mlp_layer_types", "compress_rates")
 """Keys of transformers 5.23 whose values vLLM's own class of DeepSeek-V4 refuses; the published keys say the same."""
 _UNSCALED_KEYS = ("rope_theta", "partial_rotary_factor")
@@ -69,10 +71,12 @@ def write_files(folder: Path, files: Iterable[Path], texts: Mapping[str, str]) -
     """
     for file in (file for file in files if file.name not in texts):
         text = served_tokenizer(check_inside(file)) if file.name == TOKENIZER_CONFIG else None
+        out = folder / (file.parent.name if file.parent.name == NAMED_TEMPLATES else "") / file.name
+        out.parent.mkdir(exist_ok=True)
         if text is None:
-            copy_model_file(file, folder / file.name)
+            copy_model_file(file, out)
         else:
-            (folder / file.name).write_text(text, encoding="utf-8")
+            out.write_text(text, encoding="utf-8")
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
 

@@ -1,5 +1,6 @@
 """The Hugging Face folder that a format other than safetensors is made from, and its model without memory."""
 
+import json
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,14 +9,17 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ds_finetune.data.prompt_format import GENERATION
 from ds_finetune.errors import ExportError
 from ds_finetune.export.classifiers import auto_class
-from ds_finetune.export.from_checkpoint import COPIED_FILES, export_checkpoint
-from ds_finetune.export.model_config import remove_code
+from ds_finetune.export.fitted_tokenizer import fit_folder
+from ds_finetune.export.from_checkpoint import beside_weights, export_checkpoint
+from ds_finetune.export.model_config import remove_code, write_files
 from ds_finetune.export.readers.sources import is_model, is_peft_adapter
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.auto_configs import AutoConfig
-from ds_finetune.model.build.hub_folder import HubFolder, check_folder, copy_model_file
+from ds_finetune.model.build.hub_folder import HubFolder, check_folder
+from ds_finetune.model.loss.score_config import is_classifier
 from ds_finetune.model.weights.load import open_weights
 
 SHARD_BYTES = 5 * 10**9
@@ -68,8 +72,11 @@ def plain_model(folder: Path, check: Callable[[PretrainedConfig], None]) -> tupl
 
 
 def copy_settings(folder: Path, out: Path) -> None:
-    """Copy the configuration and tokenizer of `folder` to `out`, without the names of code."""
-    for name in ("config.json", *COPIED_FILES):
-        if (folder / name).is_file():
-            copy_model_file(folder / name, out / name)
+    """Copy the configuration and tokenizer of `folder` to `out`, without the names of code; the tokenizer begins texts
+    as training does.
+    """
+    files = beside_weights((folder,))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    fitted = None if is_classifier(config) else fit_folder([path for path in files if path.name != GENERATION], config)
+    write_files(out, [folder / "config.json", *files], fitted[1] if fitted else {})
     remove_code(out)

@@ -18,7 +18,7 @@ import torch
 
 from ds_finetune.console.phase_line import PhaseLine
 from ds_finetune.errors import ExportError, OutputError
-from ds_finetune.export.model_config import served_config, write_files
+from ds_finetune.export.model_config import NAMED_TEMPLATES, served_config, write_files
 from ds_finetune.export.output_folder import as_output_errors, replaced_folder
 from ds_finetune.export.shards import HubTensor, ShardWriter, plan_shards
 from ds_finetune.export.verify.record import ExportRecord
@@ -81,18 +81,26 @@ def section_for(tensors: Collection[HubTensor], base: Mapping[str, Any] | None) 
     return section
 
 
+CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+"""Files with chat templates, by which those of tokenizer_config.json do not count."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
+    *CHAT_TEMPLATES,
     "tokenizer.model",
     "vocab.json",
     "merges.txt",
 )
 _WEIGHTS = ".safetensors"
+
+
+def tokenizer_files(folder: Path) -> dict[str, Path]:
+    """The files of the tokenizer in `folder`, by their names there."""
+    named = (f"{NAMED_TEMPLATES}/{path.name}" for path in sorted((folder / NAMED_TEMPLATES).glob("*.jinja")))
+    return {name: folder / name for name in (*TOKENIZER_FILES, *named) if (folder / name).is_file()}
+
 
 Specs = Mapping[str, torch.Tensor]
 """Tensors on the meta device by the model's name, in order: shapes and dtypes of what will be written."""
@@ -253,8 +261,12 @@ def link_folder(source: Path, out: Path) -> bool:
     """
     try:
         with replaced_folder(out) as partial:
-            for file in source.iterdir():
-                (os.link if file.suffix == _WEIGHTS else shutil.copyfile)(file, partial / file.name)
+            for file in source.rglob("*"):
+                if file.name == NAMED_TEMPLATES:
+                    continue
+                target = partial / file.relative_to(source)
+                target.parent.mkdir(exist_ok=True)
+                (os.link if file.suffix == _WEIGHTS else shutil.copyfile)(file, target)
     except (OSError, OutputError):
         return False
     return True

@@ -1,5 +1,6 @@
 """Writes the exports of a run from its running engine, and verifies them."""
 
+import json
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
@@ -10,7 +11,7 @@ import torch
 
 from ds_finetune.config.units import parse_bytes
 from ds_finetune.console.phase_line import Say
-from ds_finetune.data.prompt_format import GENERATION, served_generation
+from ds_finetune.data.prompt_format import served_generation
 from ds_finetune.data.record_layouts import LabelledText
 from ds_finetune.data.units import encode_labelled
 from ds_finetune.engine.engine import Engine
@@ -18,9 +19,9 @@ from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.errors import OutputError, RunError
 from ds_finetune.export.adapter import AdapterBase, write_adapter
 from ds_finetune.export.base_folder import BaseFolder, with_stored_weights
-from ds_finetune.export.classifier_tokenizer import (
-    ClassifierTokenizer,
+from ds_finetune.export.fitted_tokenizer import (
     Encode,
+    FittedTokenizer,
     check_tokenizer,
     fit_tokenizer,
     with_padding,
@@ -30,6 +31,7 @@ from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.model_config import TOKENIZER_CONFIG, config_changes
 from ds_finetune.export.output_folder import RECORD
 from ds_finetune.export.safetensors_folder import (
+    CHAT_TEMPLATES,
     TOKENIZER_FILES,
     FolderParts,
     has_same_weights,
@@ -59,16 +61,6 @@ from ds_finetune.trainer.prepare import PreparedRun
 
 _LONGEST = 2 * PROMPT_TOKENS
 """Maximum number of tokens of a text whose scores are recorded."""
-
-
-def files_beside(template: str, inputs: RunInputs) -> dict[str, Path]:
-    """Files that lie beside the weights in an export, by name, with their sources; `template` is `data.template`."""
-    sources = {name: inputs.tokenizer_folder / name for name in TOKENIZER_FILES}
-    sources[GENERATION] = inputs.folder / GENERATION
-    if template not in ("auto", "plain"):
-        # The user names this file, so that it may be a link.
-        sources["chat_template.jinja"] = Path(template).resolve()
-    return {name: path for name, path in sources.items() if path.is_file()}
 
 
 def verify_run_exports(
@@ -161,7 +153,7 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int | None) -> 
     if step is not None:
         engine.check_replicas()
     model, folder = run.model, run.inputs.folder
-    tokenizer = adapt_tokenizer(run) if engine.is_rank_zero else ClassifierTokenizer({})
+    tokenizer = adapt_tokenizer(run) if engine.is_rank_zero else FittedTokenizer({})
     parts = _folder_parts(run, engine, tokenizer, step=step)
     notes = list(tokenizer.notes)
     shapes = {name: tuple(spec.shape) for name, spec in engine.tensor_specs().items()}
@@ -189,10 +181,9 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int | None) -> 
     return notes
 
 
-def _folder_parts(run: PreparedRun, engine: Engine, tokenizer: ClassifierTokenizer, *, step: int | None) -> FolderParts:
+def _folder_parts(run: PreparedRun, engine: Engine, tokenizer: FittedTokenizer, *, step: int | None) -> FolderParts:
     """Everything of an exported folder but its tensors."""
     config, inputs = run.config, run.inputs
-    beside = files_beside(config.data.template, inputs)
     record = None if step is None or not config.export.verify else export_record(run, engine, tokenizer, step=step)
     return FolderParts(
         family=family_of(inputs.hf_config.model_type),
@@ -200,9 +191,8 @@ def _folder_parts(run: PreparedRun, engine: Engine, tokenizer: ClassifierTokeniz
         architecture=type(engine.lm).__name__,
         dtype=PRECISION_DTYPES[run.plan.precision],
         record=record,
-        files=tuple(path for name, path in beside.items() if path.name == name),
-        texts={name: path.read_text(encoding="utf-8") for name, path in beside.items() if path.name != name}
-        | dict(tokenizer.changed),
+        files=tuple(inputs.beside.values()),
+        texts=dict(tokenizer.changed),
     )
 
 
@@ -231,38 +221,51 @@ def _write_adapters(run: PreparedRun, engine: Engine, out: Path | None, parts: F
     return factors
 
 
-def adapt_tokenizer(run: PreparedRun) -> ClassifierTokenizer:
-    """The files beside the weights of a run's export that differ from those of the run: of a language model those with
-    the ids that end an answer, of a classifier those of its tokenizer.
+def adapt_tokenizer(run: PreparedRun) -> FittedTokenizer:
+    """The files beside the weights of a run's export that differ from those of the run: a chat template, of a language
+    model the ids that end an answer, of a classifier its tokenizer.
 
     An encoder's tokenizer is the one of training. A reward model of dialogues scores what the chat template renders,
     which needs no further tokens.
     """
     inputs = run.inputs
+    template = {CHAT_TEMPLATES[0]: inputs.prompts.template} if inputs.prompts.template else {}
     if inputs.model.task == "causal_lm":
-        return ClassifierTokenizer(served_generation(inputs.folder, inputs.hf_config, inputs.stop_ids))
+        ends = served_generation(inputs.folder, inputs.hf_config, inputs.stop_ids)
+        return FittedTokenizer({**template, **ends, **_tokenizer_config(inputs), **inputs.beginning})
     files = {
         name: path for name in TOKENIZER_FILES if "/" not in name and (path := inputs.tokenizer_folder / name).is_file()
     }
     encode = _encode_of(run)
     if encode is None:
         text = with_padding(files, inputs.tokenizer, inputs.config_tree["pad_token_id"])
-        return ClassifierTokenizer({TOKENIZER_CONFIG: text})
+        return FittedTokenizer({**template, TOKENIZER_CONFIG: text})
     adapt = fit_tokenizer if encoder_of(inputs.hf_config) is None else check_tokenizer
     return adapt(inputs.tokenizer, files, encode, config=inputs.config_tree)
+
+
+def _tokenizer_config(inputs: RunInputs) -> dict[str, str]:
+    """tokenizer_config.json, by its name, without a chat template where another one is exported, since programs read
+    one or the other, and without a BOS with which rows did not begin; empty where it needs no change.
+    """
+    file, tokenizer = inputs.tokenizer_folder / TOKENIZER_CONFIG, inputs.tokenizer
+    given = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    has_bos = inputs.prompts.text_ids(tokenizer, "x")[:1] == [tokenizer.bos_token_id]
+    left_out = {"chat_template": bool(inputs.prompts.template), "add_bos_token": not has_bos}
+    tree = {key: value for key, value in given.items() if not (value and left_out.get(key))}
+    return {} if tree == given else {TOKENIZER_CONFIG: json.dumps(tree, indent=2, ensure_ascii=False) + "\n"}
 
 
 def _encode_of(run: PreparedRun) -> Encode | None:
     """How a text becomes tokens in training; None where training renders dialogue with a chat template."""
     tokenizer, data = run.inputs.tokenizer, run.config.data
-    has_template = data.template != "plain" and (data.template != "auto" or bool(tokenizer.chat_template))
-    if run.model.objective.name == "reward" and has_template:
+    if run.model.objective.name == "reward" and run.inputs.prompts.settings.chat_template is not None:
         return None
     # Without a limit, which a pipeline does not know.
     return lambda text, pair: encode_labelled(LabelledText(text, pair, 0.0), tokenizer, data.separator, sys.maxsize)[0]
 
 
-def export_record(run: PreparedRun, engine: Engine, tokenizer: ClassifierTokenizer, *, step: int) -> ExportRecord:
+def export_record(run: PreparedRun, engine: Engine, tokenizer: FittedTokenizer, *, step: int) -> ExportRecord:
     """What the weights compute as they are now, after `step` steps: logits of the fixed prompts, or scores of fixed
     texts by a classifier or reward model; every rank takes part.
 
@@ -279,6 +282,7 @@ def export_record(run: PreparedRun, engine: Engine, tokenizer: ClassifierTokeniz
     )
     if run.model.task == "causal_lm":
         record = replace(record, prompts=fixed_prompts(record.vocab_size, run.inputs.tokenizer))
+        record = record.with_tokens(run.inputs.prompts, run.inputs.tokenizer)
     else:
         record = _with_texts(record, run, tokenizer)
     if run.model.quantised:
@@ -289,7 +293,7 @@ def export_record(run: PreparedRun, engine: Engine, tokenizer: ClassifierTokeniz
     return replace(record, logits=torch.cat(list(computed)).flatten().cpu().numpy())
 
 
-def _with_texts(record: ExportRecord, run: PreparedRun, tokenizer: ClassifierTokenizer) -> ExportRecord:
+def _with_texts(record: ExportRecord, run: PreparedRun, tokenizer: FittedTokenizer) -> ExportRecord:
     """The record of a classifier with its prompts, and with the texts themselves where `tokenizer`, which rank zero
     knows, makes the run's tokens of all of them.
     """

@@ -15,7 +15,7 @@ from ds_finetune.config.schedule import Duration
 from ds_finetune.data.classes import find_classes
 from ds_finetune.data.prepare import prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
-from ds_finetune.data.prompt_format import end_ids, template_settings, trained_ends
+from ds_finetune.data.prompt_format import GENERATION, PromptFormat, end_ids
 from ds_finetune.data.prompts import check_records
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.row_report import row_notes
@@ -23,6 +23,8 @@ from ds_finetune.data.stream import StreamedRows, open_stream, overlap_notes
 from ds_finetune.data.teacher_scores import StoredScores
 from ds_finetune.data.tokenizer_files import check_beside, load_tokenizer
 from ds_finetune.errors import ConfigError, DataError
+from ds_finetune.export.fitted_tokenizer import fit_beginning
+from ds_finetune.export.safetensors_folder import CHAT_TEMPLATES, tokenizer_files
 from ds_finetune.model.build.encoder import encoder_of
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, model_class, read_hf_config, resolve_folder
@@ -51,6 +53,7 @@ class RunInputs:
     tokenizer: PreTrainedTokenizerBase
     tokenizer_folder: Path
     train: PreparedRows | StreamedRows
+    prompts: PromptFormat
     held_out: Mapping[str, PreparedRows]
     """Held-out sets by the first part of their metric names: `eval`, or `eval/NAME` for named ones."""
     scores: StoredScores | None = None
@@ -59,8 +62,6 @@ class RunInputs:
     """Digest of the weights of the teacher of a distillation."""
     base: str = ""
     """Digest of the weights that adapters are trained on, or that the reference model has; empty where neither is."""
-    trained_ends: tuple[int, ...] = ()
-    """Ids with which rows teach the model to end an answer."""
     notes: tuple[str, ...] = ()
     """Lines about the data for people, shown at the start."""
 
@@ -90,7 +91,22 @@ class RunInputs:
     @property
     def stop_ids(self) -> list[int]:
         """Ids that end an answer of this model, also in its export."""
-        return end_ids(self.folder, self.hf_config, self.tokenizer, self.trained_ends)
+        return end_ids(self.folder, self.hf_config, self.tokenizer, self.prompts.ends)
+
+    @cached_property
+    def beside(self) -> dict[str, Path]:
+        """Files that are copied beside the weights of an export, by name, with their sources."""
+        found = tokenizer_files(self.tokenizer_folder)
+        if self.prompts.template:
+            found = {name: path for name, path in found.items() if "/" not in name and name not in CHAT_TEMPLATES}
+        generation = self.folder / GENERATION
+        return found | ({GENERATION: generation} if generation.is_file() else {})
+
+    @cached_property
+    def beginning(self) -> dict[str, str]:
+        """The tokenizer.json of exports, by its name, where the run's own begins texts otherwise than training."""
+        files = {name: path for name, path in self.beside.items() if name != GENERATION}
+        return fit_beginning(self.tokenizer, files, self.prompts, config=self.config_tree)
 
     def data_notes(self) -> Iterator[str]:
         """Lines that a user should read about the rows before they are trained."""
@@ -134,6 +150,7 @@ def read_inputs(run: RunSettings, model: ModelPlan) -> RunInputs:
             check_records(run.rewards, rows)
     held_out_notes = [note for rows in held_out.values() for note in rows.notes]
     held_out_notes += overlap_notes(train, held_out) if held_out else []
+    prompts = PromptFormat.of_run(run.data, kind, train.counts, tokenizer)
     scores = open_scores(run.objective, model, tokenizer, train)
     return RunInputs(
         folder=folder,
@@ -146,10 +163,8 @@ def read_inputs(run: RunSettings, model: ModelPlan) -> RunInputs:
         scores=scores,
         teacher=teacher_digest(model, scores),
         base=weights_digest(folder) if _has_base(model) else "",
-        trained_ends=trained_ends(tokenizer, template_settings(run.data, tokenizer))
-        if model.task == "causal_lm" and kind.name != "text"
-        else (),
-        notes=(*train.notes, *held_out_notes),
+        prompts=prompts,
+        notes=(*train.notes, *held_out_notes, *prompts.notes),
     )
 
 

@@ -47,7 +47,7 @@ from ds_finetune.observers.record import Resumable, StepRecord
 from ds_finetune.plan.plan import Plan
 from ds_finetune.system.free_memory import available_bytes
 from ds_finetune.system.whole_file import synchronise_names
-from ds_finetune.trainer.exports import adapt_tokenizer, files_beside
+from ds_finetune.trainer.exports import adapt_tokenizer
 from ds_finetune.trainer.loop import BEGINNING, Progress
 from ds_finetune.trainer.prepare import PreparedRun
 
@@ -217,7 +217,7 @@ def start_saver(run: PreparedRun, engine: Engine, point: ResumePoint) -> Iterato
         yield None
         return
     base = run.output_dir / BASE
-    sources = files_beside(run.config.data.template, run.inputs)
+    sources = run.inputs.beside
     texts = {CONFIG: run.inputs.config_text}
     error: FinetuneError | None = None
     if checkpoints.is_leader:
@@ -250,6 +250,7 @@ def _write_base(base: Path, sources: Mapping[str, Path], texts: Mapping[str, str
     base.mkdir(parents=True, exist_ok=True)
     for name, source in sources.items():
         (base / name).unlink(missing_ok=True)
+        (base / name).parent.mkdir(exist_ok=True)
         copy_model_file(source, base / name)
     for name, text in texts.items():
         (base / name).unlink(missing_ok=True)

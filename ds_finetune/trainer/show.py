@@ -1,9 +1,7 @@
 """Shows a run on the console: its plan, its summary, its verified exports, and the next command."""
 
-import json
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_finetune.console.tables import OUT, show_line, show_pairs
@@ -68,27 +66,26 @@ def show_report(report: "Report") -> None:
 
 
 def show_next(report: "Report") -> None:
-    """Print the next command: to chat with the exported model or to score it, or to export the run."""
+    """Print the next command: to chat with the exported model or to score it, or to export the run. With a model that
+    was trained without a chat template, also what it gets for a text.
+    """
+    from ds_finetune.data.prompt_format import PlainFormat, served_prompt
+    from ds_finetune.data.tokenizer_files import load_tokenizer
     from ds_finetune.export.classifiers import holds_classifier
 
     if report.interrupted:
         return
-    command = ["ds-finetune", "export", str(report.output_dir), "OUT"]
+    command, sent = ["ds-finetune", "export", str(report.output_dir), "OUT"], ""
     for folder in report.exports[:1]:
         command = ["ds-finetune", "chat", str(folder)]
         if holds_classifier(folder):
             command = ["ds-finetune", "eval", str(folder), "--data", "FILE"]
-        elif not has_chat_template(folder):
+            continue
+        tokenizer = load_tokenizer(str(folder))
+        if PlainFormat.of(tokenizer.chat_template) or not tokenizer.chat_template:
             command = ["ds-finetune", "ask", str(folder), "TEXT"]
-    show_line(f"next: {shlex.join(command)}")
-
-
-def has_chat_template(folder: Path) -> bool:
-    """Whether the tokenizer of an exported folder has a chat template, in a separate file or in its config."""
-    settings = folder / "tokenizer_config.json"
-    return (folder / "chat_template.jinja").is_file() or (
-        settings.is_file() and "chat_template" in json.loads(settings.read_text(encoding="utf-8"))
-    )
+            sent = f", which sends {served_prompt(tokenizer, 'TEXT')!r}"
+    show_line(f"next: {shlex.join(command)}{sent}")
 
 
 def show_verifications(results: "Sequence[VerificationResult]") -> None:

@@ -20,7 +20,7 @@ from ds_finetune.config.sections import LoraConfig
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ExportError
 from ds_finetune.export.adapter import AdapterBase, write_adapter
-from ds_finetune.export.classifier_tokenizer import check_tokenizer, fit_tokenizer
+from ds_finetune.export.fitted_tokenizer import check_tokenizer, fit_tokenizer
 from ds_finetune.export.from_checkpoint import export_checkpoint
 from ds_finetune.export.safetensors_folder import TOKENIZER_FILES, FolderParts, write_folder
 from ds_finetune.export.verify.record import ExportRecord, classifier_prompts
@@ -147,7 +147,7 @@ def test_what_was_exported_is_verified(name: str, results: dict[str, Verificatio
         ("another order of classes", "logits of 11 prompts deviate by"),
         ("no head", "plain transformers misses 1 tensors: score.weight"),
         ("padding ends texts", "logits of 11 prompts deviate by"),
-        ("a tokenizer without EOS", "the tokenizer gives other ids than the run for 3 of 3 texts: 'a b' ends with"),
+        ("a tokenizer without EOS", "the tokenizer gives other ids than the run for 3 of 3 texts: 'a b' has []"),
     ],
 )
 def test_a_folder_that_classifies_otherwise_is_found(

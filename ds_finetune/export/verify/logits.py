@@ -135,15 +135,25 @@ def compare_tokens(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str
     count = len(record.texts)
     if not count:
         return [], []
-    found, expected = loaded.report["tokenised"], [list(prompt) for prompt in record.prompts[-count:]]
-    wrong = [number for number, ids in enumerate(found) if ids != expected[number]]
-    if wrong:
-        first = wrong[0]
-        return [
-            f"the tokenizer gives other ids than the run for {len(wrong)} of {count} texts: "
-            f"{record.texts[first]!r:.60} ends with {found[first][-3:]}, in the run with {expected[first][-3:]}"
-        ], []
-    return [], [f"the tokenizer gives the ids of the run for {count} texts"]
+    problems, lines = [], []
+    kinds = {
+        "texts": (loaded.report["tokenised"], record.text_ids or record.prompts[-count:]),
+        "prompts in the chat template": (loaded.report["chats"], record.chat_ids),
+    }
+    for kind, (found, ids_of_run) in kinds.items():
+        expected = [list(ids) for ids in ids_of_run]
+        wrong = [number for number, ids in enumerate(expected) if found[number] != ids]
+        if wrong:
+            text, ours, its = (each[wrong[0]] for each in (record.texts, found, expected))
+            pairs = enumerate(zip(ours, its, strict=False))
+            at = next((at for at, (a, b) in pairs if a != b), min(len(ours), len(its)))
+            problems.append(
+                f"the tokenizer gives other ids than the run for {len(wrong)} of {count} {kind}: {text!r:.60} has "
+                f"{ours[at : at + 3]} from token {at} on, in the run {its[at : at + 3]}"
+            )
+        elif expected:
+            lines.append(f"the tokenizer gives the ids of the run for {count} {kind}")
+    return problems, lines
 
 
 def _compare_with_run(record: ExportRecord, expected: Floats, loaded: LoadedFolder, logits: Floats) -> tuple[bool, str]:

@@ -102,7 +102,7 @@ def _inspect_folder(folder: Path, config: PretrainedConfig) -> tuple[dict[str, A
         "versions": f"transformers {transformers.__version__}, torch {torch.__version__}",
         "experts": sum(size for _, size in reached),
         "experts_reached": sum(len(seen) for seen, _ in reached),
-        "tokenised": _tokenise(folder, config, record.get("texts") or []),
+        **_tokenise(folder, config, record),
         "ours": sorted(name for name in sys.modules if name.partition(".")[0] == "ds_finetune"),
     }
     return report, arrays
@@ -191,12 +191,20 @@ def _choose_device(folder: Path, factor: float) -> str:
     return "cuda" if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > factor * size else "cpu"
 
 
-def _tokenise(folder: Path, config: PretrainedConfig, texts: list[str]) -> list[list[int]]:
-    """Ids that the folder's tokenizer gives for texts as a pipeline would call it."""
+def _tokenise(folder: Path, config: PretrainedConfig, record: dict[str, Any]) -> dict[str, list[list[int]]]:
+    """Ids that the folder's tokenizer gives for the record's texts as a pipeline would call it: as they are, and where
+    the record has their ids as a user's words, in the chat template.
+    """
+    texts = record.get("texts") or []
     if not texts:
-        return []
+        return {"tokenised": [], "chats": []}
     tokenizer = AutoTokenizer.from_pretrained(folder, config=config, local_files_only=True, trust_remote_code=False)
-    return [tokenizer(text)["input_ids"] for text in texts]
+    asked = [[{"role": "user", "content": text}] for text in texts] if record.get("chat_ids") else []
+    chats = [tokenizer.apply_chat_template(each, add_generation_prompt=True, return_dict=True) for each in asked]
+    return {
+        "tokenised": [tokenizer(text)["input_ids"] for text in texts],
+        "chats": [each["input_ids"] for each in chats],
+    }
 
 
 def _logits(model: PreTrainedModel, record: dict[str, Any]) -> np.ndarray:

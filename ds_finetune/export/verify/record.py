@@ -15,6 +15,8 @@ import xxhash
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from ds_finetune.data.prompt_format import PromptFormat
+from ds_finetune.data.tokenizer_files import PROBES
 from ds_finetune.errors import ExportError
 from ds_finetune.export.output_folder import RECORD
 
@@ -88,7 +90,22 @@ class ExportRecord:
     num_labels: int | None = None
     """Number of outputs of a classifier, whose logits are all recorded, once for each prompt; None for other models."""
     texts: tuple[str, ...] = ()
-    """Texts of the last prompts of a classifier: the tokenizer of the folder must turn them into these prompts."""
+    """Texts of the last prompts of a classifier, or those of `text_ids`: the folder's tokenizer must make these ids."""
+    text_ids: tuple[tuple[int, ...], ...] = ()
+    """Ids that a language model was trained to read for `texts`."""
+    chat_ids: tuple[tuple[int, ...], ...] = ()
+    """Ids that it was trained to read for `texts` as a user's words, up to the answer."""
+
+    def with_tokens(self, prompts: PromptFormat, tokenizer: PreTrainedTokenizerBase) -> "ExportRecord":
+        """This record of a language model with the ids of some texts, as `prompts` writes them."""
+        texts = tuple(PROBES.values())
+        chats = tuple(tuple(prompts.chat_ids(tokenizer, text)) for text in texts)
+        return replace(
+            self,
+            texts=texts,
+            text_ids=tuple(tuple(prompts.text_ids(tokenizer, text)) for text in texts),
+            chat_ids=chats if all(chats) else (),
+        )
 
     @property
     def stride(self) -> int:
@@ -147,6 +164,7 @@ class ExportRecord:
             },
             num_labels=tree.get("num_labels"),
             texts=tuple(tree.get("texts", ())),
+            **{name: tuple(map(tuple, tree.get(name, ()))) for name in ("text_ids", "chat_ids")},
         )
 
 

@@ -259,8 +259,7 @@ def _compare(folder: Path, record: ExportRecord, loaded: LoadedFolder, base: Pat
         for verb, keys in differences.items()
         if keys
     ]
-    kinds = (compare_logits, compare_padding, compare_tokens) if record.num_labels else (compare_logits,)
-    for compare_kind in kinds:
+    for compare_kind in (compare_logits, *([compare_padding] if record.num_labels else []), compare_tokens):
         more_problems, more_lines = compare_kind(record, loaded)
         problems, lines = [*problems, *more_problems], [*lines, *more_lines]
     return VerificationResult(folder, tuple(problems), tuple(lines))

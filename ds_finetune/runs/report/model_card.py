@@ -111,9 +111,12 @@ def model_card(run: ReportedRun, folder: Path, verified: Sequence[str] = ()) -> 
         objective=objective,
         task=task,
         is_adapter=is_adapter,
+        has_tokenizer=(folder / "tokenizer_config.json").is_file(),
+        has_ends=(folder / "generation_config.json").is_file(),
         is_scorer=is_scorer,
         auto_class="AutoModelForSequenceClassification" if is_scorer else "AutoModelForCausalLM",
         verified=verified,
+        prompts=[] if is_scorer else _prompt_lines(run, folder),
         uses=() if row.name == SAFETENSORS.name else row.uses,
         built_as=built_as,
         type_argument=f', model_type="{built_as}"' if built_as else "",
@@ -127,6 +130,17 @@ def model_card(run: ReportedRun, folder: Path, verified: Sequence[str] = ()) -> 
         settings=[(key, settings[key]) for key in _HYPERPARAMETERS if settings.get(key, "null") != "null"],
         versions=run.versions,
     )
+
+
+def _prompt_lines(run: ReportedRun, folder: Path) -> list[str]:
+    """Lines on prompts, by the folder's tokenizer, or by that of the run's export where the folder has none."""
+    from ds_finetune.data.prompt_format import prompt_lines
+    from ds_finetune.data.tokenizer_files import load_tokenizer
+
+    for place in (folder, run.folder.path / "export"):
+        if (place / "tokenizer.json").is_file():
+            return list(prompt_lines(place, load_tokenizer(str(place))))
+    return []
 
 
 def _built_as(folder: Path) -> str:

@@ -89,7 +89,11 @@ def _make(folder: Path, family: str, objective: str, *, with_adapter: bool) -> P
 def _write_adapter(model: PreTrainedModel, folder: Path, objective: str) -> None:
     lora = LoraConfig(rank=8)
     has_head = objective != "sft"
+    # Those of a run hold the files of its tokenizer, others do not.
+    has_files = not has_head and model.config.model_type == "llama"
     base = AdapterBase(
+        files=tuple((folder / "base").glob("tokenizer*.json")) if has_files else (),
+        texts={"generation_config.json": '{"eos_token_id": [1, 2]}'} if has_files else {},
         name=str(folder / "base"),
         digest="",
         family=family_of(model.config.model_type),

@@ -1,8 +1,8 @@
-"""Tokenizer files of an exported classifier, with which a pipeline of transformers makes the tokens of training.
+"""Tokenizer files of an export, with which a pipeline of transformers makes the tokens of training.
 
-Training ends each text of a decoder with EOS, which few tokenizers add themselves. transformers 5.23 ignores
-`add_eos_token` of tokenizer_config.json beside a tokenizer.json, and takes the post-processor of tokenizer.json as it
-is, so the post-processor is replaced.
+Training ends each text that a decoder classifies with EOS, which few tokenizers add themselves, and begins texts with
+BOS where tokenizer_config.json says `add_bos_token`. transformers 5.23 ignores both settings beside a tokenizer.json,
+and takes the post-processor of tokenizer.json as it is, so the post-processor is replaced.
 """
 
 import itertools
@@ -15,6 +15,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ds_finetune.data.prompt_format import PromptFormat
+from ds_finetune.data.sample_tokens import SampleTokeniser
+from ds_finetune.data.tokenizer_files import load_tokenizer
+from ds_finetune.errors import DataError
 from ds_finetune.export.classifiers import CONFIG
 from ds_finetune.export.model_config import TOKENIZER_CONFIG
 from ds_finetune.export.verify.record import TEXTS
@@ -33,7 +37,7 @@ _PAIRS = list(itertools.pairwise(TEXTS))
 
 
 @dataclass(frozen=True)
-class ClassifierTokenizer:
+class FittedTokenizer:
     """How the tokenizer files of an export differ from those of training, and what they make of texts."""
 
     changed: Mapping[str, str]
@@ -46,7 +50,7 @@ class ClassifierTokenizer:
 
 def fit_tokenizer(
     tokenizer: PreTrainedTokenizerBase, files: Mapping[str, Path], encode: Encode, *, config: Mapping[str, Any]
-) -> ClassifierTokenizer:
+) -> FittedTokenizer:
     """The tokenizer files `files` (by name) of a decoder, changed so that a pipeline tokenises as `encode` does, and
     pads with the `pad_token_id` of the model's config.json `config`.
     """
@@ -65,16 +69,55 @@ def fit_tokenizer(
             "the exported tokenizer joins a text and its text_pair otherwise than training: join them yourself"
         )
     del changed[CONFIG]
-    return ClassifierTokenizer(changed, tuple(text for text, _ in texts), tuple(notes))
+    return FittedTokenizer(changed, tuple(text for text, _ in texts), tuple(notes))
+
+
+def fit_beginning(
+    tokenizer: PreTrainedTokenizerBase,
+    files: Mapping[str, Path],
+    prompts: PromptFormat,
+    *,
+    config: Mapping[str, Any],
+) -> dict[str, str]:
+    """tokenizer.json of a language model with a post-processor that begins texts as training does and ends none, by its
+    name, where that in `files` (by name) does otherwise; empty where it does so. `config` is config.json.
+    """
+    is_same = tokenizer(_PROBE)["input_ids"] == prompts.text_ids(tokenizer, _PROBE)
+    if is_same and not getattr(tokenizer, "add_bos_token", False):
+        return {}
+
+    def encode(text: str, _: str | None) -> list[int]:
+        return prompts.text_ids(tokenizer, text)
+
+    if len(_agreeing(files, {CONFIG: json.dumps(config)}, encode, _SINGLE)) == len(_SINGLE):
+        return {}
+    begin = SampleTokeniser(tokenizer, prompts.settings, bos=prompts.bos).begin
+    return {_TOKENIZER: _with_template(files, tokenizer, {"before": begin, "between": [], "after": []})}
+
+
+def fit_folder(
+    files: Sequence[Path], config: Mapping[str, Any]
+) -> tuple[PreTrainedTokenizerBase, dict[str, str]] | None:
+    """The tokenizer of a folder of which these are the tokenizer files, and what `fit_beginning` makes of it; None
+    where there is none that training would load.
+    """
+    try:
+        tokenizer = load_tokenizer(str(files[0].parent)) if files else None
+    except DataError:
+        return None
+    if tokenizer is None:
+        return None
+    named = {path.name: path for path in files}
+    return tokenizer, fit_beginning(tokenizer, named, PromptFormat.of_tokenizer(tokenizer), config=config)
 
 
 def check_tokenizer(
     tokenizer: PreTrainedTokenizerBase, files: Mapping[str, Path], encode: Encode, *, config: Mapping[str, Any]
-) -> ClassifierTokenizer:
+) -> FittedTokenizer:
     """The tokenizer files `files` of an encoder as they are, with a note where a pipeline gives other tokens."""
     texts = _agreeing(files, {CONFIG: json.dumps(config)}, encode, _SINGLE)
     notes = [] if len(texts) == len(_SINGLE) else [_note_on_texts(tokenizer, encode, len(texts))]
-    return ClassifierTokenizer({}, tuple(text for text, _ in texts), tuple(notes))
+    return FittedTokenizer({}, tuple(text for text, _ in texts), tuple(notes))
 
 
 def _note_on_texts(tokenizer: PreTrainedTokenizerBase, encode: Encode, agreeing: int) -> str:
