@@ -261,9 +261,7 @@ def link_folder(source: Path, out: Path) -> bool:
     """
     try:
         with replaced_folder(out) as partial:
-            for file in source.rglob("*"):
-                if file.name == NAMED_TEMPLATES:
-                    continue
+            for file in (file for file in source.rglob("*") if file.name != NAMED_TEMPLATES):
                 target = partial / file.relative_to(source)
                 target.parent.mkdir(exist_ok=True)
                 (os.link if file.suffix == _WEIGHTS else shutil.copyfile)(file, target)
