@@ -6,7 +6,6 @@ Expert e owns the rows e x rank to (e + 1) x rank of A, and the columns e, e + e
 first `base_layer` (_inject_parameters nests them).
 """
 
-import errno
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from ds_finetune.config.sections import LoraConfig
 from ds_finetune.export.model_config import write_files
@@ -74,12 +72,10 @@ def write_adapter(factors: Mapping[str, Factors], lora: LoraConfig, out: Path, b
 
 
 def write_weights(tensors: dict[str, torch.Tensor], folder: Path, base_digest: str) -> None:
-    """Write the file WEIGHTS; OSError where the disk is full."""
-    try:
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt", BASE_DIGEST: base_digest})
-    except SafetensorError as refused:
-        # safetensors 0.8 wraps the OSError of a write.
-        raise OSError(errno.EIO, str(refused)) from refused
+    """Write the file WEIGHTS with the permissions of the umask (safetensors' `save_file` writes 0600); OSError where
+    the disk is full.
+    """
+    (folder / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt", BASE_DIGEST: base_digest}))
 
 
 def _peft_tensors(name: str, adapter: Factors) -> list[tuple[str, torch.Tensor]]:

@@ -81,6 +81,32 @@ def test_an_adapter_of_peft_is_merged_as_peft_merges_it(name: str, tmp_path: Pat
     assert torch.allclose(_logits(_plain(tmp_path / "out")), wanted, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize(("method", "is_merged"), {"pissa": False, "olora": False, "orthogonal": True}.items())
+def test_adapters_are_merged_where_the_base_is_what_they_were_trained_on(
+    method: str, is_merged: bool, tmp_path: Path
+) -> None:
+    base = base_model("llama")
+    base.save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=method, r=4, target_modules=["q_proj", "v_proj"])
+    theirs = peft.get_peft_model(base, config)
+    for name, parameter in theirs.named_parameters():
+        if "lora_B" in name:
+            parameter.data += 0.3
+    theirs.save_pretrained(tmp_path / "adapter")
+    if not is_merged:
+        with pytest.raises(ExportError, match=f"init_lora_weights '{method}'") as refused:
+            _export(tmp_path)
+        assert refused.value.hint
+        return
+    found = _export(tmp_path)
+    wanted = dict(theirs.merge_and_unload().named_parameters())
+    assert all(torch.allclose(found[name], tensor, atol=1e-6) for name, tensor in wanted.items() if name in found)
+
+
+def test_the_weights_of_an_adapter_have_the_permissions_of_the_umask(folder: Path) -> None:
+    assert (folder / "adapter" / WEIGHTS).stat().st_mode == (folder / "adapter" / CONFIG).stat().st_mode
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A base, and an adapter with every kind of module in it."""
@@ -144,6 +170,9 @@ def _index(folder: Path) -> None:
 
 SPOILED: dict[str, tuple[Any, str]] = {
     "dora": (lambda f: _change_config(f, use_dora=True), "use_dora True"),
+    "an unknown setting": (lambda f: _change_config(f, of_next_year={"a": 1}), "of_next_year {'a': 1}"),
+    "aLoRA": (lambda f: _change_config(f, alora_invocation_tokens=[3, 4]), r"alora_invocation_tokens \[3, 4\]"),
+    "trained tokens": (lambda f: _change_config(f, trainable_token_indices=[3]), "trainable_token_indices"),
     "other kind": (lambda f: _change_config(f, peft_type="LOHA"), "peft_type 'LOHA'"),
     "half": (lambda f: _change_tensors(f, lambda t: list(t.items())[1:]), "without A or B for 1 adapters"),
     "unknown tensor": (

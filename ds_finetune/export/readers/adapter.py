@@ -20,14 +20,20 @@ from ds_finetune.model.adapters.lora import Factors
 from ds_finetune.model.weights.names import hub_pieces
 
 _KEY = re.compile(rf"^{re.escape(KEY_PREFIX)}(?P<module>.+?)(?P<inner>\.base_layer)?\.lora_(?P<side>[AB])\.weight$")
-_ONLY_SUPPORTED = {
-    "use_dora": False,
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "lora_bias": False,
-    "layer_replication": None,
+_READ = frozenset(
+    """peft_type task_type auto_mapping peft_version base_model_name_or_path revision inference_mode r lora_alpha
+    use_rslora rank_pattern alpha_pattern target_modules exclude_modules target_parameters modules_to_save
+    layers_to_transform layers_pattern lora_dropout runtime_config eva_config megatron_core qalora_group_size""".split()
+)
+"""Settings of peft's LoraConfig that are read here, or that do not change the weights an adapter is added to."""
+_ONLY_SUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
 }
-"""Settings that change how an adapter is added to its weight, with the only value that is supported."""
+"""Settings of which only these values leave the base as it is: PiSSA, OLoRA, CorDA, LoRA-GA and LoftQ take their first
+adapter, or an error of rounding, off the base's weights. A setting that is named neither here nor in `_READ` has to be
+empty, as new ones of peft are by default.
+"""
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,9 @@ class PeftAdapter:
                 f"{folder} cannot be read as an adapter: {broken}", hint="save it again with peft's save_pretrained"
             ) from broken
         refused = [
-            f"{key} {config[key]!r}" for key, plain in _ONLY_SUPPORTED.items() if key in config and config[key] != plain
+            f"{key} {value!r}"
+            for key, value in config.items()
+            if key not in _READ and value and value not in _ONLY_SUPPORTED.get(key, ())
         ]
         refused += [f"peft_type {config.get('peft_type')!r}"] if config.get("peft_type") != "LORA" else []
         whole = {
@@ -66,7 +74,7 @@ class PeftAdapter:
         if refused:
             raise ExportError(
                 f"{folder} holds {', '.join(refused)}, which is not supported here",
-                hint="merge it with peft's merge_and_unload",
+                hint="merge it with peft's merge_and_unload (aLoRA adapters cannot be merged)",
             )
         alone = {str(name).rpartition(".")[2] for name in config.get("target_parameters") or ()} & {GATE_UP, DOWN}
         outer = alone.pop() if len(alone) == 1 else DOWN
