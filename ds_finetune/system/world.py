@@ -13,6 +13,8 @@ from ds_finetune.errors import LaunchError
 
 _STANDARD = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+_OTHER_MPI = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "MPI_LOCALNRANKS")
+"""Numbers of ranks by MPICH's kin (Intel MPI, PALS), MVAPICH, Flux and jsrun, whose ranks are not read here."""
 _NODE_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
 """Variables set by torchrun (and accelerate) and by DeepSpeed 0.19.8 (launcher/launch.py:181).
 
@@ -71,6 +73,8 @@ class World:
         scheduler = _scheduler(environ)
         if scheduler and given and not any(name in environ for name in _NODE_LAUNCHERS):
             _check_leftover_variables(environ, scheduler, given[:2] if complete else given)
+        if not scheduler and not any(name in environ for name in _NODE_LAUNCHERS):
+            _check_other_mpi(environ, environ["WORLD_SIZE"] if complete else "1")
         if complete:
             return cls._standard(environ)
         if scheduler:
@@ -79,7 +83,10 @@ class World:
             absent = [name for name in _STANDARD if name not in environ]
             raise LaunchError(
                 f"{given[0]} is {environ[given[0]]} but {', '.join(absent)} is not set",
-                hint=f"unset {', '.join(given)}, or start with a launcher",
+                hint="set LOCAL_RANK=0 and LOCAL_WORLD_SIZE=1 where each host or pod has one process, or start them "
+                "by torchrun"
+                if absent == ["LOCAL_RANK"]
+                else f"unset {', '.join(given)}, or start with a launcher",
             )
         master_port(environ, _ANY_PORT)
         return cls(0, 1, 0, 1, "python", master_port=_ANY_PORT)
@@ -254,6 +261,20 @@ def _check_leftover_variables(environ: Mapping[str, str], scheduler: tuple[str, 
             raise LaunchError(
                 f"{name} is {environ[name]} but {theirs} is {environ[theirs]}",
                 hint=f"unset {', '.join(given)}, left from another launch",
+            )
+
+
+def _check_other_mpi(environ: Mapping[str, str], world_size: str) -> None:
+    """LaunchError where a launcher whose ranks are not read here started more processes than `world_size`: each would
+    be a run of its own in the same folder.
+    """
+    for name in _OTHER_MPI:
+        # The number of ranks on this host may be below that of the run.
+        if (size := environ.get(name, "1")) not in ("1", world_size) and (name != _OTHER_MPI[-1] or world_size == "1"):
+            raise LaunchError(
+                f"{name} is {size} but the world size is {world_size}: ranks of this MPI are not known here",
+                hint="start with Open MPI's mpirun, srun or torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, "
+                "LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each rank",
             )
 
 

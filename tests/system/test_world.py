@@ -152,6 +152,12 @@ def test_torchrun_on_each_host_of_a_scheduler_counts_its_own_ranks() -> None:
     ("environ", "message"),
     [
         ({"RANK": "0"}, "RANK is 0 but WORLD_SIZE, LOCAL_RANK is not set"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_SIZE is 2 but the world size is 1"),
+        ({"MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "1"}, "MPI_LOCALNRANKS is 4 but the world size is 1"),
+        ({"MV2_COMM_WORLD_SIZE": "2"}, "MV2_COMM_WORLD_SIZE is 2"),
+        ({"FLUX_JOB_SIZE": "16", "FLUX_TASK_RANK": "3"}, "FLUX_JOB_SIZE is 16"),
+        ({"JSM_NAMESPACE_SIZE": "2"}, "JSM_NAMESPACE_SIZE is 2"),
+        ({"PMI_SIZE": "2", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "PMI_SIZE is 2 but the world size is 1"),
         ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "rank 2 is not below world size 2"),
         ({"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK is 'x', not a number"),
         (MPI | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "RANK is 0 but OMPI_COMM_WORLD_RANK is 3"),
@@ -175,6 +181,24 @@ def test_environments_that_cannot_be(environ: dict[str, str], message: str) -> N
     with pytest.raises(LaunchError) as caught:
         World.from_environment(environ)
     assert message in caught.value.message
+
+
+def test_ranks_of_other_launchers_are_read_where_the_user_names_them() -> None:
+    ranks = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h"}
+    hydra = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2"}
+    assert World.from_environment(ranks | hydra).world_size == 4
+    assert World.from_environment({"PMI_SIZE": "1", "MPI_LOCALNRANKS": "1"}).world_size == 1
+    agents = {"PMI_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
+    assert World.from_environment(ranks | agents).world_size == 4
+
+
+def test_a_pod_of_one_process_is_told_its_local_rank() -> None:
+    pytorch_job = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "5"}
+    with pytest.raises(LaunchError) as caught:
+        World.from_environment(pytorch_job)
+    assert caught.value.hint
+    said = dict(part.split("=") for part in caught.value.hint.split() if "=" in part)
+    assert World.from_environment(pytorch_job | said) == World(1, 2, 0, 1, "deepspeed", "h", 5)
 
 
 @pytest.mark.parametrize("text", ["tcp://10.0.0.1:80", "", "-1", "65536", "²", "1e3"])

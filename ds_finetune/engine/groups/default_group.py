@@ -1,15 +1,20 @@
 """The default process group: ranks meet, check that their devices fit, and open it for torch and DeepSpeed."""
 
-import functools
 import gc
 import os
-from collections.abc import Iterator
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from ds_finetune.console.phase_line import write_now
 from ds_finetune.engine.devices import check_same_devices, deepspeed_local_rank, exchange, own_device, visible_device
 from ds_finetune.engine.patches.deepspeed_groups import forget_groups
 from ds_finetune.engine.patches.deepspeed_init import without_shared_memory_op
@@ -22,6 +27,9 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 MEETING_TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others before there is a process group."""
 
+SAID_AFTER, _PAUSE = 20, 0.1
+"""Seconds until a rank says whom it waits for, and between two looks."""
+
 
 def meet(world: World, *, timeout: timedelta = MEETING_TIMEOUT) -> dist.Store:
     """The store that the ranks of `world` share, once every rank has connected to it; RunError after `timeout`, and on
@@ -31,38 +39,89 @@ def meet(world: World, *, timeout: timedelta = MEETING_TIMEOUT) -> dist.Store:
     far shorter. Runs that a process does one after another share a store, and each has a prefix of its own in it.
     """
     world.set_environment(os.environ)
-    problem = f"rank {world.rank} has not met the others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    hint = "another rank failed before, or starts later (raise watchdog.meet), or the address is not that of rank 0"
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    wait = _Meeting(world.rank, f"{address}:{port}", time.monotonic(), timeout)
     try:
-        address = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-        store = _store_at(*address, world.rank, world.world_size, timeout)
+        store = _store_at(address, port, world.rank, world.world_size, wait)
+        store = dist.PrefixStore(f"run {store.add(f'runs of rank {world.rank}', 1)}", store)
+        store.set(f"met/{world.rank}", "")
+        if store.add("met", 1) == world.world_size:
+            store.set("met/all", "")
+        while not store.check(["met/all"]):
+            wait.pause(partial(_absent, store, world.world_size))
     except (dist.DistError, RuntimeError) as alone:
-        if "EADDRINUSE" in str(alone):
-            port = os.environ["MASTER_PORT"]
-            raise RunError(
-                f"port {port} of this host is in use: the ranks cannot meet there",
-                hint="another run may use it; choose a free port: `deepspeed --master_port PORT`, or the option of "
-                "your launcher",
-            ) from None
-        raise RunError(f"{problem} within {timeout}: {alone}", hint=hint) from None
-    store = dist.PrefixStore(f"run {store.add(f'runs of rank {world.rank}', 1)}", store)
-    store.set(f"met/{world.rank}", "")
-    try:
-        store.wait([f"met/{rank}" for rank in range(world.world_size)], timeout)
-    except (dist.DistError, RuntimeError):
-        missing = [str(rank) for rank in range(world.world_size) if not store.check([f"met/{rank}"])]
-        raise RunError(f"{problem} within {timeout}: ranks {', '.join(missing)} are not there", hint=hint) from None
+        if "EADDRINUSE" not in str(alone):
+            raise wait.error(str(alone)) from None
+        raise RunError(
+            f"port {port} of this host is in use: the ranks cannot meet there",
+            hint="another run may use it; choose a free port: `deepspeed --master_port PORT`, or the option of "
+            "your launcher",
+        ) from None
     return store
 
 
-@functools.cache
-def _store_at(address: str, port: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+def _absent(store: dist.Store, world_size: int) -> str:
+    missing = [str(rank) for rank in range(world_size) if not store.check([f"met/{rank}"])]
+    return f"ranks {', '.join(missing)} are not there"
+
+
+@dataclass
+class _Meeting:
+    """How long this rank has waited for the others."""
+
+    rank: int
+    address: str
+    began: float
+    timeout: timedelta
+    is_said: bool = False
+
+    def pause(self, reason: Callable[[], str]) -> None:
+        """Wait a moment, and print the reason once after a short while; RunError after the timeout."""
+        seconds = time.monotonic() - self.began
+        if seconds > self.timeout.total_seconds():
+            raise self.error(reason())
+        if seconds > SAID_AFTER and not self.is_said:
+            write_now(sys.stderr, f"rank {self.rank} waits for the others at {self.address}: {reason()}\n")
+            self.is_said = True
+        time.sleep(_PAUSE)
+
+    def error(self, reason: str) -> RunError:
+        """That the ranks have not met."""
+        return RunError(
+            f"rank {self.rank} has not met the others at {self.address} within {self.timeout}: {reason}",
+            hint="another rank failed before, or starts later (raise watchdog.meet), or the address is not that of "
+            "rank 0",
+        )
+
+
+_STORES: dict[tuple[str, str, int, int], dist.Store] = {}
+
+
+def _store_at(address: str, port: str, rank: int, world_size: int, wait: _Meeting) -> dist.Store:
     """The store of all ranks, which rank 0 serves as long as its process lives (under torchrun its agent does).
 
-    A rank may begin its next run while rank 0 still ends the one before.
+    A rank may begin its next run while rank 0 still ends the one before. Nothing waits for other ranks inside of torch,
+    which would not answer Ctrl-C.
     """
-    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
-    return store
+    key = address, port, rank, world_size
+    if key not in _STORES and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        _STORES[key], _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=wait.timeout))
+    if key not in _STORES:
+        while rank and (refused := _refused(address, int(port))):
+            wait.pause(partial("rank 0 does not answer: {}".format, refused))
+        _STORES[key] = dist.TCPStore(
+            address, int(port), world_size, rank == 0, wait.timeout, wait_for_workers=False, multi_tenant=True
+        )
+    return _STORES[key]
+
+
+def _refused(address: str, port: int) -> str:
+    """Why nothing answers there; empty where something does."""
+    try:
+        socket.create_connection((address, port), timeout=2).close()
+    except OSError as refused:
+        return str(refused)
+    return ""
 
 
 @contextmanager

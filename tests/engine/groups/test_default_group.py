@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 import socket
+import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -65,6 +67,28 @@ def test_a_port_in_use_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setenv(name, value)
         with pytest.raises(RunError, match=f"port {port} of this host is in use"):
             meet(World.from_environment(os.environ))
+
+
+@pytest.mark.parametrize(("rank", "absent"), [(0, "ranks 1 are not there"), (1, "rank 0 does not answer: ")])
+def test_an_absent_rank_is_named_and_the_wait_can_be_interrupted(rank: int, absent: str) -> None:
+    program = "import os; from ds_finetune.engine.groups import default_group as group; group.SAID_AFTER = 0.5\n"
+    program += "from ds_finetune.system.world import World; group.meet(World.from_environment(os.environ))"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+    environ = os.environ | ranks | {"MASTER_PORT": port}
+    waiting = subprocess.Popen([sys.executable, "-c", program], env=environ, stderr=subprocess.PIPE, text=True)
+    try:
+        assert waiting.stderr
+        lines = iter(waiting.stderr.readline, "")
+        assert absent in next(line for line in lines if line.startswith(f"rank {rank} waits for the others"))
+        waiting.send_signal(signal.SIGINT)
+        # Without slices it would wait for half an hour.
+        assert waiting.wait(timeout=300) != 0
+        assert "KeyboardInterrupt" in waiting.stderr.read()
+    finally:
+        waiting.kill()
 
 
 def test_a_rank_that_fails_under_nccl_waits_for_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
