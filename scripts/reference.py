@@ -17,7 +17,7 @@ from typing import Any
 
 from ds_finetune.checkpoint.same_run import on_resume
 from ds_finetune.cli.main import build_parser
-from ds_finetune.config.invalid_keys import KEYS_OF_OTHER_PROGRAMS
+from ds_finetune.config.other_programs import ABSENT, KEYS_OF_OTHER_PROGRAMS
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.config.value_types import OnResume
@@ -334,6 +334,8 @@ def _others() -> Iterator[str]:
     for key, words in KEYS_OF_OTHER_PROGRAMS.items():
         names = ", ".join(f"`{word}`" for word in words.split())
         yield f"{_wrapped(f'- [`{key}`](run-file.md#{_anchor(key)}): {names}', indent='  ')}\n"
+    absent = ", ".join(f"`{word}`" for word in ABSENT.split())
+    yield f"\n{_wrapped(f'Not available, some because it always happens: {absent}.')}\n"
 
 
 def _anchor(key: str) -> str:

@@ -4,10 +4,15 @@ A number out of range is wrong usage, reported before anything is loaded.
 """
 
 import argparse
+import difflib
+import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
+from ds_finetune.config.invalid_keys import meant_key
+from ds_finetune.config.other_programs import MEANINGS, NOT_AVAILABLE, value_of
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.errors import ExportError
 
@@ -22,6 +27,51 @@ where to begin:
   docs/index.md               of the repository leads to the documentation
 """
 """The end of what `--help` prints."""
+
+
+_OPTION = re.compile(r"--[A-Za-z][\w.-]*")
+_RUN_FILES = ("config", "config_file", "cfg", "yaml", "run")
+"""Options by which other programs take their file."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser that refuses unknown options with the usage of their command, and says how a run's values are given."""
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def,override]  # noqa: ANN001, ANN201
+        """As argparse's, whose remaining arguments begin with no `--`."""
+        words = list(args or ())
+        words = words[: words.index("--")] if "--" in words else words
+        takes_keys = any(action.dest == "overrides" for action in self._actions)
+        lines = []
+        for number, word in enumerate(words):
+            option, equals, value = word.partition("=")
+            if not _OPTION.fullmatch(option) or option in self._option_string_actions:
+                continue
+            after = words[number + 1] if number + 1 < len(words) and not words[number + 1].startswith("--") else ""
+            near = difflib.get_close_matches(option, self._option_string_actions, n=1, cutoff=0.8)
+            meant = f"did you mean `{near[0]}`?" if near else "no option of this command"
+            as_key = _as_override(option, value if equals else after, self.prog) if takes_keys and not near else ""
+            lines.append(f"`{word}`: {as_key or meant}")
+        if lines and self.get_default("command") is not None:
+            self.error("\n  ".join(lines))
+        return super().parse_known_args(args, namespace)
+
+
+def _as_override(option: str, value: str, command: str) -> str:
+    """What to write for an option of another program, or of a run file."""
+    word = option.removeprefix("--").replace("-", "_")
+    if word in _RUN_FILES:
+        return f"the run file is given without an option: `{command} {value or 'run.yaml'}`"
+    if word.lower() in NOT_AVAILABLE:
+        return "not available here"
+    key = meant_key(word, RunConfig, RunConfig)
+    if key is None:
+        return "no option of this command; values are overridden as `section.key=value`"
+    text = value_of(word, value or "true", key)
+    if text is None:
+        return f"the key is `{key}`: {MEANINGS.get(key, 'docs/reference/run-file.md describes it')}"
+    text = text if value or text != "true" else "VALUE"
+    return f"values are overridden as `{shlex.quote(f'{key}={text}')}`"
 
 
 def add_command(

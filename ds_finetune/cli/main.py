@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from ds_finetune import __version__
-from ds_finetune.cli.arguments import BEGINNING, Arguments, add_command
+from ds_finetune.cli.arguments import BEGINNING, Arguments, CommandParser, add_command
 from ds_finetune.cli.interrupts import INTERRUPT_EXIT_CODE
 from ds_finetune.cluster.launch.process_tags import SUPERVISOR_VARIABLE
 from ds_finetune.console.quiet import quiet_packages
@@ -86,7 +86,7 @@ def build_parser(command: str = "") -> argparse.ArgumentParser:
     """The parser of the program with all its commands, or with those of the module that is named like `command`: a rank
     of a run then loads the code of no other one.
     """
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = CommandParser(
         prog="ds-finetune",
         description="Fine-tune DeepSeek-style causal LMs with DeepSpeed.",
         epilog=BEGINNING,

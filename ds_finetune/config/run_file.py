@@ -11,7 +11,7 @@ from ds_finetune.errors import ConfigError
 
 Lines = dict[tuple[str, ...], int]
 """Line of each key, by its path from the top."""
-SHORT_FORMS = {"model": "path", "objective": "name"}
+SHORT_FORMS = {"model": "path", "objective": "name", "lora": "rank"}
 """Sections that may be written as the value of one of their keys."""
 _MOST_BYTES, _MOST_NODES, _MOST_DEPTH = 2**20, 50_000, 100
 
@@ -112,8 +112,8 @@ def set_key(tree: dict[str, Any], lines: Lines, name: str, value: object, *, sou
     branch = tree
     for depth, key in enumerate(keys[:-1]):
         section = branch.setdefault(key, {})
-        if isinstance(section, str) and depth == 0 and key in SHORT_FORMS:
-            section = branch[key] = {SHORT_FORMS[key]: section}
+        if depth == 0 and key in SHORT_FORMS and isinstance(section, str | int):
+            section = branch[key] = {} if isinstance(section, bool) else {SHORT_FORMS[key]: section}
         if not isinstance(section, dict):
             raise ConfigError(
                 f"{source}: `{'.'.join(keys[: depth + 1])}` is `{section}`, not a section",

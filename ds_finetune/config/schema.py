@@ -33,8 +33,9 @@ from ds_finetune.config.sections import (
     TrainConfig,
     WatchdogConfig,
     short_form,
+    short_lora,
 )
-from ds_finetune.config.value_types import Free, InexactNames, Refused
+from ds_finetune.config.value_types import Free, InexactNames, Refused, named_files, stage_as_file
 from ds_finetune.errors import ConfigError
 
 
@@ -45,8 +46,10 @@ class RunConfig(Section):
     """The model, as a path or a section."""
     data: DataConfig
     """The data."""
-    deepspeed: Free[str | dict[str, Any] | None] = None
-    """DeepSpeed choices such as the ZeRO stage: a JSON file, a name of ds_configs/ such as `zero3`, or a section."""
+    deepspeed: Annotated[Free[str | dict[str, Any] | None], BeforeValidator(stage_as_file)] = None
+    """DeepSpeed choices such as the ZeRO stage: a JSON file, a name of ds_configs/ such as `zero3`, its stage, or a
+    section.
+    """
     inexact: InexactNames = ()
     """DeepSpeed options that may be used although they cannot equal a plain loop; docs/how-to/inexact-options.md."""
     rollout: RolloutConfig = RolloutConfig()
@@ -65,8 +68,8 @@ class RunConfig(Section):
     """Checkpoints."""
     parallel: ParallelConfig = ParallelConfig()
     """Parallel sizes."""
-    lora: Refused[LoraConfig | None] = None
-    """Low-rank adapters; left out, all weights are trained."""
+    lora: Annotated[Refused[LoraConfig | None], BeforeValidator(short_lora)] = None
+    """Low-rank adapters; left out, all weights are trained. `true` takes the defaults, and a number is the rank."""
     mtp: MtpConfig = MtpConfig()
     """Multi-token prediction."""
     router: RouterConfig | None = None
@@ -118,7 +121,8 @@ class RunConfig(Section):
         for purpose in ("train", "eval"):
             for path in data.paths(purpose):
                 # It may end in `:split`.
-                yield f"data.{purpose}", Path(path if Path(path).exists() else path.partition(":")[0])
+                files = (file if Path(file).exists() else file.partition(":")[0] for file in named_files(path))
+                yield from ((f"data.{purpose}", Path(file)) for file in files)
         named = {"model.path": self.model.path, "model.tokenizer": self.model.tokenizer, "data.template": data.template}
         named |= {f"objective.{key}": getattr(self.objective, key, None) for key in ("teacher", "scores")}
         named["deepspeed"] = self.deepspeed if isinstance(self.deepspeed, str) else None

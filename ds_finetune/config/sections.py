@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from ds_finetune.config.run_file import SHORT_FORMS
 from ds_finetune.config.schedule import Interval, SchedulerName, seconds_of
 from ds_finetune.config.value_types import (
     DurationText,
@@ -22,6 +23,7 @@ from ds_finetune.config.value_types import (
     WarmupText,
     WeightedPaths,
     as_list,
+    as_module_list,
     check_time,
 )
 
@@ -39,6 +41,13 @@ class Section(BaseModel):
 def short_form(key: str) -> Callable[[object], object]:
     """A validator that reads a text as a section of which only `key` is given."""
     return lambda value: {key: value} if isinstance(value, str) else value
+
+
+def short_lora(value: object) -> object:
+    """`true` and `false` as a section of defaults and as none, and a number as its rank."""
+    if isinstance(value, bool):
+        return {} if value else None
+    return {SHORT_FORMS["lora"]: value} if isinstance(value, int) else value
 
 
 class ModelConfig(Section):
@@ -75,7 +84,7 @@ class DataConfig(Section):
     train: Rows[WeightedPaths]
     """Training files, folders or hub ids (JSON, JSONL, CSV, Parquet, text); a split follows a colon, as in
     `org/name:train` or `org/name:subset:train`, and is the training split by default. A mapping to weights, such as
-    `{new.txt: 0.9, old.txt: 0.1}`, mixes their rows in these shares.
+    `{new.txt: 0.9, old.txt: 0.1}`, mixes their rows in these shares. `data/*.jsonl` names all files that match.
     """
     eval: HeldOutPaths = ()
     """Held-out files, folders or hub ids, by default of the validation split, else of the test split. Several sets have
@@ -317,7 +326,7 @@ class LoraConfig(Section):
     """Rows of A and columns of B; with routed experts it is a multiple of 8."""
     alpha: float = Field(default=32, gt=0)
     """The product B A is multiplied by alpha / rank before it is added."""
-    target_modules: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(as_list)] | None = None
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(as_module_list)] | None = None
     """Modules to adapt, by the last part of their names such as `q_proj` or `experts`, or by regular expressions on
     full names. Left out, all linear modules of attention, MLPs, shared and routed experts are adapted. Routers are
     adapted only where `gate` is named, embeddings and head never.
@@ -420,7 +429,7 @@ class LogConfig(Section):
 
     every: int = Field(default=1, ge=1)
     """Steps between progress lines."""
-    trackers: tuple[str, ...] = ("tensorboard",)
+    trackers: Annotated[tuple[str, ...], BeforeValidator(as_list)] = ("tensorboard",)
     """Names of trackers that accelerate knows: tensorboard, wandb, mlflow, ..."""
 
 

@@ -3,6 +3,8 @@
 import math
 import re
 from enum import StrEnum
+from glob import glob
+from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -61,6 +63,23 @@ def as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def as_module_list(value: object) -> object:
+    """A list of names of modules; ValueError for the names of other programs for all of them."""
+    if value in ("all", "all-linear", ["all"], ["all-linear"]):
+        raise ValueError("leave it out: all linear modules of attention, MLPs and experts are then adapted")
+    return as_list(value)
+
+
+def stage_as_file(value: object) -> object:
+    """A ZeRO stage as the name of its file."""
+    return f"zero{value}" if type(value) is int and value in range(4) else value
+
+
+def named_files(path: str) -> list[str]:
+    """The files that a pattern such as `data/*.jsonl` matches, in order; `path` itself where none does."""
+    return [path] if Path(path).exists() else sorted(glob(path, recursive=True)) or [path]  # noqa: PTH207 - absolute too
+
+
 def _as_weighted(value: object) -> object:
     if not isinstance(value, dict):
         return as_list(value)
@@ -76,6 +95,8 @@ def _as_weighted(value: object) -> object:
 
 
 def _as_sets(value: object) -> object:
+    if isinstance(value, int | float):
+        raise ValueError("no rows are split off from data.train; write them to a file, and name it as data.eval")  # noqa: TRY004 - for pydantic
     sets = value if isinstance(value, dict) else {"": value}
     sets = {name: as_list(paths) for name, paths in sets.items()}
     if not sets:

@@ -197,7 +197,8 @@ def _chat_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> st
             text = file.read(MIB + 1)
     except FileNotFoundError:
         raise ConfigError(
-            f"data.template `{config.template}` does not exist", hint="use auto, plain, or the path of a Jinja file"
+            f"data.template `{config.template}` does not exist",
+            hint="use auto (the tokenizer's own), plain (none) or the path of a Jinja file; there are no named ones",
         ) from None
     except (OSError, UnicodeDecodeError) as unreadable:
         raise ConfigError(

@@ -12,6 +12,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from ds_finetune.config.units import MIB
+from ds_finetune.config.value_types import named_files
 from ds_finetune.data.files import FileFormat, ReadRecord, Record, known_endings, read_file, with_class_names
 from ds_finetune.errors import DataError
 from ds_finetune.foreign.hub_access import hub_problem, offline
@@ -78,7 +79,8 @@ def find_sources(paths: Sequence[str], *, purpose: str = "train") -> list[Source
     A path may end in `:split`, and a hub id in `:subset:split`. Where no split is named, the training
     or the held-out one is read, by `purpose`. DataError for files that are missing, empty or of an unknown format.
     """
-    sources = [replace(source, entry=entry) for entry, path in enumerate(paths) for source in _expand(path, purpose)]
+    files = [(entry, file) for entry, path in enumerate(paths) for file in named_files(path)]
+    sources = [replace(source, entry=entry) for entry, file in files for source in _expand(file, purpose)]
     for source in sources:
         if source.format != "hub" and Path(source.path).stat().st_size == 0:
             raise DataError(f"data file `{source.path}` is empty", hint="write at least one row, or leave it out")
@@ -157,6 +159,12 @@ def _single_split(names: Sequence[str], path: str) -> str:
 
 
 def _hub_source(path: str, names: Sequence[str], purpose: str) -> Source:
+    split = ":".join(names)
+    if "[" in split:
+        raise DataError(
+            f"data `{path}:{split}` is a slice of a split, and only whole splits are read",
+            hint=f"write its rows to a file: load_dataset('{path}', split='{split}').to_json('rows.jsonl')",
+        )
     if len(names) > 2 or not all(names):
         raise DataError(
             f"data `{':'.join((path, *names))}` is not a valid data set name",

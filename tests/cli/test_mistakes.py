@@ -112,7 +112,7 @@ OVERRIDES: tuple[tuple[str, str], ...] = (
     ("lora={rank: 8, target_modules: q_proj}", "lora with model.weights random is not tested"),
     ("lora={rank: 8, quantize: int4}", "`lora.quantize` is 'int4'"),
     ("lora={r: 8}", "unknown key `lora.r`"),
-    ("lora=8", "`lora` is 8"),
+    ("lora=true", "lora with model.weights random is not tested"),
     ("eval.every=often", "`eval.every` is 'often'"),
     ("eval.every=0 steps", "`eval.every` is '0 steps'"),
     ("eval.limit=-1", "`eval.limit` is -1"),
@@ -132,7 +132,7 @@ OVERRIDES: tuple[tuple[str, str], ...] = (
     ("inexact=[everything]", "`inexact` is 'everything'"),
     ("inexact=quantized_weights", "inexact names quantized_weights, which has no effect"),
     ("log.every=0", "`log.every` is 0"),
-    ("log.trackers=wandb", "`log.trackers` is 'wandb'"),
+    ("log.trackers=5", "`log.trackers` is 5"),
     ("mtp.weight=-1", "`mtp.weight` is -1"),
     ("router.balance=-1", "`router.balance` is -1"),
     ("router={train: perhaps}", "`router.train` is 'perhaps'"),
@@ -200,7 +200,7 @@ FLAGS: tuple[tuple[str, str], ...] = (
     ("sweep RUN", "is a run file, and a sweep needs a sweep file"),
     ("teach RUN", "OUT"),
     ("doctor --hostfile /no", "hostfile `/no` does not exist"),
-    ("lr-range RUN --from 1", "--from 1"),
+    ("lr-range RUN --from 1", "`--from`: no option of this command"),
     ("demo", "FOLDER"),
 )
 """Words after `ds-finetune`, and a part of what it prints."""

@@ -7,8 +7,9 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from ds_finetune.config.invalid_keys import NAMES_OF_OTHER_PROGRAMS, explain
+from ds_finetune.config.invalid_keys import explain
 from ds_finetune.config.objectives import OBJECTIVES, GrpoObjective
+from ds_finetune.config.other_programs import NAMES_OF_OTHER_PROGRAMS
 from ds_finetune.config.schema import RunConfig, dump_config, read_config
 from ds_finetune.errors import ConfigError
 

@@ -1,0 +1,253 @@
+"""Keys, values and objectives of other trainers, and what a run file has in their place."""
+
+import re
+from collections.abc import Mapping
+
+KEYS_OF_OTHER_PROGRAMS = {
+    "model.path": "model_name_or_path model_name base_model pretrained_model_name_or_path model_id",
+    "model.tokenizer": "tokenizer_name tokenizer_name_or_path tokenizer_config",
+    "model.attention": "attn_implementation attn_impl flash_attn flash_attention "
+    "flash_attention_2 sdp_attention use_flash_attention_2",
+    "model.loss": "use_liger_kernel use_liger liger_kernel enable_liger_kernel liger_fused_linear_cross_entropy",
+    "model.kernels": "liger_rope liger_rms_norm liger_swiglu liger_glu_activation torch_compile",
+    "data.train": "dataset datasets dataset_name dataset_path train_file train_files train_data data_path dataset_dir",
+    "data.eval": "eval eval_dataset val_dataset eval_file validation_file val_file test_datasets "
+    "eval_data val_set_size val_size test_size split_dataset_ratio",
+    "data.columns": "field_messages dataset_text_field prompt_template columns_map column_mapping",
+    "data.layout": "dataset_format ds_type formatting",
+    "data.template": "chat_template chat_template_path chat_template_jinja template",
+    "data.train_on": "train_on_inputs completion_only_loss assistant_only_loss train_on_prompt "
+    "mask_history roles_to_train train_on_eos",
+    "data.packing": "sample_packing eval_packing neat_packing pad_to_sequence_len",
+    "data.long_rows": "truncation truncation_side excess_length_strategy",
+    "data.workers": "preprocessing_num_workers dataset_num_proc dataset_processes dataloader_num_workers num_proc",
+    "data.cache_dir": "dataset_prepared_path tokenized_path",
+    "train.for": "epochs num_epochs num_train_epochs max_steps train_steps total_steps n_epochs duration",
+    "train.global_batch_size": "batch_size train_batch_size gradient_accumulation_steps "
+    "gradient_accumulation accumulation_steps",
+    "train.micro_batch_size": "per_device_train_batch_size per_device_eval_batch_size per_gpu_train_batch_size "
+    "micro_batch_size_per_gpu",
+    "train.max_seq_len": "max_length max_seq_length max_sequence_length cutoff_len sequence_len "
+    "seq_len seq_length model_max_length block_size max_prompt_length",
+    "train.precision": "bf16 fp16 fp32 bfloat16 float16 tf32 pure_bf16 torch_dtype dtype mixed_precision",
+    "train.seed": "data_seed random_seed",
+    "train.max_grad_norm": "gradient_clipping grad_clip clip_grad max_norm gradient_clip_val",
+    "train.activation_checkpointing": "gradient_checkpointing disable_gradient_checkpointing "
+    "gradient_checkpointing_kwargs recompute",
+    "optim.name": "optim optimizer optim_name optimizer_name optim_type",
+    "optim.lr": "learning_rate learning_rate_peak peak_lr max_lr base_lr",
+    "optim.betas": "adam_beta1 adam_beta2 beta1 beta2",
+    "optim.eps": "adam_epsilon epsilon adam_eps",
+    "optim.lr_scheduler": "lr_scheduler_type scheduler lr_schedule",
+    "optim.warmup": "warmup_steps warmup_ratio warmup_epochs num_warmup_steps lr_warmup_steps",
+    "optim.min_lr_ratio": "min_lr min_lr_rate cosine_min_lr_ratio lr_scheduler_kwargs",
+    "router.train": "freeze_router moe_freeze_router freeze_gate train_router",
+    "router.balance": "router_aux_loss_coef aux_loss_coef aux_loss_alpha moe_aux_loss_coeff moe_aux_loss_coef "
+    "moe_router_aux_loss_coef",
+    "router.bias_update": "moe_router_bias_update_rate load_balance_coeff gate_bias_update_factor bias_update_speed",
+    "indexer.train": "freeze_indexer",
+    "indexer.weight": "dsa_indexer_loss_coeff indexer_loss_coeff",
+    "indexer.stage": "dsa_indexer_use_sparse_loss",
+    "eval.every": "eval_steps eval_strategy evaluation_strategy evals_per_epoch eval_interval do_eval eval_every",
+    "eval.limit": "max_eval_samples eval_table_size max_val_samples eval_samples eval_max_batches limit_val_batches",
+    "eval.generate": "predict_with_generate eval_max_new_tokens do_sample_eval",
+    "eval.patience": "early_stopping_patience early_stopping",
+    "eval.keep_best": "load_best_model_at_end metric_for_best_model save_best",
+    "checkpoint.every": "save_steps save_strategy saves_per_epoch save_interval checkpoint_interval",
+    "checkpoint.keep": "save_total_limit keep_last max_checkpoints",
+    "checkpoint.resume": "resume_from_checkpoint auto_resume_from_checkpoints resume_from overwrite_output_dir",
+    "log.every": "logging_steps logging_strategy log_every log_interval",
+    "log.trackers": "report_to use_wandb wandb_project use_tensorboard use_mlflow logger",
+    "lora.rank": "lora_r r lora_rank lora_dim",
+    "lora.alpha": "lora_alpha",
+    "lora.target_modules": "lora_target lora_target_modules lora_target_linear lora_modules",
+    "lora.quantize": "load_in_4bit load_in_8bit quantization_bit quantization bnb_4bit_quant_type qlora use_qlora",
+    "lora": "adapter finetuning_type train_type tuner_type use_peft peft_config use_lora peft",
+    "parallel.tp": "tensor_parallel_size tensor_model_parallel_size autotp_size tp_size",
+    "parallel.pp": "pipeline_parallel_size pipeline_model_parallel_size pp_size",
+    "parallel.vpp": "virtual_pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank vpp_size",
+    "parallel.ep": "expert_parallel_size expert_model_parallel_size ep_size",
+    "parallel.sp": "sequence_parallel_degree sequence_parallel_size context_parallel_size context_parallel sp_size cp",
+    "objective": "stage rl rlhf_type task_type problem_type training_type",
+    "objective.beta": "dpo_beta pref_beta kto_beta orpo_beta orpo_alpha simpo_beta rl_beta",
+    "objective.loss": "loss_type pref_loss dpo_loss preference_loss cpo_loss",
+    "objective.label_smoothing": "dpo_label_smoothing label_smoothing_factor cdpo_alpha",
+    "objective.nll_weight": "rpo_alpha pref_ftx cpo_alpha dpo_ftx nll_loss_coef sft_loss_weight",
+    "objective.gamma": "simpo_gamma cpo_simpo_gamma gamma_beta_ratio",
+    "objective.desirable_weight": "kto_chosen_weight kto_desirable_weight chosen_weight",
+    "objective.undesirable_weight": "kto_rejected_weight kto_undesirable_weight rejected_weight",
+    "objective.reference": "ref_model ref_model_init_kwargs reference_model precompute_ref_log_probs "
+    "precompute_ref_batch_size reference_free disable_reference",
+    "objective.center_weight": "center_rewards_coefficient center_rewards_coef",
+    "objective.teacher": "teacher_model teacher_model_name_or_path teacher_model_init_kwargs",
+    "objective.temperature": "kd_temperature distill_temperature",
+    "objective.label_weight": "kd_ce_alpha kd_alpha",
+    "objective.group_size": "num_generations n_samples_per_prompt num_samples_per_prompt rollouts_per_example",
+    "objective.advantage": "scale_rewards advantage_estimator adv_estimator norm_adv_by_std_in_grpo",
+    "objective.no_spread": "dynamic_sampling dynamic_sample dynamic_filtering filter_groups",
+    "objective.aggregation": "loss_agg_mode",
+    "objective.ratio": "importance_sampling_level",
+    "objective.clip_low": "epsilon_low clip_ratio clip_ratio_low cliprange eps_clip eps_clip_low",
+    "objective.clip_high": "epsilon_high clip_ratio_high eps_clip_high",
+    "objective.dual_clip": "delta clip_ratio_c",
+    "objective.kl_weight": "kl_coef init_kl_coef kl_loss_coef kl_coeff kl_penalty_coef",
+    "objective.truncated": "mask_truncated_completions overlong_filter",
+    "objective.mismatch": "vllm_importance_sampling_correction vllm_importance_sampling_mode rollout_is "
+    "rollout_importance_sampling_mode",
+    "objective.mismatch_cap": "vllm_importance_sampling_cap rollout_is_threshold tis_imp_ratio_cap",
+    "rollout.engine": "use_vllm vllm_mode vllm_sync_backend weight_transfer_config weight_broadcast",
+    "rollout.address": "vllm_server_host vllm_server_port vllm_server_base_url vllm_base_url",
+    "rollout.prompts_per_step": "generation_batch_size rollout_batch_size num_prompts_per_step",
+    "rollout.steps_per_rollout": "num_iterations steps_per_generation ppo_epochs num_ppo_epochs ppo_mini_batch_size",
+    "rollout.max_new_tokens": "max_completion_length max_response_length response_length generate_max_len",
+    "rollout.temperature": "top_p top_k min_p repetition_penalty",
+    "rollout.stop": "stop_words stop_strings",
+    "rewards": "reward_funcs reward_functions reward_function reward_fn custom_reward_function reward_weights "
+    "reward_func_weights remote_rm_url",
+    "deepspeed": "deepspeed_config deepspeed_config_file ds_config zero_stage zero_optimization fsdp fsdp_config",
+    "output_dir": "output out_dir save_dir run_dir checkpoint_dir",
+    "export.max_shard_size": "save_max_shard_size shard_size",
+}
+"""Keys of the run file, each with its names in TRL, Hugging Face's Trainer, LLaMA-Factory, axolotl and others."""
+NAMES_OF_OTHER_PROGRAMS: Mapping[str, str] = {
+    "sft": "lm instruct instruction_tuning",
+    "pretrain": "pt cpt clm continued_pretraining pretraining",
+    "classification": "cls seq_cls sequence_classification text_classification regression",
+    "reward": "rm reward_model reward_modeling bradley_terry",
+    "{name: dpo, loss: ipo}": "ipo",
+    "{name: dpo, loss: hinge}": "hinge slic",
+    "{name: dpo, loss: robust, label_smoothing: 0.1}": "robust robust_dpo rdpo",
+    "{name: dpo, loss: apo_zero}": "apo apo_zero",
+    "{name: dpo, loss: apo_down}": "apo_down",
+    "{name: dpo, label_smoothing: 0.1}": "cdpo",
+    "{name: dpo, nll_weight: 1.0}": "rpo dpop",
+    "kto": "kto_pair bco",
+    "distill": "gkd distillation knowledge_distillation kd",
+    "grpo": "rlvr",
+    "{name: grpo, aggregation: fixed}": "dr_grpo drgrpo",
+    "{name: grpo, advantage: mean_std, no_spread: resample}": "dapo",
+    "{name: grpo, ratio: sequence, aggregation: sequence}": "gspo",
+    "{name: grpo, ratio: capped, ratio_cap: 5.0}": "cispo",
+    "{name: grpo, advantage: leave_one_out}": "rloo",
+}
+"""Objectives, each with its names in TRL, LLaMA-Factory, ms-swift, OpenRLHF and papers."""
+SAMPLING = ("ppo", "reinforce", "reinforce++", "online_dpo", "nash_md", "xpo", "rlhf")
+"""Other methods that train on answers which the model samples during the training."""
+KEYS_OF_GRPO: Mapping[str, str] = {
+    "beta": "objective.kl_weight",
+    "epsilon": "objective.clip_low",
+    "loss_type": "objective.aggregation",
+    "loss": "objective.aggregation",
+    "temperature": "rollout.temperature",
+    "max_length": "rollout.max_new_tokens",
+}
+"""Keys of other programs for GRPO that mean something else in other sections, and what to write instead."""
+MEANT = {word: meant for meant, words in NAMES_OF_OTHER_PROGRAMS.items() for word in words.split()}
+MEANINGS = {
+    "model.attention": "the name of a kernel, such as sdpa or flash_attention_2",
+    "model.loss": "auto, chunked or liger",
+    "model.kernels": "auto, torch, liger or compile",
+    "data.columns": "a mapping such as `{prompt: question, completion: answer}`",
+    "data.layout": "left out for one that the columns show",
+    "data.train_on": "assistant, last_assistant or all",
+    "data.long_rows": "auto, truncate, drop or split",
+    "optim.betas": "both numbers, as in `[0.9, 0.95]`",
+    "checkpoint.resume": "auto, never, or the folder of a run or checkpoint",
+    "data.eval": "a file, folder or data set of rows that are not trained; none is split off from data.train",
+    "data.template": "`auto` for the chat template of the tokenizer, `plain` for none, or a Jinja file",
+    "train.for": "`3 epochs` or `500 steps`",
+    "train.global_batch_size": "rows of one optimizer step over all ranks, from which accumulation is derived",
+    "train.micro_batch_size": "rows of one forward on one rank",
+    "train.precision": "auto, bf16, fp16 or fp32",
+    "train.activation_checkpointing": "`full` for true, `none` for false",
+    "optim.warmup": "`3%` or `100 steps`",
+    "optim.min_lr_ratio": "a share of `lr`",
+    "eval.every": "`200 steps`",
+    "checkpoint.every": "`500 steps`",
+    "lora": "left out for all weights, else e.g. `{rank: 16}`",
+    "lora.quantize": "nf4",
+    "lora.target_modules": "a list of names; left out, all linear modules of attention, MLPs and experts are adapted",
+    "objective.advantage": "mean, mean_std or leave_one_out",
+    "objective.aggregation": "token (DAPO), sequence (GRPO) or fixed (Dr. GRPO); objective.ratio has GSPO and CISPO",
+    "objective.clip_high": "what the ratio may exceed 1 by. For CISPO set objective.ratio_cap, the largest ratio: "
+    "epsilon_high of TRL and ms-swift, and 1 + that of verl",
+    "rollout.engine": "own or vllm, whose server loads weights from a folder; NCCL and CUDA IPC are not supported",
+    "rollout.steps_per_rollout": "how many steps the answers of one rollout are divided over; each is used once",
+    "rollout.temperature": "1, with which answers are drawn from the distribution that is trained; nothing else is "
+    "supported",
+    "objective": "a name such as dpo, or a section with `name`",
+    "rewards": "a list such as `[exact_match, {reward: file.py:function, weight: 0.5}]`",
+    "objective.nll_weight": "a key of dpo and cpo",
+    "objective.loss": "a key of dpo and cpo",
+    "objective.reference": "`cache` or `adapters_off`: the reference is the model before training",
+}
+KEY_OF = {word: key for key, words in KEYS_OF_OTHER_PROGRAMS.items() for word in words.split()}
+ABSENT = (
+    "lora_dropout lora_bias use_dora use_rslora use_pissa pissa_init loraplus_lr_ratio modules_to_save "
+    "lora_modules_to_save additional_target unfrozen_parameters freeze_trainable_layers freeze_trainable_modules "
+    "neftune_noise_alpha use_galore use_apollo use_badam use_unsloth do_train do_predict overwrite_cache plot_loss "
+    "max_samples trust_remote_code ddp_timeout group_by_length remove_unused_columns push_to_hub hub_model_id "
+    "hub_token dataloader_pin_memory special_tokens added_tokens strict save_only_model save_safetensors "
+    "mixture_of_depths ddp_find_unused_parameters run_name logging_dir wandb_entity wandb_run_id "
+    "include_tokens_per_second average_tokens_across_devices"
+)
+"""Keys of other programs for what a run file cannot ask for, some of it because it always happens."""
+NOT_AVAILABLE = frozenset(ABSENT.split())
+_VALUES: Mapping[str, Mapping[str, str]] = {
+    "num_train_epochs num_epochs epochs n_epochs": {"*": "{} epochs"},
+    "max_steps train_steps total_steps eval_steps eval_interval save_steps save_interval checkpoint_interval": {
+        "*": "{} steps"
+    },
+    "per_device_train_batch_size per_gpu_train_batch_size micro_batch_size_per_gpu train_batch_size": {"*": "{}"},
+    "bf16 bfloat16 pure_bf16": {"true": "bf16", "auto": "auto"},
+    "fp16 float16": {"true": "fp16"},
+    "torch_dtype dtype mixed_precision": {
+        **{"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"},
+        **{"bf16": "bf16", "fp16": "fp16", "auto": "auto"},
+    },
+    "gradient_checkpointing recompute": {"true": "full", "false": "none"},
+    "disable_gradient_checkpointing": {"true": "none"},
+    "load_in_4bit qlora use_qlora": {"true": "nf4"},
+    "quantization_bit": {"4": "nf4"},
+    "adapter finetuning_type train_type tuner_type use_peft use_lora": {
+        **{"lora": "{{rank: 16}}", "true": "{{rank: 16}}", "qlora": "{{rank: 16, quantize: nf4}}"},
+    },
+    "optim optimizer optim_name optimizer_name optim_type": {
+        **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "adam"), "AdamW"),
+        **{"lion": "Lion", "sgd": "SGD", "muon": "Muon", "adagrad": "Adagrad", "lamb": "Lamb"},
+    },
+    "lr_scheduler_type scheduler lr_schedule": {
+        **{"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"},
+    },
+    "lora_target lora_target_modules target_modules": {},
+    "freeze_router moe_freeze_router freeze_gate freeze_indexer": {"true": "false", "false": "true"},
+    "train_on_inputs train_on_prompt": {"true": "all", "false": "assistant"},
+    "use_liger_kernel use_liger liger_kernel enable_liger_kernel": {"true": "liger"},
+    "attn_implementation attn_impl": {"sdpa": "sdpa", "eager": "eager", "flash_attention_2": "flash_attention_2"},
+    "flash_attn": {"fa2": "flash_attention_2", "sdpa": "sdpa"},
+    "use_wandb": {"true": "[wandb]"},
+    "use_tensorboard": {"true": "[tensorboard]"},
+    "use_mlflow": {"true": "[mlflow]"},
+    "wandb_project": {},
+    "report_to logger": {"none": "[]", "*": "{}"},
+    "zero_stage": {stage: f"zero{stage}" for stage in "0123"},
+}
+"""Values of other programs by their key, and what a run file has for them; `*` is any other value."""
+_VALUES_OF = {word: values for words, values in _VALUES.items() for word in words.split()}
+
+
+def value_of(word: str, value: object, key: str) -> str | None:
+    """What a run file has at `key` for the value that another program has at `word`; None where that is not known."""
+    word, text = word.lower(), str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, list | Mapping) or value is None:
+        return None
+    if key == "objective":
+        return MEANT.get(text.lower(), text.lower())
+    if key == "optim.warmup" and re.fullmatch(r"\d*\.?\d+", text):
+        return f"{float(text) * 100:g}%" if 0 < float(text) < 1 else f"{text} steps"
+    if word in _VALUES_OF:
+        known = _VALUES_OF[word]
+        form = known.get(text.lower(), known.get("*"))
+        return None if form is None else form.format(text)
+    is_switch = text in ("true", "false") and key not in ("data.packing", "eval.keep_best")
+    return None if word in KEY_OF and (key in MEANINGS or is_switch) else text
