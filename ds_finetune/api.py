@@ -2,11 +2,12 @@
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 from pydantic import ValidationError
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from ds_finetune.trainer.train import Report
 
 PathLike = str | Path
+EvalRows: TypeAlias = "PathLike | Sequence[PathLike] | Rows"
+"""A path, a list of paths, or rows themselves."""
 
 
 def train(
@@ -157,7 +160,7 @@ def check_verified(results: "Sequence[VerificationResult]") -> None:
 
 def evaluate(  # noqa: PLR0913 - each is an option of the command
     model: PathLike,
-    data: PathLike | Sequence[PathLike] | Mapping[str, PathLike | Sequence[PathLike]],
+    data: "EvalRows | Mapping[str, EvalRows]",
     *,
     baseline: PathLike | None = None,
     objective: str | Mapping[str, object] = "sft",
@@ -175,7 +178,8 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
 ) -> "EvalReport":
     """Score the exported folder `model`, and `baseline` on the same token ids, over the rows of `data`; prints nothing.
 
-    `EvalReport.metrics` holds each metric by name, with its confidence interval. With a mapping of names to files,
+    `data` is a path, a list of paths, or rows as `train` takes them: dictionaries as a list or a `datasets.Dataset`.
+    `EvalReport.metrics` holds each metric by name, with its confidence interval. With a mapping of names to such data,
     `EvalReport.sets` also has the metrics of each of these sets. `objective` is sft, distill or pretrain, or its
     section in a run file, such as `{"name": "pretrain", "eos": False}`; dpo, simpo, cpo and orpo score pairs of
     answers, and dpo needs its reference model as `baseline`. With `extract` (gsm8k, choice, json or text)
@@ -207,14 +211,16 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
         raise ConfigError(f"eval of `{model}` has nothing to score on", hint="give at least one file of rows")
     settings = {"columns": columns or {}, "template": template, "train_on": train_on, "long_rows": long_rows}
     settings |= {} if separator is None else {"separator": separator}
-    given = {"train": (), "eval": _held_out_paths(data), **settings, "max_truncated_ratio": 1.0, "packing": False}
-    try:
-        rows = DataConfig.model_validate(given)
-    except ValidationError as invalid:
-        raise explain(invalid, DataConfig, "evaluate", {}) from None
     base, (kind, preference) = None if baseline is None else str(baseline), _eval_objective(objective)
     limits = (max_seq_len, max_new_tokens, batch_tokens, limit)
-    return evaluate_model(EvalRequest(str(model), base, rows, extract, *limits, kind, preference, samples))
+    with TemporaryDirectory() as folder:
+        paths = _held_out_paths(data, Path(folder))
+        given = {"train": (), "eval": paths, **settings, "max_truncated_ratio": 1.0, "packing": False}
+        try:
+            rows = DataConfig.model_validate(given)
+        except ValidationError as invalid:
+            raise explain(invalid, DataConfig, "evaluate", {}) from None
+        return evaluate_model(EvalRequest(str(model), base, rows, extract, *limits, kind, preference, samples))
 
 
 def _eval_objective(objective: str | Mapping[str, object]) -> tuple["RowKind", "DocumentObjective | None"]:
@@ -234,13 +240,21 @@ def _eval_objective(objective: str | Mapping[str, object]) -> tuple["RowKind", "
 
 
 def _held_out_paths(
-    data: PathLike | Sequence[PathLike] | Mapping[str, PathLike | Sequence[PathLike]],
+    data: "EvalRows | Mapping[str, EvalRows]", folder: Path
 ) -> tuple[str, ...] | dict[str, tuple[str, ...]]:
-    """The value of `data.eval` in a run file; ConfigError for a name that is not valid."""
+    """The value of `data.eval` in a run file, for rows with files that are written below `folder`; ConfigError for a
+    name that is not valid.
+    """
+    from ds_finetune.trainer.run_dir import write_rows
+
     sets = data if isinstance(data, Mapping) else {"": data}
-    if not all(isinstance(files, str | Path | Sequence) for files in sets.values()):
-        raise ConfigError(f"data is {data!r}", hint="give the path of a file of rows, or a list of paths")
-    texts = {name: tuple(map(str, [files] if isinstance(files, str | Path) else files)) for name, files in sets.items()}
+    texts: dict[str, tuple[str, ...]] = {}
+    for name, files in sets.items():
+        if not isinstance(files, str | Path | Iterable):
+            raise ConfigError(f"data is {data!r}", hint="give the path of a file, a list of paths, or rows")
+        paths = [files] if isinstance(files, str | Path) else files
+        is_paths = isinstance(paths, Sequence) and all(isinstance(path, str | Path) for path in paths)
+        texts[name] = tuple(map(str, paths)) if is_paths else write_rows(folder, {"eval": cast("Rows", paths)})["eval"]
     if not isinstance(data, Mapping):
         return texts[""]
     for name in texts:

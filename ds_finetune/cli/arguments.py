@@ -14,7 +14,9 @@ from typing import TypeAlias
 from ds_finetune.config.invalid_keys import meant_key
 from ds_finetune.config.other_programs import MEANINGS, NOT_AVAILABLE, value_of
 from ds_finetune.config.schema import RunConfig, read_config
+from ds_finetune.console.tables import show_line
 from ds_finetune.errors import ExportError
+from ds_finetune.plan.config_json import check_model_path
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """What `add_subparsers` returns; parsers of commands are added to it."""
@@ -120,11 +122,28 @@ def read_run(arguments: Arguments) -> RunConfig:
     return read_config(arguments.run, arguments.overrides)
 
 
-def exported_folder(folder: str) -> Path:
-    """A folder with config.json; ExportError for another, before what loads models is imported, which takes seconds."""
-    if not (Path(folder) / "config.json").is_file():
+def exported_folder(given: str) -> Path:
+    """The exported folder, also of a run that is named; ExportError for another folder, before what loads models is
+    imported, which takes seconds.
+    """
+    folder = Path(export_of(given))
+    if not (folder / "config.json").is_file():
+        if folder.is_dir():
+            check_model_path(given)
         raise ExportError(f"`{folder}` holds no config.json", hint="name an exported folder, e.g. runs/r1/export")
-    return Path(folder)
+    return folder
+
+
+def export_of(given: str) -> str:
+    """The export of a run that is named by its folder or its run file, which a line then says; else `given` itself."""
+    is_run_file = Path(given).suffix in (".yaml", ".yml") and Path(given).is_file()
+    folder = Path(read_config(given).output_dir if is_run_file else given)
+    if (folder / "config.json").is_file() or not (is_run_file or (folder / "plan.json").is_file()):
+        return given
+    if not (folder / "export" / "config.json").is_file():
+        raise ExportError(f"the run in `{folder}` holds no export", hint="train it to its end, or name another folder")
+    show_line(f"{given}: the export is {folder / 'export'}")
+    return str(folder / "export")
 
 
 def zero_or_more(text: str) -> int:

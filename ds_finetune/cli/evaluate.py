@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from ds_finetune import api
-from ds_finetune.cli.arguments import Arguments, Commands, add_command, positive, two_or_more
+from ds_finetune.cli.arguments import Arguments, Commands, add_command, export_of, positive, two_or_more
 from ds_finetune.config.run_file import parse_yaml
 from ds_finetune.console.tables import OUT, show_line
 from ds_finetune.errors import ConfigError, DataError, OutputError
@@ -32,7 +32,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _add_data_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="OUT", help="an exported folder, or that of any model")
+    parser.add_argument("model", metavar="OUT", help="an exported folder, a run, or the folder of any model")
     text = "folder of the base model, to be scored on the same token ids"
     parser.add_argument("--baseline", metavar="BASE", help=text)
     text = "held-out rows, in any layout that a run reads; NAME=FILE gives each NAME metrics of its own"
@@ -85,6 +85,7 @@ def _evaluate(arguments: Arguments) -> None:
         raise ConfigError(
             f"eval of `{arguments.model}` has nothing to score on", hint="give --data test.jsonl, or --tasks"
         )
+    arguments.model = export_of(arguments.model)
     # Before what loads models is imported, which takes seconds.
     for path in (arguments.model, *([arguments.baseline] if arguments.baseline else [])):
         check_model_path(path)

@@ -29,13 +29,15 @@ train:
   for: 3 epochs             # or e.g. 500 steps
   global_batch_size: 32     # rows of one optimizer step over all GPUs
   micro_batch_size: 1       # rows of one forward on one GPU; `auto` tries how many fit into its memory
-  max_seq_len: 2048         # tokens; longer rows are cut, and a run that would lose much text is refused
+  max_seq_len: {length:<13}# tokens; longer rows are cut, and a run that would lose much text is refused
 optim: {{lr: {lr}}}
-# lora: {{rank: 16}}          # trains small adapters instead of all weights; set optim.lr to about 2.0e-4 with it
+# lora: {{rank: 16}}          # trains small adapters instead of all weights; set optim.lr to about {lora_lr} with it
 # deepspeed: zero3          # shards the weights over the GPUs, where zero2 does not fit
 output_dir: {output_dir}  # checkpoints, metrics and the exported model; the same command resumes a run
 """
-_RATES = {"dpo": "5.0e-7", "kto": "5.0e-7", "classification": "2.0e-5"}
+_RATES = {"dpo": ("5.0e-7", "5.0e-6"), "kto": ("1.0e-6", "1.0e-5"), "classification": ("2.0e-5", "2.0e-4")}
+"""By objective, learning rates for all weights and for adapters, as in docs/how-to/preferences.md."""
+_LENGTH = 2048
 
 
 def add_commands(commands: Commands) -> None:
@@ -50,19 +52,25 @@ def add_commands(commands: Commands) -> None:
 def _init(arguments: Arguments) -> None:
     from ds_finetune.config.edit_run_file import write_run_file
     from ds_finetune.data.sources import find_sources, read_records
+    from ds_finetune.plan.config_json import max_positions, read_config_json
 
     out = Path(arguments.out)
     where, record = next(read_records(find_sources(arguments.rows)[0]), ("", {}))
     if not record:
         raise DataError(f"`{arguments.rows[0]}` has no rows", hint="write at least one row")
     objective, columns = _recognised(record, where)
+    lr, lora_lr = next((rates for name, rates in _RATES.items() if name in objective), ("1.0e-5", "2.0e-4"))
+    is_here = (Path(arguments.model) / "config.json").is_file()
+    positions = max_positions(read_config_json(arguments.model)) if is_here else None
     names = ", ".join(f"{key}: {_yaml(name)}" for key, name in columns.items())
     text = _RUN.format(
         model=_yaml(arguments.model),
         rows=", ".join(map(_yaml, arguments.rows)),
         columns=f"\n  columns: {{{names}}}    # guessed from the names of your columns" if names else "",
         objective=objective,
-        lr=_RATES.get(objective, "1.0e-5"),
+        lr=lr,
+        lora_lr=lora_lr,
+        length=min(_LENGTH, positions or _LENGTH),
         output_dir=_yaml(f"runs/{out.stem}"),
     )
     write_run_file(out, text, option="--out")

@@ -19,14 +19,14 @@ def add_commands(commands: Commands) -> None:
     """Add `ask`, `chat` and `serve`."""
     text = "complete prompts, or classify texts, with an exported folder"
     ask = add_command(commands, "ask", text, _ask)
-    ask.add_argument("folder", metavar="OUT", help="an exported folder")
+    ask.add_argument("folder", metavar="OUT", help="an exported folder, or a run")
     ask.add_argument("prompts", metavar="TEXT", nargs="+", help="prompts, or texts to classify")
     ask.add_argument("--max-new-tokens", type=positive, default=128, help="most tokens of an answer (default 128)")
     chat = add_command(commands, "chat", "talk to an exported folder in the terminal", _chat)
-    chat.add_argument("folder", metavar="OUT", help="an exported folder")
+    chat.add_argument("folder", metavar="OUT", help="an exported folder, or a run")
     chat.add_argument("--max-new-tokens", type=positive, default=512, help="most tokens of an answer (default 512)")
     serve = add_command(commands, "serve", "serve an exported folder through an OpenAI-compatible API", _serve)
-    serve.add_argument("folder", metavar="OUT", help="an exported folder")
+    serve.add_argument("folder", metavar="OUT", help="an exported folder, or a run")
     text = "program that runs the model (default auto: chosen by the folder and the GPU)"
     serve.add_argument("--engine", choices=("auto", *ENGINES), default="auto", help=text)
     text = "address to listen on (default 127.0.0.1: only this machine)"

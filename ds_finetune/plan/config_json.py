@@ -1,7 +1,9 @@
 """Reads the config.json of a model without building anything, for planning."""
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -221,19 +223,27 @@ def max_positions(model: Mapping[str, Any]) -> int | None:
 
 def _config_file(path: str) -> Path:
     folder = Path(path)
+    if (folder / _NAME).is_file():
+        return folder / _NAME
+    check_model_path(path)
     if folder.is_dir():
-        if (folder / _NAME).is_file():
-            return folder / _NAME
         raise ModelError(
             f"model folder `{folder}` has no config.json", hint="name the folder that holds the model's config.json"
         )
-    check_model_path(path)
     return _hub_file(path)
 
 
 def check_model_path(path: str) -> None:
-    """ModelError for what is neither a folder nor, by its form, a hub id."""
+    """ModelError for an adapter, and for what is neither a folder nor, by its form, a hub id."""
     folder = Path(path)
+    if (folder / "adapter_config.json").is_file() and not (folder / _NAME).is_file():
+        base = "BASE"
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+        raise ModelError(
+            f"model `{path}` is an adapter, not a model",
+            hint=f"merge it first: ds-finetune export {shlex.quote(path)} OUT --base {shlex.quote(str(base))}",
+        )
     if folder.is_dir():
         return
     if folder.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:

@@ -49,6 +49,8 @@ Recomputation = Literal["full", "selective", "none"]
 
 _TRAIN_KEYS = ("precision", "seed", "duration", "reduction_every", "activation_offload", "tiled_mlp")
 """Keys of `train` that a plan has as they are written."""
+_HIGH_RATE = 0.1
+"""Learning rate from which on the plan has a note, except for SGD, whose steps are of the size of the gradient."""
 _SECTIONS = ("parallel", "objective", "rollout", "lora", "mtp", "router", "indexer")
 """Sections of the run file that a plan has as they are written; memory and time depend on them."""
 
@@ -297,6 +299,8 @@ def make_plan(given: RunSettings, *, world: World, device: str, accelerate: Acce
         # (runtime/utils.py:393), and takes the norm of each rank's experts separately.
         finished["gradient_clipping"] = 0.0
     notes = inexact_lines(run) + turn_off_wrong_options(run.zero, device=device)
+    if optim.lr >= _HIGH_RATE and run.optimizer != "sgd" and optim.lr_scheduler != "exponential_rise":
+        notes.append(f"optim.lr {optim.lr:g}: a step changes each weight by up to that; usual are 1e-6 to 1e-3")
     is_cross_entropy = run.objective.row.is_cross_entropy
     plan = Plan(
         world=world,

@@ -127,6 +127,60 @@ def test_init_writes_a_run_file_for_rows(
     assert f"next: ds-finetune data show {out}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("row", "rate", "of_adapters"), [(2, 5e-7, 5e-6), (3, 1e-6, 1e-5), (0, 1e-5, 2e-4)])
+def test_init_writes_the_documented_rates_and_the_models_positions(
+    row: int, rate: float, of_adapters: float, tmp_path: Path
+) -> None:
+    """Rates of docs/how-to/preferences.md and lora.md, for dpo, kto and sft."""
+    rows, out, model = tmp_path / "rows.jsonl", tmp_path / "run.yaml", tmp_path / "model"
+    rows.write_text(json.dumps(ROWS[row][0]) + "\n")
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 512}')
+    assert cli.main(["init", str(rows), "--out", str(out), "--model", str(model)]) == 0
+    config = read_config(out)
+    assert (config.optim.lr, config.train.max_seq_len) == (rate, 512)
+    said = out.read_text().partition("set optim.lr to about ")[2]
+    assert float(said.split()[0]) == of_adapters
+
+
+def test_a_run_is_asked_by_its_folder_or_run_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, export = tmp_path / "run", tmp_path / "run" / "export"
+    export.mkdir(parents=True)
+    (run / "plan.json").write_text('{"layout": "", "notes": []}')
+    (tmp_path / "run.yaml").write_text(f"model: m\ndata: {{train: a.jsonl}}\noutput_dir: {run}\n")
+    assert cli.main(["chat", str(run)]) == 2
+    assert f"the run in `{run}` holds no export" in capsys.readouterr().err
+    (export / "config.json").write_text("{}")
+    for words in (["chat", str(run)], ["ask", f"{run}.yaml", "hi"], ["eval", f"{run}.yaml", "--data", "d"]):
+        assert cli.main(words) == 2
+        printed = capsys.readouterr()
+        assert printed.out == f"{words[1]}: the export is {export}\n"
+        assert f"`{export}` holds a config.json and no weights" in printed.err
+
+
+@pytest.mark.parametrize("command", ["ask ADAPTER hi", "serve ADAPTER", "eval ADAPTER --data d", "plan RUN"])
+def test_an_adapter_is_to_be_merged_first(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "models/base"}')
+    (tmp_path / "run.yaml").write_text(f"model: {folder}\ndata: {{train: a.jsonl}}\noutput_dir: o\n")
+    words = command.replace("ADAPTER", str(folder)).replace("RUN", str(tmp_path / "run.yaml")).split()
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err == (
+        f"error: model `{folder}` is an adapter, not a model\n"
+        f"  hint: merge it first: ds-finetune export {folder} OUT --base models/base\n"
+    )
+
+
+def test_a_high_learning_rate_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_file = str(write_demo(tmp_path))
+    note = "optim.lr 2: a step changes each weight by up to that; usual are 1e-6 to 1e-3\n"
+    assert cli.main(["plan", run_file, "optim.lr=2"]) == 0
+    assert note in capsys.readouterr().out
+    assert cli.main(["plan", run_file]) == 0
+    assert "optim.lr" not in capsys.readouterr().out.replace("optim.lr_scheduler", "")
+
+
 def test_init_refuses_unknown_rows_and_files_that_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows, out = tmp_path / "rows.jsonl", tmp_path / "run.yaml"
     rows.write_text('{"foo": "a", "bar": "b"}\n')

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from transformers import PreTrainedModel
 
 from ds_finetune import api
@@ -48,11 +49,11 @@ def test_classes_are_scored_as_a_plain_loop_does(tmp_path: Path) -> None:
     texts = _texts(40)
     labels = [number % 3 > 0 for number in range(len(texts))]
     folder = _written(tmp_path / "model", model)
-    data = _data(
-        tmp_path,
-        [{"text": text, "label": "yes" if is_one else "no"} for text, is_one in zip(texts, labels, strict=True)],
-    )
-    report = api.evaluate(folder, data, batch_tokens=64)
+    rows = [{"text": text, "label": "yes" if is_one else "no"} for text, is_one in zip(texts, labels, strict=True)]
+    report = api.evaluate(folder, _data(tmp_path, rows), batch_tokens=64)
+    # Rows themselves are scored as those of a file.
+    for given in (rows, Dataset.from_list(rows)):
+        assert api.evaluate(folder, given, batch_tokens=64).metrics == report.metrics
     logits = [_alone(model, text) for text in texts]
     found = [scores[1] > scores[0] for scores in logits]
     pairs = list(zip(found, labels, strict=True))
