@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _MOST_HELD = 16
 """Characters of a line of the times at which something is held."""
+_MOST_KEY, _LEAST_WIDTH, _WIDE = 25, 80, 120
+"""Characters of a key beside the other columns, and columns of narrow and of wide terminals."""
 _LEAST_TEXT = 11
 """Characters of a column of texts at least, such as `micro-batch`."""
 
@@ -188,17 +190,19 @@ def _memory_table(memory: "MemoryEstimate") -> Table:
 
     table = _table("memory of a rank")
     for head in ("what", "where", "GiB", "held", "lowered by"):
-        # A name that does not fit goes on in the next line: a user has to write it.
         table.add_column(
             head,
             justify="right" if head == "GiB" else "left",
             overflow="fold",
-            no_wrap=head in ("where", "GiB"),
+            no_wrap=head in ("where", "GiB") or (head == "lowered by" and OUT.width >= _LEAST_WIDTH),
             max_width=_MOST_HELD if head == "held" else None,
         )
     for row in memory.rows:
         held = "" if row.when == MOMENTS else ", ".join(row.when)
-        table.add_row(row.name, row.place, f"{row.num_bytes / GIB:,.2f}", held, row.option)
+        # On a narrow terminal a long key continues after its last dot.
+        section, _, name = row.option.rpartition(".")
+        option = f"{section}.\n{name}" if len(row.option) > _MOST_KEY and OUT.width < _WIDE else row.option
+        table.add_row(row.name, row.place, f"{row.num_bytes / GIB:,.2f}", held, option)
     totals = {
         memory.device: memory.device_bytes,
         "nvme": peak(memory.rows, "nvme"),

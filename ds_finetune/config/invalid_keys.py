@@ -136,7 +136,8 @@ def _value_hint(name: str, field: FieldInfo | None) -> str:
     facts = [f"{word} {getattr(part, key)}" for part in field.metadata for key, word in _BOUNDS if hasattr(part, key)]
     if isinstance(field.default, str | int | float | tuple):
         facts.append(f"by default {json.dumps(field.default)}")
-    text = " ".join((field.description or "").split()).rstrip(".")
+    text = " ".join((field.description or "").split())
+    text = text if text.endswith("...") else text.removesuffix(".")
     return f"`{name}`{' (' * bool(facts)}{', '.join(facts)}{')' * bool(facts)}: {text}"
 
 

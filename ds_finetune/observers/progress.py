@@ -138,7 +138,7 @@ class ProgressLine:
         ]
         parts += [f"mfu {v['perf/mfu']:.1%}"] if "perf/mfu" in v else []
         parts += [f"mem {v['memory/peak_gib']:.2f} GiB"] if "memory/peak_gib" in v else []
-        parts += [f"eta {time_text(self._left.seconds(record.step))}"]
+        parts += [f"eta {time_text(self._left.seconds(record.step))}"] if record.step < self._steps else []
         parts += [f"skipped {v['train/skipped_steps']:.0f}"] if v["train/skipped_steps"] else []
         parts += [f"{name} {v[name]:.4f}" for name in v if _is_shown(name)]
         parts += [f"SKIPPED: {record.notice}"] if record.notice else []
@@ -148,10 +148,10 @@ class ProgressLine:
 
 
 def _is_shown(name: str) -> bool:
-    """Whether the line has this metric: those of all held-out rows, the loss of each set that has a name, and the
-    reward of rollouts.
+    """Whether the line has this metric: those of all held-out rows, the loss of each set that has a name, the reward of
+    rollouts, and accuracy and margin of pairs.
     """
     part, *of_set, metric = name.split("/")
-    if name in ("rollout/reward", "rollout/cut"):
+    if name in ("rollout/reward", "rollout/cut", "train/reward_accuracy", "train/reward_margin"):
         return True
     return part == "eval" and (metric == "loss" if of_set else metric != "perplexity")

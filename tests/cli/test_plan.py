@@ -100,6 +100,22 @@ def test_a_narrow_table_cuts_no_name_off(
         assert "\u2026" not in capsys.readouterr().out
 
 
+def test_a_table_of_80_columns_breaks_keys_only_at_a_dot(
+    run_file: str, shared_data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    small = [f"model.path={shared_data / 'configs' / 'Qwen--Qwen3-0.6B'}", "parallel.ep=1", "train.global_batch_size=2"]
+    plan = ["plan", run_file, "--gpus", "2", "--gpu", "l4-24g", "deepspeed=zero3", *small]
+    assert main(plan) == 0
+    words = capsys.readouterr().out.split()
+    assert main([*plan, "--json"]) == 0
+    keys = {row["option"] for row in json.loads(capsys.readouterr().out)["memory"]["rows"]} - {""}
+    assert any(len(key) > 60 for key in keys)
+    for key in keys:
+        section, _, name = key.rpartition(".")
+        assert key in words or (f"{section}." in words and name in words), key
+
+
 def test_a_short_run_takes_more_than_no_time(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", run_file, "--gpus", "512", "--gpu", "h100-80g"]) == 0
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("the run")]

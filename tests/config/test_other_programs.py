@@ -187,6 +187,13 @@ def test_other_values_get_the_line_to_write(given: str, line: str, tmp_path: Pat
     assert line in str(refused.value)
 
 
+def test_a_hint_has_the_whole_description(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"{MINIMAL}log: {{trackers: 5}}\n")
+    with pytest.raises(ConfigError) as refused:
+        read_config(tmp_path / "run.yaml")
+    assert refused.value.hint.endswith("Names of trackers that accelerate knows: tensorboard, wandb, mlflow, ...")
+
+
 def test_patterns_of_files_and_slices_of_splits(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a.jsonl", "c.txt"):
         (tmp_path / name).write_text('{"text": "x"}\n')

@@ -284,6 +284,18 @@ def test_progress_stays_in_place_on_a_terminal() -> None:
     assert out.getvalue().startswith("\r")
 
 
+def test_the_line_of_pairs_has_accuracy_and_margin_and_the_last_one_no_time_left() -> None:
+    out = io.StringIO()
+    left = TimeLeft(2, {}, export_bytes=2e9, verifies=True)
+    line = ProgressLine(steps=2, every=1, left=left, out=out)
+    pairs = {"train/reward_accuracy": 0.75, "train/reward_margin": 1.5, "train/logp_chosen": -9.0}
+    line.after_step(record(1, **pairs))
+    line.after_step(record(2, last=True, **pairs))
+    first, last = out.getvalue().splitlines()
+    assert first.endswith("train/reward_accuracy 0.7500  train/reward_margin 1.5000")
+    assert ("  eta " in first, "  eta " in last) == (True, False)
+
+
 def test_utilisation_is_model_flops_over_the_peak_of_all_ranks() -> None:
     found = Utilisation(flops_per_token=6e9, peak_flops=1e12, world_size=2).after_step(record(1))
     assert found.values["perf/mfu"] == pytest.approx(500 * 6e9 / 2e12)
