@@ -8,7 +8,6 @@ import ctypes
 import mmap
 import os
 import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,11 +16,11 @@ from typing import Any
 
 import torch
 
-import ds_finetune
 from ds_finetune.checkpoint.commit import ChecksummedFile, mark_part_written
 from ds_finetune.checkpoint.messages import JobDone, RemoveJob, StopWaiting
 from ds_finetune.config.units import MIB
 from ds_finetune.system.process_messages import MessageReader, ProcessMessage, send
+from ds_finetune.system.processes import python_module, with_package
 
 
 class PinnedMap:
@@ -90,12 +89,9 @@ class WriterProcess:
 
     def start(self) -> None:
         """Start the process."""
-        package = str(Path(ds_finetune.__file__).parents[1])
-        environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))}
-        command = [sys.executable, "-m", "ds_finetune.checkpoint.part_writer_process", str(self._memory)]
         self._process = subprocess.Popen(
-            command,
-            env=environ,
+            python_module("ds_finetune.checkpoint.part_writer_process", str(self._memory)),
+            env=with_package(os.environ),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[self._memory, *self._inherited],

@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.error
@@ -26,6 +25,7 @@ from ds_finetune.export.classifiers import holds_classifier
 from ds_finetune.export.formats import format_of, formats
 from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.model.build.hub_folder import check_folder
+from ds_finetune.system.processes import python_module, with_package
 from ds_finetune.system.versions import check_versions
 
 _SERVING = ("fastapi", "uvicorn", "pydantic", "openai")
@@ -186,7 +186,7 @@ def server_command(options: ServeOptions, folder: Path, address: Address) -> lis
     device = "auto" if options.engine == "transformers" and _has_gpu() else "cpu"
     limits = ["--queue", str(options.queue), "--request-seconds", str(options.request_seconds)]
     hosts = [f"--allow-host={name}" for name in options.allowed_hosts]
-    program = [sys.executable, "-m", "ds_finetune.serving.http_app", str(folder)]
+    program = python_module("ds_finetune.serving.http_app", str(folder))
     return [*program, "--device", device, *limits, *hosts, *listen]
 
 
@@ -256,7 +256,7 @@ def _start_server(command: list[str], cache: str) -> Iterator["subprocess.Popen[
 
     In the terminal's session it would get the SIGINT of Ctrl-C twice, from the terminal and from this process.
     """
-    environ = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": cache}
+    environ = with_package(os.environ) | {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": cache}
     if API_KEY in environ:
         environ["VLLM_API_KEY"] = environ[API_KEY]
     server = subprocess.Popen(command, env=environ, start_new_session=True)

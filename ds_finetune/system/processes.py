@@ -7,7 +7,10 @@ hang, so the time limits of a process do not include a pause.
 import os
 import resource
 import signal
+import site
+import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +19,23 @@ _LEAST_SECONDS = 4.0
 _SWITCHES_PER_SECOND = 20
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 """On Linux it includes the time in which the machine was suspended; `time.monotonic` does not."""
+
+
+def python_module(name: str, *arguments: str, python: str = sys.executable) -> list[str]:
+    """The command that runs a module of this project in another process, with `with_package(os.environ)`.
+
+    A file of the working directory, such as `secrets.py`, is not imported in place of a module (-P).
+    """
+    return [python, "-P", "-u", "-m", name, *arguments]
+
+
+def with_package(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` with a PYTHONPATH by which another process finds this project, also where it is not installed."""
+    package = str(Path(__file__).parents[2])
+    # Installed packages in PYTHONPATH would come before Python's own modules.
+    if package in site.getsitepackages():
+        return dict(environ)
+    return {**environ, "PYTHONPATH": os.pathsep.join(filter(None, [package, environ.get("PYTHONPATH")]))}
 
 
 def began_at(pid: int) -> str:

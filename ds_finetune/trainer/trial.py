@@ -9,7 +9,6 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,12 +22,12 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-import ds_finetune
 from ds_finetune.data.answer_batches import ScoredAnswer, answer_batch
 from ds_finetune.data.batches import Batch, BatchPlan
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
 from ds_finetune.engine.devices import exchange
+from ds_finetune.system.processes import python_module, with_package
 from ds_finetune.system.world import World
 from ds_finetune.trainer.batches import batch_plan, prepared_batches
 from ds_finetune.trainer.prepare import PreparedRun
@@ -87,12 +86,10 @@ def judge(ends: Sequence[TrialEnd]) -> TrialEnd:
 
 def _run_process(folder: Path, store: dist.Store, failed: str) -> TrialEnd:
     """How this rank's process ended; it is killed where another rank's has `failed` and it does not end by itself."""
-    command = [sys.executable, "-m", "ds_finetune.trainer.trial_process", str(os.getpid()), str(folder)]
-    package = str(Path(ds_finetune.__file__).parents[1])
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))}
+    command = python_module("ds_finetune.trainer.trial_process", str(os.getpid()), str(folder))
     with (folder / "errors").open("wb") as errors:
         process = subprocess.Popen(
-            command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors
+            command, env=with_package(os.environ), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors
         )
     until = float("inf")
     try:

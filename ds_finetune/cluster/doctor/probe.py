@@ -21,6 +21,7 @@ from ds_finetune.system.disk import bytes_below, nearest_existing
 from ds_finetune.system.free_memory import available_bytes
 from ds_finetune.system.info import free_port, gather_host_info, query_gpus
 from ds_finetune.system.process_messages import ProcessMessage
+from ds_finetune.system.processes import python_module, with_package
 
 LIFE_SECONDS = 1800
 """A probe ends after this time even where its host can no longer be reached."""
@@ -152,8 +153,10 @@ def _child_reply(session: Session, request: ProcessMessage, seconds: float) -> m
 
 def _start_child() -> Session:
     def start(stderr: IO[bytes]) -> "subprocess.Popen[bytes]":
-        command, pipe = [sys.executable, "-m", PROBE], subprocess.PIPE
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, start_new_session=True)
+        pipe, environ = subprocess.PIPE, with_package(os.environ)
+        return subprocess.Popen(
+            python_module(PROBE), env=environ, stdin=pipe, stdout=pipe, stderr=stderr, start_new_session=True
+        )
 
     return Session(start, messages.REPLIES, peer="a child of the probe")
 

@@ -14,6 +14,7 @@ from typing import IO
 
 from ds_finetune.config.hostfile import Host
 from ds_finetune.errors import LaunchError
+from ds_finetune.system.processes import python_module, with_package
 
 _LOGIN = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TERM", "TZ", "TMPDIR"),
@@ -69,7 +70,7 @@ class Remote:
             "ServerAliveCountMax": 3,
         }
         settings = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-        variables = f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}"
+        variables = f"PYTHONPATH={with_package(os.environ).get('PYTHONPATH', '')}"
         # `env`, because the syntax of variables differs between login shells.
         where = f"cd {shlex.quote(self.directory)} && exec {shlex.join(['env', variables, *argv])}"
         # The user's own arguments come first: ssh takes the first value of an option.
@@ -77,18 +78,15 @@ class Remote:
 
     def module(self, host: Host, name: str, *arguments: str) -> list[str]:
         """`command` for a module of this project."""
-        return self.command(host, [self.python, "-u", "-m", name, *arguments])
+        return self.command(host, python_module(name, *arguments, python=self.python))
 
     def open(
         self, host: Host, name: str, *arguments: str, stderr: int | IO[bytes] = subprocess.PIPE
     ) -> "subprocess.Popen[bytes]":
         """Start a module of this project on `host` with pipes to its standard input and output."""
         # In its own session, so that Ctrl-C at the terminal reaches only this process, which passes it on.
-        env = (
-            {name: os.environ[name] for name in (*_LOGIN, "PYTHONPATH") if name in os.environ}
-            if is_here(host)
-            else None
-        )
+        login = {name: os.environ[name] for name in (*_LOGIN, "PYTHONPATH") if name in os.environ}
+        env = with_package(login) if is_here(host) else None
         command, pipe = self.module(host, name, *arguments), subprocess.PIPE
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, env=env, start_new_session=True)
 

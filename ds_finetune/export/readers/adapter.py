@@ -20,9 +20,12 @@ from ds_finetune.model.adapters.lora import Factors
 from ds_finetune.model.weights.names import hub_pieces
 
 _KEY = re.compile(rf"^{re.escape(KEY_PREFIX)}(?P<module>.+?)(?P<inner>\.base_layer)?\.lora_(?P<side>[AB])\.weight$")
-_READ = frozenset(
-    ["peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "target_parameters", "modules_to_save", "layers_to_transform", "layers_pattern", "lora_dropout", "runtime_config", "eva_config", "megatron_core", "qalora_group_size"]
-)
+_READ = {
+    *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+    *("inference_mode", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules"),
+    *("exclude_modules", "target_parameters", "modules_to_save", "layers_to_transform", "layers_pattern"),
+    *("lora_dropout", "runtime_config", "eva_config", "megatron_core", "qalora_group_size"),
+}
 """Settings of peft's LoraConfig that are read here, or that do not change the weights an adapter is added to."""
 _ONLY_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "bias": ("none",),
