@@ -84,6 +84,7 @@ class ChatSession:
 
         self._model, self._tokenizer = load_exported(folder), load_tokenizer(str(folder))
         self._model.generation_config.eos_token_id = end_ids(folder, self._model.config, self._tokenizer)
+        self._check_generates(folder)
         if not self._tokenizer.chat_template:
             raise ExportError(
                 f"the tokenizer of `{folder}` has no chat template",
@@ -92,6 +93,19 @@ class ChatSession:
         self._max_new_tokens = max_new_tokens
         self._context: int | None = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         self.messages: list[Message] = []
+
+    def _check_generates(self, folder: Path) -> None:
+        """ExportError where transformers refuses to sample by the generation config, e.g. at temperature 0."""
+        import torch
+
+        ids = torch.zeros((1, 1), dtype=torch.long, device=self._model.device)
+        try:
+            self._model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1)
+        except (ValueError, TypeError) as refused:
+            raise ExportError(
+                f"transformers cannot sample by `{folder / 'generation_config.json'}`: {refused}",
+                hint="correct it, or move it away",
+            ) from refused
 
     def make_room(self, text: str) -> str:
         """Forget the earliest messages until `text` and its answer fit into the model's context.
@@ -128,13 +142,24 @@ class ChatSession:
         limit = min(self._max_new_tokens, (self._context or math.inf) - ids.shape[1])
         settings = {"attention_mask": mask, "streamer": streamer, "max_new_tokens": limit}
         # A daemon thread, so that Ctrl-C during an answer ends the program at once.
-        thread = threading.Thread(target=self._model.generate, args=(ids,), kwargs=settings, daemon=True)
+        failures: list[Exception] = []
+
+        def generate() -> None:
+            try:
+                self._model.generate(ids, **settings)
+            except Exception as failed:  # noqa: BLE001 - raised again in the thread that waits for the pieces
+                failures.append(failed)
+                streamer.on_finalized_text("", stream_end=True)
+
+        thread = threading.Thread(target=generate, daemon=True)
         thread.start()
         pieces = []
         for piece in streamer:
             pieces.append(piece)
             yield piece
         thread.join()
+        if failures:
+            raise failures[0]
         self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
 
 

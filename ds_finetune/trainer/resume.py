@@ -120,6 +120,7 @@ def _find_checkpoint(run: PreparedRun, checkpoints: CheckpointFolder, say: Say) 
         *changes_since_checkpoint(state, inputs_of(run)),
         *_random_state_changes(found, run),
         *_rows_left_out(found, run),
+        *best_weights_elsewhere(found, run.output_dir),
     ]
     for line in found.passed_over:
         say(line)
@@ -130,6 +131,18 @@ def _find_checkpoint(run: PreparedRun, checkpoints: CheckpointFolder, say: Say) 
     for line in (f"resuming from {found.folder}, step {state.step} of {saved_by}", *lines):
         say(line)
     return found
+
+
+def best_weights_elsewhere(found: UsableCheckpoint, output_dir: Path) -> list[str]:
+    """A line with the place of the weights of the best evaluation so far, where another run's folder has them."""
+    other, best = found.folder.parent.parent, found.state.observers.get("best", {})
+    names = [name for name in ("export-best", "adapter-best") if (other / name).is_dir()]
+    if not names or other.resolve() == output_dir.resolve():
+        return []
+    kept = " and ".join(str(other / name) for name in names)
+    return [
+        f"the best evaluation so far is of step {best.get('best_step')}: until a better one, its weights are {kept}"
+    ]
 
 
 def _lock_folder(checkpoints: CheckpointFolder, say: Say) -> TextIO | None:

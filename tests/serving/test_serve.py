@@ -21,7 +21,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ds_finetune.cli.main import main
-from ds_finetune.errors import ServeError
+from ds_finetune.errors import ExportError, ServeError
 from ds_finetune.serving.in_process import ChatSession, run_chat
 from ds_finetune.serving.serve import Address, ServeOptions, choose_engine, server_command
 from tests.conftest import ROOT
@@ -368,6 +368,25 @@ def test_a_chat_leaves_out_what_its_context_does_not_hold(folder: Path) -> None:
     question, answer = session.messages
     assert question["content"] == "4" * 500
     assert len(session._tokenizer(answer["content"])["input_ids"]) <= 12
+
+
+def test_an_error_while_an_answer_is_generated_ends_the_chat(folder: Path) -> None:
+    session = ChatSession(folder, max_new_tokens=4)
+    layer = session._model.model.layers[0]
+    layer.register_forward_hook(lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
+    with pytest.raises(MemoryError, match="no memory"):
+        list(session.reply("1"))
+    assert session.messages == []
+
+
+def test_a_generation_config_that_transformers_refuses_is_found_before_the_first_question(
+    folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(folder, tmp_path / "export")
+    settings = tmp_path / "export" / "generation_config.json"
+    settings.write_text(json.dumps({"do_sample": True, "temperature": 0.0}))
+    with pytest.raises(ExportError, match=r"generation_config\.json`: .*temperature"):
+        ChatSession(tmp_path / "export", max_new_tokens=4)
 
 
 @pytest.mark.parametrize(

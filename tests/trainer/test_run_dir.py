@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.runs.metrics import Sample, read_samples
 from ds_finetune.system.world import World
+from ds_finetune.trainer.resume import best_weights_elsewhere
 from ds_finetune.trainer.run_dir import (
     check_only_own_files,
     check_run_disk,
@@ -240,3 +242,14 @@ def test_a_resume_keeps_samples_with_any_character(tmp_path: Path) -> None:
     prepare_run_folder(planned_run(config), after_step=3, last=None)
     assert (tmp_path / "samples.jsonl").read_bytes() == b"".join(written[:3])
     assert read_samples(tmp_path / "samples.jsonl") == samples[:3]
+
+
+def test_the_best_weights_of_the_folder_that_is_resumed_elsewhere_are_named(tmp_path: Path) -> None:
+    state: Any = SimpleNamespace(observers={"best": {"best_step": 4}})
+    found: Any = SimpleNamespace(folder=tmp_path / "old" / "checkpoints" / "step-000006", state=state)
+    assert best_weights_elsewhere(found, tmp_path / "new") == []
+    (tmp_path / "old" / "export-best").mkdir(parents=True)
+    assert best_weights_elsewhere(found, tmp_path / "old") == []
+    (line,) = best_weights_elsewhere(found, tmp_path / "new")
+    assert "of step 4" in line
+    assert str(tmp_path / "old" / "export-best") in line

@@ -99,7 +99,7 @@ def copy_model_file(file: Path, out: Path) -> None:
     shutil.copyfile(check_inside(file), out, follow_symlinks=False)
 
 
-INDEX = "model.safetensors.index.json"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, FP8)
 _SHOWN = 10
 _COMPARED_NUMEL = 2**20
@@ -320,6 +320,11 @@ def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
     except (ValueError, KeyError, TypeError, AttributeError) as broken:
         raise ModelError(f"{index} is not an index of safetensors: {broken!r}", hint="download it again") from broken
     names = sorted(set(weight_map.values()))
+    if (folder / SINGLE).is_file() and SINGLE not in names:
+        raise ModelError(
+            f"{folder} holds {SINGLE} beside the shards of {INDEX}, and transformers reads only the former",
+            hint="move one of them away: they may be different models",
+        )
     outside = [name for name in names if name != Path(name).name or name == ".."]
     if outside:
         raise ModelError(

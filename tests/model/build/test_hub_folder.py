@@ -64,6 +64,15 @@ def test_what_the_index_names_must_be_there(folder: Path) -> None:
         HubFolder(folder)
 
 
+def test_whole_weights_beside_an_index_with_shards_are_refused(folder: Path) -> None:
+    save_file({"a": torch.zeros(2, 3)}, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"holds model\.safetensors beside the shards of .*index\.json") as refused:
+        HubFolder(folder)
+    assert refused.value.hint
+    _index(folder, a="model.safetensors")
+    assert dict(HubFolder(folder).shapes) == {"a": (2, 3)}
+
+
 def test_one_name_in_two_files(folder: Path) -> None:
     (folder / INDEX).unlink()
     save_file({"a": torch.zeros(1)}, folder / "other.safetensors")
