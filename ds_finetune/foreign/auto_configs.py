@@ -4,7 +4,7 @@ transformers does not.
 Import them from here, so that every process of this program can read such models.
 """
 
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
@@ -54,6 +54,22 @@ def register_models(name: str, *, built_as: str) -> None:
         return dict(conversion_mapping._checkpoint_conversion_mapping_cache)
 
     conversion_mapping._build_checkpoint_conversion_mapping = build_with_own
+
+
+@cache
+def renamings(model_type: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """How transformers renames the tensors of a checkpoint of a causal LM while it loads them, and while it saves them:
+    objects whose `rename_source_key` gives a name. None where it also merges or splits tensors.
+    """
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    of = _CONVERSIONS.attribute(conversion_mapping, "get_checkpoint_conversion_mapping")
+    loading = of(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, "")) or of(model_type) or ()
+    if not all(type(each) is WeightRenaming for each in loading):
+        return (), ()
+    return tuple(loading), tuple(each.reverse_transform() for each in reversed(loading))
 
 
 def _add_conversions(module: Any, name: str, built_as: str) -> None:  # noqa: ANN401

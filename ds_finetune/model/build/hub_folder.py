@@ -18,7 +18,8 @@ import torch
 import transformers
 
 from ds_finetune.errors import ModelError
-from ds_finetune.families.family import DEEPSEEK_V4_RENAMES
+from ds_finetune.families.family import DEEPSEEK_V4_RENAMES, Family
+from ds_finetune.families.table import family_of
 from ds_finetune.model.quantised.fp8 import BLOCK, FP8, SCALE, SCALE_DTYPES, dequantise, scale_shape
 from ds_finetune.model.quantised.mxfp4 import (
     BLOCKS,
@@ -29,7 +30,7 @@ from ds_finetune.model.quantised.mxfp4 import (
     find_experts,
     find_matrices,
 )
-from ds_finetune.model.weights.names import differences, is_table, renamed
+from ds_finetune.model.weights.names import canonical_name, differences, is_table, renamed
 from ds_finetune.model.weights.safetensors_file import (
     Header,
     SafetensorsFile,
@@ -122,6 +123,9 @@ class HubFolder:
         stored = _with_usual_scales(_read_tensors(folder))
         if _OF_TRANSFORMERS in stored:
             stored = _renamed(stored, partial(renamed, renames=DEEPSEEK_V4_RENAMES), folder)
+        family = _family_of(folder)
+        if family.is_generic:
+            stored = _renamed(stored, partial(canonical_name, family=family), folder)
         self._stored = stored if rename is None else _renamed(stored, rename, folder)
         fp8 = [key for key, stored in self._stored.items() if stored.dtype == FP8]
         _check_scales(folder, self._stored, fp8)
@@ -236,6 +240,13 @@ class HubFolder:
         step = max(1, _COMPARED_NUMEL // max(1, math.prod(shape[1:])))
         ranges = ((first, min(first + step, shape[0])) for first in range(0, shape[0], step))
         return all(torch.equal(self.rows(key, *some).clone(), self.rows(other, *some)) for some in ranges)
+
+
+def _family_of(folder: Path) -> Family:
+    try:
+        return family_of(str(json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]))
+    except (OSError, ValueError, LookupError, TypeError):
+        return family_of("")
 
 
 def _may_be(key: str, dtype: torch.dtype) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ds_finetune.families.family import Family, Renames
+from ds_finetune.foreign.auto_configs import renamings
 
 Index = tuple[int | slice, ...]
 _SHOWN = 10
@@ -65,9 +66,29 @@ def published_names(shapes: Mapping[str, tuple[int, ...]], family: Family) -> tu
 
 
 def published_name(name: str, family: Family) -> str:
-    """The name in a published checkpoint of the model's tensor `name`, which is no tensor of fused experts."""
+    """The name in a published checkpoint of the model's tensor `name`, which is no tensor of fused experts.
+
+    That of a generic type is the one by which transformers saves it.
+    """
+    for renaming in renamings(family.model_type)[1] if family.is_generic else ():
+        name = renaming.rename_source_key(name)[0]
     name = renamed(name, family.published_renames)
     return _MLP.sub(rf"\1.{family.published_mlp.module}.", name)
+
+
+def canonical_name(key: str, family: Family) -> str:
+    """The published name of a tensor of a generic type that a checkpoint calls `key`, as transformers saves it or by
+    the model's own name.
+    """
+
+    def in_model(name: str) -> str:
+        for renaming in renamings(family.model_type)[0]:
+            name = renaming.rename_source_key(name)[0]
+        return name
+
+    # Transformers' patterns also match some names of the model, which are told by the way back.
+    kept, own = published_name(in_model(key), family), published_name(key, family)
+    return own if kept != key and in_model(own) == key else kept
 
 
 def renamed(name: str, renames: Renames) -> str:

@@ -16,7 +16,10 @@ from ds_finetune.export.readers.sources import open_source
 from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.model.build.hub_folder import bin_conversion
 from ds_finetune.model.build.skeleton import Fragment, build_skeleton, in_memory, read_hf_config
+from ds_finetune.model.build.tiny_config import Size, tiny_config
 from ds_finetune.model.weights.load import initialise_weights, load_weights
+from ds_finetune.model.weights.names import published_names
+from tests.model.model_types import config_of
 from tests.model.tiny import CONFIGS
 
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
@@ -61,6 +64,24 @@ def test_loaded_logits_equal_transformers(family: str, tmp_path: Path) -> None:
     ids = torch.arange(3, 20)[None]
     assert torch.equal(model.eval()(ids).logits, wanted(ids).logits)
     assert report.num_tensors == len(load_file(tmp_path / "model.safetensors"))
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "granitemoe", "aria_text"])
+@pytest.mark.parametrize("is_original", [True, False])
+def test_generic_types_are_read_by_both_names_and_published_as_transformers_saves_them(
+    kind: str, is_original: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(3)
+    config = tiny_config(config_of(kind), Size(4, 2, 64))
+    wanted, model = (AutoModelForCausalLM.from_config(config).float() for _ in range(2))
+    wanted.save_pretrained(tmp_path, save_original_format=is_original)
+    load_weights(model, tmp_path, family=family_of(kind))
+    assert all(torch.equal(tensor, wanted.state_dict()[name]) for name, tensor in model.state_dict().items())
+    wanted.save_pretrained(tmp_path / "original")
+    shapes = {name: tuple(tensor.shape) for name, tensor in wanted.named_parameters()}
+    names = published_names(shapes, family_of(kind))
+    assert set(names) == load_file(tmp_path / "original" / "model.safetensors").keys()
+    assert set(names) != shapes.keys()
 
 
 def test_buffers_of_the_router_stay_fp32_in_bf16(deepseek: Path) -> None:
