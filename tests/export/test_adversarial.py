@@ -6,11 +6,9 @@ No file is left that was not there before.
 import hashlib
 import json
 import os
-import resource
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ from ds_finetune.model.adapters.lora import Factors
 from ds_finetune.model.weights.load import weights_digest
 from tests.conftest import ROOT
 from tests.model.fp8_folder import V3, master, publish
-from tests.running import start
+from tests.running import files_of_at_most, start
 
 CONFIG: dict[str, Any] = {key: value for key, value in V3.items() if key != "quantization_config"} | {
     "num_nextn_predict_layers": 0
@@ -196,21 +194,10 @@ def test_an_output_that_exists(way: str, place: Path, capsys: pytest.CaptureFixt
     refused(way, place, "is not empty: it is a file", capsys)
 
 
-@contextmanager
-def _files_end_at(size: int) -> Iterator[None]:
-    """Limit the size of files that this process writes, as a disk that becomes full does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kib", [1, 300])
 def test_a_disk_that_takes_no_more(kib: int, way: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with _files_end_at(kib * 2**10):
+    with files_of_at_most(kib * 2**10):
         refused(way, place, "cannot be written: File too large", capsys)
 
 
@@ -221,7 +208,7 @@ def test_an_adapter_on_a_disk_that_takes_no_more(tmp_path: Path) -> None:
     write_adapter(factors, lora, tmp_path / "adapter", AdapterBase(name="x", digest="", family=family))
     before = contents(tmp_path)
     with (
-        _files_end_at(2**10),
+        files_of_at_most(2**10),
         pytest.raises(OutputError, match=r"adapter` cannot be written: .*File too large"),
     ):
         write_adapter(factors, lora, tmp_path / "adapter", AdapterBase(name="y", digest="", family=family))
@@ -229,7 +216,7 @@ def test_an_adapter_on_a_disk_that_takes_no_more(tmp_path: Path) -> None:
 
 
 def test_a_record_on_a_disk_that_takes_no_more(tmp_path: Path) -> None:
-    with _files_end_at(2**10), pytest.raises(OutputError, match=r"cannot be written: File too large"):
+    with files_of_at_most(2**10), pytest.raises(OutputError, match=r"cannot be written: File too large"):
         write_file_record(tmp_path, {"format": "onnx 3", "tokens": [0] * 1000})
 
 

@@ -1,7 +1,6 @@
 """Quantised safetensors. They need the wheel `compressed-tensors`, which writes and reads them, and `loguru`."""
 
 import json
-import resource
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from ds_finetune.export.load import load_exported
 from ds_finetune.families.table import FAMILIES
 from tests.export.cells import types_of
 from tests.model.weights.test_weights import published
+from tests.running import files_of_at_most
 from tests.test_round_trip import vllm_answers
 
 pytest.importorskip("compressed_tensors", reason="it is not installed: pip install compressed-tensors")
@@ -121,10 +121,8 @@ def test_a_changed_byte_is_found_and_other_ways_are_refused(tmp_path: Path, caps
     for name, told in (("awq", "does not install beside transformers 5.23"), ("int4", "cannot run a model in int4")):
         assert main([*command, name]) == 2
         assert told in " ".join(capsys.readouterr().err.split())
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
-    assert main([*command, "w8a16"]) == 2
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with files_of_at_most(20_000):
+        assert main([*command, "w8a16"]) == 2
     assert "cannot be written: File too large" in capsys.readouterr().err
     assert [each.name for each in tmp_path.iterdir()] == ["hub"]
     assert main([*command, "w8a16"]) == 0

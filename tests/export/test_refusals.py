@@ -245,7 +245,7 @@ def test_fp8_of_a_format_that_is_not_written(source: Path, tmp_path: Path, capsy
 @pytest.mark.parametrize("kib", [4, 50])
 def test_a_disk_that_takes_no_more(kib: int, source: Path, tmp_path: Path) -> None:
     """The system refuses to let a file grow, as a disk that becomes full does."""
-    command = f"ulimit -f {kib}; exec {sys.executable} -m ds_finetune export {source} {tmp_path / 'out'}"
+    command = f"export PYTHONDONTWRITEBYTECODE=1; ulimit -f {kib}; exec {sys.executable} -m ds_finetune export {source} {tmp_path / 'out'}"
     done = start(["bash", "-c", command])
     assert done.returncode == 2, done.stderr
     assert f"error: `{tmp_path / 'out'}` cannot be written: File too large" in done.stderr

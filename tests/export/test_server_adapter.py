@@ -2,8 +2,6 @@
 
 import json
 import re
-import resource
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ from ds_finetune.families.table import FAMILIES
 from tests.export.cells import types_of
 from tests.json_files import change_json
 from tests.lora_twin import adapted, base_model, named_in, write_adapter_of
+from tests.running import files_of_at_most
 
 LATENT = (
     "gate",
@@ -190,15 +189,11 @@ def test_one_weight_of_the_experts_and_a_large_rank_are_refused(tmp_path: Path) 
 
 
 def test_a_full_disk_leaves_nothing_and_a_changed_byte_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, adapter = _save("llama", tmp_path)
-    # Python would write the first 2,000 bytes of the modules that are imported.
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
-    assert main(["export", str(adapter), str(tmp_path / "served"), "--format", "adapter"]) == 2
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with files_of_at_most(2000):
+        assert main(["export", str(adapter), str(tmp_path / "served"), "--format", "adapter"]) == 2
     assert "served` cannot be written: " in capsys.readouterr().err
     assert not list(tmp_path.glob("served*"))
     assert main(["export", str(adapter), str(tmp_path / "served"), "--format", "adapter"]) == 0

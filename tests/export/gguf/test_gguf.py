@@ -2,7 +2,6 @@
 
 import json
 import re
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from ds_finetune.export.load import load_exported
 from ds_finetune.serving.serve import choose_engine
 from tests.export.gguf.models import MODELS, TEMPLATE, VOCAB, save, tokenizer
 from tests.json_files import change_json
-from tests.running import tiny_task
+from tests.running import files_of_at_most, tiny_task
 
 gguf = pytest.importorskip("gguf", reason="the gguf extra is not installed: pip install 'ds_finetune[gguf]'")
 
@@ -289,12 +288,8 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
         ConfigError, "--quantise q4_k_m is not written with --format gguf\n  hint: the library gguf", dtype="q4_k_m"
     )
     refused(ConfigError, "--max-shard-size 1GB is not valid with --format gguf", max_shard_size="1GB")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
-    try:
+    with files_of_at_most(20_000):
         refused(OutputError, "cannot be written: File too large")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     tensors = load_file(hub / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = 1e6
     save_file(tensors, hub / "model.safetensors", metadata={"format": "pt"})
