@@ -116,6 +116,7 @@ def export_model(  # noqa: PLR0913 - each is an option of the command
     it differs. Without `verify` the folder stays marked UNVERIFIED.
     """
     check_versions()
+    from ds_finetune.data.tokenizer_files import has_vocabulary
     from ds_finetune.export.formats import ExportOptions, format_named
 
     for name, path in (("source", source), ("out", out)):
@@ -133,6 +134,8 @@ def export_model(  # noqa: PLR0913 - each is an option of the command
 
         write_card_of_source(Path(source), written.folder, written.verdict.lines if written.verdict else ())
     show_line("\n".join(written.lines()))
+    if row.is_of_model and row.engines and not has_vocabulary(written.folder):
+        show_line(f"{written.folder} has no tokenizer, as {source} has none: copy its files there, or name --base")
     if written.verdict is not None or not verify:
         return written
     return replace(written, verdict=verify_folder(written.folder, trained))

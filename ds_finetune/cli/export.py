@@ -59,6 +59,12 @@ def _export(arguments: Arguments) -> None:
         raise ExportError(
             f"`{arguments.source}` is not a folder", hint="name the folder of a run, a checkpoint or a model"
         )
+    source, out = Path(arguments.source).resolve(), Path(arguments.out).resolve()
+    if source in out.parents and any((source / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise ConfigError(
+            f"OUT `{arguments.out}` lies in the model `{arguments.source}` that it is made from",
+            hint="name a folder beside it: programs would take both for one model",
+        )
     api.export_model(
         arguments.source,
         arguments.out,

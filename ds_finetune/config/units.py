@@ -28,6 +28,14 @@ def parse_bytes(text: str, *, name: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+def bytes_text(count: int) -> str:
+    """A number of bytes as `1.50 GiB`, or in a smaller unit where it would be 0.00 GiB."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (2**10, "KiB")):
+        if 10 * count >= unit:
+            return f"{count / unit:.2f} {name}"
+    return f"{count} bytes"
+
+
 def spans_text(numbers: Sequence[int], separator: str = ",") -> str:
     """Ascending numbers 0, 1, 2, 5 as `0-2,5`."""
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]

@@ -28,6 +28,12 @@ _PATTERNS = ("tokenizer*.json", "vocab*", "merges*", "*.model", "*.spm", "*.tikt
 """Patterns of the files of which at least one makes a tokenizer; `tokenizer_config.json` alone does not."""
 
 
+def has_vocabulary(folder: Path) -> bool:
+    """Whether a folder has files that make a tokenizer."""
+    found = {path.name for kind in _PATTERNS for path in folder.glob(kind)}
+    return bool(found - {"tokenizer_config.json"})
+
+
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """The fast tokenizer of a folder.
 
@@ -79,8 +85,7 @@ def _check_files(folder: Path) -> None:
     texts have no tokens or unknown ones. The pattern by which tiktoken splits texts into words is in code of the folder
     (tokenization_kimi.py, tokenization_moonshot.py).
     """
-    found = {path.name for kind in _PATTERNS for path in folder.glob(kind)}
-    if folder.is_dir() and not found - {"tokenizer_config.json"}:
+    if folder.is_dir() and not has_vocabulary(folder):
         raise DataError(
             f"no tokenizer in `{folder}`: it has neither tokenizer.json nor another file with a vocabulary",
             hint="copy the tokenizer's files to it, or set model.tokenizer to a folder with tokenizer.json",

@@ -206,7 +206,7 @@ def _check_finite(item: _WorkItem, flat: torch.Tensor, cast: torch.Tensor) -> No
         is_read = bool(torch.isfinite(flat).all())
         raise ExportError(
             f"tensor `{item.key}` holds NaN or infinity {f'as {cast.dtype}' if is_read else 'in the checkpoint'}",
-            hint="export with --dtype bf16 or fp32"
+            hint=f"export with --dtype {'fp32' if cast.dtype == torch.bfloat16 else 'bf16 or fp32'}"
             if is_read
             else "the run diverged before this checkpoint; export an older one",
         )

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from ds_finetune.config.units import GIB, MIB
+from ds_finetune.config.units import MIB, bytes_text
 from ds_finetune.errors import ConfigError, ExportError
 from ds_finetune.export.output_folder import RECORD, as_output_errors
 from ds_finetune.export.verify.record import UNVERIFIED
@@ -122,8 +122,8 @@ def check_files(
         inside = f", in {', '.join(parts)}" if parts else ""
         problems += [f"{name} holds other bytes than were written, within {_ranges(runs)}{inside}"] if runs else []
     added = sorted(present.keys() - files.keys())
-    size = sum(sums.size for sums in present.values()) / GIB
-    lines = [] if problems else [f"{len(files)} files, each with the bytes that were written: {size:.2f} GiB"]
+    size = sum(sums.size for sums in present.values())
+    lines = [] if problems else [f"{len(files)} files, each with the bytes that were written: {bytes_text(size)}"]
     return problems, [*lines, *([f"not of the export: {', '.join(added)}"] if added else [])]
 
 

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from ds_finetune.config.units import GIB
+from ds_finetune.config.units import bytes_text
 from ds_finetune.errors import ConfigError, ExportError
 from ds_finetune.export.output_folder import RECORD
 from ds_finetune.families.family import Family
@@ -72,7 +72,7 @@ class ExportResult:
     def lines(self) -> list[str]:
         """Lines for the terminal."""
         tensors = "" if self.num_tensors is None else f"{self.num_tensors} tensors, "
-        size = f"{tensors}{self.num_bytes / GIB:.2f} GiB"
+        size = f"{tensors}{bytes_text(self.num_bytes)}"
         return [f"wrote {self.folder}: {size} in {self.seconds:.1f} s", *self.notes]
 
 
@@ -169,9 +169,10 @@ class ExportFormat:
         if options.dtype and options.dtype not in {dtype for row in formats() for dtype in row.dtypes}:
             raise ConfigError(f"dtype is `{options.dtype}`", hint=f"name one of {', '.join(self.dtypes)}")
         if options.dtype and options.dtype not in self.dtypes:
+            others = " or ".join(row.name for row in formats() if options.dtype in row.dtypes)
             raise ExportError(
-                f"{self.read_by} cannot run a model in {options.dtype}",
-                hint=f"export with --dtype {' or '.join(self.dtypes)}",
+                f"--format {self.name} has no --dtype {options.dtype}",
+                hint=f"export with --dtype {' or '.join(self.dtypes)}, or with --format {others}",
             )
         return replace(options, dtype=options.dtype or self.dtypes[0])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ds_finetune.config.units import GIB
+from ds_finetune.config.units import bytes_text
 from ds_finetune.data.prompt_format import GENERATION, PromptFormat
 from ds_finetune.errors import ExportError, OutputError
 from ds_finetune.export.base_folder import BaseFolder
@@ -116,7 +116,7 @@ def check_free_space(out: Path, size: int) -> None:
     free = shutil.disk_usage(nearest_existing(out)).free
     if size > free:
         raise OutputError(
-            f"`{out}` needs {size / GIB:.2f} GiB and the disk has {free / GIB:.2f} GiB free",
+            f"`{out}` needs {bytes_text(size)} and the disk has {bytes_text(free)} free",
             hint="free some space or name another folder",
         )
 

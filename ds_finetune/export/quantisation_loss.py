@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import GenerationConfig, PreTrainedModel
 
-from ds_finetune.config.units import GIB
+from ds_finetune.config.units import bytes_text
 from ds_finetune.data.tokenizer_files import load_tokenizer
 
 _ROWS, _LENGTH = 8, 128
@@ -41,7 +41,7 @@ class QuantisationLoss:
         return (
             f"{self.dtype}: loss {self.loss_before:.4f} before and {self.loss_after:.4f} after, KL divergence "
             f"{self.divergence:.1e} nats a token, on {self.tokens} tokens {self.rows}; "
-            f"{self.bytes_before / GIB:.2f} GiB became {self.bytes_after / GIB:.2f} GiB"
+            f"{bytes_text(self.bytes_before)} became {bytes_text(self.bytes_after)}"
         )
 
 

@@ -118,7 +118,8 @@ class ShardWriter:
         self._files = [_ShardFile(folder / shard.name, shard) for shard in self._shards]
         for file in self._files:
             for tensor, begin in file.layout:
-                if not tensor.numel:
+                # ZeRO-3's placeholder of a parameter that was not gathered; [0, width] are no shared experts.
+                if tensor.shape == (0,):
                     raise ExportError(
                         f"tensor `{tensor.key}` has shape {tensor.shape}, without an element",
                         hint="the folder it comes from is damaged, or it was not gathered",

@@ -84,8 +84,14 @@ def read_model_spec(folder: Path) -> ModelSpec:
             del config.quantization_config
         with torch.device("meta"):
             model = auto_class(config).from_config(config, trust_remote_code=False)
-    except (ValueError, OSError) as unknown:
-        reason = str(unknown).splitlines()[0]
+        layers = int(config.num_hidden_layers)
+    except AttributeError as nested:
+        raise ExportError(
+            f"{folder}/config.json: model_type `{config.model_type}` is no language model alone: {nested}",
+            hint="save its language model in a folder of its own, with the text_config as config.json",
+        ) from nested
+    except (ValueError, OSError, KeyError, TypeError, AssertionError, RecursionError) as unknown:
+        reason = (str(unknown).splitlines() or [repr(unknown)])[0]
         raise ExportError(
             f"{folder}/config.json: {reason}",
             hint="name a folder with the config.json of a language model or a classifier by --base",
@@ -100,7 +106,7 @@ def read_model_spec(folder: Path) -> ModelSpec:
     return ModelSpec(
         type(model).__name__,
         str(config.model_type),
-        int(config.num_hidden_layers),
+        layers,
         shapes,
         tied,
         is_classifier=is_classifier(config),

@@ -17,7 +17,7 @@ from ds_finetune.checkpoint.locking import LOCK, remove_own_lock
 from ds_finetune.checkpoint.tools import CHECKPOINTS
 from ds_finetune.cluster.watchdog.kills import FOLDER
 from ds_finetune.config.sections import CheckpointConfig
-from ds_finetune.config.units import GIB
+from ds_finetune.config.units import bytes_text
 from ds_finetune.errors import DataError, FinetuneError, OutputError
 from ds_finetune.export.output_folder import as_output_errors, check_out_empty
 from ds_finetune.observers.record import StepRecord
@@ -112,7 +112,7 @@ def check_run_disk(output_dir: Path, need: DiskNeed) -> None:
     if need.num_bytes > free:
         raise OutputError(
             f"output_dir `{output_dir}`: {need.exports} export(s) and {need.checkpoints} checkpoints need "
-            f"{need.num_bytes / GIB:.2f} GiB and the disk has {free / GIB:.2f} GiB for them",
+            f"{bytes_text(need.num_bytes)} and the disk has {bytes_text(free)} for them",
             hint="free some space, name another output_dir, lower checkpoint.keep, or set eval.keep_best false",
         )
 

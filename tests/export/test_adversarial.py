@@ -258,7 +258,7 @@ def test_a_disk_that_is_full(is_nearly_enough: bool, way: str, place: Path) -> N
     if done.returncode == 77 or "unshare" in done.stderr:
         pytest.skip(f"no file system may be made here: {done.stderr.strip()}")
     assert done.returncode == 2, done.stderr
-    assert "No space left on device" in done.stderr or "the disk has 0.00 GiB free" in done.stderr
+    assert "No space left on device" in done.stderr or "the disk has " in done.stderr
     assert done.stderr.count("error:") == done.stderr.count("hint:") == 1
     assert "Traceback" not in done.stderr
     assert done.stdout == ""

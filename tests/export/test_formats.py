@@ -81,7 +81,7 @@ def test_a_format_of_another_package_by_the_command_and_by_the_api(
 def test_what_a_row_does_not_have_is_refused(tmp_path: Path) -> None:
     for options, told in (
         ({"verify": False}, "--no-verify is not valid with --format toy"),
-        ({"dtype": "bf16"}, "numpy cannot run a model in bf16"),
+        ({"dtype": "bf16"}, "--format toy has no --dtype bf16"),
         ({"dtype": "int3"}, "dtype is `int3`"),
         (
             {"with_cache": False},

@@ -235,6 +235,40 @@ def test_an_output_that_is_not_empty_and_an_unknown_dtype(
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "gemma3", "text_config": {"vocab_size": 96}}, "model_type `gemma3` is no language model alone"),
+        ({"model_type": "phi3", "pad_token_id": 32000, "vocab_size": 96}, "Padding_idx must be within"),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "su", "long_factor": [1.0], "short_factor": [1.0]}},
+            "Missing required keys in `rope_parameters`",
+        ),
+    ],
+    ids=["pictures", "padding", "rope"],
+)
+def test_configurations_that_transformers_builds_no_language_model_of(
+    changes: dict[str, object], said: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (source / "config.json").write_text(json.dumps(changes))
+    assert main(["export", "--no-verify", str(source), str(tmp_path / "out")]) == 2
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert "hint:" in printed
+
+
+def test_an_output_inside_of_the_model_and_a_model_without_tokenizer(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", "--no-verify", str(source), str(source / "sub")]) == 2
+    assert f"OUT `{source / 'sub'}` lies in the model" in capsys.readouterr().err
+    assert main(["export", "--no-verify", str(source), str(tmp_path / "out")]) == 0
+    assert f"{tmp_path / 'out'} has no tokenizer" in capsys.readouterr().out
+    (source / "tokenizer.json").write_text("{}")
+    assert main(["export", "--no-verify", str(source), str(tmp_path / "other")]) == 0
+    assert "has no tokenizer" not in capsys.readouterr().out
+
+
 def test_fp8_of_a_format_that_is_not_written(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _config(source, quantization_config=V3["quantization_config"] | {"activation_scheme": "static"})
     assert main(["export", "--no-verify", str(source), str(tmp_path / "out"), "--dtype", "fp8"]) == 2
@@ -261,4 +295,4 @@ def test_a_disk_that_is_too_small_is_refused_before_writing(source: Path, tmp_pa
     if done.returncode in (1, 77) and "error" not in done.stderr:
         pytest.skip(f"no file system may be made here: {done.stderr.strip()}")
     assert done.returncode == 2, done.stderr
-    assert "needs 0.00 GiB and the disk has 0.00 GiB free" in done.stderr
+    assert "and the disk has 64.00 KiB free" in done.stderr

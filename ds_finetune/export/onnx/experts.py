@@ -27,7 +27,8 @@ def moe(layers: Layers, x: str, name: str, config: PretrainedConfig) -> str:
     logits = graph.op("MatMul", graph.cast(flat, np.float32) if graph.is_half() else flat, matrix)
     routing = ROUTERS[parts_of(config).router or ""](layers, logits, f"{name}.gate", config)
     routed = graph.op("Reshape", _experts(layers, flat, routing, f"{name}.experts"), graph.op("Shape", x))
-    if not hasattr(layers.module(name), "shared_experts"):
+    shared = getattr(layers.module(name), "shared_experts", None)
+    if shared is None or not shared.up_proj.out_features:
         return routed
     return graph.op("Add", routed, layers.mlp(x, f"{name}.shared_experts"))
 

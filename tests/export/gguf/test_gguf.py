@@ -256,6 +256,7 @@ REFUSED: dict[str, tuple[str, dict[str, object], str]] = {
     ),
     "null": ("deepseek_v2", {"num_experts_per_tok": None}, "num_experts_per_tok is null in config.json"),
     "limit": ("gpt_oss", {"swiglu_limit": 1.0}, "swiglu_limit is 1.0"),
+    "unrounded ramp": ("gpt_oss", {"rope_parameters": {"truncate": False}}, "YaRN's truncate is False"),
     "rope": ("qwen3", {"rope_parameters": {"rope_type": "dynamic"}}, "rope_type is dynamic"),
 }
 
@@ -283,7 +284,7 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
             ds_finetune.export_model(hub, out, format="gguf", **options)
         assert [each.name for each in tmp_path.iterdir()] == ["hub"]
 
-    refused(ExportError, r"llama\.cpp and Ollama cannot run a model in fp16", dtype="fp16")
+    refused(ExportError, r"--format gguf has no --dtype fp16", dtype="fp16")
     refused(
         ConfigError, "--quantise q4_k_m is not written with --format gguf\n  hint: the library gguf", dtype="q4_k_m"
     )

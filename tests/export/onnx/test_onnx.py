@@ -81,6 +81,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
     },
+    "deepseek_v3-no-shared": {"n_shared_experts": 0},
     "deepseek_v3-dense": {"first_k_dense_replace": 3},
 }
 
@@ -386,7 +387,7 @@ def test_arguments_that_are_not_valid_for_onnx_are_refused(
     for arguments, message in (
         (["--format", "onnx", "--max-shard-size", "1GB"], "--max-shard-size 1GB is not valid with --format onnx"),
         (["--no-cache"], "--no-cache is not valid with --format safetensors"),
-        (["--format", "onnx", "--dtype", "bf16"], "ONNX Runtime cannot run a model in bf16"),
+        (["--format", "onnx", "--dtype", "bf16"], "--format onnx has no --dtype bf16"),
     ):
         assert cli.main(["export", source, out, *arguments]) == 2
         assert message in " ".join(capsys.readouterr().err.split())
