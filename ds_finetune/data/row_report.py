@@ -3,6 +3,7 @@
 Data of which too much would not be trained, or in which no row has a column that the run file names, is refused.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
 
@@ -67,9 +68,13 @@ NOTED = {
 
 
 def bad_row_lines(counts: Counts) -> list[str]:
-    """What is wrong with each bad row, for the first of them, and the number of others."""
-    lines = [error.partition("\n  hint: ")[0] for error in counts.bad[:BAD_ROWS_SHOWN]]
-    return lines + [f"and {counts.bad_rows - len(lines):,} more"] * (counts.bad_rows > len(lines))
+    """What is wrong with each bad row, for the first of them, each cause once, and the number of others."""
+    causes: dict[str, list[str]] = {}
+    shown = [error.partition("\n  hint: ")[0] for error in counts.bad[:BAD_ROWS_SHOWN]]
+    for line in shown:
+        causes.setdefault(re.sub(r" (line|row|column) \d+", "", line), []).append(line)
+    lines = [first + f" (and {len(others)} rows like it)" * bool(others) for first, *others in causes.values()]
+    return lines + [f"and {counts.bad_rows - len(shown):,} more"] * (counts.bad_rows > len(shown))
 
 
 def dropped_row_lines(counts: Counts) -> list[str]:
@@ -86,12 +91,15 @@ def dropped_row_lines(counts: Counts) -> list[str]:
 def dropped_rows_hint(counts: Counts) -> str:
     """A hint about the reason for which most rows were dropped."""
     entries = counts.dropped.entries
+    raised = ", or raise data.max_dropped_ratio" if counts.documents else ""
+    if counts.bad_rows * 2 > counts.read - counts.documents:
+        return f"correct the bad rows, which data.bad_rows error lists{raised}"
     worst = max(entries, key=lambda name: entries[name][0], default=None)
     if worst is None or entries[worst][0] < counts.nothing_supervised + counts.too_long_dropped:
         if counts.long_prompts:
-            return "raise train.max_seq_len, lower rollout.max_new_tokens, or raise data.max_dropped_ratio"
+            return f"raise train.max_seq_len, lower rollout.max_new_tokens{raised}"
         if counts.too_long_dropped > counts.nothing_supervised:
-            return "raise train.max_seq_len, set data.long_rows to truncate, or raise data.max_dropped_ratio"
+            return f"raise train.max_seq_len, set data.long_rows to truncate{raised}"
         return "check that rows have texts and answers, data.columns, data.train_on and the template"
     return f"{DROPPED[worst][1]} (the first such row is {entries[worst][1]})"
 
@@ -127,7 +135,8 @@ def check_bad_rows(counts: Counts, config: DataConfig) -> None:
     message, _, hint = counts.bad[0].partition("\n  hint: ")
     if counts.bad_rows > 1:
         message = "\n  ".join([f"{counts.bad_rows:,} of {counts.read:,} rows are bad:", *bad_row_lines(counts)])
-        hint = f"{hint}; or set data.bad_rows: drop"
+        may_drop = counts.bad_rows < counts.read and counts.bad_rows <= config.max_dropped_ratio * counts.read
+        hint += "; or set data.bad_rows: drop" * may_drop
     raise DataError(f"{message}", hint=hint)
 
 
@@ -157,7 +166,10 @@ def check_dropped_rows(counts: Counts, config: DataConfig, sources: Sequence[Sou
             f"{counts.truncated} of {counts.read} rows of {names} are longer than train.max_seq_len, and truncation "
             f"cuts off {share_text(counts.truncated_ratio)} of all tokens, more than data.max_truncated_ratio "
             f"{config.max_truncated_ratio:g}",
-            hint="raise train.max_seq_len, set data.long_rows to drop (or split, for plain text), or raise the ratio",
+            hint="raise train.max_seq_len, "
+            + "for plain text set data.long_rows to split, " * (config.long_rows == "truncate")
+            + "set data.long_rows to drop, " * (counts.truncated <= config.max_dropped_ratio * counts.read)
+            + "or raise data.max_truncated_ratio",
         )
 
 

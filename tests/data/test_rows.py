@@ -395,10 +395,13 @@ def test_bad_rows_are_listed_or_dropped(tmp_path: Path, tokenizer: PreTrainedTok
         prepare(given)
     first, *others = caught.value.message.splitlines()
     assert first == "3 of 60 rows are bad:"
-    assert [line.split(str(tmp_path))[1].split(":")[0].split(" column")[0] for line in others] == [
+    assert [line.split(str(tmp_path))[1].split(":")[0].split(" column")[0].removesuffix(" has") for line in others] == [
         f"/rows.jsonl line {number}" for number in (4, 8, 10)
     ]
     assert caught.value.hint.endswith("or set data.bad_rows: drop")
+    with pytest.raises(DataError) as caught:
+        prepare(given.model_copy(update={"max_dropped_ratio": 0.01}))
+    assert "data.bad_rows" not in caught.value.hint
     dropping = given.model_copy(update={"bad_rows": "drop"})
     rows = prepare(dropping)
     assert (rows.counts.read, rows.counts.bad_rows, rows.num_units) == (60, 3, 57)
@@ -407,6 +410,34 @@ def test_bad_rows_are_listed_or_dropped(tmp_path: Path, tokenizer: PreTrainedTok
         DataError, match=r"3 of 60 rows of .* are dropped \(.*3 bad\), more than data.max_dropped_ratio"
     ):
         prepare(dropping.model_copy(update={"max_dropped_ratio": 0.01}))
+
+
+def test_a_cause_of_bad_rows_is_printed_once_and_no_hint_leads_back(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """All 30 rows are bad alike: dropping them leaves none, and then only the rows can be corrected."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": 5, "completion": "x"}\n' * 30)
+    given = DataConfig(train=(str(tmp_path / "rows.jsonl"),), cache_dir=str(tmp_path / "cache"))
+    prepare = partial(prepare_rows, purpose="train", tokenizer=tokenizer, limits=LIMITS)
+    with pytest.raises(DataError) as caught:
+        prepare(given)
+    head, cause, rest = caught.value.message.splitlines()
+    assert (head, rest) == ("30 of 30 rows are bad:", "  and 10 more")
+    assert "rows.jsonl line 1:" in cause
+    assert cause.endswith(" (and 19 rows like it)")
+    assert "drop" not in caught.value.hint
+    with pytest.raises(DataError, match="none of the 30 rows") as caught:
+        prepare(given.model_copy(update={"bad_rows": "drop"}))
+    assert caught.value.hint == "correct the bad rows, which data.bad_rows error lists"
+
+
+def test_truncation_is_not_to_be_replaced_by_dropping_too_many(
+    demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """All 200 rows are too long: dropping them is refused too."""
+    with pytest.raises(DataError) as caught:
+        rows_of(demo, tokenizer, tmp_path, SHORT)
+    assert caught.value.hint == "raise train.max_seq_len, or raise data.max_truncated_ratio"
 
 
 def test_rows_that_the_template_refuses_are_bad_rows(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
