@@ -52,6 +52,8 @@ class AttemptFailure:
     pid: int = 0
     cause: str = ""
     """Why the run ended, where the rank ended because of it."""
+    is_printed: bool = False
+    """Whether rank 0 has printed the same last lines."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ class Attempt:
         arguments = ("ds_finetune.cluster.launch.supervisor", str(port), self._token)
         self._hosts = [_SupervisedHost(host, remote.open(host, *arguments)) for host in hosts]
         self._failures: list[tuple[float, AttemptFailure]] = []
+        self._printed = deque[str](maxlen=10 * TAIL_LINES)
         self._codes: dict[tuple[Host, int], int] = {}
         self._signals: list[int] = []
         self._began = 0.0
@@ -257,6 +260,7 @@ class Attempt:
                 self._say(f"started on {supervised.host.target}{where}")
             case messages.RankZeroOutput(text):
                 self._say(text)
+                self._printed.extend(text.splitlines())
             case messages.RankEnded():
                 self._end_rank(supervised, event)
             case messages.ExitCodeReported(pid, code):
@@ -336,7 +340,8 @@ class Attempt:
         if first.rank is not None and not code:
             code, text = self._end_without_code(first)
             text = f"{text}: {first.reason}" if first.reason else text
-        first = replace(first, text=text, code=code, after=at - self._began)
+        is_printed = first.rank == 0 or (bool(first.tail) and set(first.tail) <= set(self._printed))
+        first = replace(first, text=text, code=code, after=at - self._began, is_printed=is_printed)
         unsupervised = tuple(each.host for each in self._hosts if each.has_no_supervisor)
         remaining = {each.host: each.num_remaining for each in self._hosts if each.num_remaining}
         return AttemptOutcome(code, first, now - self._began, now - at, lost, unsupervised, remaining, was_signalled)

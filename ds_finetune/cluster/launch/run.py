@@ -275,8 +275,10 @@ def _report(outcome: AttemptOutcome, number: int, logs: Path) -> Iterator[str]:
         (folder / "report.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as full:
         lines.append(f"{folder}/report.txt could not be written: {full.strerror}")
-    # The output of rank 0 has already been printed.
-    is_printed = outcome.first.rank == 0
+    # What rank 0 has printed is not repeated; a mistake of the user is that of every rank, whichever ended first.
+    is_printed, after = outcome.first.is_printed, outcome.first.after
+    if is_printed and outcome.code == USER_ERROR_EXIT_CODE and outcome.first.rank is not None:
+        lines[:2] = [f"attempt {number} failed after {after:.1f} s by the error above, with exit code {outcome.code}"]
     yield from (line for line in lines if not (is_printed and line.startswith(_QUOTED)))
 
 

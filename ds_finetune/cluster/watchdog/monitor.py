@@ -270,7 +270,9 @@ class Monitor(threading.Thread):
         self._ending = ending
         if not self._is_failing:
             self._ends_at = time.monotonic() + (0.0 if ending.is_hang else _GRACE_SECONDS)
-        if self._world.rank == ending.reporter and self._world.rank not in ending.at_fault:
+        # An error of the user is usually that of every rank: the reporter prints its own, or this report as it leaves.
+        is_own = self._world.rank in ending.at_fault or ending.code == USER_ERROR_EXIT_CODE
+        if self._world.rank == ending.reporter and not is_own:
             _print(f"watchdog: {ending.report}\n")
         self._ending_known.set()
 
@@ -292,7 +294,9 @@ class Monitor(threading.Thread):
     def _leave(self, ending: messages.RunEnding) -> NoReturn:
         """End the process from this thread: the other threads may wait in a collective forever."""
         rank = str(self._world.rank)
-        if self._world.local_rank == 0 or rank in ending.killers:
+        if self._world.rank == ending.reporter and ending.code == USER_ERROR_EXIT_CODE:
+            _print(f"watchdog: {ending.report}\n")
+        elif self._world.local_rank == 0 or rank in ending.killers:
             _print(f"watchdog: rank {rank} ends: {ending.line}\n")
         if ending.code != USER_ERROR_EXIT_CODE:
             self._write_stacks()
