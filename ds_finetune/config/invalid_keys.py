@@ -4,21 +4,14 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from ds_finetune.config.objectives import OBJECTIVES, GrpoObjective, ObjectiveConfig
-from ds_finetune.config.other_programs import (
-    KEY_OF,
-    KEYS_OF_GRPO,
-    MEANINGS,
-    MEANT,
-    NOT_AVAILABLE,
-    SAMPLING,
-    value_of,
-)
+from ds_finetune.config.other_programs import KEY_OF, KEYS_OF_GRPO, MEANINGS, MEANT, NOT_AVAILABLE, SAMPLING, value_of
 from ds_finetune.config.run_file import Lines
 from ds_finetune.errors import ConfigError
 
@@ -47,22 +40,32 @@ def _explain_pasted(
     unknown: Sequence[Any], others: Sequence[Any], root: type[BaseModel], source: str, lines: Lines
 ) -> ConfigError:
     """The error for several unknown keys, as in a file of another program: a line for each, with the key to write."""
-    rows, sections = [], set()
-    for error in sorted(unknown, key=lambda error: lines.get(_keys_of(error), 0)):
+    rows, sections = list[tuple[int, str]](), set()
+    for error in unknown:
         path, section = _located(root, _keys_of(error))
-        key = meant_key(path[-1], section, root)
-        sections.add((key or "").partition(".")[0])
-        near = difflib.get_close_matches(path[-1], _own_names(section), n=1, cutoff=_NEAR)
-        text = f" -> {written(path[-1], error['input'], key)}" if key else f" -> {near[0]}?" if near else ": unknown"
-        text = ": not available here" if path[-1].lower() in NOT_AVAILABLE else text
-        rows.append(f"line {lines[path]}  " * (path in lines) + ".".join(path) + text)
+        sections.add((meant_key(path[-1], section, root) or "").partition(".")[0])
+        where, text = lines.get(path, 0), _instead(path, section, root, error["input"])
+        rows.append((where, f"line {where}  " * bool(where) + ".".join(path) + text))
     missing = [e for e in others if e["type"] == "missing" and _keys_of(e)[0] in sections]
-    rows += [_explain_one(error, root, source, lines)[0] for error in others if error not in missing]
+    texts = [text for _, text in sorted(rows, key=itemgetter(0))]
+    texts += [_explain_one(error, root, source, lines)[0] for error in others if error not in missing]
     return ConfigError(
-        "\n  ".join([f"{source} has {len(unknown)} keys that a run file does not have:", *rows]),
+        "\n  ".join([f"{source} has {len(unknown)} keys that a run file does not have:", *texts]),
         hint="write what is right of the arrows; docs/reference/other-trainers.md lists keys of other trainers, and "
         "`ds-finetune init ROWS` writes a run file",
     )
+
+
+def _instead(path: Sequence[str], section: type[BaseModel], root: type[BaseModel], value: object) -> str:
+    """What follows an unknown key in a line about it: the key to write instead, or why there is none."""
+    word, key = path[-1], meant_key(path[-1], section, root)
+    if word.lower() in NOT_AVAILABLE:
+        return ": not available here"
+    if key == ".".join(path):
+        return f": a key of {', '.join(objectives_with(word))}"
+    near = difflib.get_close_matches(word, _own_names(section), n=1, cutoff=_NEAR)
+    meant = written(word, value, key) if key else ".".join((*path[:-1], near[0])) + "?" if near else ""
+    return f" -> {meant}" if meant else ": unknown"
 
 
 def _is_foreign(error: Any) -> bool:  # noqa: ANN401 - pydantic's ErrorDetails

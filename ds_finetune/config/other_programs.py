@@ -219,16 +219,12 @@ _VALUES: Mapping[str, Mapping[str, str]] = {
     "lr_scheduler_type scheduler lr_schedule": {
         **{"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"},
     },
-    "lora_target lora_target_modules target_modules": {},
     "freeze_router moe_freeze_router freeze_gate freeze_indexer": {"true": "false", "false": "true"},
     "train_on_inputs train_on_prompt": {"true": "all", "false": "assistant"},
     "use_liger_kernel use_liger liger_kernel enable_liger_kernel": {"true": "liger"},
     "attn_implementation attn_impl": {"sdpa": "sdpa", "eager": "eager", "flash_attention_2": "flash_attention_2"},
-    "flash_attn": {"fa2": "flash_attention_2", "sdpa": "sdpa"},
-    "use_wandb": {"true": "[wandb]"},
-    "use_tensorboard": {"true": "[tensorboard]"},
-    "use_mlflow": {"true": "[mlflow]"},
-    "wandb_project": {},
+    "lora_target lora_target_modules target_modules fsdp fsdp_config": {},
+    "vllm_server_host vllm_server_port logging_strategy wandb_project use_wandb": {},
     "report_to logger": {"none": "[]", "*": "{}"},
     "zero_stage": {stage: f"zero{stage}" for stage in "0123"},
 }

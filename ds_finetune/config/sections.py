@@ -23,7 +23,6 @@ from ds_finetune.config.value_types import (
     WarmupText,
     WeightedPaths,
     as_list,
-    as_module_list,
     check_time,
 )
 
@@ -319,6 +318,21 @@ class ParallelConfig(Section):
     """
 
 
+def refused_values(**reasons: str) -> BeforeValidator:
+    """Refuses values of a key, each for a reason."""
+
+    def check(value: object) -> object:
+        if reason := reasons.get(str(value).lower()):
+            raise ValueError(reason)
+        return value
+
+    return BeforeValidator(check)
+
+
+_ALL = "leave it out: all linear modules of attention, MLPs and experts are then adapted"
+_NO_ALL = refused_values(**{"all": _ALL, "all-linear": _ALL})
+
+
 class LoraConfig(Section):
     """Low-rank adapters; with this section the model's weights stay unchanged and only the adapters are trained."""
 
@@ -326,7 +340,7 @@ class LoraConfig(Section):
     """Rows of A and columns of B; with routed experts it is a multiple of 8."""
     alpha: float = Field(default=32, gt=0)
     """The product B A is multiplied by alpha / rank before it is added."""
-    target_modules: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(as_module_list)] | None = None
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(as_list), _NO_ALL] | None = None
     """Modules to adapt, by the last part of their names such as `q_proj` or `experts`, or by regular expressions on
     full names. Left out, all linear modules of attention, MLPs, shared and routed experts are adapted. Routers are
     adapted only where `gate` is named, embeddings and head never.
@@ -372,17 +386,6 @@ class IndexerConfig(Section):
     """
     weight: float = Field(default=1.0, gt=0)
     """Weight of their loss, which hardly changes the steps of Adam."""
-
-
-def refused_values(**reasons: str) -> BeforeValidator:
-    """Refuses values of a key, each for a reason."""
-
-    def check(value: object) -> object:
-        if reason := reasons.get(str(value).lower()):
-            raise ValueError(reason)
-        return value
-
-    return BeforeValidator(check)
 
 
 _NO_SGLANG = refused_values(sglang="SGLang is not supported; vllm is, and own needs no server")

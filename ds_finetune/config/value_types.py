@@ -63,13 +63,6 @@ def as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-def as_module_list(value: object) -> object:
-    """A list of names of modules; ValueError for the names of other programs for all of them."""
-    if value in ("all", "all-linear", ["all"], ["all-linear"]):
-        raise ValueError("leave it out: all linear modules of attention, MLPs and experts are then adapted")
-    return as_list(value)
-
-
 def stage_as_file(value: object) -> object:
     """A ZeRO stage as the name of its file."""
     return f"zero{value}" if type(value) is int and value in range(4) else value

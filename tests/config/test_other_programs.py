@@ -32,6 +32,7 @@ OPTIONS = {
     "--gradient_accumulation_steps 8": "the key is `train.global_batch_size`: rows of one optimizer step over all ranks",
     "--target_modules all-linear": "the key is `lora.target_modules`: a list of names; left out, all linear modules",
     "--resume": "values are overridden as `checkpoint.resume=VALUE`",
+    "--fsdp full_shard": "`--fsdp`: the key is `deepspeed`: docs/reference/run-file.md describes it",
     "--lora_dropout 0.05": "`--lora_dropout`: not available here",
     "--foo 1": "`--foo`: no option of this command; values are overridden as `section.key=value`",
 }
@@ -132,6 +133,18 @@ def test_the_lines_make_the_run_file_that_is_written_by_hand(tmp_path: Path) -> 
     base = tmp_path / "minimal.yaml"
     base.write_text(MINIMAL)
     assert read_config(base, overrides) == read_config(by_hand)
+
+
+def test_several_misspelt_keys_keep_their_section_and_objective(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{MINIMAL}train: {{micro_batchsize: 2}}\noptim: {{lrr: 2}}\nobjective: {{name: dpo, gamma: 1}}\n")
+    with pytest.raises(ConfigError) as refused:
+        read_config(file)
+    assert refused.value.message.splitlines()[1:] == [
+        "  line 4  train.micro_batchsize -> train.micro_batch_size?",
+        "  line 5  optim.lrr -> optim.lr?",
+        "  line 6  objective.gamma: a key of simpo",
+    ]
 
 
 @pytest.mark.parametrize("word", ["lora_dropout", "do_train", "unfrozen_parameters"])
