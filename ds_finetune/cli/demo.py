@@ -35,8 +35,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 RUN = """\
-model: {{path: {folder}/model, weights: random}}
-data: {{train: {folder}/train.jsonl, eval: {folder}/eval.jsonl}}
+model: {{path: {model}, weights: random}}
+data: {{train: {train}, eval: {eval}}}
 deepspeed: {{zero_optimization: {{stage: 3}}}}
 train:
   {{for: 160 steps, global_batch_size: {batch}, micro_batch_size: {micro}, max_seq_len: 512, precision: fp32,
@@ -44,7 +44,7 @@ train:
 optim: {{lr: 3.0e-3, warmup: 5%, min_lr_ratio: 0.05}}
 eval: {{every: 40 steps, generate: {{prompts: 40, max_new_tokens: 24}}}}
 log: {{every: 20}}
-output_dir: {folder}/run
+output_dir: {run}
 """
 _BATCH, _MICRO = 8, 4
 SPECIAL = ("<|bos|>", "<|eos|>", "<|pad|>", "<|user|>", "<|assistant|>")
@@ -85,6 +85,8 @@ def write_demo(folder: Path, *, ranks: int = 2, days: int = DAYS) -> Path:
     A step has 8 rows, or the next multiple of `ranks`. Of `days` rows, 200 are held out. OutputError where a file of
     one of these names is there with another content: it may be the user's.
     """
+    from ds_finetune.config.edit_run_file import one_line_yaml
+
     with tempfile.TemporaryDirectory() as scratch:
         new = Path(scratch)
         model = new / "model"
@@ -95,7 +97,9 @@ def write_demo(folder: Path, *, ranks: int = 2, days: int = DAYS) -> Path:
         _write_lines(new / "eval.jsonl", rows[:HELD_OUT])
         _write_lines(new / "train.jsonl", rows[HELD_OUT:])
         on_each = -(-_BATCH // ranks)
-        text = RUN.format(folder=folder, batch=on_each * ranks, micro=min(on_each, _MICRO))
+        paths = {Path(name).stem: folder / name for name in ("model", "train.jsonl", "eval.jsonl", "run")}
+        quoted = {key: one_line_yaml(str(path)) for key, path in paths.items()}
+        text = RUN.format(**quoted, batch=on_each * ranks, micro=min(on_each, _MICRO))
         (new / "run.yaml").write_text(text, encoding="utf-8")
         names = [str(path.relative_to(new)) for path in sorted(new.rglob("*")) if path.is_file()]
         kept = [name for name in names if not _may_write(folder / name, (new / name).read_bytes())]

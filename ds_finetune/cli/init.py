@@ -1,7 +1,6 @@
 """`ds-finetune init`: writes a run file for one's own rows."""
 
-import json
-import re
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -50,7 +49,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _init(arguments: Arguments) -> None:
-    from ds_finetune.config.edit_run_file import write_run_file
+    from ds_finetune.config.edit_run_file import one_line_yaml, write_run_file
     from ds_finetune.data.sources import find_sources, read_records
     from ds_finetune.plan.config_json import max_positions, read_config_json
 
@@ -62,20 +61,20 @@ def _init(arguments: Arguments) -> None:
     lr, lora_lr = next((rates for name, rates in _RATES.items() if name in objective), ("1.0e-5", "2.0e-4"))
     is_here = (Path(arguments.model) / "config.json").is_file()
     positions = max_positions(read_config_json(arguments.model)) if is_here else None
-    names = ", ".join(f"{key}: {_yaml(name)}" for key, name in columns.items())
+    names = ", ".join(f"{key}: {one_line_yaml(name)}" for key, name in columns.items())
     text = _RUN.format(
-        model=_yaml(arguments.model),
-        rows=", ".join(map(_yaml, arguments.rows)),
+        model=one_line_yaml(arguments.model),
+        rows=", ".join(map(one_line_yaml, arguments.rows)),
         columns=f"\n  columns: {{{names}}}    # guessed from the names of your columns" if names else "",
         objective=objective,
         lr=lr,
         lora_lr=lora_lr,
         length=min(_LENGTH, positions or _LENGTH),
-        output_dir=_yaml(f"runs/{out.stem}"),
+        output_dir=one_line_yaml(f"runs/{out.stem}"),
     )
     write_run_file(out, text, option="--out")
     show_line(f"wrote {out}: objective {objective}, from the columns {', '.join(record)}")
-    show_line(f"next: ds-finetune data show {out}")
+    show_line(f"next: ds-finetune data show {shlex.quote(str(out))}")
 
 
 def _recognised(record: "Record", where: str) -> tuple[str, Mapping[str, str]]:
@@ -112,8 +111,3 @@ def _guesses(record: "Record") -> Iterator[Mapping[str, str]]:
     for keys in (("prompt", "chosen", "rejected"), ("prompt", "completion")):
         if line := columns_line(record, *keys):
             yield yaml.safe_load(line.partition(": ")[2])
-
-
-def _yaml(text: str) -> str:
-    """A text as YAML, quoted where that may be needed."""
-    return text if re.fullmatch(r"[A-Za-z][\w./-]*", text) else json.dumps(text)

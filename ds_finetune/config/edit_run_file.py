@@ -1,7 +1,9 @@
 """Edits the text of a run file: other values of some keys, while comments and order stay."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -74,14 +76,14 @@ def _replace(text: str, node: yaml.Node, value: object) -> str:
     if isinstance(node, yaml.CollectionNode) and not node.flow_style:
         # A block begins on a line of its own and reaches up to the next key.
         start = text.rindex(":", 0, start) + 1
-        return f"{text[:start]} {_flow(value)}\n{rest}"
-    return f"{text[:start]}{_flow(value)}{rest}"
+        return f"{text[:start]} {one_line_yaml(value)}\n{rest}"
+    return f"{text[:start]}{one_line_yaml(value)}{rest}"
 
 
 def _insert(text: str, node: yaml.MappingNode, keys: tuple[str, ...], value: object) -> str:
     for key in reversed(keys[1:]):
         value = {key: value}
-    item = f"{keys[0]}: {_flow(value)}"
+    item = f"{keys[0]}: {one_line_yaml(value)}"
     end = node.end_mark.index
     if node.flow_style:
         end = text.rindex("}", 0, end)
@@ -93,10 +95,12 @@ def _insert(text: str, node: yaml.MappingNode, keys: tuple[str, ...], value: obj
     return f"{text[:line]}\n{' ' * node.start_mark.column}{item}{text[line:]}"
 
 
-def _flow(value: object) -> str:
-    """A value on one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000).strip()
-    return text.removesuffix("\n...").strip()
+def one_line_yaml(value: object) -> str:
+    """A value as YAML on one line, quoted where it needs that, also between the braces of a mapping."""
+    # Other quotes would keep line ends, which YAML folds.
+    style = '"' if isinstance(value, str) and not value.isprintable() else None
+    options: dict[str, Any] = {"sort_keys": False, "width": math.inf, "allow_unicode": True, "default_style": style}
+    return str(yaml.safe_dump([value], default_flow_style=True, **options)).strip()[1:-1]
 
 
 def override_values(overrides: Sequence[str]) -> Iterator[tuple[str, object]]:

@@ -15,7 +15,7 @@ from ds_finetune.config.units import MIB
 from ds_finetune.config.value_types import named_files
 from ds_finetune.data.files import FileFormat, ReadRecord, Record, known_endings, read_file, with_class_names
 from ds_finetune.errors import DataError
-from ds_finetune.foreign.hub_access import hub_problem, offline
+from ds_finetune.foreign.hub_access import hub_problem, offline, without_password
 
 _WORDS: Mapping[str, frozenset[str]] = {
     "train": frozenset({"train", "training"}),
@@ -308,6 +308,6 @@ def _load(path: str, subset: str) -> "DatasetDict":
                 hint="check the name, give a file, or run where the hub can be reached",
             ) from missing
         raise DataError(
-            f"data `{path}` is neither a file nor a data set of the hub: {missing}",
+            f"data `{path}` is neither a file nor a data set of the hub: {without_password(missing)}",
             hint=f"check the name; a subset is named before its split, e.g. `{path}:SUBSET:train`",
         ) from missing

@@ -18,6 +18,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from ds_finetune.errors import ConfigError, ExportError
 from ds_finetune.export.verify.record import UNVERIFIED
+from ds_finetune.foreign.hub_access import without_password
 
 _MADE_BY_HUB = {".gitattributes"}
 """Files that a new repository has."""
@@ -53,13 +54,13 @@ def push_to_hub(folder: Path, name: str) -> str:
             )
         api.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload by ds_finetune")
     except LocalTokenNotFoundError:
-        raise ExportError(f"no token for {api.endpoint}", hint="`hf auth login`, or set HF_TOKEN") from None
+        raise ExportError(f"no token for {without_password(api.endpoint)}", hint="`hf auth login`, or set HF_TOKEN") from None
     except (HfHubHTTPError, RuntimeError, OfflineModeIsEnabled, HTTPError, OSError) as failed:
         # An upload raises RuntimeError from what has happened (huggingface_hub 2.4, _commit_api.py:530).
         cause = failed.__cause__ if isinstance(failed, RuntimeError) else failed
         answer = cause.response.status_code if isinstance(cause, HfHubHTTPError) else type(cause).__name__
         raise ExportError(
-            f"the push of `{name}` to {api.endpoint} has failed: {answer}",
+            f"the push of `{name}` to {without_password(api.endpoint)} has failed: {answer}",
             hint=f"check HF_TOKEN and the network; {again}",
         ) from None
     return url

@@ -1,6 +1,7 @@
 """Tests once, within seconds, whether the Hugging Face hub can be reached."""
 
 import importlib
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,12 @@ def hub_problem() -> str:
     """
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    return _probe(constants.ENDPOINT)
+    return without_password(_probe(constants.ENDPOINT))
+
+
+def without_password(error: object) -> str:
+    """A text, or that of an error, with `***` for the names and passwords of its URLs, as HF_ENDPOINT may have them."""
+    return re.sub(r"(?<=://)[^/\s]*@", "***@", str(error))
 
 
 @lru_cache(maxsize=4)

@@ -63,6 +63,8 @@ _POSITIVE = (
     *("routed_scaling_factor", "partial_rotary_factor", "original_max_position_embeddings"),
 )
 """Numbers above 0 where a config.json, or a section of its rotary embedding, has them."""
+_DTYPES = ("auto", "bfloat16", "float16", "float32", "float64", "half", "float", "double", "float8_e4m3fn", "float8_e5m2")
+_DTYPE_KEYS = ("dtype", "torch_dtype")
 _PUBLISHED = "take the config.json published with the model"
 _NAME = "config.json"
 
@@ -83,7 +85,7 @@ def read_config_json(path: str) -> dict[str, Any]:
 
 
 def check_sizes(file: Path) -> None:
-    """ModelError where a config.json is too large, or has numbers of layers, sizes or heads that no model has."""
+    """ModelError where a config.json is too large, or has numbers of layers, sizes, heads or a dtype that no model has."""
     size = file.stat().st_size
     if size > MAX_CONFIG_BYTES:
         raise ModelError(f"{file} has {size:,} bytes, more than {MAX_CONFIG_BYTES:,}", hint=_PUBLISHED)
@@ -96,6 +98,10 @@ def check_sizes(file: Path) -> None:
         least = 0 if key.endswith("num_nextn_predict_layers") else 1
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_LAYERS:
             raise ModelError(f"{file}: {key} is {value!r}, not a number from {least} to {MAX_LAYERS}", hint=_PUBLISHED)
+    for name, dtype in _dtypes(tree):
+        if dtype is not None and str(dtype).removeprefix("torch.") not in _DTYPES:
+            # transformers 5.23 takes any attribute of torch.
+            raise ModelError(f"{file}: {name} is {dtype!r}, not one of {', '.join(_DTYPES)}", hint=_PUBLISHED)
     if isinstance(tree, Mapping):
         _check_widths(file, tree)
         kind = tree.get("model_type")
@@ -211,6 +217,16 @@ def _counts(tree: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - whatever 
             yield from ((f"{name}.{key}", value) for key, value in part.items() if key in _LAYERS and value is not None)
 
 
+def _dtypes(tree: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - as above
+    """Dtypes by key, also those of nested configurations."""
+    for name, part in tree.items() if isinstance(tree, Mapping) else ():
+        if isinstance(part, Mapping):
+            nested = part.items() if name in _DTYPE_KEYS else _dtypes(part)
+            yield from ((f"{name}.{key}", value) for key, value in nested)
+        elif name in _DTYPE_KEYS:
+            yield name, part
+
+
 def max_positions(model: Mapping[str, Any]) -> int | None:
     """Maximum number of tokens of a document, from config.json; None where it names none."""
     positions, encoder = model.get("max_position_embeddings"), family_of(str(model.get("model_type"))).encoder
@@ -257,13 +273,15 @@ def _hub_file(path: str) -> Path:
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    from ds_finetune.foreign.hub_access import hub_problem
+    from ds_finetune.foreign.hub_access import hub_problem, without_password
 
     problem = hub_problem()
     try:
         return Path(hf_hub_download(path, _NAME, local_files_only=bool(problem)))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as missing:
-        where = f"in the hub's cache {constants.HF_HUB_CACHE}, and {problem}" if problem else f"on the hub: {missing}"
+        where = f"on the hub: {without_password(missing)}"
+        if problem:
+            where = f"in the hub's cache {constants.HF_HUB_CACHE}, and {problem}"
         raise ModelError(
             f"config.json of model `{path}` is neither in a folder of this name nor {where}",
             hint="check the name, give a local folder with config.json, or start where the hub can be reached",

@@ -1,4 +1,4 @@
-"""What every HTTP server of this program refuses: foreign Host headers, and connections that only wait."""
+"""What every HTTP server of this program refuses: foreign Host and Origin headers, and connections that only wait."""
 
 import asyncio
 import ipaddress
@@ -15,7 +15,9 @@ RECEIVE_SECONDS = 30.0
 CONNECTIONS = 256
 """Open connections at most; the usual limit of a process is 1,024 files."""
 _OWN_NAMES = ("localhost", "127.0.0.1", "::1")
-_REFUSED = "This Host header names another server. If the name is right, start the server with --allow-host NAME.\n"
+_REFUSED = (
+    "The Host or Origin header names another server. If the name is right, start the server with --allow-host NAME.\n"
+)
 
 
 def is_loopback(host: str) -> bool:
@@ -41,22 +43,24 @@ class HostRules:
         object.__setattr__(self, "own_names", frozenset(names - {""}))
 
     def allows(self, headers: Headers) -> bool:
-        """Whether the Host header of a request names this server.
+        """Whether the Host header of a request names this server, and its Origin header, if any, does too.
 
-        A page of another site that makes its own name resolve to this machine (DNS rebinding) sends that name.
-        Addresses in numbers are no names, so they are allowed where the server listens for other machines.
+        A page of another site that makes its own name resolve to this machine (DNS rebinding) sends that name as Host.
+        Addresses in numbers are no names, so they are allowed where the server listens for other machines. Where a
+        page of another site posts to this server, the browser sends the name of that site as Origin.
         """
         hosts = headers.getlist("host")
         if len(hosts) != 1:
             return False
-        name = _name_of(hosts[0])
-        return (
-            name in self.own_names or "*" in self.allowed or (_address(name) is not None and not is_loopback(self.host))
-        )
+        name, is_open = _name_of(hosts[0]), "*" in self.allowed
+        origins = {_name_of(origin.partition("://")[2]) for origin in headers.getlist("origin")}
+        if not is_open and origins - self.own_names - {name}:
+            return False
+        return name in self.own_names or is_open or (_address(name) is not None and not is_loopback(self.host))
 
 
 class HostCheck:
-    """Refuses requests whose Host header the rules do not allow, before the application sees them."""
+    """Refuses requests whose Host or Origin header the rules do not allow, before the application sees them."""
 
     def __init__(self, app: ASGIApp, rules: HostRules) -> None:
         self._app, self._rules = app, rules
@@ -68,7 +72,7 @@ class HostCheck:
 
 
 def foreign_host() -> ASGIApp:
-    """The answer to a request whose Host header names another server."""
+    """The answer to a request whose Host or Origin header names another server."""
     return PlainTextResponse(_REFUSED, status_code=421)
 
 

@@ -264,7 +264,8 @@ def _start_server(command: list[str], cache: str) -> Iterator["subprocess.Popen[
         yield server
     finally:
         if server.poll() is None:
-            server.send_signal(signal.SIGINT)
+            # SIGINT would end in a traceback while the server imports.
+            server.terminate()
         try:
             server.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:

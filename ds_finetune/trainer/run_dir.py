@@ -77,7 +77,8 @@ def _is_kept(entry: Path, cache: Path) -> bool:
 
 
 def check_run_folder(folder: Path, policy: CheckpointConfig) -> None:
-    """OutputError where the `output_dir` cannot be written, is a file, or holds a run that cannot be resumed.
+    """OutputError where the `output_dir` cannot be written, is a file or a link to nothing, or holds a run that cannot
+    be resumed.
 
     Creates no file or folder that remains.
     """
@@ -86,6 +87,12 @@ def check_run_folder(folder: Path, policy: CheckpointConfig) -> None:
         raise OutputError(
             f"output_dir `{folder}` already holds a run (metrics.jsonl)",
             hint="name another output_dir, or move that run away",
+        )
+    dangling = next((place for place in (folder, *folder.parents) if place.is_symlink() and not place.exists()), None)
+    if dangling is not None:
+        raise OutputError(
+            f"output_dir `{folder}`: `{dangling}` is a link to `{dangling.readlink()}`, which does not exist",
+            hint="make that folder, or name another output_dir",
         )
     if not existing.is_dir():
         raise OutputError(

@@ -441,3 +441,16 @@ def test_the_demo_replaces_no_file_of_the_user(tmp_path: Path, capsys: pytest.Ca
     )
     kept = {str(path.relative_to(tmp_path / "new")): path.read_text() for path in (tmp_path / "new").rglob("*.*")}
     assert kept == dict.fromkeys(("train.jsonl", "run.yaml", "model/config.json"), "mine")
+
+
+@pytest.mark.parametrize("name", ["c, d", "x #1", "a: b", "{b}", "t\tb", "[é", "'q'", "l\n2", "n\x85", "- a"])
+def test_the_run_files_of_demo_and_init_name_any_folder(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    config = read_config(write_demo(folder, ranks=1, days=201))
+    assert config.model.path == str(folder / "model")
+    assert (config.data.train, config.data.eval) == ((str(folder / "train.jsonl"),), (str(folder / "eval.jsonl"),))
+    assert config.output_dir == str(folder / "run")
+    out = folder / "own.yaml"
+    assert cli.main(["init", str(folder / "train.jsonl"), "--model", str(folder / "model"), "--out", str(out)]) == 0
+    own = read_config(out)
+    assert (own.model.path, own.data.train) == (str(folder / "model"), (str(folder / "train.jsonl"),))

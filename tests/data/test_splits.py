@@ -11,7 +11,7 @@ import pytest
 
 from ds_finetune.data.sources import find_sources, read_records
 from ds_finetune.errors import DataError, ModelError
-from ds_finetune.foreign.hub_access import hub_problem
+from ds_finetune.foreign.hub_access import hub_problem, without_password
 from ds_finetune.model.build.skeleton import resolve_folder
 
 
@@ -157,3 +157,11 @@ def test_a_hub_that_answers_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         threading.Thread(target=server.handle_request, daemon=True).start()
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         assert hub_problem() == ""
+
+
+def test_a_password_of_the_endpoint_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://me:s3cret@127.0.0.1:9")
+    assert hub_problem().startswith("http://***@127.0.0.1:9 cannot be reached")
+    assert without_password("404 for url: https://me:p@ss@hub.example/api?x=a@b") == (
+        "404 for url: https://***@hub.example/api?x=a@b"
+    )

@@ -115,3 +115,23 @@ def test_hosts(host: str, allowed: tuple[str, ...], sent: str, code: int) -> Non
     answer = client.get("/", headers={"Host": sent})
     assert answer.status_code == code
     assert ("--allow-host" in answer.text) == (code == 421)
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed", "sent", "origin", "code"),
+    [
+        ("127.0.0.1", (), "127.0.0.1:8000", "http://localhost:3000", 200),
+        ("127.0.0.1", (), "127.0.0.1:8000", "https://evil.example", 421),
+        ("127.0.0.1", (), "127.0.0.1:8000", "null", 421),
+        ("0.0.0.0", (), "10.0.0.5:8000", "http://10.0.0.5:8000", 200),
+        ("0.0.0.0", (), "10.0.0.5:8000", "http://10.0.0.6", 421),
+        ("0.0.0.0", ("model.example",), "model.example", "https://model.example", 200),
+        ("0.0.0.0", ("*",), "model.example", "https://other.example", 200),
+    ],
+)
+def test_posts_of_pages_of_other_sites_are_refused(
+    host: str, allowed: tuple[str, ...], sent: str, origin: str, code: int
+) -> None:
+    """A browser sends the site of the page as Origin (Fetch standard), `null` for a page without one."""
+    client = TestClient(HostCheck(APP, HostRules(host, allowed=allowed)), base_url="http://127.0.0.1")
+    assert client.post("/", headers={"Host": sent, "Origin": origin}).status_code == code

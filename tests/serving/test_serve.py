@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from ds_finetune.cli.main import main
 from ds_finetune.errors import ExportError, ServeError
 from ds_finetune.serving.in_process import ChatSession, run_chat
-from ds_finetune.serving.serve import Address, ServeOptions, choose_engine, server_command
+from ds_finetune.serving.serve import Address, ServeOptions, _start_server, choose_engine, server_command
 from tests.conftest import ROOT
 from tests.running import start, tiny_task
 
@@ -273,6 +273,18 @@ def test_a_forward_of_onnx_runtime_is_stopped(onnx_folder: Path) -> None:
         model.forward(ids)
     stopper.clear()
     assert model(ids).logits.shape[:2] == (1, 8)
+
+
+def test_a_signal_while_the_server_imports_prints_no_traceback(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    imports = "import pathlib, time; pathlib.Path('up').touch(); time.sleep(600)"
+    script = f"import os; os.chdir({str(tmp_path)!r}); {imports}"
+    with _start_server([sys.executable, "-c", script], str(tmp_path)) as server:
+        while not (tmp_path / "up").exists():
+            time.sleep(0.02)
+    assert server.returncode == -signal.SIGTERM
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_server_that_ends_by_itself_is_an_error(folder: Path, tmp_path: Path) -> None:

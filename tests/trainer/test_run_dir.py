@@ -253,3 +253,10 @@ def test_the_best_weights_of_the_folder_that_is_resumed_elsewhere_are_named(tmp_
     (line,) = best_weights_elsewhere(found, tmp_path / "new")
     assert "of step 4" in line
     assert str(tmp_path / "old" / "export-best") in line
+
+
+@pytest.mark.parametrize("name", ["link", "link/run"])
+def test_a_link_to_nothing_is_no_output_dir(name: str, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(OutputError, match=f"is a link to `{re.escape(str(tmp_path / 'gone'))}`, which does not exist"):
+        check_folder_of(config_of(tmp_path / name))

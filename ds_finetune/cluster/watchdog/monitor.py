@@ -237,8 +237,7 @@ class Monitor(threading.Thread):
         if not pause.is_of_process:
             return
         line = f"watchdog: rank {self._world.rank} was paused for {pause.seconds:,.0f} s and runs again"
-        if self._world.local_rank == 0:
-            _print(f"{line}\n")
+        _print(f"{line}\n")
         try_to_finish(lambda: self.log(line))
 
     def _act_on_deadlines(self, now: float) -> None:

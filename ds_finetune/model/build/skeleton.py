@@ -21,7 +21,7 @@ from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.foreign.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
-from ds_finetune.foreign.hub_access import hub_problem
+from ds_finetune.foreign.hub_access import hub_problem, without_password
 from ds_finetune.foreign.transformers_models import keep_in_fp32
 from ds_finetune.model.attention.by_document import BY_DOCUMENT, FLASH
 from ds_finetune.model.attention.compressed_attention import install_compressed_attention
@@ -110,7 +110,7 @@ def resolve_folder(path: str, *, files: Sequence[str] = HUB_FILES) -> Path:
                 hint="check the name, give a local folder, or start where the hub can be reached",
             ) from missing
         raise ModelError(
-            f"model `{path}` is neither a folder nor available from the hub: {missing}",
+            f"model `{path}` is neither a folder nor available from the hub: {without_password(missing)}",
             hint="check the name, or give a local folder",
         ) from missing
     check_folder(folder)

@@ -37,6 +37,8 @@ _ROWS_SECONDS = 1.0
 """How often a stream looks for changes of the list."""
 _SILENT_SECONDS = 15.0
 """A stream without news sends an empty comment this often, so that a connection that is gone is noticed."""
+MOST_STREAMS = 64
+"""Open streams at most: each holds a connection, and http_guard.CONNECTIONS bounds those. A new one ends the oldest."""
 _CLOSING_SECONDS = 2
 COOKIE = "ds_finetune_watch"
 _HEADERS = {
@@ -183,6 +185,7 @@ class _Watcher:
 
     def __init__(self, store: RunStore, is_closing: Callable[[], bool]) -> None:
         self._store, self._is_closing = store, is_closing
+        self._streams: list[object] = []
 
     async def runs(self, _: Request) -> Response:
         """The list of runs."""
@@ -213,7 +216,9 @@ class _Watcher:
         positions: dict[str, Tree] = {}
         sent: dict[str, Tree] = {}
         rows_at = heard_at = -_SILENT_SECONDS
-        while not self._is_closing():
+        stream = object()
+        self._streams = [*self._streams, stream][-MOST_STREAMS:]
+        while stream in self._streams and not self._is_closing():
             events = []
             for run in runs:
                 added = await run_in_threadpool(self._store.reader(run).since, positions.get(run.name))

@@ -50,6 +50,7 @@ def test_a_paused_run_resumes_and_says_so(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "watchdog").exists()
     said = re.compile(r"watchdog: rank 0 was paused for (\d+) s and runs again")
     assert said.search(done.printed[0])
+    assert "watchdog: rank 1 was paused for" in done.printed[1]
     logged = said.search((tmp_path / "run" / "log.txt").read_text())
     assert logged
     assert LIMIT_SECONDS + 3 <= int(logged[1]) < GIVEN_SECONDS

@@ -205,6 +205,26 @@ def test_a_stream_ends_with_the_server(runs: Path) -> None:
     assert asyncio.run(listen()) == []
 
 
+def test_a_stream_more_than_there_may_be_ends_the_oldest(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise open streams take all connections, and nobody else is answered."""
+    monkeypatch.setattr("ds_finetune.runs.watch.app.MOST_STREAMS", 2)
+
+    async def listen() -> None:
+        watcher = _Watcher(RunStore(runs), lambda: False)
+        streams = [watcher._events([]) for _ in range(3)]
+        for stream in streams:
+            assert "runs" in await _next(stream)
+        with pytest.raises(StopAsyncIteration):
+            await asyncio.wait_for(anext(streams[0]), 10)
+        (runs / "new").mkdir()
+        (runs / "new" / "metrics.jsonl").write_text('{"step": 1, "train/loss": 3.0}\n')
+        assert [("runs" in await _next(stream)) for stream in streams[1:]] == [True, True]
+        for stream in streams:
+            await stream.aclose()
+
+    asyncio.run(listen())
+
+
 def test_the_page_loads_only_files_that_are_installed(runs: Path) -> None:
     page = (STATIC / "index.html").read_text()
     for address in re.findall(r'(?:src|href)="(/[^"]*)"', page):
