@@ -54,7 +54,9 @@ def push_to_hub(folder: Path, name: str) -> str:
             )
         api.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload by ds_finetune")
     except LocalTokenNotFoundError:
-        raise ExportError(f"no token for {without_password(api.endpoint)}", hint="`hf auth login`, or set HF_TOKEN") from None
+        raise ExportError(
+            f"no token for {without_password(api.endpoint)}", hint="`hf auth login`, or set HF_TOKEN"
+        ) from None
     except (HfHubHTTPError, RuntimeError, OfflineModeIsEnabled, HTTPError, OSError) as failed:
         # An upload raises RuntimeError from what has happened (huggingface_hub 2.4, _commit_api.py:530).
         cause = failed.__cause__ if isinstance(failed, RuntimeError) else failed

@@ -63,7 +63,10 @@ _POSITIVE = (
     *("routed_scaling_factor", "partial_rotary_factor", "original_max_position_embeddings"),
 )
 """Numbers above 0 where a config.json, or a section of its rotary embedding, has them."""
-_DTYPES = ("auto", "bfloat16", "float16", "float32", "float64", "half", "float", "double", "float8_e4m3fn", "float8_e5m2")
+_DTYPES = (
+    *("auto", "bfloat16", "float16", "float32", "float64", "half", "float", "double"),
+    *("float8_e4m3fn", "float8_e5m2"),
+)
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _PUBLISHED = "take the config.json published with the model"
 _NAME = "config.json"
@@ -85,7 +88,7 @@ def read_config_json(path: str) -> dict[str, Any]:
 
 
 def check_sizes(file: Path) -> None:
-    """ModelError where a config.json is too large, or has numbers of layers, sizes, heads or a dtype that no model has."""
+    """ModelError where a config.json is too large, or has a dtype, or numbers of layers, sizes or heads of no model."""
     size = file.stat().st_size
     if size > MAX_CONFIG_BYTES:
         raise ModelError(f"{file} has {size:,} bytes, more than {MAX_CONFIG_BYTES:,}", hint=_PUBLISHED)

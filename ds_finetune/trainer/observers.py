@@ -45,6 +45,7 @@ from ds_finetune.trainer.resume import ResumePoint, make_state_text, restore_obs
 from ds_finetune.trainer.rollouts.evaluation import RewardEvaluation
 from ds_finetune.trainer.rollouts.observer import LOSS_NOTE, RolloutMetrics, RolloutSamples
 from ds_finetune.trainer.rollouts.source import RolloutSource
+from ds_finetune.trainer.run_dir import synchronise_records
 
 Scored = Callable[[], Mapping[str, HeldOutScores] | None]
 Answered = Callable[[], Mapping[str, float] | None]
@@ -180,7 +181,7 @@ def _checkpointing(
 ) -> Checkpointing:
     policy = started.run.config.checkpoint
     kept = CheckpointPolicy(policy.interval, policy.keep, policy.keep_best, policy.max_failed)
-    state_text, saving = make_state_text(started.run, started.engine), partial(_saving, started.rank_progress, left)
+    state_text, saving = make_state_text(started.run, started.engine), partial(_saving, started, left)
     return Checkpointing(saver, signals, kept, resumable, state_text, started.say, saving)
 
 
@@ -198,8 +199,10 @@ def _writers(started: StartedRun, left: TimeLeft, rollouts: RolloutSource | None
 
 
 @contextmanager
-def _saving(progress: RankProgress, left: TimeLeft) -> Iterator[None]:
-    with progress.during("save"), left.during(SAVE):
+def _saving(started: StartedRun, left: TimeLeft) -> Iterator[None]:
+    with started.rank_progress.during("save"), left.during(SAVE):
+        if started.engine.is_rank_zero:
+            synchronise_records(started.run.output_dir)
         yield
 
 

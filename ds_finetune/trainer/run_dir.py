@@ -17,22 +17,26 @@ from ds_finetune.checkpoint.locking import LOCK, remove_own_lock
 from ds_finetune.checkpoint.tools import CHECKPOINTS
 from ds_finetune.cluster.watchdog.kills import FOLDER
 from ds_finetune.config.sections import CheckpointConfig
-from ds_finetune.config.units import bytes_text
+from ds_finetune.config.units import bytes_text, spans_text
 from ds_finetune.errors import DataError, FinetuneError, OutputError
 from ds_finetune.export.output_folder import as_output_errors, check_out_empty
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.writers import line_of
 from ds_finetune.plan.estimate.states import DiskNeed
-from ds_finetune.runs.folder import PLAN
+from ds_finetune.runs.folder import EXPERTS, LOG, PLAN, RANK_TIMES, STARTS
+from ds_finetune.runs.metrics import METRICS, ROLLOUTS, SAMPLES
+from ds_finetune.runs.report.write import REPORT
 from ds_finetune.runs.status import read_object
 from ds_finetune.system.disk import bytes_below, nearest_existing
-from ds_finetune.system.whole_file import replace_file
+from ds_finetune.system.whole_file import replace_file, synchronise
 from ds_finetune.trainer.resolve import ResolvedRun
 
 _LOGS = (".log", ".out", ".err")
 """Endings of files to which a shell or a scheduler writes what a run prints; no run writes such a file itself."""
 Rows = Iterable[Mapping[str, object]]
 """A list of dictionaries, a `datasets.Dataset`, or anything else that yields dictionaries."""
+_RECORDS = (METRICS, RANK_TIMES, SAMPLES, ROLLOUTS)
+"""Files with a line for each step or answer."""
 ROWS = "rows"
 """The folder of these files, within that of the run."""
 
@@ -83,7 +87,7 @@ def check_run_folder(folder: Path, policy: CheckpointConfig) -> None:
     Creates no file or folder that remains.
     """
     existing = nearest_existing(folder)
-    if (folder / "metrics.jsonl").exists() and not _is_resumable(folder, policy):
+    if (folder / METRICS).exists() and not _is_resumable(folder, policy):
         raise OutputError(
             f"output_dir `{folder}` already holds a run (metrics.jsonl)",
             hint="name another output_dir, or move that run away",
@@ -138,7 +142,7 @@ def remove_empty_on_failure(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if not (folder / "metrics.jsonl").exists():
+        if not (folder / METRICS).exists():
             remove_own_lock(folder / CHECKPOINTS)
             with suppress(OSError):
                 (folder / CHECKPOINTS).rmdir()
@@ -147,12 +151,23 @@ def remove_empty_on_failure(folder: Path) -> Iterator[None]:
         raise
 
 
-def prepare_run_folder(run: ResolvedRun, *, after_step: int = 0, last: StepRecord | None = None) -> None:
+def synchronise_records(folder: Path) -> None:
+    """Flush the records of a run to the disk, so that a power failure leaves those before a checkpoint, and all of a
+    finished run. Where that fails, the run goes on: the records are complete unless the machine fails too.
+    """
+    for name in (*_RECORDS, STARTS, LOG, EXPERTS, REPORT):
+        with suppress(OSError):
+            synchronise(folder / name)
+    with suppress(OSError):
+        synchronise(folder)
+
+
+def prepare_run_folder(run: ResolvedRun, *, after_step: int = 0, last: StepRecord | None = None) -> str:
     """Create the run folder with `config.yaml` (enough to run again), `plan.json` and `deepspeed.json`.
 
     Records of steps after `after_step` are removed from all files of records, because these steps are done again.
     `last` is the record of step `after_step`. It is added where it is absent: the run was killed after that step's
-    checkpoint was saved and before its line was written.
+    checkpoint was saved and before its line was written. Returns a line that names the steps without a record, if any.
     """
     folder, plan = run.output_dir, run.plan
     plan_text = json.dumps({**dict(plan.decisions), "notes": plan.notes}, indent=2) + "\n"
@@ -162,9 +177,9 @@ def prepare_run_folder(run: ResolvedRun, *, after_step: int = 0, last: StepRecor
         replace_file(folder / PLAN, plan_text, is_synced=True)
         replace_file(folder / "config.yaml", run.text, is_synced=True)
         replace_file(folder / "deepspeed.json", json.dumps(plan.deepspeed, indent=2) + "\n", is_synced=True)
-        _remove_records(folder / "metrics.jsonl", after_step, last)
-        for name in ("ranks.jsonl", "samples.jsonl", "rollouts.jsonl"):
-            _remove_records(folder / name, after_step, None)
+        for name in _RECORDS:
+            _remove_records(folder / name, after_step, last if name == METRICS else None)
+        return _missing_steps(folder, after_step)
     except OSError as full:
         reason = full.strerror or full
         raise OutputError(
@@ -181,6 +196,28 @@ def _remove_records(file: Path, after_step: int, last: StepRecord | None) -> Non
     if last is not None and all(step != last.step for _, step in steps):
         kept.append(line_of(last).encode())
     replace_file(file, b"".join(kept), is_synced=True)
+
+
+def _missing_steps(folder: Path, after_step: int) -> str:
+    """A line that names the steps up to `after_step` without a record in metrics.jsonl; empty where there is none."""
+    starts, metrics = folder / STARTS, folder / METRICS
+    if not after_step or not (starts.exists() or metrics.exists()):
+        # The checkpoint is of another folder.
+        return ""
+    first = next(iter(starts.read_bytes().splitlines() if starts.exists() else ()), b"")
+    found = set(map(_step_of, metrics.read_bytes().split(b"\n") if metrics.exists() else ()))
+    missing = sorted(set(range(_start_of(first) + 1, after_step + 1)) - found)
+    if not missing:
+        return ""
+    return f"{metrics} LACKS THE RECORDS OF STEPS {spans_text(missing, ', ')}: trained, but lost with a machine or disk"
+
+
+def _start_of(line: bytes) -> int:
+    """The step after which a start began, by its line; 0 where the line is damaged."""
+    try:
+        return int(json.loads(line)["after_step"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return 0
 
 
 def _step_of(line: bytes) -> int | None:

@@ -31,10 +31,11 @@ from ds_finetune.runs.folder import LOG
 from ds_finetune.runs.report.write import REPORT, try_run_report
 from ds_finetune.runs.status import ALIVE_SECONDS, RunStatus, State, mark_ended, write_running
 from ds_finetune.system.processes import began_at, own_pid_namespace
+from ds_finetune.system.whole_file import replace_file
 from ds_finetune.trainer.batches import mixture_lines
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.preview import count_lines, document_title, marked_spans
-from ds_finetune.trainer.run_dir import prepare_run_folder
+from ds_finetune.trainer.run_dir import prepare_run_folder, synchronise_records
 
 _SAMPLES = 4
 """Documents, pairs or examples of each source of the training data that are recorded."""
@@ -181,18 +182,20 @@ def keep_status(folder: Path, log: RunLog) -> Iterator[StatusKeeper]:
 
 def begin_run_folder(
     run: PreparedRun, progress: RankProgress, status: StatusKeeper, *, after_step: int, last: StepRecord | None
-) -> None:
+) -> str:
     """Prepare the run folder (`prepare_run_folder`), append this start to `starts.jsonl`, write `data.json`, and keep
-    the run's status from now on. Rank zero does it.
+    the run's status from now on. Rank zero does it. Returns the line of `prepare_run_folder`.
     """
     if run.plan.world.rank:
-        return
-    prepare_run_folder(run, after_step=after_step, last=last)
+        return ""
+    lacks = prepare_run_folder(run, after_step=after_step, last=last)
     # A new run begins a new list of starts.
     with (run.output_dir / "starts.jsonl").open("a" if after_step else "w", encoding="utf-8") as file:
         file.write(json.dumps(_start(run, after_step)) + "\n")
     _write_json(run.output_dir / "data.json", _data_summary(run))
+    synchronise_records(run.output_dir)
     status.begin(progress, steps=run.schedule.steps, ranks=run.plan.world.world_size)
+    return lacks
 
 
 @contextmanager
@@ -203,6 +206,7 @@ def report_failure(run_folder: Path, say: Say) -> Iterator[None]:
     except Exception:
         if _has_started(run_folder):
             try_run_report(run_folder, say, state="failed")
+            synchronise_records(run_folder)
         raise
 
 
@@ -217,7 +221,9 @@ def record_end(
         keys = ("is_verified", "problems", "lines", "skipped")
         exports = [{"folder": result.folder.name} | {key: getattr(result, key) for key in keys} for result in results]
         _write_json(run_folder / "exports.json", {"exports": exports})
-    return try_run_report(run_folder, say, state="stopped" if is_interrupted else "finished")
+    page = try_run_report(run_folder, say, state="stopped" if is_interrupted else "finished")
+    synchronise_records(run_folder)
+    return page
 
 
 def _has_started(run_folder: Path) -> bool:
@@ -288,4 +294,4 @@ def _shortened(spans: Spans) -> Spans:
 
 
 def _write_json(path: Path, tree: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+    replace_file(path, json.dumps(tree, indent=1) + "\n", is_synced=True)

@@ -197,13 +197,15 @@ def train_steps(started: StartedRun, status: StatusKeeper) -> tuple[StepRecord |
     run, engine, resume_point = started.run, started.engine, started.resume_point
     stream_position = resume_engine(run, engine, resume_point)
     due = interrupted_evaluation(resume_point, stream_position, steps=run.schedule.steps)
-    begin_run_folder(
+    lacks = begin_run_folder(
         run,
         started.rank_progress,
         status,
         after_step=resume_point.progress.step - len(due),
         last=None if due else saved_record(resume_point),
     )
+    if lacks:
+        started.say(lacks)
     if ended_early(resume_point, patience=run.config.eval.patience):
         started.say("the run had ended early because eval/loss did not fall; nothing is left to train")
         return None, ""

@@ -1,6 +1,7 @@
 """The run directory is checked before anything is loaded."""
 
 import json
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from ds_finetune.trainer.run_dir import (
     check_run_disk,
     check_run_folder,
     prepare_run_folder,
+    synchronise_records,
 )
 from tests.planning import planned_run
 
@@ -260,3 +262,29 @@ def test_a_link_to_nothing_is_no_output_dir(name: str, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     with pytest.raises(OutputError, match=f"is a link to `{re.escape(str(tmp_path / 'gone'))}`, which does not exist"):
         check_folder_of(config_of(tmp_path / name))
+
+
+def test_a_resume_names_steps_without_a_record(tmp_path: Path) -> None:
+    run = planned_run(config_of(tmp_path))
+    lines = "".join(f'{{"step": {step}, "train/loss": 1.0}}\n' for step in (1, 2, 5, 9))
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    said = prepare_run_folder(run, after_step=8, last=StepRecord(8, {"train/loss": 1.0}))
+    assert "metrics.jsonl LACKS THE RECORDS OF STEPS 3-4, 6-7: " in said
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert "OF STEPS 1-8: " in prepare_run_folder(run, after_step=8)
+    # The first start of this folder has resumed the checkpoint of another one.
+    (tmp_path / "starts.jsonl").write_text('{"after_step": 6}\n{"after_step": 7}\n')
+    assert "OF STEPS 7-8: " in prepare_run_folder(run, after_step=8)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n{"step": 8}\n')
+    assert not prepare_run_folder(run, after_step=8)
+    assert not prepare_run_folder(planned_run(config_of(tmp_path / "new")), after_step=8)
+
+
+def test_records_are_on_the_disk_when_they_are_synchronised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"metrics.jsonl", "samples.jsonl", "log.txt", "starts.jsonl"}
+    synced: set[int] = set()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.add(os.fstat(descriptor).st_ino))
+    for name in names:
+        (tmp_path / name).write_text("x")
+    synchronise_records(tmp_path)
+    assert synced == {tmp_path.stat().st_ino, *((tmp_path / name).stat().st_ino for name in names)}
