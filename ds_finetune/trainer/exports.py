@@ -3,7 +3,8 @@
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from ds_finetune.export.fitted_tokenizer import (
 )
 from ds_finetune.export.formats import ExportOptions, format_named
 from ds_finetune.export.interruption import SignalInterruption
+from ds_finetune.export.kept_edits import kept_edits
 from ds_finetune.export.model_config import TOKENIZER_CONFIG, config_changes
 from ds_finetune.export.output_folder import RECORD
 from ds_finetune.export.safetensors_folder import (
@@ -94,12 +96,13 @@ def write_formats(names: Sequence[str], export: Path, say: Say, *, keeps_written
     for row in map(format_named, names):
         out = export.with_name(f"{export.name}-{row.name}")
         folders.append(out)
-        if (out / RECORD).is_file():
-            if keeps_written:
-                continue
-            # That of an earlier end of this run.
-            shutil.rmtree(out)
-        written = row.load().write(export, out, row.resolved(ExportOptions()))
+        if keeps_written and (out / RECORD).is_file():
+            continue
+        with kept_edits(out, say):
+            if (out / RECORD).is_file():
+                # That of an earlier end of this run.
+                shutil.rmtree(out)
+            written = row.load().write(export, out, row.resolved(ExportOptions()))
         for line in written.lines():
             say(line)
     return tuple(folders)
@@ -117,16 +120,26 @@ class Exports:
 
     def write_best(self, step: int) -> None:
         """Write the weights as they are now, after `step` steps, as the best; every rank takes part."""
-        self._print(export(self.run, self.engine, self.run.output_dir / "export-best", step=step))
+        with self._edits_kept("-best"):
+            self._print(export(self.run, self.engine, self.run.output_dir / "export-best", step=step))
         self._best_step = step
 
     def write_last(self, step: int) -> Path:
         """Write the weights at the end of a run, as links where they were written as the best; returns the folder."""
         out = self.run.output_dir / "export"
         names = ("export", "adapter") if self.run.config.lora else ("export",)
-        if self._best_step != step or not self._links_to_best(names):
-            self._print(export(self.run, self.engine, out, step=step))
+        with self._edits_kept(""):
+            if self._best_step != step or not self._links_to_best(names):
+                self._print(export(self.run, self.engine, out, step=step))
         return out
+
+    @contextmanager
+    def _edits_kept(self, ending: str) -> Iterator[None]:
+        """Keep what a user has added to or changed in the folders that are written while this is open."""
+        with ExitStack() as stack:
+            for name in ("export", "adapter") if self.engine.is_rank_zero else ():
+                stack.enter_context(kept_edits(self.run.output_dir / f"{name}{ending}", self.say))
+            yield
 
     def _links_to_best(self, names: tuple[str, ...]) -> bool:
         """Whether rank zero could make the links; the same on every rank."""

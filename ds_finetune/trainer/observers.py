@@ -45,7 +45,7 @@ from ds_finetune.trainer.resume import ResumePoint, make_state_text, restore_obs
 from ds_finetune.trainer.rollouts.evaluation import RewardEvaluation
 from ds_finetune.trainer.rollouts.observer import LOSS_NOTE, RolloutMetrics, RolloutSamples
 from ds_finetune.trainer.rollouts.source import RolloutSource
-from ds_finetune.trainer.run_dir import synchronise_records
+from ds_finetune.trainer.run_records import synchronise_records
 
 Scored = Callable[[], Mapping[str, HeldOutScores] | None]
 Answered = Callable[[], Mapping[str, float] | None]

@@ -23,19 +23,18 @@ from ds_finetune.export.output_folder import as_output_errors, check_out_empty
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.writers import line_of
 from ds_finetune.plan.estimate.states import DiskNeed
-from ds_finetune.runs.folder import EXPERTS, LOG, PLAN, RANK_TIMES, STARTS
+from ds_finetune.runs.folder import PLAN, RANK_TIMES, STARTS
 from ds_finetune.runs.metrics import METRICS, ROLLOUTS, SAMPLES
-from ds_finetune.runs.report.write import REPORT
 from ds_finetune.runs.status import read_object
 from ds_finetune.system.disk import bytes_below, nearest_existing
-from ds_finetune.system.whole_file import replace_file, synchronise
+from ds_finetune.system.whole_file import replace_file
 from ds_finetune.trainer.resolve import ResolvedRun
 
 _LOGS = (".log", ".out", ".err")
 """Endings of files to which a shell or a scheduler writes what a run prints; no run writes such a file itself."""
 Rows = Iterable[Mapping[str, object]]
 """A list of dictionaries, a `datasets.Dataset`, or anything else that yields dictionaries."""
-_RECORDS = (METRICS, RANK_TIMES, SAMPLES, ROLLOUTS)
+RECORDS = (METRICS, RANK_TIMES, SAMPLES, ROLLOUTS)
 """Files with a line for each step or answer."""
 ROWS = "rows"
 """The folder of these files, within that of the run."""
@@ -151,17 +150,6 @@ def remove_empty_on_failure(folder: Path) -> Iterator[None]:
         raise
 
 
-def synchronise_records(folder: Path) -> None:
-    """Flush the records of a run to the disk, so that a power failure leaves those before a checkpoint, and all of a
-    finished run. Where that fails, the run goes on: the records are complete unless the machine fails too.
-    """
-    for name in (*_RECORDS, STARTS, LOG, EXPERTS, REPORT):
-        with suppress(OSError):
-            synchronise(folder / name)
-    with suppress(OSError):
-        synchronise(folder)
-
-
 def prepare_run_folder(run: ResolvedRun, *, after_step: int = 0, last: StepRecord | None = None) -> str:
     """Create the run folder with `config.yaml` (enough to run again), `plan.json` and `deepspeed.json`.
 
@@ -177,7 +165,7 @@ def prepare_run_folder(run: ResolvedRun, *, after_step: int = 0, last: StepRecor
         replace_file(folder / PLAN, plan_text, is_synced=True)
         replace_file(folder / "config.yaml", run.text, is_synced=True)
         replace_file(folder / "deepspeed.json", json.dumps(plan.deepspeed, indent=2) + "\n", is_synced=True)
-        for name in _RECORDS:
+        for name in RECORDS:
             _remove_records(folder / name, after_step, last if name == METRICS else None)
         return _missing_steps(folder, after_step)
     except OSError as full:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -27,15 +27,15 @@ from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.writers import LineFile
-from ds_finetune.runs.folder import LOG
+from ds_finetune.runs.folder import EXPERTS, LOG, STARTS
 from ds_finetune.runs.report.write import REPORT, try_run_report
 from ds_finetune.runs.status import ALIVE_SECONDS, RunStatus, State, mark_ended, write_running
 from ds_finetune.system.processes import began_at, own_pid_namespace
-from ds_finetune.system.whole_file import replace_file
+from ds_finetune.system.whole_file import replace_file, synchronise
 from ds_finetune.trainer.batches import mixture_lines
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.preview import count_lines, document_title, marked_spans
-from ds_finetune.trainer.run_dir import prepare_run_folder, synchronise_records
+from ds_finetune.trainer.run_dir import RECORDS, prepare_run_folder
 
 _SAMPLES = 4
 """Documents, pairs or examples of each source of the training data that are recorded."""
@@ -190,12 +190,23 @@ def begin_run_folder(
         return ""
     lacks = prepare_run_folder(run, after_step=after_step, last=last)
     # A new run begins a new list of starts.
-    with (run.output_dir / "starts.jsonl").open("a" if after_step else "w", encoding="utf-8") as file:
+    with (run.output_dir / STARTS).open("a" if after_step else "w", encoding="utf-8") as file:
         file.write(json.dumps(_start(run, after_step)) + "\n")
     _write_json(run.output_dir / "data.json", _data_summary(run))
     synchronise_records(run.output_dir)
     status.begin(progress, steps=run.schedule.steps, ranks=run.plan.world.world_size)
     return lacks
+
+
+def synchronise_records(folder: Path) -> None:
+    """Flush the records of a run to the disk, so that a power failure leaves those before a checkpoint, and all of a
+    finished run. Where that fails, the run goes on: the records are complete unless the machine fails too.
+    """
+    for name in (*RECORDS, STARTS, LOG, EXPERTS, PAGE):
+        with suppress(OSError):
+            synchronise(folder / name)
+    with suppress(OSError):
+        synchronise(folder)
 
 
 @contextmanager
@@ -229,7 +240,7 @@ def record_end(
 def _has_started(run_folder: Path) -> bool:
     """Whether the last start in the folder is that of this process: another run's report must stay as it is."""
     try:
-        start = json.loads((run_folder / "starts.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+        start = json.loads((run_folder / STARTS).read_text(encoding="utf-8").splitlines()[-1])
     except (OSError, ValueError, IndexError):
         return False
     return (start.get("host"), start.get("pid")) == (socket.gethostname(), os.getpid())

@@ -25,8 +25,8 @@ from ds_finetune.trainer.run_dir import (
     check_run_disk,
     check_run_folder,
     prepare_run_folder,
-    synchronise_records,
 )
+from ds_finetune.trainer.run_records import synchronise_records
 from tests.planning import planned_run
 
 

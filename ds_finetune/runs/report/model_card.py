@@ -8,6 +8,7 @@ from typing import Any
 from ds_finetune import __version__
 from ds_finetune.config.objectives import OBJECTIVES
 from ds_finetune.export.formats import SAFETENSORS, format_of
+from ds_finetune.export.kept_edits import CARD, MARK
 from ds_finetune.families.table import BUILT_AS
 from ds_finetune.runs.folder import base_model, is_run
 from ds_finetune.runs.report.blocks import number_text, render_template
@@ -15,9 +16,6 @@ from ds_finetune.runs.report.run import ReportedRun
 from ds_finetune.runs.status import read_object
 from ds_finetune.system.whole_file import replace_file
 
-CARD = "README.md"
-MARK = "<!-- written by ds_finetune"
-"""A card without this line was edited by a person, and is left as it is."""
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 _SHARES = ("accuracy", "exact_match", "reward_accuracy")

@@ -1,0 +1,72 @@
+"""Files that a user has added to an export of a run, or changed there, are kept when the run replaces the export."""
+
+import filecmp
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
+from pathlib import Path
+
+from ds_finetune.console.phase_line import Say
+from ds_finetune.export.output_folder import RECORD, as_output_errors
+from ds_finetune.export.verify.record import UNVERIFIED
+
+CARD = "README.md"
+MARK = "<!-- written by ds_finetune"
+"""A card without this line was edited by a person, and is left as it is."""
+_WEIGHTS = "*model*.safetensors*"
+"""Names of weights and their index."""
+_TEXTS = (".json", ".jinja", ".md", ".txt", "")
+
+
+@contextmanager
+def kept_edits(out: Path, say: Say) -> Iterator[None]:
+    """While open, the folder `out` is replaced by a newer export of the same run. Files that a user has added or
+    changed are then in a folder `OUT-edits`, which `say` names.
+
+    OutputError where they cannot be kept; `out` is then as it was.
+    """
+    if not out.is_dir():
+        yield
+        return
+    names = (f"{out.name}-edits{number}" for number in ("", *map("-{}".format, range(2, 10_000))))
+    edits = next(path for path in map(out.with_name, names) if not path.exists())
+    with as_output_errors(edits):
+        for name in _not_weights(out):
+            (edits / name).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(out / name, edits / name)
+            except OSError:
+                shutil.copy2(out / name, edits / name)
+    try:
+        yield
+    except BaseException:
+        if out.is_dir():
+            shutil.rmtree(edits, ignore_errors=True)
+        raise
+    kept = []
+    for file in sorted(path for path in edits.rglob("*") if path.is_file()):
+        new = out / file.relative_to(edits)
+        if new.is_file() and filecmp.cmp(file, new, shallow=False):
+            file.unlink()
+        else:
+            kept.append(str(file.relative_to(edits)))
+    if kept:
+        say(f"{out} is replaced; files there that were added or changed are in {edits}: {', '.join(kept)}")
+    else:
+        shutil.rmtree(edits, ignore_errors=True)
+
+
+def _not_weights(out: Path) -> Iterator[str]:
+    """Names of the files of an export, without weights, records, and a card that no person has edited."""
+    recorded = {}
+    with suppress(OSError, ValueError, AttributeError):
+        recorded = json.loads((out / RECORD).read_text(encoding="utf-8")).get("files", {})
+    for path in (path for path in sorted(out.rglob("*")) if path.is_file()):
+        name = path.relative_to(out).as_posix()
+        is_weights = fnmatch(name, _WEIGHTS) or (name in recorded and path.suffix not in _TEXTS)
+        is_own_card = path.name == CARD and MARK in path.read_text(encoding="utf-8", errors="replace")
+        if not (is_weights or is_own_card or name in (RECORD, UNVERIFIED)):
+            yield name
