@@ -4,7 +4,6 @@ import csv
 import gzip
 import io
 import json
-import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -13,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any, cast
 
+from ds_finetune.config.units import GIB, MIB
 from ds_finetune.data.messages import unique_keys
 from ds_finetune.errors import DataError
 
@@ -25,6 +25,8 @@ _COMPRESSED = (".gz", ".zst")
 _BOM = b"\xef\xbb\xbf"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _SHOWN_CHARACTERS = 80
+_MOST_LINE_BYTES, _MOST_WHOLE_BYTES = 64 * MIB, GIB
+"""Bytes of a line, and of a compressed file that is read whole: 10 MB of gzip can hold 10 GB."""
 _PARQUET_ROWS = 1000
 
 
@@ -87,7 +89,12 @@ def _lines(path: str) -> Iterator[tuple[int, str | DataError]]:
     """Numbered lines with their line ends; in place of one that is not UTF-8 the error that names its line and byte."""
     offset = 0
     with _open(path) as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE_BYTES + 1), b""), start=1):
+            if len(line) > _MOST_LINE_BYTES:
+                raise DataError(
+                    f"{path} line {number} has more than {_MOST_LINE_BYTES:,} bytes",
+                    hint="a line is a row: check the file, and write shorter rows",
+                )
             if number == 1 and line.startswith(_UTF_16):
                 _decode(line, path, offset=0)
             start = len(_BOM) if number == 1 and line.startswith(_BOM) else 0
@@ -101,7 +108,13 @@ def _lines(path: str) -> Iterator[tuple[int, str | DataError]]:
 
 def _whole_text(path: str) -> str:
     with _open(path) as file:
-        content = file.read()
+        is_compressed = Path(path).suffix.lower() in _COMPRESSED
+        content = file.read(_MOST_WHOLE_BYTES + 1 if is_compressed else -1)
+    if is_compressed and len(content) > _MOST_WHOLE_BYTES:
+        raise DataError(
+            f"{path} has more than {_MOST_WHOLE_BYTES:,} bytes when decompressed, and is read whole",
+            hint="write the rows as .jsonl, of which one line at a time is read",
+        )
     start = len(_BOM) if content.startswith(_BOM) else 0
     return _decode(content[start:], path, offset=start)
 
@@ -213,7 +226,7 @@ def _read_text(path: str) -> Iterator[tuple[str, ReadRecord]]:
 
 def _read_csv(path: str) -> Iterator[tuple[str, ReadRecord]]:
     """Records of CSV rows. All values stay texts, even `NA`, `null` and `007`."""
-    csv.field_size_limit(sys.maxsize)
+    csv.field_size_limit(_MOST_LINE_BYTES)
     undecodable: list[DataError] = []
     rows = csv.reader(_csv_lines(path, undecodable), strict=True)
     header = _next_row(rows, path, undecodable) or []

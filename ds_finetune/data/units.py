@@ -34,6 +34,7 @@ from ds_finetune.data.text_encoder import ControlTokens
 from ds_finetune.data.tokenizer_files import is_encoder_tokenizer
 from ds_finetune.errors import DataError
 
+_MOST_CHARACTERS, _MOST_CHARACTERS_PER_TOKEN = 4_000_000, 8
 ROWS_PER_PART = 2000
 Made = tuple[Documents, Counts, Sequence[Tokens]]
 """Documents, the counts of their rows, and for each row its remarks: `Tokens` of which ids and mask are not read."""
@@ -91,10 +92,33 @@ def _read_row(
     try:
         if isinstance(record, DataError):
             raise record
-        return where, *read_row(record, how.kind, layout=how.layout, columns=how.columns, where=where)
+        sample, unread = read_row(record, how.kind, layout=how.layout, columns=how.columns, where=where)
+        read = {name: value for name, value in record.items() if name not in unread}
+        _check_characters(read, how.limits.max_seq_len, where)
     except DataError as error:
         bad[where] = error
         return None
+    return where, sample, unread
+
+
+def _check_characters(record: Record, max_seq_len: int, where: str) -> None:
+    """DataError where a row has so many characters that tokenising it would take gigabytes of memory.
+
+    A tokenizer takes about 400 bytes for a character. Rows that may fit into a document are never refused.
+    """
+    number, most = _num_characters(record), max(_MOST_CHARACTERS, _MOST_CHARACTERS_PER_TOKEN * max_seq_len)
+    if number > most:
+        raise DataError(
+            f"{where} has {number:,} characters, and a row may have {most:,}",
+            hint="divide its text into several rows (a .txt file is one row)",
+        )
+
+
+def _num_characters(value: object) -> int:
+    if isinstance(value, str):
+        return len(value)
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return sum(map(_num_characters, parts))
 
 
 def _errors_of(samples: Sequence[tuple[str, Any]], how: Tokenisation) -> dict[str, DataError]:

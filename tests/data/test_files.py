@@ -3,11 +3,13 @@
 import gzip
 import json
 import re
+import tracemalloc
 from pathlib import Path
 
 import pyarrow
 import pytest
 
+from ds_finetune.data import files
 from ds_finetune.data.files import FileFormat, read_file
 from ds_finetune.data.sources import find_sources, read_records
 from ds_finetune.errors import DataError
@@ -187,3 +189,38 @@ def test_rows_whose_end_is_not_known_are_never_passed_over(
     with pytest.raises(DataError) as caught:
         list(read_file(str(path), name.partition(".")[2]))
     assert message in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.jsonl.gz", b'{"text": "a"}\n{"text": "' + b"b" * 2000, "line 2 has more than 1,000 bytes"),
+        ("rows.jsonl", b'{"text": "a"}\n' + b"b" * 2000, "line 2 has more than 1,000 bytes"),
+        ("rows.csv.gz", b"text,label\na," + b"b" * 2000, "line 2 has more than 1,000 bytes"),
+        ("rows.csv.gz", b'text,label\na,"' + b"b\n" * 1000, "field larger than field limit"),
+        ("rows.txt.gz", b"b\n" * 2000, "more than 3,000 bytes when decompressed"),
+        ("rows.json.GZ", b"[" + b"\n" * 4000, "more than 3,000 bytes when decompressed"),
+    ],
+)
+def test_a_compressed_file_of_gigabytes_is_refused_before_it_is_in_memory(
+    name: str, content: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_MOST_LINE_BYTES", 1000)
+    monkeypatch.setattr(files, "_MOST_WHOLE_BYTES", 3000)
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.lower().endswith(".gz") else content)
+    with pytest.raises(DataError, match=message):
+        rows_of(tmp_path / name)
+
+
+def test_a_bomb_takes_no_more_memory_than_a_line(tmp_path: Path) -> None:
+    """One line of 400 MiB, compressed to 0.4 MiB."""
+    path = tmp_path / "bomb.jsonl.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        for _ in range(400):
+            file.write(bytes(1 << 20))
+    tracemalloc.start()
+    with pytest.raises(DataError, match="line 1 has more than 67,108,864 bytes"):
+        rows_of(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 200 << 20

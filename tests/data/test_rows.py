@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.cli.demo import write_demo
 from ds_finetune.config.sections import DataConfig
+from ds_finetune.data import units
 from ds_finetune.data.batches import BatchPlan, eval_batches, training_batches
 from ds_finetune.data.documents import Counts
 from ds_finetune.data.prepare import Tokenisation, TokenLimits, _write_parts, prepare_rows
@@ -257,6 +258,35 @@ def test_the_last_batch_is_filled_with_empty_rows(
     assert all(bool((micro.labels == IGNORE_INDEX).all()) for micro in last[1].micro)
     evaluated = [i for rank in range(2) for batch in eval_batches(rows, plan(rank, 2, 3)) for i in batch.row_ids]
     assert sorted(evaluated) == list(range(200))
+
+
+@pytest.mark.parametrize("form", ["prompt", "text", "messages"])
+def test_a_row_of_megabytes_is_refused_by_name_before_it_is_tokenised(
+    form: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that may fit into a document is not, nor are columns that no layout reads. Here the limit is a thousandth."""
+    assert units._MOST_CHARACTERS == 4_000_000
+    monkeypatch.setattr(units, "_MOST_CHARACTERS", 4_000)
+    long, short = "0123456789" * 500, "note"
+    rows = {
+        "prompt": lambda text: {"prompt": text, "completion": "a"},
+        "text": lambda text: {"text": text},
+        "messages": lambda text: {"messages": [{"role": r, "content": text} for r in ("user", "assistant")]},
+    }
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(rows[form](text)) + "\n" for text in (short, long)))
+    characters = "10,013" if form == "messages" else "5,001" if form == "prompt" else "5,000"
+    with pytest.raises(DataError, match=rf"eval.jsonl line 2 has {characters} characters, and a row may have 4,000"):
+        rows_of(tmp_path, tokenizer, tmp_path / "cache")
+    for name, row, limits in (
+        ("unread", {"text": short, "raw": long}, LIMITS),
+        ("long", {"text": long[:4_001]}, TokenLimits(max_seq_len=501, vocab_size=128)),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "eval.jsonl").write_text(json.dumps(row) + "\n")
+        if name == "unread" or form == "text":
+            assert (
+                rows_of(tmp_path / name, tokenizer, tmp_path / "cache", limits, long_rows="auto").counts.bad_rows == 0
+            )
 
 
 SHORT = TokenLimits(max_seq_len=20, vocab_size=128)
