@@ -27,7 +27,10 @@ def tool(name: str, **properties: Any) -> dict[str, Any]:
 
 
 def call(name: str, **arguments: Any) -> dict[str, Any]:
-    return {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}]}
+    return {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}],
+    }
 
 
 TOOLS = [tool("weather", city={"type": "string", "enum": ["Rome"]}), tool("add", a={"type": "number", "default": 2})]
@@ -42,7 +45,11 @@ PAIRS = [
 ]
 PROMPTS = [
     {"prompt": [ASK], "answer": "4", "tests": [{"input": "2", "output": "4"}, {"call": {"name": "f"}}]},
-    {"prompt": [ASK, CALLS[0], {"role": "tool", "content": "4"}], "reward_model": {"ground_truth": "4"}, "tools": TOOLS},
+    {
+        "prompt": [ASK, CALLS[0], {"role": "tool", "content": "4"}],
+        "reward_model": {"ground_truth": "4"},
+        "tools": TOOLS,
+    },
     {"prompt": [ASK], "answer": "5", "reward_model": {"style": "rule"}},
 ]
 TEMPLATE = (
