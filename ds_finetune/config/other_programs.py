@@ -189,7 +189,7 @@ ABSENT = (
     "max_samples trust_remote_code ddp_timeout group_by_length remove_unused_columns push_to_hub hub_model_id "
     "hub_token dataloader_pin_memory special_tokens added_tokens strict save_only_model save_safetensors "
     "mixture_of_depths ddp_find_unused_parameters run_name logging_dir wandb_entity wandb_run_id "
-    "include_tokens_per_second average_tokens_across_devices"
+    "include_tokens_per_second average_tokens_across_devices logging_first_step lora_task_type system model_author"
 )
 """Keys of other programs for what a run file cannot ask for, some of it because it always happens."""
 NOT_AVAILABLE = frozenset(ABSENT.split())
@@ -244,6 +244,8 @@ def value_of(word: str, value: object, key: str) -> str | None:
     if word in _VALUES_OF:
         known = _VALUES_OF[word]
         form = known.get(text.lower(), known.get("*"))
+        if form is not None and " " in form and known.get("*") == form and not re.fullmatch(r"\d+\.?\d*", text):
+            return None
         return None if form is None else form.format(text)
     is_switch = text in ("true", "false") and key not in ("data.packing", "eval.keep_best")
     return None if word in KEY_OF and (key in MEANINGS or is_switch) else text

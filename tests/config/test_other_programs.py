@@ -23,6 +23,7 @@ OPTIONS = {
     "--per_device_train_batch_size 4": "values are overridden as `train.micro_batch_size=4`",
     "--warmup_ratio 0.05": "values are overridden as `optim.warmup=5%`",
     "--max_steps 500": "values are overridden as `'train.for=500 steps'`",
+    "--max_steps -1": "the key is `train.for`: `3 epochs` or `500 steps`",
     "--bf16": "values are overridden as `train.precision=bf16`",
     "--load_in_4bit true": "values are overridden as `lora.quantize=nf4`",
     "--rlhf_type dpo": "values are overridden as `objective=dpo`",
