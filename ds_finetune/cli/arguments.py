@@ -139,7 +139,7 @@ def export_of(given: str) -> str:
     is_run_file = Path(given).suffix in (".yaml", ".yml") and Path(given).is_file()
     folder = Path(read_config(given).output_dir if is_run_file else given)
     if (folder / "config.json").is_file() or not (is_run_file or (folder / "plan.json").is_file()):
-        return given
+        return str(folder) if is_run_file else given
     if not (folder / "export" / "config.json").is_file():
         raise ExportError(f"the run in `{folder}` holds no export", hint="train it to its end, or name another folder")
     show_line(f"{given}: the export is {folder / 'export'}")
