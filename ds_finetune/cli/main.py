@@ -5,6 +5,9 @@ Each command has its parser and its function in a module of this package.
 
 import argparse
 import atexit
+import codecs
+import io
+import locale
 import os
 import sys
 import time
@@ -19,7 +22,7 @@ from ds_finetune.cli.interrupts import INTERRUPT_EXIT_CODE
 from ds_finetune.cluster.launch.process_tags import SUPERVISOR_VARIABLE
 from ds_finetune.console.quiet import quiet_packages
 from ds_finetune.console.tables import show_error, show_piece
-from ds_finetune.errors import RUN_ERROR_EXIT_CODE, FinetuneError
+from ds_finetune.errors import RUN_ERROR_EXIT_CODE, ConfigError, FinetuneError
 from ds_finetune.system.versions import check_versions
 
 _MODULES = (
@@ -41,7 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(words)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # With PYTHONIOENCODING a letter of a row may have no bytes.
+            stream.reconfigure(errors="backslashreplace")
     try:
+        _check_encoding()
         if words[0] not in _WITHOUT_MODELS:
             check_versions()
         quiet_packages()
@@ -58,6 +66,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         show_error(f"rank {os.environ.get('RANK', '0')}: {''.join(traceback.format_exception(error))}")
         return RUN_ERROR_EXIT_CODE
     return 0
+
+
+def _check_encoding() -> None:
+    """ConfigError under a locale such as GBK or Latin-1, in whose encoding torch and others would read their files."""
+    encoding = locale.getpreferredencoding(do_setlocale=False)
+    if codecs.lookup(encoding).name != "utf-8":
+        raise ConfigError(
+            f"this locale's encoding is {encoding}, in which texts and the files of packages are not read rightly",
+            hint="set PYTHONUTF8=1 in the environment, or a locale in UTF-8 such as LC_ALL=C.UTF-8",
+        )
 
 
 def run_and_exit(argv: Sequence[str]) -> NoReturn:

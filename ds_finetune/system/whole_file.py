@@ -1,5 +1,6 @@
 """Files that appear whole: written under another name, then renamed, so that no reader sees a part of one."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -37,5 +38,11 @@ def synchronise(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as refused:
+        if refused.errno != errno.EINVAL:
+            raise
+        raise OSError(
+            errno.EINVAL, f"its file system refuses fsync of {path}, without which files may be lost"
+        ) from refused
     finally:
         os.close(descriptor)

@@ -454,3 +454,19 @@ def test_the_run_files_of_demo_and_init_name_any_folder(name: str, tmp_path: Pat
     assert cli.main(["init", str(folder / "train.jsonl"), "--model", str(folder / "model"), "--out", str(out)]) == 0
     own = read_config(out)
     assert (own.model.path, own.data.train) == (str(folder / "model"), (str(folder / "train.jsonl"),))
+
+
+def test_a_locale_that_is_not_utf8_is_refused_by_name(tmp_path: Path) -> None:
+    clean = {name: value for name, value in os.environ.items() if name not in ("LANG", "LC_CTYPE")}
+    ascii_locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "ds_finetune", "report", str(tmp_path / "\u4f60")]
+    done = subprocess.run(command, env=clean | ascii_locale, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "this locale's encoding is" in done.stderr
+    assert "hint: set PYTHONUTF8=1" in done.stderr
+    done = subprocess.run(
+        command, env=clean | {"PYTHONIOENCODING": "gbk:strict", "PYTHONUTF8": "1"}, capture_output=True, check=False
+    )
+    assert done.returncode == 2
+    assert b"holds no run" in done.stderr
+    assert b"Traceback" not in done.stderr

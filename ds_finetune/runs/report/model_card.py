@@ -117,6 +117,7 @@ def model_card(run: ReportedRun, folder: Path, verified: Sequence[str] = ()) -> 
         prompts=[] if is_scorer else _prompt_lines(run, folder),
         uses=() if row.name == SAFETENSORS.name else row.uses,
         built_as=built_as,
+        has_new_tokenizer=read_object(folder / "tokenizer_config.json").get("tokenizer_class") == "TokenizersBackend",
         type_argument=f', model_type="{built_as}"' if built_as else "",
         raw_score=', function_to_apply="none"' if objective == "reward" else "",
         step=step,

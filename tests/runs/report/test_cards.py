@@ -122,3 +122,12 @@ def test_the_snippet_of_every_card_runs(tmp_path: Path) -> None:
         expected = "" if is_scorer and with_adapter else "score" if is_scorer else "generated_text"
         assert expected in "".join(printed), kind
         assert bool(printed) is bool(expected), kind
+
+
+@pytest.mark.parametrize("name", ["TokenizersBackend", "LlamaTokenizerFast"])
+def test_a_tokenizer_that_transformers_4_does_not_read_is_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
+    card = write_model_card(ReportedRun.read(make_run(tmp_path / "run")), tmp_path / "export")
+    assert card
+    assert ("needs transformers 5" in card.read_text()) == (name == "TokenizersBackend")
