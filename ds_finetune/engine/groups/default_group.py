@@ -40,7 +40,7 @@ def meet(world: World, *, timeout: timedelta = MEETING_TIMEOUT) -> dist.Store:
     """
     world.set_environment(os.environ)
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    wait = _Meeting(world.rank, f"{address}:{port}", time.monotonic(), timeout)
+    wait = _RankWait(world.rank, f"{address}:{port}", time.monotonic(), timeout)
     try:
         store = _store_at(address, port, world.rank, world.world_size, wait)
         store = dist.PrefixStore(f"run {store.add(f'runs of rank {world.rank}', 1)}", store)
@@ -66,7 +66,7 @@ def _absent(store: dist.Store, world_size: int) -> str:
 
 
 @dataclass
-class _Meeting:
+class _RankWait:
     """How long this rank has waited for the others."""
 
     rank: int
@@ -97,7 +97,7 @@ class _Meeting:
 _STORES: dict[tuple[str, str, int, int], dist.Store] = {}
 
 
-def _store_at(address: str, port: str, rank: int, world_size: int, wait: _Meeting) -> dist.Store:
+def _store_at(address: str, port: str, rank: int, world_size: int, wait: _RankWait) -> dist.Store:
     """The store of all ranks, which rank 0 serves as long as its process lives (under torchrun its agent does).
 
     A rank may begin its next run while rank 0 still ends the one before. Nothing waits for other ranks inside of torch,
