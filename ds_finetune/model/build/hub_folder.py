@@ -331,16 +331,16 @@ def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
     except (ValueError, KeyError, TypeError, AttributeError) as broken:
         raise ModelError(f"{index} is not an index of safetensors: {broken!r}", hint="download it again") from broken
     names = sorted(set(weight_map.values()))
-    if (folder / SINGLE).is_file() and SINGLE not in names:
-        raise ModelError(
-            f"{folder} holds {SINGLE} beside the shards of {INDEX}, and transformers reads only the former",
-            hint="move one of them away: they may be different models",
-        )
     outside = [name for name in names if name != Path(name).name or name == ".."]
     if outside:
         raise ModelError(
             f"{index} names files outside its folder: {', '.join(outside[:_SHOWN])}",
             hint="it may be harmful; take another copy",
+        )
+    if (folder / SINGLE).is_file() and SINGLE not in names:
+        raise ModelError(
+            f"{folder} holds {SINGLE} beside the shards of {INDEX}, and transformers reads only the former",
+            hint="move one of them away: they may be different models",
         )
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
