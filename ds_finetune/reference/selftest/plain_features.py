@@ -22,6 +22,7 @@ from ds_finetune.data.teacher_scores import DocumentScores, ScoreIdentity, Store
 from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.foreign.auto_models import AutoModelForCausalLM
+from ds_finetune.foreign.transformers_attention import CACHE
 from ds_finetune.model.adapters.lora import initial_factors
 from ds_finetune.model.adapters.lora_plan import plan_lora
 from ds_finetune.model.build.skeleton import Task
@@ -168,6 +169,7 @@ class PlainMtp:
             position_embeddings=self._model.get_decoder().rotary_emb(embedded, positions),
             attention_mask=mask,
             position_ids=positions,
+            **{CACHE: None},
         )
         return out[0]
 
