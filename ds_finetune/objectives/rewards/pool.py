@@ -59,6 +59,7 @@ class _Worker:
         self._is_closed = False
         self.at = 0
         """Number of the reward that it computes, or cannot load."""
+        self._requests = 0
 
     def start(self) -> None:
         """Start the process unless it runs; RewardFaultError where a reward cannot be loaded."""
@@ -68,6 +69,7 @@ class _Worker:
             raise _EndedError("is not needed any more")
         # A session of its own: Ctrl-C reaches the program only, and what a reward starts is killed with it.
         self._socket, other = socket.socketpair()
+        self._requests = 0
         with other:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, str(other.fileno())],
@@ -120,8 +122,9 @@ class _Worker:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def _reply(self, message: str, seconds: float) -> dict[str, Any]:
-        """Send a line and read one."""
+        """Send a line and read one, which has its number."""
         assert self._socket is not None
+        self._requests += 1
         self._socket.settimeout(seconds)
         line = b""
         try:
@@ -136,8 +139,12 @@ class _Worker:
             raise _LateError from None
         except ConnectionError:
             self._raise_ended()
-        said: dict[str, Any] = json.loads(line)
-        return said
+        with suppress(ValueError):
+            said = json.loads(line)
+            if isinstance(said, dict) and said.get("request") == self._requests:
+                return said
+        self.kill()
+        raise _EndedError(f"wrote {line!r:.60} into the connection of its process, which ended")
 
     def _raise_ended(self) -> NoReturn:
         assert self._process is not None

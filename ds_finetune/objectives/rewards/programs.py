@@ -1,14 +1,15 @@
-"""Runs the program of an answer with the tests of its record, in a child process with limits.
+"""Runs the program of an answer with the tests of its record, in processes with limits (judge.py).
 
 The limits protect a run from programs that are wrong: endless loops, much memory or output, writing into the current
 folder, use of the network. They are no security boundary: a program runs as the user of the run and can read the user's
 files. Where answers may be hostile, run the whole training in a container without secrets.
 """
 
+import ctypes
 import json
 import os
+import pickle
 import re
-import secrets
 import signal
 import subprocess
 import sys
@@ -24,42 +25,7 @@ from ds_finetune.objectives.rewards.answers import RewardFaultError
 
 _BLOCK = re.compile(r"```(\w*)[^\n]*\n(.*?)```", re.DOTALL)
 _OUTPUT_BYTES = 2**24
-_DRIVER = r"""
-import ctypes, json, os, resource, sys
-report = int(sys.argv[1])
-with open(sys.argv[2]) as file:
-    task = json.load(file)
-os.unlink(sys.argv[2])
-# A network of its own, as `unshare --net`; as another user than root it needs a user namespace first. Where neither
-# is allowed, the program has the network of this machine.
-ctypes.CDLL(None).unshare(0x40000000 | (0x10000000 if os.geteuid() else 0))
-for name, most in task["limits"].items():
-    hard = resource.getrlimit(getattr(resource, name))[1]
-    most = most if hard < 0 else min(most, hard)
-    resource.setrlimit(getattr(resource, name), (most, most))
-def say(number, key=task["key"]):
-    os.write(report, f"{key} {number}\n".encode())
-say("begins")
-scope = {"__name__": "__main__"}
-tests = task["tests"]
-try:
-    exec(compile(task["program"], "answer.py", "exec"), scope)
-except SystemExit as end:
-    if tests or end.code:
-        raise
-if not tests:
-    sys.stdout.flush()
-    say(0)
-for number, test in enumerate(tests):
-    try:
-        exec(compile(test, "test.py", "exec"), scope)
-    except Exception:
-        continue
-    say(number)
-"""
-"""Writes into a file, with a key that only it knows, which tests have run to their end: the exit code of a program says
-nothing of that.
-"""
+_JUDGE = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import judge; judge.main(sys.argv[1])"
 
 
 @dataclass(frozen=True)
@@ -136,48 +102,64 @@ def _run(program: str, tests: Sequence[str], given: str, *, deadline: float, mem
         # No further processes and threads; root is not bound by it.
         "RLIMIT_NPROC": 0,
     }
-    key = secrets.token_hex(16)
-    task = {"program": program, "tests": list(tests), "limits": limits, "key": key}
     # The program may have made folders that cannot be removed.
     with tempfile.TemporaryDirectory(prefix="reward-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        (folder / "task.json").write_text(json.dumps(task))
         (folder / "in").write_text(given)
+        (folder / "out").touch()
         (folder / "work").mkdir()
-        is_late = _drive(folder, seconds)
+        report, error, is_late = _drive(folder, pickle.dumps((program, tuple(tests), limits)), seconds)
         printed = (folder / "out").read_text(errors="replace")
-        report = (folder / "report").read_text(errors="replace").splitlines()
-        if f"{key} begins" not in report and not is_late:
-            error = (folder / "error").read_text(errors="replace").strip()
-            raise RewardFaultError(f"could not start Python for a program: {error[-300:]!r}")
-    return len(set(report) & {f"{key} {number}" for number in range(max(len(tests), 1))}), printed
+    begun, *lines = report.splitlines() or [""]
+    if not begun and not is_late:
+        raise RewardFaultError(f"could not start Python for a program: {error[-300:]!r}")
+    if refused := [line.removeprefix("refused ") for line in lines if line.startswith("refused ")]:
+        raise RewardFaultError(f"has tests that give a program what is no data: {refused[0]:.300}")
+    return len(set(lines) & {str(number) for number in range(max(len(tests), 1))}), printed
 
 
-def _drive(folder: Path, seconds: float) -> bool:
-    """Run the driver until it ends or its time is up, and return whether it is; then nothing of its session is left."""
-    with (
-        (folder / "in").open("rb") as stdin,
-        (folder / "out").open("wb") as stdout,
-        (folder / "error").open("wb") as stderr,
-        (folder / "report").open("wb") as report,
-    ):
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-X", "utf8", "-c", _DRIVER, str(report.fileno()), str(folder / "task.json")],
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            cwd=folder / "work",
-            env={"OMP_NUM_THREADS": "1"},
-            pass_fds=(report.fileno(),),
-            start_new_session=True,
-        )
-        try:
-            process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return True
-        else:
-            return False
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+def _drive(folder: Path, task: bytes, seconds: float) -> tuple[str, str, bool]:
+    """What judge.py says of a task, its errors, and whether its time was up; then nothing that it started is left."""
+    libc, others = ctypes.CDLL(None), _children()
+    # PR_SET_CHILD_SUBREAPER of prctl(2): processes whose parents have ended become children of this one.
+    libc.prctl(36, 1, 0, 0, 0)
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-X", "utf8", "-c", _JUDGE, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=folder / "work",
+        env={"OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    is_late = False
+    try:
+        report, error = process.communicate(task, seconds)
+    except subprocess.TimeoutExpired:
+        is_late = True
+        process.kill()
+        report, error = process.communicate()
+    finally:
+        process.kill()
+        process.wait()
+        while left := _children() - others:
+            _kill(left)
+        libc.prctl(36, 0, 0, 0, 0)
+    return report.decode(), error.decode(errors="replace"), is_late
+
+
+def _kill(children: set[int]) -> None:
+    for pid in children:
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _children() -> set[int]:
+    """The children of this process, zombies too."""
+    found: set[int] = set()
+    for file in Path("/proc/self/task").glob("*/children"):
+        # A thread may end meanwhile.
+        with suppress(OSError):
+            found |= set(map(int, file.read_text().split()))
+    return found

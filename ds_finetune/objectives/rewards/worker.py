@@ -246,11 +246,11 @@ def main(descriptor: int) -> None:
         os.register_at_fork(after_in_child=lambda: os.close(descriptor))
         every = json.loads(lines.readline())
         scorers, error, number = _load(every)
-        print(json.dumps({"error": error, "at": number}), file=lines, flush=True)
-        for line in lines:
+        print(json.dumps({"error": error, "at": number, "request": 1}), file=lines, flush=True)
+        for request, line in enumerate(lines, 2):
             at, answer = json.loads(line)
             said = run_reward(scorers[at], every[at], AnswerToScore(**answer))
             if os.getpid() != owner:
                 # A process that a reward has forked has returned from the reward as well.
                 os._exit(0)
-            print(json.dumps(said), file=lines, flush=True)
+            print(json.dumps({**said, "request": request}), file=lines, flush=True)

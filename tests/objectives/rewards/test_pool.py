@@ -162,6 +162,16 @@ def test_what_a_reward_starts_ends_with_it(tmp_path: Path) -> None:
     wait_for_end(int(kept.read_text()), time.monotonic() + LONGEST)
 
 
+@pytest.mark.parametrize("line", ["stray\n", '{"score": 1.0, "has_result": null, "read": "", "seconds": 0}\n', "[]\n"])
+def test_a_line_of_a_reward_in_the_connection_is_no_score(line: str) -> None:
+    """It ends the process; the scores of the answers after it are their own."""
+    answers = [answer_of("4"), answer_of("stray", {"line": line}), answer_of("5"), answer_of("4")]
+    with open_rewards([section_of(":writes_into_connections")], workers=1) as rewards:
+        first, stray, *after = [parts[0] for parts in rewards.start(answers).parts()]
+    assert [part["score"] for part in (first, *after)] == [1, 0, 1]
+    assert "into the connection of its process, which ended, twice" in stray["error"]
+
+
 def test_what_a_reward_prints_goes_to_the_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "rewards.log"
     assert scores_of([":prints"], [RIGHT, WRONG], log=log).tolist() == [[1], [1]]

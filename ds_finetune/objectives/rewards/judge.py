@@ -1,0 +1,376 @@
+"""Runs a program in one process and its tests in another, of which the program sees the arguments of its calls alone.
+
+programs.py starts this module, which imports no other of the package. It forks a process for the program before it
+reads the tests, in which each name of the program is a proxy. Back come data of built-in types, or numbers of the
+program's objects. Data is compared in the process of the tests, so that a program passes only by the right values.
+"""
+
+import ast
+import builtins
+import ctypes
+import importlib
+import io
+import operator
+import os
+import pickle
+import resource
+import struct
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NoReturn
+
+_PLAIN = (bool, int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset)
+_VALUES: Mapping[str, Callable[[Any], tuple[Any, ...]]] = {
+    "builtins.complex": lambda value: (value.real, value.imag),
+    "builtins.range": lambda value: (value.start, value.stop, value.step),
+    "collections.Counter": lambda value: (dict(value),),
+    "collections.OrderedDict": lambda value: (list(value.items()),),
+    "collections.defaultdict": lambda value: (value.default_factory, dict(value)),
+    "collections.deque": lambda value: (list(value), value.maxlen),
+    "decimal.Decimal": lambda value: (str(value),),
+    "fractions.Fraction": lambda value: (value.numerator, value.denominator),
+    "numpy.ndarray": lambda value: (value.tolist(), value.dtype.str),
+    **{f"datetime.{name}": lambda value: value.__reduce__()[1] for name in ("date", "datetime", "time", "timedelta")},
+}
+"""Types that the process of the tests makes anew, of these arguments."""
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.GeneratorType)
+_HEADER = struct.Struct("=cQQ")
+"""Kind of a message (request or reply), its number, and its length."""
+_MOST_BYTES = 2**26
+_FORWARDED = ["getitem", "setitem", "delitem", "len", "iter", "next", "bool", "str", "repr", "float", "int", "round"]
+_FORWARDED += ["abs", "neg", "index", "reversed", "enter", "exit", "hash", "call", "setattr"]
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
+_ORDER = ("lt", "le", "gt", "ge")
+
+
+class Proxy:
+    """An object of the other process."""
+
+    def __init__(self, asks: Callable[..., Any], number: int) -> None:
+        self.__dict__.update(_asks=asks, _number=number)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the program has
+        # Libraries would obey others, as `__array_interface__`.
+        if name.startswith("__") and name != "__name__":
+            raise AttributeError(name)
+        return self._asks("getattr", self, name)
+
+    def __eq__(self, other: object) -> bool:
+        """The program decides only whether two objects of its own are equal."""
+        if isinstance(other, Proxy):
+            return other is self or self._asks("eq", self, other) is True
+        data = self._asks("data", self)
+        return not isinstance(data, Proxy) and bool(data == other)
+
+    def __hash__(self) -> int:
+        return int(self._asks("hash", self))
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, Proxy) and bool(self._asks("isinstance", instance, self))
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    return lambda self, *given, **named: self._asks(name, self, *given, **named)
+
+
+def _operator(name: str, is_reflected: bool) -> Callable[[Proxy, Any], Any]:
+    """An operator. What a test computes with its own data is not left to an object that is no data."""
+
+    def operate(self: Proxy, other: Any) -> Any:  # noqa: ANN401
+        if isinstance(other, Proxy):
+            return self._asks(name, self, other)
+        data = self._asks("data", self)
+        if not isinstance(data, Proxy):
+            return _OPERATIONS[name](*((other, data) if is_reflected else (data, other)))
+        result = self._asks(name, *((other, self) if is_reflected else (self, other)))
+        return result if isinstance(result, Proxy) else NotImplemented
+
+    return operate
+
+
+def _data(value: Any) -> Any:  # noqa: ANN401
+    """The data of an object whose class is derived from a built-in type, or the object."""
+    kinds: Sequence[Callable[[Any], Any]] = [kind for kind in _PLAIN if isinstance(value, kind)]
+    return kinds[0](value) if kinds else value
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    **{name: getattr(operator, f"{name}_" if name in ("and", "or") else name) for name in _BINARY + _ORDER},
+    **{name: getattr(operator, name) for name in ("eq", "getitem", "setitem", "delitem", "neg", "index", "call")},
+    **{name: getattr(builtins, name) for name in _FORWARDED if hasattr(builtins, name)},
+    "getattr": getattr,
+    "isinstance": isinstance,
+    "data": _data,
+    "enter": lambda value: type(value).__enter__(value),
+    "exit": lambda value, *_: type(value).__exit__(value, None, None, None),
+}
+for _name in _FORWARDED:
+    setattr(Proxy, f"__{_name}__", _forwarded(_name))
+for _name in _BINARY:
+    setattr(Proxy, f"__r{_name}__", _operator(_name, is_reflected=True))
+for _name in _BINARY + _ORDER:
+    setattr(Proxy, f"__{_name}__", _operator(_name, is_reflected=False))
+
+
+class _Peer:
+    """One end of the pipes between both processes; either may ask, and answers while it waits."""
+
+    def __init__(self, reads: int, writes: int, say: Callable[[str], object] | None = None) -> None:
+        self.file, self._writes = os.fdopen(reads, "rb"), writes
+        self.say, self.is_judge = say or str, say is not None
+        self.held: list[Any] = []
+        self._numbers: dict[int, int] = {}
+        self.theirs: dict[int, Any] = {}
+        self._asked = 0
+
+    def ask(self, operation: str, *given: Any, **named: Any) -> Any:  # noqa: ANN401
+        """The result of an operation on an object of the other process. Lists, dictionaries and sets that it has
+        changed change here.
+        """
+        self._asked += 1
+        number = self._asked
+        try:
+            body = self._dumps((operation, given, named))
+        except Exception as unsent:
+            if not self.is_judge:
+                raise
+            self.say(f"refused {unsent}")
+            self.end()
+        self._send(b"?", number, body)
+        while (reply := self._receive())[0] == b"?":
+            self._answer(*reply[1:])
+        # A program that writes into the pipe itself ends its tests.
+        if reply[:2] != (b"!", number):
+            self.end()
+        error, value, after, printed = self._loads(reply[2])
+        sys.stdout.write(printed)
+        for mine, changed in zip(given, after, strict=True):
+            if type(mine) is type(changed) and isinstance(mine, list | bytearray):
+                mine[:] = changed
+            elif type(mine) is type(changed) and isinstance(mine, dict | set):
+                mine.clear()
+                mine.update(changed)
+            value = mine if value is changed and value is not None else value
+        if error is not None:
+            raise error.__new__(error, *value)
+        return value
+
+    def serve(self) -> NoReturn:
+        """Answer until the other process ends."""
+        sys.stdout = io.StringIO()
+        while (request := self._receive())[0] == b"?":
+            self._answer(*request[1:])
+        self.end()
+
+    def end(self) -> NoReturn:
+        """End this process; no `except` of a test or program stops that."""
+        os._exit(1)
+
+    def _answer(self, number: int, body: bytes) -> None:
+        given: tuple[Any, ...] = ()
+        try:
+            operation, given, named = self._loads(body)
+            allowed = {name: _OPERATIONS[name] for name in ("call", "iter", "next")} if self.is_judge else _OPERATIONS
+            error, value = None, allowed[operation](*given, **named)
+        except BaseException as raised:  # noqa: BLE001 - whatever a program raises
+            error, value = type(raised), raised.args
+        after = [each if type(each) in (list, bytearray, dict, set) else None for each in given]
+        printed = ""
+        if isinstance(sys.stdout, io.StringIO) and not self.is_judge:
+            printed, sys.stdout = sys.stdout.getvalue(), io.StringIO()
+        try:
+            reply = self._dumps((error, value, after, printed))
+        except Exception as unsent:  # noqa: BLE001 - as much nesting
+            reply = self._dumps((TypeError, (str(unsent),), [None] * len(given), ""))
+        self._send(b"!", number, reply)
+
+    def _send(self, kind: bytes, number: int, body: bytes) -> None:
+        message = memoryview(_HEADER.pack(kind, number, len(body)) + body)
+        try:
+            while message:
+                message = message[os.write(self._writes, message) :]
+        except OSError:
+            self.end()
+
+    def _receive(self) -> tuple[bytes, int, bytes]:
+        header = self.file.read(_HEADER.size)
+        if len(header) < _HEADER.size:
+            self.end()
+        kind, number, length = _HEADER.unpack(header)
+        body = self.file.read(length) if length <= _MOST_BYTES else b""
+        if len(body) < length:
+            self.end()
+        return kind, number, body
+
+    def _dumps(self, value: object) -> bytes:
+        file = io.BytesIO()
+        _Pickler(self, file).dump(value)
+        return file.getvalue()
+
+    def _loads(self, body: bytes) -> Any:  # noqa: ANN401
+        if not self.is_judge:
+            return _Unpickler(self, io.BytesIO(body)).load()
+        try:
+            return _DataUnpickler(self, io.BytesIO(body)).load()
+        except Exception:  # noqa: BLE001 - an honest program sends none that raises
+            self.end()
+
+    def hold(self, value: object) -> int:
+        """The number of an object of this process."""
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self.held)
+            self.held.append(value)
+        return self._numbers[id(value)]
+
+
+class _Pickler(pickle.Pickler):
+    """Names what is no data: with all of its types in the process of the program, and functions in that of the tests,
+    whose other objects are sent as pickle does.
+    """
+
+    def __init__(self, peer: _Peer, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5)
+        self._peer = peer
+
+    def persistent_id(self, value: Any) -> Any:  # noqa: ANN401
+        kind = type(value)
+        if kind in _PLAIN or value is None:
+            return None
+        if kind is Proxy:
+            return "yours", value.__dict__["_number"]
+        is_error = isinstance(value, type) and issubclass(value, BaseException)
+        if not self._peer.is_judge:
+            return self._error(value) if is_error else self._object(value)
+        if is_error and "_number" in vars(value):
+            return "yours", vars(value)["_number"]
+        is_method = kind is types.BuiltinMethodType and not isinstance(value.__self__, types.ModuleType)
+        return ("mine", self._peer.hold(value)) if is_method or isinstance(value, _FUNCTIONS) else None
+
+    def _error(self, value: type[BaseException]) -> tuple[Any, ...]:
+        if value.__module__ == "builtins":
+            return "builtin", value.__name__
+        return "error", self._peer.hold(value), value.__name__, value.__base__
+
+    def _object(self, value: Any) -> tuple[Any, ...]:  # noqa: ANN401
+        name = f"{type(value).__module__}.{type(value).__qualname__}"
+        if name in _VALUES:
+            return "value", name, _VALUES[name](value)
+        if name.startswith("numpy.") and hasattr(value, "dtype") and type(value.item()) in _PLAIN:
+            return "data", value.item()
+        return "mine", self._peer.hold(value)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads what the tests send."""
+
+    def __init__(self, peer: _Peer, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._peer = peer
+
+    def persistent_load(self, name: Any) -> Any:  # noqa: ANN401
+        theirs, ask = self._peer.theirs, self._peer.ask
+        match name:
+            case ("mine", int(number)):
+                return theirs.setdefault(number, Proxy(ask, number))
+            case ("yours", int(number)) if 0 <= number < len(self._peer.held):
+                return self._peer.held[number]
+            case ("builtin", str(text)) if issubclass(getattr(builtins, text), BaseException):
+                return getattr(builtins, text)
+            case ("error", int(number), str(text), type() as base) if issubclass(base, BaseException):
+                return theirs.setdefault(number, type(text, (base,), {"_number": number}))
+            case ("data", data) if type(data) in _PLAIN:
+                return data
+            case ("value", str(text), tuple(given)) if text in _VALUES:
+                module, _, kind = text.replace("ndarray", "array").rpartition(".")
+                return getattr(importlib.import_module(module), kind)(*given)
+        raise pickle.UnpicklingError(str(name))
+
+
+class _DataUnpickler(_Unpickler):
+    """Reads what a program sends: data of built-in types, and what persistent_load makes."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+def _names(tests: Sequence[ast.Module]) -> tuple[set[str], set[str], dict[str, Any]]:
+    """Names that tests may mean of a program; those of Python's own functions; and modules whose attributes they read,
+    which are the library's also where the tests do not import them.
+    """
+    nodes = [node for test in tests for node in ast.walk(test)]
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    read = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
+    modules = {name: importlib.import_module(name) for name in read & sys.stdlib_module_names}
+    own = names & vars(builtins).keys()
+    return names - own - modules.keys(), own, modules
+
+
+def _judge(peer: _Peer, tests: Sequence[str]) -> None:
+    """Say the number of each test that runs to its end."""
+    parsed: dict[int, ast.Module] = {}
+    for number, test in enumerate(tests):
+        with suppress(SyntaxError, ValueError):
+            parsed[number] = ast.parse(test, "test.py")
+    names, own, scope = _names(list(parsed.values()))
+    found = peer.ask("names", sorted(names)) or (peer.ask("names", sorted(own)) if len(own) == 1 else {})
+    scope = {"__name__": "__main__", **scope, **found}
+    for number, tree in parsed.items():
+        try:
+            exec(compile(tree, "test.py", "exec"), scope)
+        except BaseException:  # noqa: BLE001 - whatever a test raises
+            continue
+        peer.say(str(number))
+
+
+def _run(peer: _Peer, folder: str) -> None:
+    """Run the program, without tests to its end, else to answer their calls."""
+    program, limits, is_tested = pickle.load(peer.file)
+    for number, (name, flags) in enumerate((("in", os.O_RDONLY), ("out", os.O_WRONLY | os.O_CREAT))):
+        os.dup2(os.open(f"{folder}/{name}", flags, 0o600), number)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    libc = ctypes.CDLL(None)
+    # A network of its own, as `unshare --net`; as another user than root it needs a user namespace first. Where neither
+    # is allowed, the program has the network of this machine.
+    libc.unshare(0x40000000 | (0x10000000 if os.geteuid() else 0))
+    # No capabilities, by which root could read the memory of the other process.
+    libc.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24))
+    for name, most in limits.items():
+        hard = resource.getrlimit(getattr(resource, name))[1]
+        most = most if hard < 0 else min(most, hard)
+        resource.setrlimit(getattr(resource, name), (most, most))
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(program, "answer.py", "exec"), scope)
+    if is_tested:
+        _OPERATIONS["names"] = lambda names: {name: scope[name] for name in names if name in scope}
+        peer.serve()
+
+
+def main(folder: str) -> None:
+    """Run the task that comes through standard input; what is said of it goes to standard output."""
+    # The folder of this file, which is no package of the program's.
+    sys.path.pop()
+    # PR_SET_DUMPABLE of prctl(2): no other process of the same user reads or writes this one's memory and files.
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
+    report = os.dup(1)
+    os.write(report, b"begins\n")
+    (asked, asks), (said, says) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if not pid:
+        for ours in (asks, said, report):
+            os.close(ours)
+        _run(_Peer(asked, says), folder)
+        return
+    for theirs in (asked, says):
+        os.close(theirs)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    program, tests, limits = pickle.load(sys.stdin.buffer)
+    peer = _Peer(said, asks, lambda line: os.write(report, f"{line}\n".encode()))
+    with suppress(BrokenPipeError), os.fdopen(os.dup(asks), "wb") as file:
+        pickle.dump((program, limits, bool(tests)), file)
+    if tests:
+        _judge(peer, tests)
+    elif os.waitpid(pid, 0)[1] == 0:
+        peer.say("0")
+    peer.end()
