@@ -161,9 +161,26 @@ HONEST = {
         "from contextlib import contextmanager\nlog = []\n@contextmanager\ndef f():\n    log.append(1)\n    yield 5\n    log.append(2)\ndef g(): return log",
         "with f() as x: assert x == 5 and g() == [1]\nassert g() == [1, 2]",
     ),
+    "the program's numpy": ("import math as np\ndef f(n): return n / 3", "assert np.allclose([f(3)], [1.0])"),
     "shared names": ("x = 3\ndef f(): return x", ["y = f()", "assert y == x == 3"]),
     "many calls": ("def f(n): return n", "assert all(f(n) == n for n in range(3000))"),
 }
+
+
+def test_a_reply_does_not_change_functions_of_the_tests() -> None:
+    """Pickle's BUILD would set the default of `same` by a reply of the program's own making."""
+    program = (
+        "import pickle, sys\nclass Reply:\n    def __init__(self, g): self.g = g\n"
+        "def f(g):\n    global real\n    peer = g._asks.__self__\n    real = peer._dumps\n"
+        "    def dumps(value):\n        body = real((None, g, [None, None], ''))\n"
+        "        state = pickle.dumps((None, {'__defaults__': (True,)}), protocol=5)[2:-1]\n"
+        "        state = state[9:] if state[:1] == b'\\x95' else state\n"
+        "        at = body.index(b'Q') + 1\n"
+        "        return body[:2] + body[11:at] + state + b'b' + body[at:]\n"
+        "    peer._dumps = dumps\n    return g"
+    )
+    tests = "def same(result=None): return result is True\nf(same)\nassert same()"
+    assert score(program, tests) == 0
 
 
 @pytest.mark.parametrize("name", HONEST)
