@@ -157,6 +157,7 @@ class _Peer:
             elif type(mine) is type(changed) and isinstance(mine, dict | set):
                 mine.clear()
                 mine.update(changed)
+            # An argument that is returned is itself.
             value = mine if value is changed and value is not None else value
         if error is not None:
             raise error.__new__(error, *value)
@@ -187,7 +188,7 @@ class _Peer:
             printed, sys.stdout = sys.stdout.getvalue(), io.StringIO()
         try:
             reply = self._dumps((error, value, after, printed))
-        except Exception as unsent:  # noqa: BLE001 - as much nesting
+        except Exception as unsent:  # noqa: BLE001 - whatever an object raises that is sent
             reply = self._dumps((TypeError, (str(unsent),), [None] * len(given), ""))
         self._send(b"!", number, reply)
 
