@@ -577,8 +577,8 @@ MUTANTS = (
     Mutant(
         "classes in the order of the rows",
         "data/classes.py",
-        "tuple(found.order or sorted(found.names))",
-        "tuple(found.order or found.names)",
+        "tuple(found.order) or tuple(sorted(found.names))",
+        "tuple(found.order) or tuple(found.names)",
         LABELS,
     ),
     Mutant(
