@@ -41,7 +41,7 @@ def test_a_nan_on_one_rank_is_named_and_changes_nothing(found: dict[str, Any], s
     assert case["culprit"].startswith("model.layers.1.")
     assert case["culprit"].endswith(" on rank 1")
     assert case["unchanged"]
-    assert case["lr"] == pytest.approx([7.5e-4, 5e-4, 5e-4, 2.5e-4])
+    assert case["lr"] == pytest.approx([1e-3, 2e-3 / 3, 2e-3 / 3, 1e-3 / 3])
     assert case["loss"][2] < case["loss"][0]
 
 

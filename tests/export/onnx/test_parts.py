@@ -269,6 +269,7 @@ def test_an_index_that_names_other_files(index: dict[str, str], message: str, tm
 
     source = tmp_path / "hub"
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **CONFIGS["llama"])).save_pretrained(source)
+    (source / "model.safetensors").unlink()
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     with pytest.raises(ModelError, match=message):
         onnx_folder.write(source, tmp_path / "out", ExportOptions(dtype="fp32"))
