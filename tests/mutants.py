@@ -1112,8 +1112,8 @@ MUTANTS = (
     Mutant(
         "padded batches not compared",
         "export/verify/verify.py",
-        "[compare_padding] if record.num_labels else []",
-        "[]",
+        "(compare_logits, compare_padding, compare_tokens)",
+        "(compare_logits, compare_tokens)",
         CLASSIFIERS,
     ),
     Mutant(

@@ -43,7 +43,7 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     _check_files(Path(folder))
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, use_fast=True, trust_remote_code=False)
-    except (OSError, ValueError, RecursionError) as missing:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as missing:
         raise DataError(
             f"no tokenizer in `{folder}`: {missing}", hint="set model.tokenizer to a folder with tokenizer.json"
         ) from missing

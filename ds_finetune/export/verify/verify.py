@@ -259,7 +259,8 @@ def _compare(folder: Path, record: ExportRecord, loaded: LoadedFolder, base: Pat
         for verb, keys in differences.items()
         if keys
     ]
-    for compare_kind in (compare_logits, *([compare_padding] if record.num_labels else []), compare_tokens):
+    of_classifier = (compare_logits, compare_padding, compare_tokens)
+    for compare_kind in of_classifier if record.num_labels else (compare_tokens, compare_logits):
         more_problems, more_lines = compare_kind(record, loaded)
         problems, lines = [*problems, *more_problems], [*lines, *more_lines]
     return VerificationResult(folder, tuple(problems), tuple(lines))
