@@ -107,8 +107,8 @@ def test_what_was_not_planned_is_refused(tmp_path: Path) -> None:
         with pytest.raises((AssertionError, KeyError)):
             writer.write(key, start, flat)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ExportError, match=r"tensor `z` has shape \(0, 3\)"):
-        ShardWriter(tmp_path, plan_shards([HubTensor("z", (0, 3), torch.float32)], 100))
+    with pytest.raises(ExportError, match=r"tensor `z` has shape \(0,\)"):
+        ShardWriter(tmp_path, plan_shards([HubTensor("z", (0,), torch.float32)], 100))
 
 
 def test_many_files_need_few_open_at_once(tmp_path: Path) -> None:
