@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from ds_finetune.data.row_kind import DIALOGUE
 from ds_finetune.data.samples import read_row
 from ds_finetune.errors import ConfigError, DataError, RunError
 from tests.conftest import ROOT
+from tests.running import tiny_task
 
 
 def test_an_error_carries_its_hint() -> None:
@@ -408,15 +410,15 @@ def test_a_run_ends_by_printing_the_next_command(tmp_path: Path, capsys: pytest.
     from ds_finetune.trainer.train import Report
 
     export = tmp_path / "my run" / "export"
-    export.mkdir(parents=True)
+    shutil.copytree(tiny_task(tmp_path / "task").parent / "model", export)
     show_next(Report(None, export.parent, (export,), 1.0))
-    (export / "chat_template.jinja").touch()
+    (export / "chat_template.jinja").unlink()
     show_next(Report(None, export.parent, (export,), 1.0))
     show_next(Report(None, export.parent, (), 1.0))
     show_next(Report(None, export.parent, (), 1.0, interrupted="SIGTERM"))
     assert capsys.readouterr().out.splitlines() == [
-        f"next: ds-finetune ask '{export}' TEXT",
         f"next: ds-finetune chat '{export}'",
+        f"next: ds-finetune ask '{export}' TEXT, which sends 'TEXT'",
         f"next: ds-finetune export '{export.parent}' OUT",
     ]
 

@@ -145,6 +145,7 @@ def assert_exact(messages: list[dict[str, Any]], tokens: Tokens, tokenizer: PreT
     """The document has every text of the row, in order, and supervises the answers alone, from behind the header
     through the end.
     """
+    messages = as_turns(messages)
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     assert ("behind" in tokens.notes) == bool(answers and answers[-1] < len(messages) - 1)
     kept = messages[: answers[-1] + 1] if answers else messages
@@ -159,7 +160,7 @@ def assert_exact(messages: list[dict[str, Any]], tokens: Tokens, tokenizer: PreT
             arguments = call["function"]["arguments"]
             for text in (
                 call["function"]["name"],
-                *leaves(json.loads(arguments) if isinstance(arguments, str) else arguments),
+                *leaves(json.loads(arguments) if isinstance(arguments, str) else present(arguments)),
             ):
                 forms = (text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1])
                 assert any(nfc(form) in document for form in forms), (text, document)
@@ -168,6 +169,26 @@ def assert_exact(messages: list[dict[str, Any]], tokens: Tokens, tokenizer: PreT
     assert len(supervised) == len(trained)
     for message, text in zip(trained, supervised, strict=True):
         assert_answer(message, text, is_open="open_call" in tokens.notes)
+
+
+def present(value: Any) -> Any:
+    """A value without the nulls of its objects, which Arrow writes for what a row does not have."""
+    if isinstance(value, dict):
+        return {key: present(inner) for key, inner in value.items() if inner is not None}
+    return [present(inner) for inner in value] if isinstance(value, list) else value
+
+
+def as_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Assistant messages that follow one another are one turn with the texts of both, a line each, and all calls."""
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        if not turns or not turns[-1]["role"] == message["role"] == "assistant":
+            turns.append(message)
+            continue
+        texts = [text for each in (turns[-1], message) if (text := joined(each["content"]))]
+        calls = [*(turns[-1].get("tool_calls") or ()), *(message.get("tool_calls") or ())]
+        turns[-1] = {**turns[-1], **message, "content": "\n".join(texts), "tool_calls": calls}
+    return turns
 
 
 def assert_answer(message: dict[str, Any], text: str, *, is_open: bool) -> None:

@@ -110,7 +110,10 @@ def engine_on_device(
     world_size, sizes = LAYOUTS[layout]
     cell = Cell(family, 0, 2, packing=True, balances="deepseek_v3" in family, **sizes)
     tree = run_tree(cell, Path("model"), Path("out"), dp=world_size // cell.sharing)
-    tree |= {"model": {"path": "model", "weights": "random", "kernels": "torch", "loss": "chunked"}, "objective": objective}
+    tree |= {
+        "model": {"path": "model", "weights": "random", "kernels": "torch", "loss": "chunked"},
+        "objective": objective,
+    }
     config = RunConfig.model_validate(tree)
     plan = make_plan(RunSettings.of(config), world=World(rank, world_size, rank, world_size, "test"), device="cuda")
     with on_device(world_size, rank=rank) as calls, pytest.MonkeyPatch.context() as checks:

@@ -113,7 +113,9 @@ def test_a_run_ends_with_each_of_its_formats(tmp_path: Path, capsys: pytest.Capt
         torch.testing.assert_close(load_exported(report.exports[1])(ids).logits, plain(ids).logits)
     record = tmp_path / "run" / "export-toy" / RECORD
     before = record.stat().st_mtime_ns
-    ds_finetune.train(run_file)
+    assert ds_finetune.train(run_file).exports == report.exports
+    assert record.stat().st_mtime_ns == before
+    assert ds_finetune.train(run_file, ["train.for=4 steps"]).exports == report.exports
     assert record.stat().st_mtime_ns > before
 
 
