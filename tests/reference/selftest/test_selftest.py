@@ -169,6 +169,7 @@ def test_the_standard_set_has_fp16_on_gpus_alone() -> None:
     assert [name for name in names["cuda"] if name not in names["cpu"]] == [
         "deepseek_v3 dp ZeRO-1 fp16",
         "deepseek_v3 dp ZeRO-3 fp16",
+        "deepseek_v3 dp ZeRO-2 fp16 LoRA",
     ]
 
 
