@@ -62,7 +62,8 @@ def test_the_watchdog_reads_progress_from_events(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda: "default")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
-    progress = device_progress("cuda")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    progress = device_progress("cuda:0")
     assert progress is not None
     first, second = CollectiveCall("all_reduce", 2, "all", 1), CollectiveCall("all_gather", 4, "all", 2)
     for call, stream in ((first, "default"), (second, "of overlap_comm")):
