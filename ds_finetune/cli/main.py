@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(words)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            # With PYTHONIOENCODING a letter of a row may have no bytes.
+        # With PYTHONIOENCODING a letter of a row may have no bytes.
+        if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(errors="backslashreplace")
     try:
         _check_encoding()
