@@ -10,8 +10,14 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from ds_finetune.config.objectives import OBJECTIVES, GrpoObjective, ObjectiveConfig
-from ds_finetune.config.other_programs import KEY_OF, KEYS_OF_GRPO, MEANINGS, MEANT, NOT_AVAILABLE, SAMPLING, value_of
+from ds_finetune.config.objectives import (
+    OBJECTIVES,
+    GrpoObjective,
+    ObjectiveConfig,
+    explain_objective,
+    objectives_with,
+)
+from ds_finetune.config.other_programs import KEY_OF, KEYS_OF_GRPO, MEANINGS, NOT_AVAILABLE, value_of
 from ds_finetune.config.run_file import Lines
 from ds_finetune.errors import ConfigError
 
@@ -236,29 +242,3 @@ def _plain_message(message: str) -> str:
         .replace("greater than or equal to", "at least")
         .replace("less than or equal to", "at most")
     )
-
-
-def explain_objective(error: Any) -> tuple[str, str] | None:  # noqa: ANN401 - pydantic's ErrorDetails
-    """What is wrong with the objective, and a hint; None where the error is about one of its keys."""
-    if tuple(error["loc"]) != ("objective",):
-        return None
-    names = f"objectives are {', '.join(OBJECTIVES)}"
-    if error["type"] == "union_tag_not_found":
-        return "`objective` has no `name`", f"write e.g. `objective: {{name: dpo, beta: 0.1}}`; {names}"
-    if error["type"] != "union_tag_invalid":
-        return f"`objective` is {error['input']!r}: it should be a name or a section with a name", names
-    given = error["input"]["name"]
-    word = str(given).lower().replace("-", "_")
-    if word in SAMPLING:
-        return (
-            f"`objective` is {given!r}, which trains on sampled answers and is not available in this version",
-            f"train grpo, which compares rewards of sampled answers, or dpo with pairs of answers; {names}",
-        )
-    near = MEANT.get(word) or next(iter(difflib.get_close_matches(word, OBJECTIVES, n=1)), None)
-    hint = f"did you mean `{near}`? " if near else ""
-    return f"`objective` is {given!r}, which is no objective", f"{hint}{names}"
-
-
-def objectives_with(key: str) -> list[str]:
-    """Names of the objectives that have a key `key`."""
-    return [name for name, row in OBJECTIVES.items() if key in row.section.model_fields]

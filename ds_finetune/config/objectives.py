@@ -3,6 +3,7 @@
 A new objective is a section and a row, here or in another package, and a loss (CONTRIBUTING.md, "Adding an objective").
 """
 
+import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -13,6 +14,7 @@ from pydantic import BeforeValidator, Field, GetCoreSchemaHandler, GetJsonSchema
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
+from ds_finetune.config.other_programs import MEANT, SAMPLING
 from ds_finetune.config.run_file import SHORT_FORMS
 from ds_finetune.config.sections import RolloutConfig, Section, refused_values, short_form
 from ds_finetune.config.value_types import Free, Refused, Rows
@@ -420,9 +422,6 @@ def read_objective(value: object) -> ObjectiveConfig:
     try:
         section: ObjectiveConfig = TypeAdapter(ObjectiveField).validate_python(value)
     except ValidationError as invalid:
-        # It imports this module.
-        from ds_finetune.config.invalid_keys import explain_objective
-
         error = invalid.errors()[0]
         if explained := explain_objective({**error, "loc": ("objective", *error["loc"])}):
             message, hint = explained
@@ -433,3 +432,29 @@ def read_objective(value: object) -> ObjectiveConfig:
             hint="write a name such as pretrain, or {name: pretrain, eos: false}",
         ) from None
     return section
+
+
+def explain_objective(error: Any) -> tuple[str, str] | None:  # noqa: ANN401 - pydantic's ErrorDetails
+    """What is wrong with the objective, and a hint; None where the error is about one of its keys."""
+    if tuple(error["loc"]) != ("objective",):
+        return None
+    names = f"objectives are {', '.join(OBJECTIVES)}"
+    if error["type"] == "union_tag_not_found":
+        return "`objective` has no `name`", f"write e.g. `objective: {{name: dpo, beta: 0.1}}`; {names}"
+    if error["type"] != "union_tag_invalid":
+        return f"`objective` is {error['input']!r}: it should be a name or a section with a name", names
+    given = error["input"]["name"]
+    word = str(given).lower().replace("-", "_")
+    if word in SAMPLING:
+        return (
+            f"`objective` is {given!r}, which trains on sampled answers and is not available in this version",
+            f"train grpo, which compares rewards of sampled answers, or dpo with pairs of answers; {names}",
+        )
+    near = MEANT.get(word) or next(iter(difflib.get_close_matches(word, OBJECTIVES, n=1)), None)
+    hint = f"did you mean `{near}`? " if near else ""
+    return f"`objective` is {given!r}, which is no objective", f"{hint}{names}"
+
+
+def objectives_with(key: str) -> list[str]:
+    """Names of the objectives that have a key `key`."""
+    return [name for name, row in OBJECTIVES.items() if key in row.section.model_fields]

@@ -6,18 +6,12 @@ record.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-from ds_finetune.config.rewards import RewardConfig
 from ds_finetune.data.files import Record
 from ds_finetune.data.messages import Conversation, read_conversation
 from ds_finetune.data.record_layouts import LAYOUTS, Completion, LayoutColumns, Sample, by_name, is_answer
 from ds_finetune.errors import DataError
-from ds_finetune.objectives.rewards.worker import needs_of
-
-if TYPE_CHECKING:
-    # It imports this module.
-    from ds_finetune.data.prepared_rows import PreparedRows
 
 ANSWER = "answer"
 """Column of a record with the reference answer."""
@@ -98,22 +92,6 @@ def _dialogue(layout: str) -> tuple[str, str, str, Any]:
 
     needed = " ".join(row.needed - {"output"})
     return layout, needed, " ".join({*row.optional, "output", ANSWER, "solution"} - {"system"}), read
-
-
-def unusable_record(sections: Sequence[RewardConfig], rows: "PreparedRows") -> str:
-    """The first record that a reward cannot use, and what the reward says of it; empty where all can be used."""
-    rewards = [section.settings for section in sections]
-    problems = ((number, needs_of(rewards, rows.record(number))) for number in range(len(rows)))
-    return next((f"{rows.where(number)}: {problem}" for number, problem in problems if problem), "")
-
-
-def check_records(sections: Sequence[RewardConfig], rows: "PreparedRows") -> None:
-    """DataError for the first record that a reward cannot use; to be called before the first rollout."""
-    if problem := unusable_record(sections, rows):
-        raise DataError(
-            f"the rewards cannot use {problem}",
-            hint="correct the row, or name its column by the key `column` of the reward",
-        )
 
 
 PROMPT_LAYOUTS: Mapping[str, LayoutColumns] = by_name(

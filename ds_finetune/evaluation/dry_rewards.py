@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from ds_finetune.config.rewards import RewardConfig
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.prompt_format import end_ids, template_settings, trained_ends
-from ds_finetune.data.prompts import ANSWER, check_records
+from ds_finetune.data.prompts import ANSWER
 from ds_finetune.engine.sampling.answer_model import AnswerModel, check_cache
 from ds_finetune.engine.sampling.answers import PromptToSample
 from ds_finetune.engine.sampling.sampler import Drawing, PromptPart, sample_parts
@@ -22,6 +22,7 @@ from ds_finetune.model.build.skeleton import resolve_folder
 from ds_finetune.objectives.rewards.answers import AnswerToScore, column_of
 from ds_finetune.objectives.rewards.pool import Part, Rewards, open_rewards
 from ds_finetune.plan.settings import RunSettings
+from ds_finetune.trainer.inputs import check_records
 from ds_finetune.trainer.preview import training_rows
 from ds_finetune.trainer.rollouts.sampling import AnswerTexts
 

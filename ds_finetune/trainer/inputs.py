@@ -1,7 +1,7 @@
 """Reads a run's inputs, on every process, before a process group exists: model config, tokenizer, tokenised rows."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -11,12 +11,12 @@ import numpy as np
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ds_finetune.config.objectives import ObjectiveConfig, is_distillation
+from ds_finetune.config.rewards import RewardConfig
 from ds_finetune.config.schedule import Duration
 from ds_finetune.data.classes import find_classes
 from ds_finetune.data.prepare import prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.prompt_format import GENERATION, PromptFormat, end_ids
-from ds_finetune.data.prompts import check_records
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.row_report import row_notes
 from ds_finetune.data.stream import StreamedRows, open_stream, overlap_notes
@@ -33,6 +33,7 @@ from ds_finetune.model.loss.teacher import check_same_tokens
 from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.weights.load import weights_digest
 from ds_finetune.objectives.rewards.pool import check_files
+from ds_finetune.objectives.rewards.worker import needs_of
 from ds_finetune.plan.context import extend_tree
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.settings import RunSettings
@@ -245,3 +246,19 @@ def teacher_digest(model: ModelPlan, scores: StoredScores | None) -> str:
     if scores is not None:
         return scores.identity.teacher
     return weights_digest(resolve_folder(model.teacher.path)) if model.teacher is not None else ""
+
+
+def unusable_record(sections: Sequence[RewardConfig], rows: PreparedRows) -> str:
+    """The first record that a reward cannot use, and what the reward says of it; empty where all can be used."""
+    rewards = [section.settings for section in sections]
+    problems = ((number, needs_of(rewards, rows.record(number))) for number in range(len(rows)))
+    return next((f"{rows.where(number)}: {problem}" for number, problem in problems if problem), "")
+
+
+def check_records(sections: Sequence[RewardConfig], rows: PreparedRows) -> None:
+    """DataError for the first record that a reward cannot use; to be called before the first rollout."""
+    if problem := unusable_record(sections, rows):
+        raise DataError(
+            f"the rewards cannot use {problem}",
+            hint="correct the row, or name its column by the key `column` of the reward",
+        )

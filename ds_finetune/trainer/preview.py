@@ -12,12 +12,12 @@ from transformers import PreTrainedTokenizerBase
 from ds_finetune.config.units import share_text
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
-from ds_finetune.data.prompts import unusable_record
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.row_report import row_notes, server_prompt_line
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.model.build.skeleton import resolve_folder
 from ds_finetune.plan.settings import RunSettings
+from ds_finetune.trainer.inputs import unusable_record
 from ds_finetune.trainer.resolve import model_config, token_limits, with_classes
 
 OPEN, CLOSE = "⟦", "⟧"
