@@ -23,10 +23,11 @@ from ds_finetune.config.units import GIB
 from ds_finetune.config.value_types import OnResume
 from ds_finetune.export.formats import FORMATS
 from ds_finetune.families.table import FAMILIES
-from ds_finetune.plan.checks import CHECKS
+from ds_finetune.plan.checks import BEFORE_MODEL, LENGTH_CHECKS
 from ds_finetune.plan.estimate.accelerators import ACCELERATORS
 from ds_finetune.plan.estimate.activation_memory import ActivationBytes, activation_bytes
 from ds_finetune.plan.forward import varlen_problem
+from ds_finetune.plan.model_checks import MODEL_CHECKS
 from ds_finetune.plan.tested_layouts import table as layouts_table
 
 LONG_ROW = 131072
@@ -263,7 +264,7 @@ def _formats() -> Iterator[str]:
 
 def _combinations() -> Iterator[str]:
     """A heading for each subject of checks, and a line for each setting with those that it is refused with."""
-    for subject, checks in CHECKS.items():
+    for subject, checks in {**BEFORE_MODEL, **MODEL_CHECKS, "length of the run": LENGTH_CHECKS}.items():
         settings: dict[str, list[str]] = {}
         for check in checks:
             text = re.sub(r"\{(?:\w+[.[])*(\w+)[^}]*\}", lambda value: value[1].upper(), check.message.replace("`", ""))

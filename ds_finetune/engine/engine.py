@@ -439,7 +439,7 @@ class Engine:
         """
         if self.plan.is_engine_clipping:
             params = [param for param in self._ds.module.parameters() if param.grad is not None]
-            limit = self.plan.optimizer.max_grad_norm
+            limit = self.plan.train.max_grad_norm
             norm, *own = clip_gradients(params, limit, self._groups, losses=self.own_norms, device=self._device)
             self.own_norms = dict(zip(self.own_norms, own, strict=True))
             is_skipped = self.has_bad_gradient or not all(map(math.isfinite, (norm, *own)))

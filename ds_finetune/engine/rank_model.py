@@ -144,8 +144,8 @@ def fill_weights(
         clear_weights(lm, where=where)
         return ()
     if model.has_random_weights:
-        initialise_weights(lm, seed=plan.seed, where=where, model_shard=model_shard)
-        initialise_score_head(lm, model.objective, head_parameters(lm), seed=plan.seed, where=where)
+        initialise_weights(lm, seed=plan.train.seed, where=where, model_shard=model_shard)
+        initialise_score_head(lm, model.objective, head_parameters(lm), seed=plan.train.seed, where=where)
         return ()
     skeleton = build_meta_model(model.hf_config, model.task) if plan.mesh.pp > 1 else None
     folder = resolve_folder(model.path)
@@ -157,10 +157,10 @@ def fill_weights(
         where=where,
         model_shard=model_shard,
         skeleton=skeleton,
-        growth=Growth(before, after, partial(seed_of, plan.seed)) if before < after else None,
+        growth=Growth(before, after, partial(seed_of, plan.train.seed)) if before < after else None,
         may_be_missing=fresh_parameters(model.hf_config, model.task, head_parameters(lm)),
     )
-    initialise_score_head(lm, model.objective, report.missing, seed=plan.seed, where=where)
+    initialise_score_head(lm, model.objective, report.missing, seed=plan.train.seed, where=where)
     return report.missing
 
 
@@ -171,7 +171,7 @@ def build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedMod
     local_experts = build_local_experts(
         kind, family_of(hf_config.model_type), ep_size=plan.mesh.ep, mark=partial(tag_expert, groups=groups)
     )
-    partitioned = zero_init(plan.deepspeed, data_parallel_group=groups.same_part, mpu=groups.mpu)
+    partitioned = zero_init(plan.deepspeed_config, data_parallel_group=groups.same_part, mpu=groups.mpu)
     without_linears = linears_without_memory() if model.quantised else nullcontext()
     with local_experts, build_only_layers(kind, model.stages[plan.mesh.place("pp")]):
         lm = build_skeleton(
@@ -223,7 +223,7 @@ def arrange_forward(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
     if plan.mesh.pp > 1:
         # The first layers of a stage that runs several chunks may have no adapters, and have a backward all the same.
         lm.enable_input_require_grads()
-    if plan.activation_offload:
+    if plan.train.activation_offload:
         offload_layer_inputs(lm)
     for module in install_tiled_mlps(lm, tiles=model.mlp_tiles) if model.mlp_tiles > 1 else ():
         # ZeRO-3 gathers all matrices of an MLP before its first tile, and releases them after its last.

@@ -45,7 +45,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         plan.mesh,
         shares_embedding=bool(model.hf_config.tie_word_embeddings or mtp_layers(model.hf_config)),
         vpp=len(model.stages[0].chunks) if model.stages[0] is not None else 1,
-        timeout=timedelta(seconds=plan.collective_seconds),
+        timeout=timedelta(seconds=plan.watchdog.collective_seconds),
     )
     with opened as groups, ExitStack() as stack:
         parts = RankParts(
@@ -74,7 +74,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         engine.drawn = drawn
         # Dropout draws from torch's own generator: other numbers on ranks with other rows, the same on ranks that share
         # them. A resumed run restores its state.
-        torch.manual_seed(seed_of(plan.seed, f"dropout.{plan.mesh.place('dp')}"))
+        torch.manual_seed(seed_of(plan.train.seed, f"dropout.{plan.mesh.place('dp')}"))
         with engine.meter.counting():
             yield engine
 
@@ -87,7 +87,7 @@ def _start_deepspeed(trained: TrainedModel, plan: Plan, groups: Groups) -> tuple
     wrapped, optimizer, _, _ = deepspeed.initialize(
         model=trained,
         model_parameters=parameter_groups(trained, plan, groups),
-        config=plan.deepspeed,
+        config=plan.deepspeed_config,
         dist_init_required=False,
         mpu=groups.mpu,
     )

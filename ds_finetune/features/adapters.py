@@ -35,6 +35,6 @@ class AdapterFeature(Feature):
 
     def install(self, lm: PreTrainedModel, placement: AdapterPlacement) -> None:
         """Add the adapters after the weights, because loading checks every parameter against the files."""
-        install_lora(lm, self.settings.targets, self.settings.section, seed=self.plan.seed, placement=placement)
+        install_lora(lm, self.settings.targets, self.settings.section, seed=self.plan.train.seed, placement=placement)
         for name in head_parameters(lm):
             lm.get_parameter(name).requires_grad_(True)

@@ -79,7 +79,7 @@ class IndexerFeature(Feature):
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> IndexerPlan | None:
         """With `indexer.train`."""
-        return plan_indexer(run.indexer, run.model_json)
+        return plan_indexer(run.indexer, hf_config.to_dict())
 
     @property
     def own_loss(self) -> str:

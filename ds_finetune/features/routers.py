@@ -153,7 +153,7 @@ class RouterFeature(Feature):
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> RouterPlan | None:
         """Where the model has routers."""
-        return plan_routers(run.router, run.model_json)
+        return plan_routers(run.router, hf_config.to_dict())
 
     def complete(self, plan: Plan) -> Plan:
         """Freeze the weights of routers where the run file says so; a note names them."""

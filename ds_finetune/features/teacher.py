@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -18,7 +17,7 @@ from ds_finetune.model.loss.teacher import Teacher, TeacherPlan, plan_teacher
 from ds_finetune.model.loss.token_loss import LossHead, TrainedModel
 from ds_finetune.model.parallel.tensor import copy_to_tensor_parallel_region
 from ds_finetune.objectives.objective import Distillation, Examples, LossAndSums, StepNumbers
-from ds_finetune.plan.checks import check
+from ds_finetune.plan.model_checks import check_model
 from ds_finetune.plan.plan import Plan, is_teacher_partitioned
 from ds_finetune.plan.settings import RunSettings
 
@@ -109,7 +108,7 @@ class TeacherFeature(Feature):
         """With the objective `distill` and a live teacher."""
         teacher = plan_teacher(run.objective)
         if teacher is not None:
-            check(replace(run, model_json=teacher.hf_config.to_dict()), "attention of the model")
+            check_model(run.with_model(teacher.hf_config.to_dict()), "attention of the model")
         return teacher
 
     @classmethod

@@ -14,13 +14,13 @@ from ds_finetune.config.schedule import Duration
 from ds_finetune.config.sections import OWN_ATTENTIONS, REPORT_SECONDS
 from ds_finetune.plan.batch import rows_of_forward
 from ds_finetune.plan.inexact import inexact_checks
-from ds_finetune.plan.model_checks import MODEL_CHECKS
 from ds_finetune.plan.rollout_checks import rollout_checks
 from ds_finetune.plan.settings import (
     UNTESTED_STATES,
     UNTESTED_TRAINING,
     Condition,
     Conflict,
+    LengthSettings,
     Refusal,
     RunSettings,
     setting,
@@ -46,9 +46,9 @@ _ATTENTION = Conflict(
 _ONE_NORM = Conflict(
     # DeepSpeed 0.19.8 takes the norm of all gradients there, also of parameters that are apart
     # (fp16/unfused_optimizer.py:214).
-    "zero stage {stage} in {precision}",
+    "zero stage {zero_stage} in {precision}",
     "use zero stage 1, or fp32",
-    lambda run: run.stage == 0 and run.precision != "fp32",
+    lambda run: run.zero_stage == 0 and run.precision != "fp32",
 )
 
 
@@ -69,7 +69,7 @@ def _other_objective(feature: str) -> Conflict:
     )
 
 
-_OBJECTIVE = (
+_OBJECTIVE: tuple[Refusal[RunSettings], ...] = (
     Refusal(
         lambda run: run.model.loss == "liger" and not run.objective.row.is_cross_entropy,
         "model.loss liger with objective {objective.name}: its kernel sums the cross entropy of tokens",
@@ -130,7 +130,7 @@ _OBJECTIVE = (
 )
 
 
-def _activation_checks(key: str) -> Iterator[Refusal]:
+def _activation_checks(key: str) -> Iterator[Refusal[RunSettings]]:
     hint = f"leave train.{key} out"
     others = (
         setting("mtp.train true", hint),
@@ -140,7 +140,7 @@ def _activation_checks(key: str) -> Iterator[Refusal]:
     return together(f"train.{key} true", lambda run: getattr(run.train, key), others)
 
 
-_ACTIVATIONS = (
+_ACTIVATIONS: tuple[Refusal[RunSettings], ...] = (
     *_activation_checks("activation_offload"),
     *_activation_checks("tiled_mlp"),
     Refusal(
@@ -157,7 +157,7 @@ def _unknown_ranks(run: RunSettings) -> dict[str, object] | None:
     return {"unknown": ", ".join(unknown), "ranks": number, "last": number - 1} if unknown else None
 
 
-_RANKS = (
+_RANKS: tuple[Refusal[RunSettings], ...] = (
     Refusal(
         lambda run: (
             run.watchdog.limit != "never"
@@ -187,20 +187,20 @@ def _multiples(number: int, size: int) -> str:
     return " or ".join(str(n * size) for n in (number // size, number // size + 1) if n)
 
 
-_LAYOUT = (
+_LAYOUT: tuple[Refusal[RunSettings], ...] = (
     Refusal(
         lambda run: (
             run.axes
-            and not any(row.axes == run.axes and run.stage in row.stages for row in TESTED_LAYOUTS)
-            and {"nearest": nearest_layout(run.axes, run.stage)}
+            and not any(row.axes == run.axes and run.zero_stage in row.stages for row in TESTED_LAYOUTS)
+            and {"nearest": nearest_layout(run.axes, run.zero_stage)}
         ),
-        "parallel {mesh} with zero stage {stage} is not tested",
+        "parallel {mesh} with zero stage {zero_stage} is not tested",
         "nearest: {nearest}",
     ),
     # DeepSpeed 0.19.8 computes the norm of each rank's own shard there (fp16/unfused_optimizer.py): 0.78 of the true
     # norm on the tiny DeepSeek-V3.
     Refusal(
-        lambda run: run.mesh.pp * run.mesh.tp * run.mesh.ep > 1 and run.stage == 0 and run.precision != "fp32",
+        lambda run: run.mesh.pp * run.mesh.tp * run.mesh.ep > 1 and run.zero_stage == 0 and run.precision != "fp32",
         "parallel {mesh} with zero stage 0 in {precision} clips by a wrong norm",
         "use zero stage 1, or fp32",
     ),
@@ -223,26 +223,26 @@ _LAYOUT = (
 
 def _rounded_sum(run: RunSettings) -> dict[str, object] | None:
     key = "train.reduction_dtype" if run.train.reduction_dtype == "fp32" else "data_types.grad_accum_dtype"
-    is_rounded = run.stage >= 2 and run.accumulation_dtype == "fp32" and run.precision != "fp32"
+    is_rounded = run.zero_stage >= 2 and run.accumulation_dtype == "fp32" and run.precision != "fp32"
     return {"key": key} if is_rounded else None
 
 
-_REDUCTION = (
+_REDUCTION: tuple[Refusal[RunSettings], ...] = (
     Refusal(
         lambda run: run.precision == "fp16" and run.train.reduction_dtype != "auto",
         "train.reduction_dtype {train.reduction_dtype} with train.precision fp16 is not tested",
         "set train.precision to bf16, or leave train.reduction_dtype out",
     ),
     Refusal(
-        lambda run: run.stage < 2 and run.train.reduction_dtype == "fp32" and run.precision == "bf16",
-        "train.reduction_dtype fp32 with train.precision bf16 and zero stage {stage}: DeepSpeed 0.19.8 rounds the sum "
-        "to bf16 below stage 2",
+        lambda run: run.zero_stage < 2 and run.train.reduction_dtype == "fp32" and run.precision == "bf16",
+        "train.reduction_dtype fp32 with train.precision bf16 and zero stage {zero_stage}: DeepSpeed 0.19.8 rounds the "
+        "sum to bf16 below stage 2",
         "set zero_optimization.stage to 2 or 3, or leave train.reduction_dtype out",
     ),
     # DeepSpeed 0.19.8 then uses its BF16_Optimizer (runtime/engine.py:2305), whose state is not supported here.
     Refusal(
-        lambda run: run.accumulation_dtype and run.stage < 2 and run.precision == "bf16",
-        "data_types.grad_accum_dtype {accumulation_dtype!r} with zero stage {stage} in bf16 is not tested",
+        lambda run: run.accumulation_dtype and run.zero_stage < 2 and run.precision == "bf16",
+        "data_types.grad_accum_dtype {accumulation_dtype!r} with zero stage {zero_stage} in bf16 is not tested",
         "use stage 2 or 3, or leave it out",
     ),
     Refusal(
@@ -252,12 +252,12 @@ _REDUCTION = (
         "leave one of them out",
     ),
     Refusal(
-        lambda run: run.train.reduction_every == "step" and run.stage >= 2 and run.optimizer == "muon",
+        lambda run: run.train.reduction_every == "step" and run.zero_stage >= 2 and run.optimizer == "muon",
         "train.reduction_every step with optim.name Muon is not tested",
         "use AdamW, or leave train.reduction_every out",
     ),
     Refusal(
-        lambda run: run.train.reduction_every == "step" and "nvme" in run.offloads,
+        lambda run: run.train.reduction_every == "step" and "nvme" in (run.offload_optimizer, run.offload_param),
         "train.reduction_every step with offload to nvme is not tested",
         "offload to cpu, or leave train.reduction_every out",
     ),
@@ -268,7 +268,7 @@ def _quantizes(run: RunSettings) -> bool:
     return run.lora is not None and run.lora.quantize is not None
 
 
-_LORA = (
+_LORA: tuple[Refusal[RunSettings], ...] = (
     *together(
         "lora",
         lambda run: run.lora is not None,
@@ -295,7 +295,7 @@ _LORA = (
     Refusal(
         lambda run: (
             _quantizes(run)
-            and (devices := [device for device in run.offloads if device != "none"])
+            and (devices := [device for device in (run.offload_optimizer, run.offload_param) if device != "none"])
             and {"offload": devices[0]}
         ),
         "lora.quantize {lora.quantize} with offload to {offload} is not tested",
@@ -316,7 +316,7 @@ def _broken_groups(run: RunSettings) -> dict[str, object] | None:
     return {"rows": rows // run.mesh.dp, "legal": legal} if run.accumulation % pp else None
 
 
-_INTERLEAVING = (
+_INTERLEAVING: tuple[Refusal[RunSettings], ...] = (
     Refusal(
         lambda run: run.parallel.vpp > 1 and run.mesh.pp == 1,
         "parallel.vpp {parallel.vpp} with parallel.pp 1",
@@ -374,16 +374,18 @@ _INDEXERS = together(
 )
 
 
-def _option(name: str, applies: Condition, evidence: str, hint: str) -> Refusal:
+def _option(name: str, applies: Condition[RunSettings], evidence: str, hint: str) -> Refusal[RunSettings]:
     """An option of DeepSpeed that is known to fail, or to compute something else."""
-    message = f"{name} is refused (device {{device}}, zero stage {{stage}}, {{precision}}): {evidence}"
+    message = f"{name} is refused (device {{device}}, zero stage {{zero_stage}}, {{precision}}): {evidence}"
     return Refusal(applies, message, f"use {hint}")
 
 
-def _without_path(what: str) -> Refusal:
+def _without_path(what: str) -> Refusal[RunSettings]:
     return _option(
         f"{what} to nvme without nvme_path",
-        lambda run: "nvme" in run.offloads and _is_nvme_without_path(run.zero.get(what) or {}),
+        lambda run: (
+            "nvme" in (run.offload_optimizer, run.offload_param) and _is_nvme_without_path(run.zero.get(what) or {})
+        ),
         "DeepSpeed 0.19.8 has no folder to write to and fails while it builds the engine (swap_tensor/)",
         f'{what}.nvme_path "FOLDER" on a local NVMe disk',
     )
@@ -393,7 +395,7 @@ def _is_nvme_without_path(section: Mapping[str, object]) -> bool:
     return section.get("device") == "nvme" and not section.get("nvme_path")
 
 
-_OPTIONS = (
+_OPTIONS: tuple[Refusal[RunSettings], ...] = (
     Refusal(
         lambda run: run.optimizer == "adagrad" and run.optim.weight_decay,
         "optim.weight_decay {optim.weight_decay} with Adagrad would be added to the gradient (torch.optim.Adagrad), "
@@ -408,7 +410,7 @@ _OPTIONS = (
     ),
     _option(
         "fp16 without ZeRO",
-        lambda run: run.stage == 0 and run.precision == "fp16",
+        lambda run: run.zero_stage == 0 and run.precision == "fp16",
         "DeepSpeed 0.19.8 scales the loss only for ZeRO optimizers (runtime/engine.py:3417), but its FP16_Optimizer "
         "divides the gradients by the scale all the same (fp16/fused_optimizer.py:374): a gradient norm of 0.767 "
         "became 1.17e-5",
@@ -416,7 +418,7 @@ _OPTIONS = (
     ),
     _option(
         "offload to nvme below ZeRO-3",
-        lambda run: run.stage < 3 and "nvme" in run.offloads,
+        lambda run: run.zero_stage < 3 and "nvme" in (run.offload_optimizer, run.offload_param),
         "DeepSpeed 0.19.8 stages 1 and 2 keep the states in CPU memory instead, without a word (zero/stage_1_and_2.py)",
         "zero_optimization.stage 3, or device cpu",
     ),
@@ -424,13 +426,13 @@ _OPTIONS = (
     _without_path("offload_param"),
     _option(
         "offload_param below ZeRO-3",
-        lambda run: run.stage < 3 and run.offloads[1] != "none",
+        lambda run: run.zero_stage < 3 and run.offload_param != "none",
         "parameters are only partitioned, and so offloadable, at stage 3",
         "zero_optimization.stage 3, or leave offload_param out",
     ),
     _option(
         "offload_optimizer without ZeRO",
-        lambda run: run.stage == 0 and run.offloads[0] != "none",
+        lambda run: run.zero_stage == 0 and run.offload_optimizer != "none",
         "stage 0 has no partitioned optimizer to offload",
         "zero_optimization.stage 1, 2 or 3",
     ),
@@ -439,7 +441,7 @@ _OPTIONS = (
     _option(
         "ZeRO-3 with overlap_comm and no weights that stay whole",
         lambda run: (
-            run.stage == 3
+            run.zero_stage == 3
             and run.device != "cpu"
             and run.mesh.dp * run.mesh.sp > 1
             and run.zero.get("overlap_comm", True) is not False
@@ -450,13 +452,15 @@ _OPTIONS = (
     ),
     _option(
         "Muon with reduce_scatter under ZeRO-3",
-        lambda run: run.stage == 3 and run.optimizer == "muon" and run.zero.get("reduce_scatter", True) is not False,
+        lambda run: (
+            run.zero_stage == 3 and run.optimizer == "muon" and run.zero.get("reduce_scatter", True) is not False
+        ),
         "DeepSpeed 0.19.8 refuses the pair after loading (zero/stage3.py:361)",
         "zero_optimization.reduce_scatter false",
     ),
     _option(
         "clipping with Muon under ZeRO",
-        lambda run: run.stage >= 1 and run.optimizer == "muon" and run.train.max_grad_norm > 0,
+        lambda run: run.zero_stage >= 1 and run.optimizer == "muon" and run.train.max_grad_norm > 0,
         "DeepSpeed 0.19.8 orthogonalises before it takes the norm (zero/stage_1_and_2.py:2865, zero/stage3.py:1697): "
         "the update would be clipped, not the gradient; losses of a tiny DeepSeek-V3 depart from stage 0 by 3e-4 after "
         "two steps",
@@ -464,14 +468,14 @@ _OPTIONS = (
     ),
     _option(
         "Adagrad without offload_optimizer under ZeRO",
-        lambda run: run.stage >= 1 and run.optimizer == "adagrad" and run.offloads[0] == "none",
+        lambda run: run.zero_stage >= 1 and run.optimizer == "adagrad" and run.offload_optimizer == "none",
         "DeepSpeed 0.19.8: torch.optim.Adagrad makes its states in its constructor, which ZeRO's flat partitions have "
         "not; it ends in an IndexError",
         "offload_optimizer.device cpu (DeepSpeedCPUAdagrad), or zero_optimization.stage 0",
     ),
     _option(
         "Lion without offload_optimizer on the CPU accelerator",
-        lambda run: run.device == "cpu" and run.optimizer == "lion" and run.offloads[0] == "none",
+        lambda run: run.device == "cpu" and run.optimizer == "lion" and run.offload_optimizer == "none",
         "DeepSpeed 0.19.8: FusedLion has not been implemented on the CPU backend",
         "offload_optimizer.device cpu (DeepSpeedCPULion) with zero_optimization.stage 1, 2 or 3",
     ),
@@ -483,7 +487,7 @@ _OPTIONS = (
     ),
     _option(
         "Lamb under ZeRO",
-        lambda run: run.stage >= 1 and run.optimizer == "lamb",
+        lambda run: run.zero_stage >= 1 and run.optimizer == "lamb",
         "its trust ratio is a ratio of whole parameters' norms; on a rank's flat partition it would be another number "
         "on each count of ranks",
         "zero_optimization.stage 0, or optim.name AdamW",
@@ -491,7 +495,7 @@ _OPTIONS = (
 )
 
 
-def _hopeless_patience(run: RunSettings) -> dict[str, object] | None:
+def _hopeless_patience(run: LengthSettings) -> dict[str, object] | None:
     patience, every = run.eval.patience, run.eval.every
     if not patience or every is None:
         return None
@@ -499,18 +503,18 @@ def _hopeless_patience(run: RunSettings) -> dict[str, object] | None:
     return {"evaluations": evaluations} if patience + 1 >= evaluations else None
 
 
-def _joined_epochs(run: RunSettings) -> dict[str, object] | None:
+def _joined_epochs(run: LengthSettings) -> dict[str, object] | None:
     return None if Duration.parse(run.train.duration).unit == "steps" else _larger_step(run)
 
 
-def length_notes(run: RunSettings) -> list[str]:
+def length_notes(run: LengthSettings) -> list[str]:
     """A line where an optimizer step has more rows than an epoch."""
     values = _larger_step(run)
     text = "{key} {batch} is more than the {rows} {kind} of an epoch: each step sees rows more than once"
     return [text.format(**values)] if values else []
 
 
-def _larger_step(run: RunSettings) -> dict[str, object] | None:
+def _larger_step(run: LengthSettings) -> dict[str, object] | None:
     """Values of a message where an optimizer step has more rows than an epoch."""
     samples, kind = is_grpo(run.objective), "packed rows" if run.data.packing else "rows"
     batch = rows_of_step(run.objective, run.rollout, run.train.global_batch_size)
@@ -519,7 +523,7 @@ def _larger_step(run: RunSettings) -> dict[str, object] | None:
     return {"key": key, "batch": batch, "rows": run.rows, "kind": kind} if is_larger else None
 
 
-_LENGTH = (
+LENGTH_CHECKS: tuple[Refusal[LengthSettings], ...] = (
     Refusal(
         lambda run: run.warmup > run.steps,
         "optim.warmup `{optim.warmup}` is {warmup} steps, and the run has {steps}: `optim.lr` would never be reached",
@@ -544,7 +548,7 @@ _LENGTH = (
     ),
 )
 
-BEFORE_MODEL = {
+BEFORE_MODEL: dict[str, tuple[Refusal[RunSettings], ...]] = {
     "objective": _OBJECTIVE,
     "sampled answers": tuple(rollout_checks()),
     "activations": _ACTIVATIONS,
@@ -559,16 +563,16 @@ BEFORE_MODEL = {
     "options of DeepSpeed": _OPTIONS,
 }
 """The checks that need no config.json, by subject, in the order in which they are made."""
-CHECKS: dict[str, tuple[Refusal, ...]] = {
-    **BEFORE_MODEL,
-    **MODEL_CHECKS,
-    "length of the run": _LENGTH,
-}
-"""All checks by subject."""
 
 
 def check(run: RunSettings, *subjects: str) -> None:
-    """ConfigError or ModelError for the first combination of settings that is refused."""
-    for subject in subjects:
-        for row in CHECKS[subject]:
+    """ConfigError or ModelError for the first combination of settings that is refused, of these subjects or all."""
+    for subject in subjects or BEFORE_MODEL:
+        for row in BEFORE_MODEL[subject]:
             row.raise_for(run)
+
+
+def check_length(run: LengthSettings) -> None:
+    """ConfigError where the settings do not go with the length of the run."""
+    for row in LENGTH_CHECKS:
+        row.raise_for(run)

@@ -50,9 +50,11 @@ _NO_GPU = "run it on GPUs: DeepSpeed 0.19.8"
 _PARTITIONED = (
     *_PLAIN_RANKS,
     Conflict(
-        "zero stage {stage}", "set zero_optimization.stage to 3, where weights are gathered", lambda run: run.stage != 3
+        "zero stage {zero_stage}",
+        "set zero_optimization.stage to 3, where weights are gathered",
+        lambda run: run.zero_stage != 3,
     ),
-    Conflict("offload to nvme", "offload to cpu", lambda run: "nvme" in run.offloads),
+    Conflict("offload to nvme", "offload to cpu", lambda run: "nvme" in (run.offload_optimizer, run.offload_param)),
 )
 _QUANTIZED = (
     *_PARTITIONED,
@@ -79,11 +81,15 @@ def _offloaded(*stages: int) -> tuple[Conflict, ...]:
     legal = " or ".join(map(str, stages))
     return (
         *_PLAIN_RANKS,
-        Conflict("zero stage {stage}", f"set zero_optimization.stage to {legal}", lambda run: run.stage not in stages),
         Conflict(
-            "offload_optimizer.device {offloads[0]}",
+            "zero stage {zero_stage}",
+            f"set zero_optimization.stage to {legal}",
+            lambda run: run.zero_stage not in stages,
+        ),
+        Conflict(
+            "offload_optimizer.device {offload_optimizer}",
             "set zero_optimization.offload_optimizer.device to cpu",
-            lambda run: run.offloads[0] != "cpu",
+            lambda run: run.offload_optimizer != "cpu",
         ),
         _ADAM,
         setting("train.precision fp16", "set train.precision to bf16"),
@@ -175,11 +181,13 @@ OPTIONS = (
         "gradients are rounded to bf16 before they are added over the ranks",
         "half of the bytes of a reduction in fp32",
         lambda run: (
-            f"{_COMMUNICATION} bf16" if run.precision == "fp32" and run.tree.get(_COMMUNICATION) == "bf16" else ""
+            f"{_COMMUNICATION} bf16"
+            if run.precision == "fp32" and run.deepspeed_config.get(_COMMUNICATION) == "bf16"
+            else ""
         ),
         (
             Conflict("1 rank", "start several ranks: one reduces nothing", lambda run: run.mesh.world_size == 1),
-            Conflict("zero stage 0", "set zero_optimization.stage to 1, 2 or 3", lambda run: run.stage == 0),
+            Conflict("zero stage 0", "set zero_optimization.stage to 1, 2 or 3", lambda run: run.zero_stage == 0),
         ),
     ),
     InexactOption(
@@ -219,13 +227,13 @@ def inexact_lines(run: RunSettings) -> list[str]:
     ]
 
 
-def inexact_checks() -> Iterator[Refusal]:
+def inexact_checks() -> Iterator[Refusal[RunSettings]]:
     """Refusals of options that are inexact and that no name allows, and of each option that a name allows."""
     for path, changes in _WITHOUT_NAME.items():
         yield Refusal(_is_on(path), f"{path} true {changes}, {_NO_NAME}", f"leave {path.partition('.')[2]} out")
     overflow = f"fp16 with train.precision {{precision}}: gradients may overflow in fp16, {_NO_NAME}"
     yield Refusal(
-        lambda run: run.tree.get(_COMMUNICATION) == "fp16" != run.precision,
+        lambda run: run.deepspeed_config.get(_COMMUNICATION) == "fp16" != run.precision,
         f"{_COMMUNICATION} {overflow}",
         f"leave {_COMMUNICATION} out",
     )
@@ -246,10 +254,10 @@ def inexact_checks() -> Iterator[Refusal]:
 
 def _is_on(path: str) -> Callable[[RunSettings], bool]:
     section, _, key = path.partition(".")
-    return lambda run: (run.tree.get(section) or {}).get(key) is True
+    return lambda run: (run.deepspeed_config.get(section) or {}).get(key) is True
 
 
-def _option_checks(option: InexactOption) -> Iterator[Refusal]:
+def _option_checks(option: InexactOption) -> Iterator[Refusal[RunSettings]]:
     """Refusals of an option that cannot work, or that is asked for and not named, or named and not asked for."""
 
     def values(run: RunSettings) -> dict[str, object] | None:

@@ -13,24 +13,24 @@ from ds_finetune.plan.forward import problem_of_calls, varlen_problem
 from ds_finetune.plan.kernels import fused_operations
 from ds_finetune.plan.rollout_checks import ROLLOUT_MODEL
 from ds_finetune.plan.routers import has_routers, plan_routers
-from ds_finetune.plan.settings import UNTESTED_TRAINING, Conflict, Refusal, RunSettings, setting, together
+from ds_finetune.plan.settings import UNTESTED_TRAINING, Conflict, ModelSettings, Refusal, both, setting
 from ds_finetune.plan.tested_layouts import ROW_BYTES, TESTED_LAYOUTS, WEIGHT_BYTES, wider
 
 _MOST_RANKS_OF_AXIS = 4096
 """Larger sizes of an axis are not named in hints."""
 
 
-def _untested_type(run: RunSettings) -> dict[str, object] | None:
+def _untested_type(run: ModelSettings) -> dict[str, object] | None:
     tested = next((row.families for row in TESTED_LAYOUTS if row.axes == run.axes), ())
     return {"tested": ", ".join(tested)} if run.axes and run.model_type not in tested else None
 
 
-def _chunk_values(run: RunSettings) -> dict[str, int]:
+def _chunk_values(run: ModelSettings) -> dict[str, int]:
     layers = int(run.model_json["num_hidden_layers"])
     return {"layers": layers, "chunks": run.mesh.pp * run.parallel.vpp, "legal": layers // run.mesh.pp}
 
 
-def _wrong_shares(run: RunSettings) -> dict[str, object] | None:
+def _wrong_shares(run: ModelSettings) -> dict[str, object] | None:
     """Values of a message where `parallel.pp_layers` does not name the layers of each chunk."""
     given, pp, vpp = run.parallel.pp_layers, run.mesh.pp, run.parallel.vpp
     values = _chunk_values(run)
@@ -39,12 +39,12 @@ def _wrong_shares(run: RunSettings) -> dict[str, object] | None:
     return {**values, "given": list(given), "parts": f"{pp} stages" if vpp == 1 else f"{pp} x {vpp} chunks"}
 
 
-def _rotary_type(run: RunSettings) -> object:
+def _rotary_type(run: ModelSettings) -> object:
     scaling = run.model_json.get("rope_parameters") or run.model_json.get("rope_scaling") or {}
     return scaling.get("rope_type", scaling.get("type"))
 
 
-def _in_each_rank(key: str) -> Refusal:
+def _in_each_rank(key: str) -> Refusal[ModelSettings]:
     return Refusal(
         lambda run: run.mesh.tp > 1 and (value := run.model_json.get(key)) and {"value": str(value).lower()},
         f"parallel {{mesh}} of a model with {key} {{value}} is not tested",
@@ -52,7 +52,7 @@ def _in_each_rank(key: str) -> Refusal:
     )
 
 
-def _undivided(run: RunSettings) -> dict[str, object] | None:
+def _undivided(run: ModelSettings) -> dict[str, object] | None:
     """Values of a message where a parallel size does not divide a dimension of the model."""
     for axis, what, number in _divided_dimensions(run) if run.axes else ():
         size = getattr(run.mesh, axis)
@@ -62,7 +62,7 @@ def _undivided(run: RunSettings) -> dict[str, object] | None:
     return None
 
 
-def _divided_dimensions(run: RunSettings) -> Iterator[tuple[str, str, int]]:
+def _divided_dimensions(run: ModelSettings) -> Iterator[tuple[str, str, int]]:
     """Each axis with a dimension of the model that it divides, and the size of this dimension."""
     model, tp, keys = run.model_json, run.mesh.tp, run.family.expert_keys
     heads = int(model["num_attention_heads"])
@@ -81,7 +81,7 @@ def _divided_dimensions(run: RunSettings) -> Iterator[tuple[str, str, int]]:
         yield "ep", "routed experts", keys.number(model)
 
 
-_SIZES = (
+_SIZES: tuple[Refusal[ModelSettings], ...] = (
     Refusal(
         lambda run: run.mesh.pp == 1 and run.parallel.pp_layers and {"given": list(run.parallel.pp_layers)},
         "parallel.pp_layers {given} with parallel.pp 1",
@@ -123,7 +123,7 @@ _SIZES = (
 )
 
 
-def _unaligned_width(run: RunSettings) -> dict[str, object] | None:
+def _unaligned_width(run: ModelSettings) -> dict[str, object] | None:
     """Values of a message where the columns of an expert on a rank are no multiple of 16 bytes."""
     keys, tp, size = run.family.expert_keys, run.mesh.tp, WEIGHT_BYTES[run.precision]
     width = keys.width(run.model_json) if keys is not None else 0
@@ -134,13 +134,13 @@ def _unaligned_width(run: RunSettings) -> dict[str, object] | None:
     return {"key": keys.width_key, "width": width, "columns": width // tp, "bytes": size, "legal": hint}
 
 
-def _unaligned_hidden(run: RunSettings) -> dict[str, object] | None:
+def _unaligned_hidden(run: ModelSettings) -> dict[str, object] | None:
     size = WEIGHT_BYTES[run.precision]
     is_refused = run.family.expert_keys is not None and int(run.model_json["hidden_size"]) * size % ROW_BYTES
     return {"bytes": size, "legal": wider(run.precision)} if is_refused else None
 
 
-_EXPERTS = (
+_EXPERTS: tuple[Refusal[ModelSettings], ...] = (
     # torch 2.13 needs each row of their matrices to be a multiple of 16 bytes ("strides should be multiple of 16
     # bytes").
     Refusal(
@@ -173,7 +173,7 @@ _EXPERTS = (
 )
 
 
-def _untested_switch(key: str) -> Refusal:
+def _untested_switch(key: str) -> Refusal[ModelSettings]:
     return Refusal(
         lambda run: getattr(run.train, key) and run.model_type not in FULLY_TESTED,
         f"train.{key} true of model_type {{model_type}} is not tested",
@@ -181,7 +181,7 @@ def _untested_switch(key: str) -> Refusal:
     )
 
 
-def _odd_columns(run: RunSettings) -> dict[str, object] | None:
+def _odd_columns(run: ModelSettings) -> dict[str, object] | None:
     """Values of a message where pairs of columns are complex numbers and heads have an odd number of columns."""
     graph, keys = run.family.onnx, ("qk_nope_head_dim", "qk_rope_head_dim")
     numbers = [int(run.model_json.get(key) or 0) for key in keys]
@@ -189,7 +189,7 @@ def _odd_columns(run: RunSettings) -> dict[str, object] | None:
     return {"sum": " + ".join(f"{key} {n}" for key, n in zip(keys, numbers, strict=True))} if is_odd else None
 
 
-def _given_router(run: RunSettings) -> dict[str, object] | None:
+def _given_router(run: ModelSettings) -> dict[str, object] | None:
     """Values of a message on the section `router`; None where it is left out."""
     if run.router is None:
         return None
@@ -202,13 +202,13 @@ def _types_with(part: str) -> str:
     return ", ".join(name for name, family in FAMILIES.items() if getattr(family, part))
 
 
-def _without_bias(run: RunSettings) -> dict[str, object] | None:
+def _without_bias(run: ModelSettings) -> dict[str, object] | None:
     if run.router is None or not run.router.bias_update or run.family.router is None or run.family.router.bias:
         return None
     return {"legal": ", ".join(name for name, row in FAMILIES.items() if row.router is not None and row.router.bias)}
 
 
-_TYPE = (
+_TYPE: tuple[Refusal[ModelSettings], ...] = (
     Refusal(
         lambda run: run.lora is not None and not run.family.has_lora and {"tested": _types_with("has_lora")},
         "lora of model_type {model_type} is not tested",
@@ -249,29 +249,36 @@ _TYPE = (
 )
 
 
-def _without_entries(run: RunSettings) -> dict[str, object] | None:
+def _without_entries(run: ModelSettings) -> dict[str, object] | None:
     window = longest_window(run.model_json) if run.family.compresses else 0
     return {"window": window} if run.train.max_seq_len < window else None
 
 
-def _without_balance(run: RunSettings) -> dict[str, object] | None:
+def _without_balance(run: ModelSettings) -> dict[str, object] | None:
     if run.router is None or not (run.router.balance or run.router.bias_update):
         return None
     router = plan_routers(run.router, run.model_json)
     return _given_router(run) if router is not None and not router.balanced else None
 
 
-_COMPRESSED = (
+def _compresses(run: ModelSettings) -> bool:
+    return run.family.compresses
+
+
+_COMPRESSED: tuple[Refusal[ModelSettings], ...] = (
     Refusal(
         _without_entries,
         "train.max_seq_len {train.max_seq_len} with a model whose layers compress up to {window} tokens into an entry: "
         "shorter rows have none, and weight decay would shrink what gets no gradient",
         "set train.max_seq_len to at least {window}",
     ),
-    *together(
-        "model_type {model_type}",
-        lambda run: run.family.compresses,
-        (
+    *(
+        Refusal(
+            both(_compresses, conflict.applies),
+            f"model_type {{model_type}} with {conflict.text} is not tested",
+            conflict.hint,
+        )
+        for conflict in (
             *UNTESTED_TRAINING,
             Conflict(
                 "objective {objective.name}",
@@ -282,7 +289,7 @@ _COMPRESSED = (
             Conflict(
                 "lora and mtp.train true", "leave lora or mtp out", lambda run: run.lora is not None and run.mtp.train
             ),
-        ),
+        )
     ),
     Refusal(
         _without_balance,
@@ -292,14 +299,14 @@ _COMPRESSED = (
 )
 
 
-def _blind_to_sinks(run: RunSettings) -> dict[str, object] | None:
+def _blind_to_sinks(run: ModelSettings) -> dict[str, object] | None:
     if not run.family.has_sinks or run.model.attention in OWN_ATTENTIONS:
         return None
     is_flash = run.model.attention == "flash_attention_2"
     return {"why": "its kernels have none" if is_flash else "documents of a packed row would see each other"}
 
 
-def _unfit_for_varlen(run: RunSettings) -> dict[str, object] | None:
+def _unfit_for_varlen(run: ModelSettings) -> dict[str, object] | None:
     if run.model.attention != "varlen":
         return None
     problem = varlen_problem(run.model_json, precision=run.precision)
@@ -307,7 +314,7 @@ def _unfit_for_varlen(run: RunSettings) -> dict[str, object] | None:
     return {"problem": problem} if problem else None
 
 
-_KERNEL = (
+_KERNEL: tuple[Refusal[ModelSettings], ...] = (
     Refusal(
         _blind_to_sinks,
         "model.attention {model.attention} with model_type `{model_type}`, whose attention has sinks: {why}",
@@ -329,13 +336,13 @@ _KERNEL = (
 )
 
 
-def _beyond_positions(run: RunSettings) -> dict[str, object] | None:
+def _beyond_positions(run: ModelSettings) -> dict[str, object] | None:
     if not run.positions or run.train.max_seq_len <= run.positions:
         return None
     return {"extend": ", or extend the model by model.context" if run.model_type in FULLY_TESTED else ""}
 
 
-_POSITIONS = (
+_POSITIONS: tuple[Refusal[ModelSettings], ...] = (
     Refusal(
         lambda run: run.model.context is not None and run.train.max_seq_len > run.model.context,
         "train.max_seq_len {train.max_seq_len} is more than model.context {model.context}",
@@ -349,14 +356,14 @@ _POSITIONS = (
 )
 
 
-def _unshared_teacher(run: RunSettings) -> dict[str, object] | None:
+def _unshared_teacher(run: ModelSettings) -> dict[str, object] | None:
     """Values of a message where sequence parallel ranks cannot share out the heads of the teacher."""
     heads = int(run.model_json.get("num_attention_heads") or 1)
     is_refused = run.mesh.sp > 1 and ("sp" not in run.family.parallel_axes or heads % run.mesh.sp)
     return {"heads": heads} if is_refused else None
 
 
-_TEACHER = (
+_TEACHER: tuple[Refusal[ModelSettings], ...] = (
     Refusal(
         lambda run: run.train.max_seq_len > (run.model_json.get("max_position_embeddings") or math.inf),
         "train.max_seq_len {train.max_seq_len} is more than the {model_json[max_position_embeddings]} positions of the "
@@ -372,7 +379,7 @@ _TEACHER = (
 )
 
 
-def _first_without_indexer(run: RunSettings) -> dict[str, object] | None:
+def _first_without_indexer(run: ModelSettings) -> dict[str, object] | None:
     """The first stage in which a chunk begins with a layer that has no indexer of its own."""
     with_indexer = indexed_layers(run.model_json)
     for stage, layers in enumerate(run.stages):
@@ -382,13 +389,13 @@ def _first_without_indexer(run: RunSettings) -> dict[str, object] | None:
     return None
 
 
-def _is_held_twice(run: RunSettings) -> bool:
+def _is_held_twice(run: ModelSettings) -> bool:
     """Whether the first and the last stage of a pipeline both train the embedding."""
     is_tied = bool(run.model_json.get("tie_word_embeddings")) and run.objective.row.head != "scores"
     return run.parallel.pp > 1 and run.lora is None and (run.mtp.train or is_tied)
 
 
-_STAGES = (
+_STAGES: tuple[Refusal[ModelSettings], ...] = (
     # The last stage would look for the state of the embedding in a folder that only the ranks of the first may see.
     Refusal(
         lambda run: run.checkpoint.node_local and _is_held_twice(run),
@@ -406,14 +413,14 @@ _STAGES = (
 )
 
 
-def _may_choose(run: RunSettings) -> bool:
+def _may_choose(run: ModelSettings) -> bool:
     """Whether a layer uses the choice of another one's indexer, if a document is as long as a row."""
     chosen = run.model_json.get("index_topk")
     is_shared = run.family.indexer is not None and run.family.indexer.is_shared
     return bool(is_shared and chosen and run.train.max_seq_len > chosen)
 
 
-_DOCUMENTS = (
+_DOCUMENTS: tuple[Refusal[ModelSettings], ...] = (
     # The search cannot know the documents; `train` looks at each.
     Refusal(
         lambda run: _may_choose(run) and _first_without_indexer(run),
@@ -423,15 +430,18 @@ _DOCUMENTS = (
     ),
 )
 
-WITH_MESH = {"sizes of the model": _SIZES, "experts of the model": _EXPERTS}
-WITHOUT_MESH = {
+WITH_MESH: dict[str, tuple[Refusal[ModelSettings], ...]] = {
+    "sizes of the model": _SIZES,
+    "experts of the model": _EXPERTS,
+}
+WITHOUT_MESH: dict[str, tuple[Refusal[ModelSettings], ...]] = {
     "activations of the model": (_untested_switch("activation_offload"), _untested_switch("tiled_mlp")),
     "type of the model": (*_TYPE, *_COMPRESSED),
     "sampled answers of the model": ROLLOUT_MODEL,
     "attention of the model": _KERNEL,
 }
 """The checks of config.json with and without the layout of the run."""
-MODEL_CHECKS: dict[str, tuple[Refusal, ...]] = {
+MODEL_CHECKS: dict[str, tuple[Refusal[ModelSettings], ...]] = {
     **WITH_MESH,
     **WITHOUT_MESH,
     "positions": _POSITIONS,
@@ -440,3 +450,10 @@ MODEL_CHECKS: dict[str, tuple[Refusal, ...]] = {
     "length of documents": _DOCUMENTS,
 }
 """The checks that need config.json, by subject."""
+
+
+def check_model(run: ModelSettings, *subjects: str) -> None:
+    """ConfigError or ModelError for the first of these subjects in which a model's config.json is refused."""
+    for subject in subjects:
+        for row in MODEL_CHECKS[subject]:
+            row.raise_for(run)

@@ -2,21 +2,15 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from ds_finetune.config.objectives import ObjectiveConfig, is_grpo
 from ds_finetune.config.sections import (
     CheckpointConfig,
-    IndexerConfig,
-    LoraConfig,
-    MtpConfig,
-    ParallelConfig,
-    RolloutConfig,
-    RouterConfig,
 )
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.batch import AUTO, accumulation_steps, check_auto, rows_of_forward
-from ds_finetune.plan.checks import BEFORE_MODEL, check
+from ds_finetune.plan.checks import check
 from ds_finetune.plan.deepspeed_config import (
     HAS_TORCH_ADAM,
     MOMENTS,
@@ -35,7 +29,7 @@ from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.pipeline import idle_share
 from ds_finetune.plan.precision import with_precision
-from ds_finetune.plan.settings import RunSettings
+from ds_finetune.plan.settings import RunSettings, sections_of
 from ds_finetune.system.world import AccelerateChoices, World
 
 LIGER = "0.8.5"
@@ -47,12 +41,8 @@ change.
 Recomputation = Literal["full", "selective", "none"]
 """What of layers is computed again in backward."""
 
-_TRAIN_KEYS = ("precision", "seed", "duration", "reduction_every", "activation_offload", "tiled_mlp")
-"""Keys of `train` that a plan has as they are written."""
 _HIGH_RATE = 0.1
 """Learning rate from which on the plan has a note, except for SGD, whose steps are of the size of the gradient."""
-_SECTIONS = ("parallel", "objective", "rollout", "lora", "mtp", "router", "indexer")
-"""Sections of the run file that a plan has as they are written; memory and time depend on them."""
 
 
 @dataclass(frozen=True)
@@ -67,16 +57,6 @@ class BatchSizes:
 
 
 @dataclass(frozen=True)
-class OptimizerNumbers:
-    """The optimizer by its name in lower case, and the numbers of it that are used outside DeepSpeed's JSON."""
-
-    name: str
-    weight_decay: float
-    betas: tuple[float, float]
-    max_grad_norm: float
-
-
-@dataclass(frozen=True)
 class KeptFiles:
     """The most exports and checkpoints of a run that are on disk at one time."""
 
@@ -87,45 +67,17 @@ class KeptFiles:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """The numbers of a run that are decided before anything is loaded: `make_plan` computes them from the run file."""
+class Plan(RunSettings):
+    """The settings of a run, with the numbers that `make_plan` decides before anything is loaded."""
 
     world: World
-    mesh: Mesh
-    device: str
-    precision: str
-    seed: int
     batch: BatchSizes
-    optimizer: OptimizerNumbers
-    zero_stage: int
-    offload_optimizer: str
-    offload_param: str
-    reduction_every: str
-    """How often gradients are summed over ranks, as `train.reduction_every` says."""
     loss_kernel: str
     kernels: ChosenKernels
     """What computes norms, rotary embeddings and SwiGLU, in families that have kernels for them."""
     activation_checkpointing: Recomputation
-    activation_offload: bool
-    """Whether the inputs of recomputed layers are in host memory."""
-    tiled_mlp: bool
-    attention: str
-    duration: str
-    parallel: ParallelConfig
-    objective: ObjectiveConfig
-    rollout: RolloutConfig
-    lora: LoraConfig | None
-    mtp: MtpConfig
-    router: RouterConfig | None
-    indexer: IndexerConfig
     kept_files: KeptFiles
-    collective_seconds: float
-    """How long torch lets a rank wait in a collective."""
-    saves_asynchronously: bool
-    """Whether checkpoints are copied to host memory and written from there while training continues."""
-    deepspeed: dict[str, Any] = field(repr=False)
-    """The configuration that `deepspeed.initialize` gets."""
-    decisions: tuple[tuple[str, str], ...] = field(repr=False)
+    decisions: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     """Name and text of each decision, for people and for plan.json."""
     notes: tuple[str, ...] = ()
     """Lines about decisions that a user might not expect."""
@@ -133,6 +85,13 @@ class Plan:
     """Parameters that are not trained, because no loss reaches them or the run file says so; checkpoints and exports
     keep them.
     """
+
+    @property
+    def saves_asynchronously(self) -> bool:
+        """Whether checkpoints are copied to host memory and written from there while training continues. A state on
+        NVMe may be larger than the host's memory.
+        """
+        return self.checkpoint.asynchronous and self.offload_optimizer != "nvme"
 
     @property
     def recomputes(self) -> bool:
@@ -159,7 +118,9 @@ class Plan:
         """Whether gradients of several forwards stay on their rank until the last one, although the ZeRO stage would
         sum them over ranks in each.
         """
-        return self.reduction_every == "step" and self.zero_stage >= 2 and self.batch.gradient_accumulation_steps > 1
+        return (
+            self.train.reduction_every == "step" and self.zero_stage >= 2 and self.batch.gradient_accumulation_steps > 1
+        )
 
     @property
     def meets_each_forward(self) -> bool:
@@ -172,7 +133,7 @@ class Plan:
     @property
     def has_zenflow(self) -> bool:
         """Whether DeepSpeed's ZenFlow is the optimizer, which updates most weights every few steps."""
-        return self.deepspeed["zero_optimization"].get("zenflow") is not None
+        return self.zero.get("zenflow") is not None
 
     @property
     def is_engine_clipping(self) -> bool:
@@ -182,27 +143,27 @@ class Plan:
     @property
     def checkpoint_bytes_per_parameter(self) -> int:
         """Bytes of a checkpoint for each trained parameter: fp32 weight and moments."""
-        return 4 * (1 + MOMENTS[self.optimizer.name])
+        return 4 * (1 + MOMENTS[self.optimizer])
 
     @property
     def needs_fused_adam(self) -> bool:
         """Whether DeepSpeed's FusedAdam is the optimizer's kernel, which has to be compiled by nvcc."""
         if self.device == "cpu" or self.offload_optimizer != "none":
             return False
-        optimizer = self.deepspeed["optimizer"]
+        optimizer = self.deepspeed_config["optimizer"]
         return optimizer["type"].lower() in HAS_TORCH_ADAM and not optimizer["params"].get("torch_adam")
 
     @property
     def may_take_torch_adam(self) -> bool:
         """Whether torch's fused AdamW may replace FusedAdam; not where the user has set `torch_adam` to false."""
-        return self.needs_fused_adam and "torch_adam" not in self.deepspeed["optimizer"]["params"]
+        return self.needs_fused_adam and "torch_adam" not in self.deepspeed_config["optimizer"]["params"]
 
     def with_torch_adam(self, why: str) -> "Plan":
         """This plan with torch's fused AdamW instead of DeepSpeed's FusedAdam, and a note that gives the reason."""
-        optimizer = self.deepspeed["optimizer"]
-        deepspeed = self.deepspeed | {"optimizer": optimizer | {"params": optimizer["params"] | TORCH_ADAM}}
+        optimizer = self.deepspeed_config["optimizer"]
+        changed = self.deepspeed_config | {"optimizer": optimizer | {"params": optimizer["params"] | TORCH_ADAM}}
         note = f"rewritten: torch's fused AdamW takes the place of DeepSpeed's FusedAdam, with the same numbers. {why}"
-        return replace(self, deepspeed=deepspeed, notes=(*self.notes, note))
+        return replace(self, deepspeed_config=changed, notes=(*self.notes, note))
 
     def stage_lines(self, stages: Sequence[StageLayers | None]) -> list[tuple[str, str]]:
         """Layers of each pipeline rank, and the share of a step that it waits if all chunks take the same time."""
@@ -264,7 +225,7 @@ def check_largest_slice(plan: Plan, tensors: Iterable[tuple[int, str]]) -> None:
     if plan.offload_param != "nvme":
         return
     numel, name = max(tensors)
-    section = plan.deepspeed["zero_optimization"]["offload_param"]
+    section = plan.zero["offload_param"]
     needed, buffer_size = -(-numel // plan.zero_ranks), int(float(section.get("buffer_size", _DEFAULT_BUFFER)))
     if needed > buffer_size:
         raise ConfigError(
@@ -286,15 +247,14 @@ def make_plan(given: RunSettings, *, world: World, device: str, accelerate: Acce
     Where `train.micro_batch_size: auto` is undecided, the plan has the smallest micro-batch, of one row. An undecided
     `train.precision: auto` is decided as if nothing were known of a GPU.
     """
-    given = replace(given, train=with_precision(given.train, device=device)[0])
     run = _on_ranks(given, world, device, accelerate)
-    check(run, *BEFORE_MODEL)
-    finished, mesh, train, optim = run.tree, run.mesh, run.train, run.optim
+    check(run)
+    finished, mesh, train, optim = run.deepspeed_config, run.mesh, run.train, run.optim
     # DeepSpeed counts sequence parallel ranks as data parallel (runtime/config.py, _batch_assertion), so its global
     # batch is larger by that factor.
     rows = rows_of_forward(train)
     finished["train_batch_size"] = rows * run.accumulation * mesh.dp * mesh.sp
-    if run.stage == 0 and train.precision == "fp32":
+    if run.zero_stage == 0 and train.precision == "fp32":
         # The engine clips the gradient itself: DeepSpeed 0.19.8 counts tied weights twice in the norm
         # (runtime/utils.py:393), and takes the norm of each rank's experts separately.
         finished["gradient_clipping"] = 0.0
@@ -303,49 +263,37 @@ def make_plan(given: RunSettings, *, world: World, device: str, accelerate: Acce
         notes.append(f"optim.lr {optim.lr:g}: a step changes each weight by up to that; usual are 1e-6 to 1e-3")
     is_cross_entropy = run.objective.row.is_cross_entropy
     plan = Plan(
+        **vars(run),
         world=world,
-        mesh=mesh,
-        device=device,
         batch=BatchSizes(train.global_batch_size, rows, run.accumulation, train.max_seq_len, run.data.packing),
-        optimizer=OptimizerNumbers(run.optimizer, optim.weight_decay, optim.betas, train.max_grad_norm),
-        zero_stage=run.stage,
-        offload_optimizer=run.offloads[0],
-        offload_param=run.offloads[1],
         loss_kernel=loss_kernel(run.model.loss, device=device, tp=mesh.tp, is_cross_entropy=is_cross_entropy),
-        kernels=choose_kernels(run.model.kernels, device=device, stage=run.stage),
-        attention=run.model.attention,
+        kernels=choose_kernels(run.model.kernels, device=device, stage=run.zero_stage),
         # Where it is auto, the trainer decides with the memory of the device (trainer/micro_batch.py).
         activation_checkpointing="full" if train.activation_checkpointing == "auto" else train.activation_checkpointing,
-        **{name: getattr(train, name) for name in _TRAIN_KEYS},
-        **{name: getattr(run, name) for name in _SECTIONS},
         kept_files=_kept_files(run),
-        collective_seconds=run.watchdog.collective_seconds,
-        # A state on NVMe may be larger than the host's memory.
-        saves_asynchronously=run.checkpoint.asynchronous and run.offloads[0] != "nvme",
-        deepspeed=finished,
-        decisions=(),
         notes=tuple(notes),
     )
-    return replace(plan, decisions=_decisions(plan, run))
+    return replace(plan, decisions=_decisions(plan))
 
 
-def _on_ranks(run: RunSettings, world: World, device: str, accelerate: AccelerateChoices | None) -> RunSettings:
+def _on_ranks(given: RunSettings, world: World, device: str, accelerate: AccelerateChoices | None) -> RunSettings:
     """The settings of a run with its ranks and its DeepSpeed configuration; ConfigError where two sources of one number
     contradict.
     """
-    train = run.train
-    mesh = Mesh.of(run.parallel, world_size=world.world_size, rank=world.rank)
+    train = with_precision(given.train, device=device)[0]
+    mesh = Mesh.of(given.parallel, world_size=world.world_size, rank=world.rank)
     accumulation = accumulation_steps(
         global_batch_size=train.global_batch_size, micro_batch_size=rows_of_forward(train), dp=mesh.dp
     )
-    given, source = read_choices(choose_deepspeed(run.deepspeed, accelerate))
-    check_auto(train, given, source, accelerate)
-    stage_of(given, source)
-    given = with_reduction_dtype(given, train, source=source)
-    tree = finish((given, source), train, run.optim, accumulation=accumulation, on_cpu=device == "cpu")
+    choices, source = read_choices(choose_deepspeed(given.deepspeed, accelerate))
+    check_auto(train, choices, source, accelerate)
+    stage_of(choices, source)
+    choices = with_reduction_dtype(choices, train, source=source)
+    tree = finish((choices, source), train, given.optim, accumulation=accumulation, on_cpu=device == "cpu")
     if accelerate:
         check_accelerate_agrees(accelerate, train, tree)
-    return replace(run, mesh=mesh, device=device, tree=tree, accumulation=accumulation)
+    sections = sections_of(given) | {"train": train}
+    return RunSettings(**sections, mesh=mesh, device=device, deepspeed_config=tree, accumulation=accumulation)
 
 
 def _kept_files(run: RunSettings) -> KeptFiles:
@@ -358,30 +306,30 @@ def _kept_files(run: RunSettings) -> KeptFiles:
     return KeptFiles(exports, checkpoints, checkpoint.node_local)
 
 
-def _decisions(plan: Plan, run: RunSettings) -> tuple[tuple[str, str], ...]:
+def _decisions(plan: Plan) -> tuple[tuple[str, str], ...]:
     """Name and text of each decision, as printed before anything is loaded."""
-    model, batch = run.model, plan.batch
+    model, batch = plan.model, plan.batch
     offloads = f"offload optimizer {plan.offload_optimizer}, param {plan.offload_param}"
     rows = f"{batch.global_batch_size} rows = "
     rows += (
         f"micro x accumulation x dp {plan.dp}, micro as large as fits (auto)"
-        if run.train.micro_batch_size == AUTO
+        if plan.train.micro_batch_size == AUTO
         else f"micro {batch.micro_batch_size} x accumulation {batch.gradient_accumulation_steps} x dp {plan.dp}"
     )
     tokens = f"{batch.max_seq_len} tokens a row at most{', packed' if batch.is_packed else ''}"
-    tokens += ", for both sides of a pair together" if run.objective.unit == "pairs" else ""
+    tokens += ", for both sides of a pair together" if plan.objective.unit == "pairs" else ""
     return (
         ("model", f"{model.path} ({model.weights} weights, {plan.precision})"),
         ("ranks", f"{plan.world.world_size} on {plan.device}, started by {plan.world.launcher}"),
         ("layout", f"{plan.mesh}, ZeRO-{plan.zero_stage}, {offloads}"),
         ("batch", f"{rows}, {tokens}"),
-        *_communication(plan, run.train.reduction_dtype),
-        *((("inexact", ", ".join(run.inexact)),) if run.inexact else ()),
-        *([("activations", "inputs of recomputed layers in host memory")] if plan.activation_offload else []),
-        *_objective_lines(run.objective),
-        ("loss", _loss_text(run.objective, kernel=plan.loss_kernel)),
-        ("length", run.train.duration),
-        ("checkpoints", _checkpoints(run.checkpoint, is_asynchronous=plan.saves_asynchronously)),
+        *_communication(plan, plan.train.reduction_dtype),
+        *((("inexact", ", ".join(plan.inexact)),) if plan.inexact else ()),
+        *([("activations", "inputs of recomputed layers in host memory")] if plan.train.activation_offload else []),
+        *_objective_lines(plan.objective),
+        ("loss", _loss_text(plan.objective, kernel=plan.loss_kernel)),
+        ("length", plan.train.duration),
+        ("checkpoints", _checkpoints(plan.checkpoint, is_asynchronous=plan.saves_asynchronously)),
     )
 
 
@@ -391,9 +339,9 @@ def _communication(plan: Plan, reduction_dtype: str) -> tuple[tuple[str, str], .
         return ()
     each = plan.zero_stage >= 2 and not plan.reduces_once and plan.batch.gradient_accumulation_steps > 1
     dtype = plan.precision if reduction_dtype == "auto" else reduction_dtype
-    given = plan.deepspeed.get("communication_data_type")
+    given = plan.deepspeed_config.get("communication_data_type")
     text = f"gradients summed in {given or dtype} {'in each forward' if each else 'once a step'}"
-    if plan.deepspeed["zero_optimization"].get("overlap_comm", False):
+    if plan.zero.get("overlap_comm", False):
         is_after = plan.reduces_once or plan.mesh.pp > 1
         text += ", after the backward pass in spite of overlap_comm" if is_after else ", beside the backward pass"
     return (("communication", text),)

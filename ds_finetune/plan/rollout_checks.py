@@ -4,13 +4,13 @@ from collections.abc import Iterable, Iterator
 
 from ds_finetune.config.objectives import GrpoObjective, is_grpo
 from ds_finetune.config.schedule import Duration
-from ds_finetune.plan.settings import Condition, Conflict, Refusal, RunSettings, setting, together
+from ds_finetune.plan.settings import Condition, Conflict, ModelSettings, R, Refusal, RunSettings, setting, together
 
 _LAYOUTS = tuple(frozenset(axes.split()) for axes in ("", "tp", "sp", "ep"))
 """Axes beside data parallelism with which tests/parity/test_grpo.py compares the loss with a plain loop."""
 
 
-def _refused(applies: Condition, message: str, hint: str) -> Refusal:
+def _refused(applies: Condition[R], message: str, hint: str) -> Refusal[R]:
     """A refusal of what `applies` finds in a run with sampled answers."""
     return Refusal(lambda run: is_grpo(run.objective) and applies(run), message, hint)
 
@@ -39,15 +39,17 @@ def _untested() -> Iterable[Conflict]:
     yield setting("mtp.train true", "set mtp.train to false")
     yield setting("indexer.train true", "set indexer.train to false")
     yield setting("data.streaming true", "set data.streaming to false")
-    quantizes: Condition = lambda run: run.lora is not None and run.lora.quantize  # noqa: E731
+    quantizes: Condition[RunSettings] = lambda run: run.lora is not None and run.lora.quantize  # noqa: E731
     yield Conflict("lora.quantize {lora.quantize}", "leave lora.quantize out", quantizes)
     yield Conflict("parallel {mesh}", "set one of parallel.tp, sp and ep only", lambda run: run.axes not in _LAYOUTS)
-    yield Conflict("offload to nvme", "offload to cpu", lambda run: "nvme" in run.offloads)
+    yield Conflict(
+        "offload to nvme", "offload to cpu", lambda run: "nvme" in (run.offload_optimizer, run.offload_param)
+    )
     # It counts forwards to know when all weights are updated, and their number differs from step to step.
     yield Conflict("inexact option zenflow", "leave zenflow out", lambda run: "zenflow" in run.inexact)
 
 
-def _sampling_checks() -> Iterator[Refusal]:
+def _sampling_checks() -> Iterator[Refusal[RunSettings]]:
     """What is refused of servers, of rollouts ahead, and of rewards beside them."""
     yield _refused(
         lambda run: run.rollout.engine == "vllm" and run.rollout.address is None,
@@ -74,7 +76,7 @@ def _sampling_checks() -> Iterator[Refusal]:
     )
 
 
-def rollout_checks() -> Iterator[Refusal]:
+def rollout_checks() -> Iterator[Refusal[RunSettings]]:
     """What the run file and the layout decide."""
     yield _refused(
         _other_batch,
@@ -130,14 +132,14 @@ def rollout_checks() -> Iterator[Refusal]:
     )
 
 
-def _dropouts(run: RunSettings) -> dict[str, object] | None:
+def _dropouts(run: ModelSettings) -> dict[str, object] | None:
     """Values of a message where layers of the model drop numbers."""
     ends = ("dropout", "_pdrop", "_dropout_prob")
     drops = [f"{key} {value}" for key, value in run.model_json.items() if key.endswith(ends) and value]
     return {"drops": ", ".join(drops)} if drops else None
 
 
-ROLLOUT_MODEL = (
+ROLLOUT_MODEL: tuple[Refusal[ModelSettings], ...] = (
     _refused(
         _dropouts,
         "objective grpo of a model with {drops}: answers would be sampled, scored and trained by different models",

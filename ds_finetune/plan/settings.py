@@ -1,12 +1,12 @@
 """The settings of a run that checks read, and what a refusal of them is."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from ds_finetune.config.objectives import ObjectiveConfig
 from ds_finetune.config.rewards import RewardConfig
-from ds_finetune.config.schema import ConfigSource, read_config
+from ds_finetune.config.schema import ConfigSource, RunConfig, read_config
 from ds_finetune.config.sections import (
     CheckpointConfig,
     DataConfig,
@@ -63,60 +63,78 @@ class Sections:
     export: ExportConfig
 
 
+def sections_of(given: RunConfig | Sections) -> dict[str, Any]:
+    """The sections of a run file, or of settings, by name."""
+    return {name: value for name, value in vars(given).items() if name in Sections.__dataclass_fields__}
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(Sections):
-    """The settings of a run, as far as they are known: a check reads only what its subject needs."""
+    """What is known of a run before its model is: the sections of its run file, its ranks and its DeepSpeed
+    configuration.
+    """
 
     mesh: Mesh = _ONE_RANK
     device: str = "cpu"
-    tree: Tree = field(default_factory=lambda: {"zero_optimization": {}})
+    deepspeed_config: Tree = field(default_factory=lambda: {"zero_optimization": {}}, repr=False)
     """The configuration that `deepspeed.initialize` gets."""
     accumulation: int = 1
     """Forwards of an optimizer step on a rank."""
-    model_json: Mapping[str, Any] = field(default_factory=dict)
-    """config.json of the model, or of a teacher."""
-    positions: int | None = None
-    """Positions of the model; None where any number is allowed."""
-    stages: tuple[StageLayers | None, ...] = ()
-    """Layers of each pipeline stage."""
-    steps: int = 0
-    """Optimizer steps of the run."""
-    warmup: int = 0
-    """Steps in which the learning rate rises."""
-    rows: int | None = None
-    """Rows of an epoch; None for a stream."""
 
     @classmethod
     def of(cls, source: ConfigSource, **known: Any) -> Self:  # noqa: ANN401 - values of the fields below the sections
         """The settings of a run file, with what is `known` beside it; ConfigError where the file is not valid."""
-        config = read_config(source)
-        return cls(**{each.name: getattr(config, each.name) for each in fields(Sections)}, **known)
+        return cls(**sections_of(read_config(source)), **known)
+
+    def with_model(
+        self,
+        model_json: Mapping[str, Any],
+        *,
+        positions: int | None = None,
+        stages: tuple[StageLayers | None, ...] = (),
+    ) -> "ModelSettings":
+        """These settings with the config.json of the run's model, or of its teacher."""
+        return ModelSettings(
+            **sections_of(self),
+            mesh=self.mesh,
+            device=self.device,
+            deepspeed_config=self.deepspeed_config,
+            accumulation=self.accumulation,
+            model_json=model_json,
+            positions=positions,
+            stages=stages,
+        )
 
     @property
     def zero(self) -> Tree:
         """The section `zero_optimization`."""
-        section: Tree = self.tree.get("zero_optimization") or {}
+        section: Tree = self.deepspeed_config.get("zero_optimization") or {}
         return section
 
     @property
     def options(self) -> Tree:
         """Keys of the DeepSpeed configuration and of its section `zero_optimization` together."""
-        return {**self.tree, **self.zero}
+        return {**self.deepspeed_config, **self.zero}
 
     @property
-    def stage(self) -> int:
+    def zero_stage(self) -> int:
         """ZeRO stage."""
         return int(self.zero.get("stage", 0))
 
     @property
-    def offloads(self) -> tuple[str, str]:
-        """Where the optimizer's states and the weights are: `none`, `cpu` or `nvme`."""
-        return offload_device(self.zero, "offload_optimizer"), offload_device(self.zero, "offload_param")
+    def offload_optimizer(self) -> str:
+        """Where the optimizer's states are: `none`, `cpu` or `nvme`."""
+        return offload_device(self.zero, "offload_optimizer")
+
+    @property
+    def offload_param(self) -> str:
+        """Where the weights are: `none`, `cpu` or `nvme`."""
+        return offload_device(self.zero, "offload_param")
 
     @property
     def accumulation_dtype(self) -> str | None:
         """`data_types.grad_accum_dtype`; None where it is left to DeepSpeed."""
-        given = (self.tree.get("data_types") or {}).get("grad_accum_dtype")
+        given = (self.deepspeed_config.get("data_types") or {}).get("grad_accum_dtype")
         return None if given == "auto" else given
 
     @property
@@ -134,6 +152,18 @@ class RunSettings(Sections):
         """Parallel axes with more than one rank, besides data parallelism."""
         return frozenset(axis for axis in AXES if getattr(self.mesh, axis) > 1)
 
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(RunSettings):
+    """The settings of a run whose model is known."""
+
+    model_json: Mapping[str, Any]
+    """config.json of the model, or of a teacher."""
+    positions: int | None = None
+    """Positions of the model; None where any number is allowed."""
+    stages: tuple[StageLayers | None, ...] = ()
+    """Layers of each pipeline stage."""
+
     @property
     def model_type(self) -> str:
         """Model type of config.json."""
@@ -145,24 +175,38 @@ class RunSettings(Sections):
         return family_of(self.model_type)
 
 
-Condition = Callable[[RunSettings], object]
+@dataclass(frozen=True, kw_only=True)
+class LengthSettings(Sections):
+    """The settings of a run whose rows are known, and with them its length."""
+
+    steps: int
+    """Optimizer steps of the run."""
+    warmup: int
+    """Steps in which the learning rate rises."""
+    rows: int | None
+    """Rows of an epoch; None for a stream."""
+
+
+S = TypeVar("S", bound=Sections, contravariant=True)
+R = TypeVar("R", bound=RunSettings)
+Condition = Callable[[S], object]
 """Decides whether a run is refused, which any true result means. The values of a mapping fill fields of the message."""
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Refusal(Generic[S]):
     """A row of the table of refused settings: when it applies, the message of the error, and a hint what to do instead.
 
     `message` and `hint` are templates of `str.format`. Their fields are settings such as `{optim.name}` and `{mesh}`,
     or keys of the mapping that `applies` returns.
     """
 
-    applies: Condition
+    applies: Condition[S]
     message: str
     hint: str
     error: type[ConfigError | ModelError] = ConfigError
 
-    def raise_for(self, run: RunSettings) -> None:
+    def raise_for(self, run: S) -> None:
         """Raise the error where the settings are refused."""
         if found := self.applies(run):
             fields = _Fields(found if isinstance(found, Mapping) else {})
@@ -171,7 +215,7 @@ class Refusal:
 
 
 class _Fields(dict[str, object]):
-    run: RunSettings
+    run: Sections
 
     def __missing__(self, name: str) -> object:
         return getattr(self.run, name)
@@ -182,7 +226,7 @@ class Conflict(NamedTuple):
 
     text: str
     hint: str
-    applies: Condition
+    applies: Condition[RunSettings]
 
 
 def setting(text: str, hint: str) -> Conflict:
@@ -193,29 +237,36 @@ def setting(text: str, hint: str) -> Conflict:
 
 
 def together(
-    first: str, applies: Condition, others: Iterable[Conflict], *, link: str = " with ", why: str = " is not tested"
-) -> Iterator[Refusal]:
+    first: str,
+    applies: Condition[RunSettings],
+    others: Iterable[Conflict],
+    *,
+    link: str = " with ",
+    why: str = " is not tested",
+) -> Iterator[Refusal[RunSettings]]:
     """A refusal for each of `others`, which are refused where `applies` holds."""
     for other in others:
-        yield Refusal(_both(applies, other.applies), f"{first}{link}{other.text}{why}", other.hint)
+        yield Refusal(both(applies, other.applies), f"{first}{link}{other.text}{why}", other.hint)
 
 
-def _both(first: Condition, second: Condition) -> Condition:
-    def both(run: RunSettings) -> object:
+def both(first: Condition[R], second: Condition[RunSettings]) -> Condition[R]:
+    """The condition that both hold, with the values of both for the message."""
+
+    def hold(run: R) -> object:
         one = first(run)
         two = one and second(run)
         return {**one, **(two if isinstance(two, Mapping) else {})} if two and isinstance(one, Mapping) else two
 
-    return both
+    return hold
 
 
-UNTESTED_STATES = (
-    Conflict("offload to nvme", "offload to cpu", lambda run: "nvme" in run.offloads),
+UNTESTED_STATES: tuple[Conflict, ...] = (
+    Conflict("offload to nvme", "offload to cpu", lambda run: "nvme" in (run.offload_optimizer, run.offload_param)),
     # Muon and Lamb depend on whole matrices.
     Conflict("optim.name {optim.name}", "use AdamW", lambda run: run.optimizer not in ("adam", "adamw")),
 )
 """Optimizers and offloads that tests of layouts, adapters, indexers and multi-token prediction leave out."""
-UNTESTED_TRAINING = (
+UNTESTED_TRAINING: tuple[Conflict, ...] = (
     setting("train.precision fp16", "set train.precision to bf16, or to fp32 on a GPU without products in bf16"),
     *UNTESTED_STATES,
 )

@@ -63,7 +63,7 @@ def mixture_lines(run: PreparedRun) -> list[str]:
     if isinstance(rows, StreamedRows) or rows.mixture is None:
         return []
     mixture, total = rows.mixture, total_rows(run, rows)
-    drawn = mixture.count_rows(total, seed=run.plan.seed, shuffle=run.config.data.shuffle)
+    drawn = mixture.count_rows(total, seed=run.plan.train.seed, shuffle=run.config.data.shuffle)
     passes = [number / size for number, size in zip(drawn, mixture.sizes, strict=True)]
     tokens = [number * times for number, times in zip(rows.tokens_of_sources, passes, strict=True)]
     return [
@@ -83,7 +83,7 @@ def batch_plan(run: PreparedRun) -> BatchPlan:
         micro_batch_size=plan.batch.micro_batch_size,
         rank=plan.mesh.place("dp"),
         dp=plan.dp,
-        seed=plan.seed,
+        seed=plan.train.seed,
         shuffle=run.config.data.shuffle,
         pad_token_id=run.inputs.pad_token_id,
         row_len=plan.batch.max_seq_len if plan.batch.is_packed else None,

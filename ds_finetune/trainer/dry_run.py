@@ -32,7 +32,7 @@ class PlannedRun:
     """A planned run on GPUs that need not be here; `rich.print` shows it as `ds-finetune plan` does."""
 
     plan: Plan = field(repr=False)
-    """What was decided: mesh, ZeRO stage, offload, the DeepSpeed JSON (`plan.deepspeed`)."""
+    """What was decided: mesh, ZeRO stage, offload, the DeepSpeed JSON (`plan.deepspeed_config`)."""
     tensors: Stages = field(repr=False)
     """The tensors of a rank, by pipeline stage."""
     estimate: RunEstimate
@@ -60,7 +60,7 @@ class PlannedRun:
             _rank_map(self.plan.mesh, self.plan.world.local_world_size),
             _shapes([replace(kind, count=count) for kind, count in counts.items()], self.plan),
             Text("DeepSpeed", style="bold"),
-            Text(json.dumps(self.plan.deepspeed, indent=1)),
+            Text(json.dumps(self.plan.deepspeed_config, indent=1)),
         )
 
 

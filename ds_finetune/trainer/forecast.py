@@ -5,7 +5,6 @@ what to do where memory runs out.
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 
@@ -138,7 +137,7 @@ def estimate_of(run: PreparedRun) -> MemoryEstimate | None:
 
 def what_fits(run: PreparedRun, *, budget: int) -> str:
     """The nearest settings that fit into `budget` bytes, as a hint."""
-    settings = replace(run.settings, objective=run.plan.objective)
+    settings = run.plan
     changes = fitting_changes(settings, run.plan, run.inputs.config_tree, budget=budget)
     if not changes:
         return "by the estimate no change of the run file fits: take more ranks, or devices with more memory"

@@ -179,7 +179,15 @@ def _file(run: PreparedRun, estimates: dict[int, int], devices: list[int]) -> Pa
     everything in a run file on which memory does.
     """
     plan, rows = run.plan, run.inputs.train.fingerprint()
-    key = [__version__, versions(), rows, devices, str(plan.mesh), plan.deepspeed.get("zero_optimization"), estimates]
+    key = [
+        __version__,
+        versions(),
+        rows,
+        devices,
+        str(plan.mesh),
+        plan.zero,
+        estimates,
+    ]
     digest = xxhash.xxh3_128_hexdigest(json.dumps(key, sort_keys=True, default=str).encode())
     return Path(run.config.data.cache_dir, "micro-batch", f"{digest}.json")
 

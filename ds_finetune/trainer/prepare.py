@@ -13,9 +13,9 @@ from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.stream import StreamedRows
 from ds_finetune.engine.devices import DeviceMemory, PeakMemory, read_device_memory
 from ds_finetune.objectives.objective import Objective
-from ds_finetune.plan.checks import check, length_notes
+from ds_finetune.plan.checks import check_length, length_notes
 from ds_finetune.plan.plan import Plan
-from ds_finetune.plan.settings import RunSettings
+from ds_finetune.plan.settings import LengthSettings, RunSettings, sections_of
 from ds_finetune.trainer.inputs import RunInputs, read_inputs
 from ds_finetune.trainer.resolve import ResolvedRun
 from ds_finetune.trainer.run_dir import check_run_disk, check_run_folder
@@ -45,8 +45,8 @@ def prepare_run(resolved: ResolvedRun) -> PreparedRun:
     check_run_disk(run.output_dir, run.estimate.disk(ranks=world.local_world_size, is_first_host=is_first_host))
     inputs, schedule = run.inputs, run.schedule
     rows = None if isinstance(inputs.train, StreamedRows) else inputs.train.rows_per_epoch
-    length = replace(run.settings, steps=schedule.steps, warmup=schedule.warmup_steps, rows=rows)
-    check(length, "length of the run")
+    length = LengthSettings(**sections_of(run.plan), steps=schedule.steps, warmup=schedule.warmup_steps, rows=rows)
+    check_length(length)
     memory, peak = read_device_memory(world, run.plan.device), PeakMemory(run.plan.device, world)
     inputs = replace(inputs, notes=(*inputs.notes, *length_notes(length)))
     return replace(run, inputs=inputs, memory=memory, peak=peak)
@@ -54,9 +54,9 @@ def prepare_run(resolved: ResolvedRun) -> PreparedRun:
 
 def read_run(resolved: ResolvedRun) -> PreparedRun:
     """The run with its rows and its learning rate; ModelError, DataError or ConfigError say what is wrong with them."""
-    inputs = read_inputs(resolved.settings, resolved.model)
+    inputs = read_inputs(resolved.plan, resolved.model)
     check_baseline(resolved.plan, inputs)
-    schedule = make_schedule(resolved.settings, inputs.train)
+    schedule = make_schedule(resolved.plan, inputs.train)
     return PreparedRun(resolved.config, resolved.plan, resolved.model, resolved.notes, inputs=inputs, schedule=schedule)
 
 
@@ -65,7 +65,7 @@ def mismatched_answers(plan: Plan, objective: Objective, rows: PreparedRows) -> 
     if not objective.needs_baseline:
         return None
     batch = plan.batch
-    return MismatchedAnswers(rows, seed=plan.seed, max_seq_len=batch.max_seq_len, is_packed=batch.is_packed)
+    return MismatchedAnswers(rows, seed=plan.train.seed, max_seq_len=batch.max_seq_len, is_packed=batch.is_packed)
 
 
 def check_baseline(plan: Plan, inputs: RunInputs) -> None:

@@ -114,10 +114,10 @@ def _fingerprint(run: PreparedRun, name: str, rows: PreparedRows) -> str:
     plan, config = run.plan, run.config
     sizes = {axis: getattr(plan.mesh, axis) for axis in ("tp", "sp", "pp", "ep")}
     # The order of rows decides their neighbours in a forward, and so the length that rows are padded to.
-    order = None if plan.batch.is_packed else [plan.seed, config.data.shuffle]
+    order = None if plan.batch.is_packed else [plan.train.seed, config.data.shuffle]
     parts = {
         "format": _FORMAT,
-        "weights": f"random, seed {plan.seed}: {run.inputs.config_text}"
+        "weights": f"random, seed {plan.train.seed}: {run.inputs.config_text}"
         if run.model.has_random_weights
         else weights_digest(run.inputs.folder),
         "rows": rows.fingerprint(),
@@ -131,7 +131,7 @@ def _fingerprint(run: PreparedRun, name: str, rows: PreparedRows) -> str:
         "forward": [plan.batch.micro_batch_size, plan.batch.max_seq_len, order],
         "limit": config.eval.limit if name != _TRAIN else 0,
         # Decides which answers are compared with which prompts.
-        "baseline": plan.seed if run.model.objective.needs_baseline else None,
+        "baseline": plan.train.seed if run.model.objective.needs_baseline else None,
         "packages": {name: version(name) for name in _PACKAGES},
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]

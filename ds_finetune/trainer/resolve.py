@@ -33,12 +33,11 @@ from ds_finetune.model.loss.score_config import set_classes, set_padding_token, 
 from ds_finetune.model.parallel.pipeline import build_meta_model, layers_of_stages
 from ds_finetune.model.weights.vocabulary import grow_vocabulary
 from ds_finetune.objectives.objective import make_objective
-from ds_finetune.plan.checks import check
 from ds_finetune.plan.context import ContextPlan, plan_context
 from ds_finetune.plan.estimate.states import RunEstimate, estimate_run
 from ds_finetune.plan.forward import mlp_tiles
 from ds_finetune.plan.kernels import kernels_problem
-from ds_finetune.plan.model_checks import WITH_MESH, WITHOUT_MESH
+from ds_finetune.plan.model_checks import WITH_MESH, WITHOUT_MESH, check_model
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.precision import Bf16Support, with_precision
 from ds_finetune.plan.settings import RunSettings
@@ -80,19 +79,6 @@ class ResolvedRun:
         return dump_config(self.config)
 
     @cached_property
-    def settings(self) -> RunSettings:
-        """The settings of the run with what is known of its ranks and its model, as checks read them."""
-        return RunSettings.of(
-            self.config,
-            mesh=self.plan.mesh,
-            device=self.plan.device,
-            tree=self.plan.deepspeed,
-            accumulation=self.plan.batch.gradient_accumulation_steps,
-            model_json=self.model.hf_config.to_dict(),
-            stages=self.model.stages,
-        )
-
-    @cached_property
     def tensors(self) -> Stages:
         """The tensors of a rank, by pipeline stage."""
         return rank_tensors(self.plan, self.model)
@@ -105,6 +91,7 @@ class ResolvedRun:
 
 
 R = TypeVar("R", bound=ResolvedRun)
+S = TypeVar("S", bound=RunSettings)
 
 
 def resolve_here(source: ConfigSource, world: World) -> ResolvedRun:
@@ -135,22 +122,22 @@ def resolve(  # noqa: PLR0913 - what is decided, and what it is decided from
     train, precision = with_precision(config.train, device=device, support=bf16)
     settings = replace(RunSettings.of(config), train=train)
     plan = make_plan(settings, world=world, device=device, accelerate=accelerate)
-    if not is_config_only and settings.optimizer == "muon":
+    if not is_config_only and plan.optimizer == "muon":
         _check_muon(device)
-    settings = with_classes(replace(settings, mesh=plan.mesh, device=device), is_config_only=is_config_only)
-    model = make_model_plan(settings, is_config_only=is_config_only)
-    token_limits(settings, model.hf_config)
+    plan = with_classes(plan, is_config_only=is_config_only)
+    model = make_model_plan(plan, is_config_only=is_config_only)
+    token_limits(plan, model.hf_config)
     for row in formats_of_run(config.export.formats)[1:]:
         row.check_model_type(model.hf_config.model_type)
         # Packages, settings of the model and tokenizer matter on the machine that exports.
         if not is_config_only:
-            is_classifier, tokenizer = model.task != "causal_lm", _tokenizer(settings.model)
+            is_classifier, tokenizer = model.task != "causal_lm", _tokenizer(plan.model)
             row.load().check_model(model.hf_config, is_classifier=is_classifier, tokenizer=tokenizer)
     context = model.context.notes() if model.context is not None else ()
     lengths = length_notes(model, max_seq_len=plan.batch.max_seq_len)
-    notes = (*precision, *context, *try_generic_type(settings, model), *lengths)
-    config = config.model_copy(update={"train": train, "objective": settings.objective})
-    run = ResolvedRun(config, replace(plan, objective=config.objective), model, notes)
+    notes = (*precision, *context, *try_generic_type(plan, model), *lengths)
+    config = config.model_copy(update={"train": train, "objective": plan.objective})
+    run = ResolvedRun(config, plan, model, notes)
     return run if is_config_only else complete_plan(run)
 
 
@@ -164,8 +151,8 @@ def _check_muon(device: str) -> None:
 
 def with_train(run: R, train: TrainConfig) -> R:
     """The run with another section `train`, on which its model does not depend."""
-    old, settings = run.plan, replace(run.settings, train=train)
-    plan = make_plan(settings, world=old.world, device=old.device, accelerate=accelerate_choices(os.environ))
+    old, accelerate = run.plan, accelerate_choices(os.environ)
+    plan = make_plan(replace(old, train=train), world=old.world, device=old.device, accelerate=accelerate)
     return complete_plan(replace(run, config=run.config.model_copy(update={"train": train}), plan=plan))
 
 
@@ -188,10 +175,10 @@ def make_model_plan(run: RunSettings, *, is_config_only: bool = False) -> ModelP
     """
     hf_config, context = _config_and_context(run.model, task_of(run.objective), is_config_only=is_config_only)
     padding = _set_up_scores(run.objective, run.model, hf_config)
-    check(replace(run, model_json=hf_config.to_dict()), *WITH_MESH)
+    check_model(run.with_model(hf_config.to_dict()), *WITH_MESH)
     planned = plan_model(hf_config, run)
     if planned.teacher is not None:
-        check(replace(run, model_json=planned.teacher.hf_config.to_dict()), "teacher")
+        check_model(run.with_model(planned.teacher.hf_config.to_dict()), "teacher")
     return replace(planned, padding=padding, context=context)
 
 
@@ -207,7 +194,7 @@ def _set_up_scores(objective: ObjectiveConfig, section: ModelConfig, hf_config: 
     return set_padding_token(hf_config, _tokenizer(section))
 
 
-def with_classes(run: RunSettings, *, is_config_only: bool = False) -> RunSettings:
+def with_classes(run: S, *, is_config_only: bool = False) -> S:
     """The run with number and names of the classes filled in: those of a base model that is a classifier, else
     those of the training rows, which are read where it is necessary, and never with `is_config_only`.
     """
@@ -248,7 +235,7 @@ def token_limits(run: RunSettings, hf_config: PretrainedConfig) -> TokenLimits:
     allows.
     """
     allowed = max_positions(hf_config)
-    check(replace(run, model_json=hf_config.to_dict(), positions=allowed), "positions")
+    check_model(run.with_model(hf_config.to_dict(), positions=allowed), "positions")
     return limits_of(run, hf_config)
 
 
@@ -313,7 +300,7 @@ def freeze_unreached(plan: Plan, model: ModelPlan) -> Plan:
         return _with_frozen(plan, tuple(name for name, _ in every if model.is_untrained(name)))
     if not family.is_generic:
         return plan
-    decay = plan.optimizer.weight_decay
+    decay = plan.optim.weight_decay
     try:
         names = unused_parameters(hf_config, tokens=plan.batch.max_seq_len, task=model.task)
     except NotImplementedError as unknown:
@@ -343,8 +330,7 @@ def plan_model(hf_config: PretrainedConfig, run: RunSettings) -> ModelPlan:
     """The model of `hf_config` as the run file says; ConfigError or ModelError where it does not fit the model."""
     model, objective = run.model, run.objective
     hf_config, noise = _without_noise(hf_config) if "reference" in objective.row.needs else (hf_config, ())
-    run = replace(run, model_json=hf_config.to_dict())
-    check(run, *WITHOUT_MESH)
+    check_model(run.with_model(hf_config.to_dict()), *WITHOUT_MESH)
     check_encoder(hf_config, attention=model.attention, objective=objective.name)
     resized = model.resize_vocabulary
     runtime = make_objective(objective)
@@ -354,7 +340,7 @@ def plan_model(hf_config: PretrainedConfig, run: RunSettings) -> ModelPlan:
     stages = layers_of_stages(hf_config, run.parallel, task)
     if "adapters" in features:
         check_stages(features["adapters"], stages, ep_size=run.parallel.ep)
-    check(replace(run, stages=stages), "stages")
+    check_model(run.with_model(hf_config.to_dict(), stages=stages), "stages")
     return ModelPlan(
         path=model.path,
         hf_config=hf_config,
@@ -365,7 +351,7 @@ def plan_model(hf_config: PretrainedConfig, run: RunSettings) -> ModelPlan:
         stages=stages,
         objective=runtime,
         features=features,
-        mlp_tiles=mlp_tiles(run.model_json) if run.train.tiled_mlp else 1,
+        mlp_tiles=mlp_tiles(hf_config.to_dict()) if run.train.tiled_mlp else 1,
         without_noise=noise,
     )
 

@@ -352,7 +352,7 @@ def inputs_of(run: PreparedRun) -> RunIdentity:
         base=run.inputs.base,
         teacher=run.inputs.teacher,
         held_out="; ".join(text if name == "eval" else f"{name}: {text}" for name, text in held_out.items()),
-        deepspeed=run.plan.deepspeed,
+        deepspeed=run.plan.deepspeed_config,
     )
 
 

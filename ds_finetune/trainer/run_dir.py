@@ -164,7 +164,7 @@ def prepare_run_folder(run: ResolvedRun, *, after_step: int = 0, last: StepRecor
         # First the plan, by which `_is_run` knows a run: then a user's config.yaml is never taken for that of one.
         replace_file(folder / PLAN, plan_text, is_synced=True)
         replace_file(folder / "config.yaml", run.text, is_synced=True)
-        replace_file(folder / "deepspeed.json", json.dumps(plan.deepspeed, indent=2) + "\n", is_synced=True)
+        replace_file(folder / "deepspeed.json", json.dumps(plan.deepspeed_config, indent=2) + "\n", is_synced=True)
         for name in RECORDS:
             _remove_records(folder / name, after_step, last if name == METRICS else None)
         return _missing_steps(folder, after_step)

@@ -30,7 +30,7 @@ from ds_finetune.model.loss.forward_rows import find_supervised
 from ds_finetune.model.loss.soft_targets import top_log_probs
 from ds_finetune.model.loss.teacher import Teacher, load_teacher
 from ds_finetune.model.weights.load import weights_digest
-from ds_finetune.plan.checks import check
+from ds_finetune.plan.model_checks import check_model
 from ds_finetune.plan.precision import with_precision
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
@@ -106,7 +106,7 @@ def _prepare(run: RunSettings) -> tuple[ModelPlan, RunInputs]:
     """The model of the run with its teacher, and the rows, checked against both."""
     model = plan_model(model_config(run), run)
     assert model.teacher is not None
-    check(replace(run, model_json=model.teacher.hf_config.to_dict()), "teacher")
+    check_model(run.with_model(model.teacher.hf_config.to_dict()), "teacher")
     try_generic_type(run, model)
     token_limits(run, model.hf_config)
     return model, read_inputs(run, model)

@@ -287,7 +287,7 @@ def compile_operators(run: PreparedRun, store: dist.Store, monitor: Monitor, say
 
     There is no limit on how long the ranks wait for one that prepares or compiles longer than the others.
     """
-    timeout = timedelta(seconds=run.plan.collective_seconds)
+    timeout = timedelta(seconds=run.plan.watchdog.collective_seconds)
 
     def agree(problems: str) -> list[str]:
         monitor.wait_until_prepared(store)
@@ -299,7 +299,7 @@ def compile_operators(run: PreparedRun, store: dist.Store, monitor: Monitor, say
 @contextmanager
 def open_process_group(run: PreparedRun, store: dist.Store, monitor: Monitor) -> Iterator[None]:
     """Open the process group of all ranks; the watchdog reports an error before the group closes."""
-    timeout = timedelta(seconds=run.plan.collective_seconds)
+    timeout = timedelta(seconds=run.plan.watchdog.collective_seconds)
     group = process_group(run.plan.world, run.plan.device, store, timeout=timeout)
     monitor.progress.device = device_progress(device_of_rank(run.plan.device, run.plan.world.local_rank))
     with remove_empty_on_failure(run.output_dir), monitor.watch_from_start(store), group, report_errors(run, monitor):

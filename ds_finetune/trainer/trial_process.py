@@ -63,7 +63,7 @@ def _end(folder: Path, end: TrialEnd) -> None:
 
 
 def _peak_of_steps(run: PreparedRun, prefix: str, folder: Path) -> int:
-    world, timeout = run.plan.world, timedelta(seconds=run.plan.collective_seconds)
+    world, timeout = run.plan.world, timedelta(seconds=run.plan.watchdog.collective_seconds)
     met: dist.Store = dist.HashStore()
     if world.world_size > 1:
         met = dist.TCPStore(

@@ -8,8 +8,8 @@ import yaml
 
 from ds_finetune.config.schema import RunConfig, dump_config, read_config
 from ds_finetune.errors import ConfigError
-from ds_finetune.plan.checks import check, length_notes
-from ds_finetune.plan.settings import RunSettings
+from ds_finetune.plan.checks import length_notes
+from tests.checking import check, settings_of
 from tests.conftest import ROOT
 
 MINIMAL: dict[str, Any] = {"model": "m", "data": {"train": "a.jsonl"}, "output_dir": "o"}
@@ -119,7 +119,7 @@ def test_every_run_file_of_the_project_is_taken() -> None:
 
 
 def _checked(tree: dict[str, Any], *, steps: int = 100, warmup: int = 3, rows: int | None = 1000) -> list[str]:
-    run = RunSettings.of(RunConfig.model_validate(MINIMAL | tree), steps=steps, warmup=warmup, rows=rows)
+    run = settings_of(RunConfig.model_validate(MINIMAL | tree), steps=steps, warmup=warmup, rows=rows)
     check(run, "length of the run")
     return length_notes(run)
 

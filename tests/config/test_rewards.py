@@ -9,8 +9,8 @@ from ds_finetune.config.rewards import OPTIONS, RewardConfig
 from ds_finetune.config.schema import RunConfig, dump_config, read_config
 from ds_finetune.errors import ConfigError
 from ds_finetune.objectives.rewards.builtin import BUILTIN
-from ds_finetune.plan.checks import check
 from ds_finetune.plan.settings import RunSettings
+from tests.checking import check
 
 
 def run_of(rewards: Any, **other: Any) -> RunConfig:

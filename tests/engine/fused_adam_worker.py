@@ -85,9 +85,9 @@ def _put_in_place() -> None:
 
 def _fused_plan(run: RunSettings, *, world: World, device: str) -> Plan:
     plan = make_plan(run, world=world, device=device)
-    params = plan.deepspeed["optimizer"]["params"]
+    params = plan.deepspeed_config["optimizer"]["params"]
     kept = {key: value for key, value in params.items() if key not in ("torch_adam", "fused")}
-    return replace(plan, deepspeed=plan.deepspeed | {"optimizer": {"type": "AdamW", "params": kept}})
+    return replace(plan, deepspeed_config=plan.deepspeed_config | {"optimizer": {"type": "AdamW", "params": kept}})
 
 
 def _start(plan: Plan, *arguments: Any, takes_torchs: bool, loads_weights: bool = True) -> Any:

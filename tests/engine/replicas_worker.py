@@ -97,9 +97,9 @@ def change(engine: Engine, name: str, *, rank: int) -> None:
 
 def refused_thresholds(engine: Engine) -> list[str]:
     """What is refused, with the weights that DeepSpeed itself marks as persistent, were this a run on two GPUs."""
-    zero = engine.plan.deepspeed["zero_optimization"] | {"overlap_comm": True}
-    tree = engine.plan.deepspeed | {"zero_optimization": zero}
-    plan = replace(engine.plan, device="cuda", mesh=replace(engine.plan.mesh, dp=2), deepspeed=tree)
+    zero = engine.plan.zero | {"overlap_comm": True}
+    tree = engine.plan.deepspeed_config | {"zero_optimization": zero}
+    plan = replace(engine.plan, device="cuda", mesh=replace(engine.plan.mesh, dp=2), deepspeed_config=tree)
     optimizer, messages = engine._ds.optimizer, []
     offload = optimizer.parameter_offload
     for offload.param_numel_persistence_threshold, offload.model_persistence_threshold in THRESHOLDS:

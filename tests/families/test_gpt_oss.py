@@ -15,11 +15,11 @@ from ds_finetune.errors import FinetuneError
 from ds_finetune.families.configs import GPT_OSS
 from ds_finetune.model.build.skeleton import build_skeleton
 from ds_finetune.model.parallel.pipeline import build_meta_model
-from ds_finetune.plan.checks import check
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import TINY_MODELS, Cell, hf_config, run_tree
 from ds_finetune.trainer.resolve import plan_model
+from tests.checking import check, settings_of
 
 ALONE = Mesh(0, 1)
 CONFIG: Any = AutoConfig.for_model("gpt_oss", **GPT_OSS)
@@ -48,7 +48,7 @@ def test_lora() -> None:
 
 
 def _check(mesh: Mesh = ALONE, **sections: Any) -> None:
-    run = RunSettings.of(_run(**sections), mesh=mesh, model_json=CONFIG.to_dict())
+    run = settings_of(_run(**sections), mesh=mesh, model_json=CONFIG.to_dict())
     check(run, "sizes of the model", "experts of the model")
 
 
@@ -71,7 +71,7 @@ def test_weights_of_experts_decay_and_their_biases_do_not() -> None:
     lm = build_skeleton(
         AutoConfig.for_model("gpt_oss", **GPT_OSS), attention="sdpa", dtype=torch.float32, device="meta"
     )
-    plan = SimpleNamespace(optimizer=SimpleNamespace(weight_decay=0.1), zero_stage=3)
+    plan = SimpleNamespace(optim=SimpleNamespace(weight_decay=0.1), zero_stage=3)
     groups: Any = SimpleNamespace(experts=None)
     names = {id(param): name for name, param in lm.named_parameters()}
     decayed, others = parameter_groups(lm, plan, groups)  # type: ignore[arg-type]
@@ -92,7 +92,7 @@ def test_weights_of_experts_begin_at_multiples_of_16_bytes_in_flat_buffers(famil
     lm = build_meta_model(hf_config(family))
     for param in lm.parameters():
         param.requires_grad_()
-    plan = SimpleNamespace(optimizer=SimpleNamespace(weight_decay=0.1), zero_stage=1)
+    plan = SimpleNamespace(optim=SimpleNamespace(weight_decay=0.1), zero_stage=1)
     groups: Any = SimpleNamespace(experts=None)
     for group in parameter_groups(lm, plan, groups):  # type: ignore[arg-type]
         offset = 0

@@ -41,7 +41,7 @@ def main() -> None:
             steps = [engine.step(whole_batch(engine), lr=LR) for _ in range(2)]
     if world.rank == 0:
         found = [(step.loss, step.metrics["toy_loss"], step.grad_norm) for step in steps]
-        (folder / "found.json").write_text(json.dumps({"steps": found, "limit": plan.optimizer.max_grad_norm}))
+        (folder / "found.json").write_text(json.dumps({"steps": found, "limit": plan.train.max_grad_norm}))
 
 
 if __name__ == "__main__":

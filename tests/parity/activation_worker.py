@@ -48,7 +48,7 @@ def run(tree: dict[str, Any], launched: Launched) -> tuple[str, dict[str, Any]]:
     return f"{cell.name}-{tree['has_adapters']}", {
         "plain": _run(plan, model),
         # On a CPU the run file's key is refused, and tensors are copied within its memory.
-        "offloaded": _run(replace(plan, activation_offload=True), model),
+        "offloaded": _run(replace(plan, train=plan.train.model_copy(update={"activation_offload": True})), model),
         "tiled": _run(plan, replace(model, mlp_tiles=tiles)),
         "selective": _run(replace(plan, activation_checkpointing="selective"), model),
         "fused": _run(replace(plan, kernels=FUSED), model),
@@ -63,7 +63,7 @@ def _run(plan: Plan, model: ModelPlan) -> dict[str, Any]:
         *_, steps = take_steps(engine, STEPS)
         weights = {name: tensor.clone() for name, tensor in engine.tensors() if tensor is not None}
         weights |= {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
-        if plan.activation_offload:
+        if plan.train.activation_offload:
             _check_offload(engine.lm)
         if model.mlp_tiles > 1 and plan.zero_stage == 3:
             _check_one_gather(engine.lm)

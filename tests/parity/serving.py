@@ -18,7 +18,7 @@ from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
-from ds_finetune.plan.checks import CHECKS
+from ds_finetune.plan.checks import BEFORE_MODEL
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
@@ -52,7 +52,7 @@ def allow_fp16() -> None:
 
     get_accelerator().is_fp16_supported = lambda: True
     options = "options of DeepSpeed"
-    CHECKS[options] = tuple(row for row in CHECKS[options] if not row.message.startswith("fp16"))
+    BEFORE_MODEL[options] = tuple(row for row in BEFORE_MODEL[options] if not row.message.startswith("fp16"))
 
 
 def serve(run: Callable[[Tree, Launched], tuple[str, object]]) -> None:

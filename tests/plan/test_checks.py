@@ -12,17 +12,22 @@ import pytest
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.plan import checks, inexact, model_checks, rollout_checks
-from ds_finetune.plan.checks import BEFORE_MODEL, CHECKS, check, length_notes
+from ds_finetune.plan.checks import BEFORE_MODEL, length_notes
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.plan.settings import Refusal, RunSettings
+from ds_finetune.plan.settings import Refusal, RunSettings, Sections
+from tests.checking import CHECKS, check, settings_of, with_known
 
 ROWS = [*chain.from_iterable(CHECKS.values())]
 TREE = {"model": "m", "data": {"train": "t"}, "output_dir": "o"}
 SECTIONS = {"lora": {}, "router": {}, "profile": {"steps": "1"}, "objective": {"name": "distill", "teacher": "t"}}
 GRPO: dict[str, Any] = {"objective": {"name": "grpo"}}
-FULL = [RunSettings.of(RunConfig.model_validate(TREE | SECTIONS | objective)) for objective in ({}, GRPO)]
-"""Settings with each section that may be left out, of objectives whose keys messages name."""
+FULL = [
+    settings_of(RunConfig.model_validate(TREE | SECTIONS | objective), **known)
+    for objective in ({}, GRPO)
+    for known in ({"model_json": {"model_type": "llama"}}, {"steps": 1})
+]
+"""Settings of a known model and of a known length, with each section that may be left out, of objectives whose keys messages name."""
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.message[:40])
@@ -35,7 +40,7 @@ def test_each_field_of_a_message_is_a_setting_or_a_value_of_its_check(row: Refus
             assert any(_has(run, name) for run in FULL), name
 
 
-def _has(run: RunSettings, name: str) -> bool:
+def _has(run: Sections, name: str) -> bool:
     try:
         attrgetter(name)(run)
     except AttributeError:
@@ -46,7 +51,7 @@ def _has(run: RunSettings, name: str) -> bool:
 def test_the_defaults_of_the_run_file_are_refused_by_no_check() -> None:
     tree = {"zero_optimization": {"stage": 2}}
     check(
-        RunSettings.of(RunConfig.model_validate(TREE), tree=tree, steps=10, rows=1000),
+        settings_of(RunConfig.model_validate(TREE), deepspeed_config=tree, steps=10, rows=1000),
         *BEFORE_MODEL,
         "length of the run",
     )
@@ -95,7 +100,7 @@ def test_settings_are_refused_together(
     subject: str, said: str, sections: dict[str, Any], zero: dict[str, Any], mesh: Mesh | None
 ) -> None:
     """Combinations that no other test gives; each is refused by one row, and is accepted without its settings."""
-    settings = RunSettings.of(RunConfig.model_validate(TREE), tree={"zero_optimization": {"stage": 2}})
+    settings = RunSettings.of(RunConfig.model_validate(TREE), deepspeed_config={"zero_optimization": {"stage": 2}})
     plain = replace(settings, mesh=mesh or settings.mesh)
     _check_refusal(
         subject, said, replace(_with_sections(plain, sections), tree={"zero_optimization": {"stage": 2} | zero})
@@ -168,7 +173,7 @@ def test_what_sampled_answers_are_refused_with(
 
 def sampled(sections: dict[str, Any], zero: dict[str, Any] | None = None, mesh: Mesh | None = None) -> RunSettings:
     run = _with_sections(RunSettings.of(RunConfig.model_validate(TREE)), sections)
-    return replace(run, tree={"zero_optimization": zero or {}}, mesh=mesh or Mesh(0, 2))
+    return replace(run, deepspeed_config={"zero_optimization": zero or {}}, mesh=mesh or Mesh(0, 2))
 
 
 def test_each_refusal_of_sampled_answers_is_tested() -> None:
@@ -180,7 +185,7 @@ def test_each_refusal_of_sampled_answers_is_tested() -> None:
 
 def test_a_prompt_is_a_row_of_the_data() -> None:
     """A step uses prompts_per_step rows, although its batch has more answers than the data have prompts."""
-    run = RunSettings.of(RunConfig.model_validate(TREE | GRPO), steps=10, rows=100)
+    run = settings_of(RunConfig.model_validate(TREE | GRPO), steps=10, rows=100)
     assert (run.train.global_batch_size, length_notes(run)) == (256, [])
     check(run, "length of the run")
     few = replace(run, rows=31)
@@ -282,13 +287,13 @@ def test_a_run_that_does_not_fit_its_model_or_its_length_is_refused(
     accepted_fields: dict[str, Any],
 ) -> None:
     settings = RunSettings.of(RunConfig.model_validate(TREE))
-    _check_refusal(subject, said, replace(_with_sections(settings, sections), **fields))
-    check(replace(_with_sections(settings, accepted), **accepted_fields), subject)
+    _check_refusal(subject, said, with_known(_with_sections(settings, sections), **fields))
+    check(with_known(_with_sections(settings, accepted), **accepted_fields), subject)
 
 
 def _with_sections(settings: RunSettings, sections: dict[str, Any]) -> RunSettings:
     tree = TREE | sections | {"model": {"path": "m"} | sections.get("model", {})}
-    return RunSettings.of(RunConfig.model_validate(tree), mesh=settings.mesh, tree=settings.tree)
+    return RunSettings.of(RunConfig.model_validate(tree), mesh=settings.mesh, deepspeed_config=settings.tree)
 
 
 def _check_refusal(subject: str, said: str, run: RunSettings) -> None:

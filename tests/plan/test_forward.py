@@ -9,7 +9,6 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.plan import forward
-from ds_finetune.plan.checks import check
 from ds_finetune.plan.forward import (
     HeadWidths,
     attention_lines,
@@ -20,6 +19,7 @@ from ds_finetune.plan.forward import (
     varlen_problem,
 )
 from ds_finetune.plan.settings import RunSettings
+from tests.checking import check, settings_of
 from tests.running import start, tiny_task
 
 V3 = {"model_type": "deepseek_v3", "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -34,7 +34,7 @@ def _run(attention: str, **train: Any) -> RunConfig:
 
 def _check(attention: str, tree: dict[str, Any], *, precision: str, longest: int = 4096) -> None:
     config = _run(attention, precision=precision, max_seq_len=longest)
-    check(RunSettings.of(config, model_json=tree), "attention of the model")
+    check(settings_of(config, model_json=tree), "attention of the model")
 
 
 def test_widths_of_heads() -> None:

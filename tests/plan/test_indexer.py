@@ -9,11 +9,11 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import IndexerConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.configs import SHARED_INDEX
-from ds_finetune.plan.checks import check
 from ds_finetune.plan.indexer import plan_indexer
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.settings import RunSettings
+from tests.checking import check, settings_of
 
 V32 = {"model_type": "deepseek_v32", "num_hidden_layers": 3}
 GLM = {"model_type": "glm_moe_dsa", **SHARED_INDEX, "num_hidden_layers": 4}
@@ -45,12 +45,12 @@ def test_layers_with_indexers_are_trained() -> None:
 
 def test_a_model_without_indexers_is_refused() -> None:
     with pytest.raises(ConfigError, match="with model_type deepseek_v3, whose") as caught:
-        check(RunSettings.of(_config(), model_json={"model_type": "deepseek_v3"}), "type of the model")
+        check(settings_of(_config(), model_json={"model_type": "deepseek_v3"}), "type of the model")
     assert "deepseek_v32, glm_moe_dsa" in caught.value.hint
 
 
 def test_a_stage_begins_with_an_indexer() -> None:
-    run = RunSettings.of(_config(parallel={"pp": 2}), model_json=GLM)
+    run = settings_of(_config(parallel={"pp": 2}), model_json=GLM)
     check(replace(run, stages=(StageLayers((range(2),)), StageLayers((range(2, 4),)))), "stages")
     check(replace(run, stages=(None,)), "stages")
     with pytest.raises(ConfigError, match="stage 1 begins with layer 1, which has no indexer") as caught:
@@ -76,7 +76,7 @@ def test_what_no_test_compares_is_refused(
     sections: dict[str, Any], mesh: dict[str, int], stage: int, words: str
 ) -> None:
     tree = {"zero_optimization": {"stage": stage}}
-    run = RunSettings.of(_config(**sections), mesh=Mesh(0, 2, **mesh), tree=tree)
+    run = RunSettings.of(_config(**sections), mesh=Mesh(0, 2, **mesh), deepspeed_config=tree)
     with pytest.raises(ConfigError) as caught:
         check(run, "indexers")
     assert words in caught.value.message
@@ -86,4 +86,4 @@ def test_what_no_test_compares_is_refused(
 def test_offload_to_nvme_is_refused() -> None:
     tree = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}
     with pytest.raises(ConfigError, match="with offload to nvme is not tested"):
-        check(RunSettings.of(_config(), tree=tree), "indexers")
+        check(RunSettings.of(_config(), deepspeed_config=tree), "indexers")

@@ -8,10 +8,9 @@ import pytest
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.value_types import InexactName
 from ds_finetune.errors import ConfigError
-from ds_finetune.plan.checks import check
 from ds_finetune.plan.inexact import OPTIONS, without_inexact
 from ds_finetune.plan.plan import Plan
-from ds_finetune.plan.settings import RunSettings
+from tests.checking import check, settings_of
 from tests.plan.test_plan import plan_of, zero
 
 CPU = {"device": "cpu"}
@@ -190,10 +189,10 @@ def test_zenflow_is_refused_for_experts() -> None:
     run = {"model": "m", "data": {"train": "a.jsonl"}, "output_dir": "o", "train": {"precision": "bf16"}}
     with_zenflow, plain = (RunConfig.model_validate(run | {"inexact": names}) for names in (["zenflow"], []))
     experts = {"model_type": "deepseek_v3", "hidden_size": 32, "moe_intermediate_size": 32}
-    check(RunSettings.of(with_zenflow, model_json={"model_type": "llama"}), "experts of the model")
-    check(RunSettings.of(plain, model_json=experts), "experts of the model")
+    check(settings_of(with_zenflow, model_json={"model_type": "llama"}), "experts of the model")
+    check(settings_of(plain, model_json=experts), "experts of the model")
     with pytest.raises(ConfigError, match="cannot work with experts, which model_type deepseek_v3 has"):
-        check(RunSettings.of(with_zenflow, model_json=experts), "experts of the model")
+        check(settings_of(with_zenflow, model_json=experts), "experts of the model")
 
 
 @pytest.mark.parametrize("name", ASKED)

@@ -10,10 +10,9 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.plan import kernels
-from ds_finetune.plan.checks import check
 from ds_finetune.plan.forward import product_of_experts
 from ds_finetune.plan.kernels import choose_kernels, fused_operations
-from ds_finetune.plan.settings import RunSettings
+from tests.checking import check, settings_of
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +150,7 @@ def test_families_without_such_operations_run_their_own(monkeypatch: pytest.Monk
         assert list(chosen.lines(family_of(name))) == [("kernels", f"torch: {why}")]
     for name, is_refused in (("bert", True), ("llama", False)):
         tree = {"model": {"path": "m", "kernels": "liger"}, "data": {"train": "a.jsonl"}, "output_dir": "o"}
-        run = RunSettings.of(RunConfig.model_validate(tree), model_json={"model_type": name})
+        run = settings_of(RunConfig.model_validate(tree), model_json={"model_type": name})
         if is_refused:
             with pytest.raises(ModelError, match=r"model\.kernels liger with model_type `bert` computes nothing"):
                 check(run, "attention of the model")

@@ -12,10 +12,10 @@ from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.configs import DENSE
 from ds_finetune.families.table import FAMILIES
-from ds_finetune.plan.checks import check
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.plan.tested_layouts import TESTED_LAYOUTS
+from tests.checking import check, settings_of
 
 
 def test_ranks_are_numbered_row_major_and_tensor_ranks_stand_together() -> None:
@@ -51,11 +51,11 @@ def _config(**sections: Any) -> RunConfig:
 
 def _check_layout(mesh: Mesh, zero: dict[str, Any] | None = None, **sections: Any) -> None:
     tree = {"zero_optimization": zero or {"stage": 2}}
-    check(RunSettings.of(_config(**sections), mesh=mesh, tree=tree), "layout")
+    check(RunSettings.of(_config(**sections), mesh=mesh, deepspeed_config=tree), "layout")
 
 
 def _check_model(subject: str, mesh: Mesh, model: dict[str, Any], **sections: Any) -> None:
-    check(RunSettings.of(_config(parallel={}, **sections), mesh=mesh, model_json=model), subject)
+    check(settings_of(_config(parallel={}, **sections), mesh=mesh, model_json=model), subject)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_stages_that_do_not_share_out_the_layers_are_refused(
     pp: int, given: list[int], message: str, hint: str
 ) -> None:
     config = _config(parallel={"pp": pp, "pp_layers": given})
-    run = RunSettings.of(config, mesh=Mesh(0, 1, pp=pp), model_json=DENSE | {"model_type": "llama"})
+    run = settings_of(config, mesh=Mesh(0, 1, pp=pp), model_json=DENSE | {"model_type": "llama"})
     with pytest.raises(ConfigError) as caught:
         check(run, "sizes of the model")
     assert (caught.value.message, caught.value.hint) == (message, hint)

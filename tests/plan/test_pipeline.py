@@ -9,7 +9,6 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.configs import DENSE
 from ds_finetune.families.tensors import model_tensors
-from ds_finetune.plan.checks import check
 from ds_finetune.plan.layer_stages import stages_of
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.pipeline import (
@@ -21,6 +20,7 @@ from ds_finetune.plan.pipeline import (
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
+from tests.checking import check, settings_of
 
 SIZES = [(pp, vpp, times * pp) for pp in (2, 3, 4, 8) for vpp in (1, 2, 3) for times in (1, 2, 3)]
 FORWARD_TIME, BACKWARD_TIME = 1, 2
@@ -113,10 +113,10 @@ def test_chunks_that_do_not_share_out_the_layers_are_refused(
     model = DENSE | {"model_type": "llama", "num_hidden_layers": 4}
     sizes = "sizes of the model"
     fitting = _config(parallel={"pp": 2, "vpp": 2, "pp_layers": [1, 1, 1, 1]})
-    check(RunSettings.of(fitting, mesh=Mesh(0, 1, pp=2), model_json=model), sizes)
+    check(settings_of(fitting, mesh=Mesh(0, 1, pp=2), model_json=model), sizes)
     config = _config(parallel={"pp": pp, "vpp": vpp, "pp_layers": given})
     with pytest.raises(ConfigError) as caught:
-        check(RunSettings.of(config, mesh=Mesh(0, 1, pp=pp), model_json=model), sizes)
+        check(settings_of(config, mesh=Mesh(0, 1, pp=pp), model_json=model), sizes)
     assert (caught.value.message, caught.value.hint) == (message, hint)
 
 

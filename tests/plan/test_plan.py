@@ -14,10 +14,10 @@ from ds_finetune.cli.demo import write_demo
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.plan import plan as layout
-from ds_finetune.plan.checks import check
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import AccelerateChoices, World
+from tests.checking import check, settings_of
 from tests.conftest import ROOT
 
 DEEPSPEED_FILES = sorted((ROOT / "ds_configs").glob("*.json"))
@@ -57,8 +57,8 @@ def adam(**params: Any) -> dict[str, Any]:
 def test_odd_heads_of_complex_rotary_embeddings_are_refused(model_type: str) -> None:
     config = RunConfig.model_validate({"model": "m", "data": {"train": "a.jsonl"}, "output_dir": "o"})
     even = {"model_type": model_type, "qk_nope_head_dim": 14, "qk_rope_head_dim": 8}
-    check(RunSettings.of(config, model_json=even), "type of the model")
-    odd = RunSettings.of(config, model_json=even | {"qk_nope_head_dim": 13})
+    check(settings_of(config, model_json=even), "type of the model")
+    odd = settings_of(config, model_json=even | {"qk_nope_head_dim": 13})
     if model_type == "deepseek_v3":
         check(odd, "type of the model")
         return
@@ -70,7 +70,7 @@ def test_the_batch_triple_is_derived_and_written() -> None:
     plan = plan_of()
     assert plan.batch.gradient_accumulation_steps == 2
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    assert [plan.deepspeed[key] for key in keys] == [8, 2, 2, 1.0]
+    assert [plan.deepspeed_config[key] for key in keys] == [8, 2, 2, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def _kernel(asked: str, device: str) -> str:
 
 def test_wrong_options_are_rewritten_with_a_visible_line() -> None:
     plan = plan_of(zero(3, overlap_comm=True, offload_optimizer={"device": "cpu"}), device="cpu")
-    section = plan.deepspeed["zero_optimization"]
+    section = plan.zero
     assert (section["overlap_comm"], section["offload_optimizer"]["pin_memory"]) == (False, False)
     assert [note.split(" is off")[0] for note in plan.notes] == [
         "rewritten: overlap_comm on the CPU accelerator",
@@ -301,15 +301,15 @@ def test_torchs_adam_is_taken_where_it_is_chosen_and_where_the_other_cannot_be_b
     choices = zero(3, reduce_scatter=False)
     fused = plan_of(choices, optim=optim, train=train)
     assert fused.needs_fused_adam
-    assert "torch_adam" not in fused.deepspeed["optimizer"]["params"]
+    assert "torch_adam" not in fused.deepspeed_config["optimizer"]["params"]
     chosen = plan_of(choices | adam(torch_adam=True), optim=optim, train=train)
     instead = fused.with_torch_adam("rank 3: no nvcc")
     for plan in (chosen, instead):
         assert not plan.needs_fused_adam
-        assert plan.deepspeed["optimizer"]["params"].items() >= {"torch_adam": True, "fused": True}.items()
-    assert instead.deepspeed == chosen.deepspeed
+        assert plan.deepspeed_config["optimizer"]["params"].items() >= {"torch_adam": True, "fused": True}.items()
+    assert instead.deepspeed_config == chosen.deepspeed_config
     assert instead.notes[-1].endswith("FusedAdam, with the same numbers. rank 3: no nvcc")
-    assert "torch_adam" not in fused.deepspeed["optimizer"]["params"], "the plan it came from was changed"
+    assert "torch_adam" not in fused.deepspeed_config["optimizer"]["params"], "the plan it came from was changed"
 
 
 def test_torch_adam_false_is_the_default_on_a_gpu_alone() -> None:
@@ -334,9 +334,9 @@ def test_the_users_tree_is_not_changed() -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_every_deepspeed_file_is_finished(path: Path, precision: str) -> None:
     plan = plan_of(str(path), device="cpu", train={"precision": precision, "global_batch_size": 8})
-    assert "auto" not in json.dumps(plan.deepspeed)
+    assert "auto" not in json.dumps(plan.deepspeed_config)
     assert f"zero{plan.zero_stage}" in path.stem
-    assert plan.deepspeed["bf16"]["enabled"] == (precision == "bf16")
+    assert plan.deepspeed_config["bf16"]["enabled"] == (precision == "bf16")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "ds_configs" / "runs").glob("*.yaml")), ids=lambda path: path.stem)

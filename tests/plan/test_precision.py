@@ -192,7 +192,7 @@ def test_a_resolved_run_has_one_precision(tmp_path: Path) -> None:
     task = tiny_task(tmp_path, train={"precision": "auto"})
     resolved = resolve(read_config(task), world=ONE, device="cpu", bf16=OLD_CPU)
     assert (resolved.plan.precision, resolved.config.train.precision) == ("fp32", "fp32")
-    assert not resolved.plan.deepspeed["bf16"]["enabled"]
+    assert not resolved.plan.deepspeed_config["bf16"]["enabled"]
     assert resolved.plan.notes[0].startswith("train.precision auto is fp32: this CPU (neither")
 
 

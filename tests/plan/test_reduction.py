@@ -42,7 +42,7 @@ def plan_of(stage: int, **given: Any) -> Plan:
 def test_the_dtype_becomes_two_keys_of_deepspeed(
     stage: int, precision: str, dtype: str, communication: str | None, accumulation: str | None
 ) -> None:
-    tree = plan_of(stage, precision=precision, reduction_dtype=dtype).deepspeed
+    tree = plan_of(stage, precision=precision, reduction_dtype=dtype).deepspeed_config
     assert tree.get("communication_data_type") == communication
     assert tree.get("data_types", {}).get("grad_accum_dtype") == accumulation
 

@@ -7,10 +7,9 @@ import pytest
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import FAMILIES
-from ds_finetune.plan.checks import check
 from ds_finetune.plan.routers import RouterPlan, plan_routers
-from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import TINY_MODELS, hf_config
+from tests.checking import check, settings_of
 
 
 def planned(
@@ -19,7 +18,7 @@ def planned(
     section = {"router": router} if router else {}
     tree = {"model": "m", "data": {"train": "t"}, "output_dir": "o", **({"lora": {}} if lora else {})}
     config, model = RunConfig.model_validate(tree | section), TINY_MODELS[family] | (changes or {})
-    check(RunSettings.of(config, model_json=model), "type of the model")
+    check(settings_of(config, model_json=model), "type of the model")
     return plan_routers(config.router, model)
 
 

@@ -25,12 +25,11 @@ from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.build.skeleton import read_hf_config
 from ds_finetune.model.experts import spread_ids
 from ds_finetune.model.weights.names import hub_pieces, renamed
-from ds_finetune.plan.checks import check
 from ds_finetune.plan.context import plan_context
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import TINY_MODELS
 from ds_finetune.trainer.resolve import plan_model
+from tests.checking import check, settings_of
 from tests.export.cells import types_of
 from tests.json_files import change_json
 from tests.parity.mtp_cells import write_mtp_model
@@ -186,7 +185,7 @@ def _plan(mesh: Mesh | None = None, changes: dict[str, Any] | None = None, **sec
     for name, section in sections.items():
         tree[name] = {**tree.get(name, {}), **section} if isinstance(section, dict) else section
     config = AutoConfig.for_model(**TINY_MODELS["deepseek_v4_sparse"] | (changes or {}))
-    run = RunSettings.of(RunConfig.model_validate(tree), mesh=mesh or Mesh(0, 1), model_json=config.to_dict())
+    run = settings_of(RunConfig.model_validate(tree), mesh=mesh or Mesh(0, 1), model_json=config.to_dict())
     check(run, "sizes of the model", "type of the model", "attention of the model", "activations of the model")
     return plan_model(config, run)
 

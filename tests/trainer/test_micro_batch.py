@@ -179,7 +179,7 @@ def test_a_trial_reports_before_it_leaves_its_groups(
     monkeypatch.setattr(trial_process, "trial_batches", run_out)
     for name in ("build_ops", "use_cores"):
         monkeypatch.setattr(trial_process, name, lambda plan, *_: plan)
-    plan = SimpleNamespace(world=World(0, 1, 0, 1, "t"), device="cpu", collective_seconds=9)
+    plan = SimpleNamespace(world=World(0, 1, 0, 1, "t"), device="cpu", watchdog=SimpleNamespace(collective_seconds=9))
     pid = os.fork()
     if not pid:
         trial_process._peak_of_steps(_TriedRun(plan), "t", tmp_path)  # type: ignore[arg-type]

@@ -18,12 +18,12 @@ from transformers import AutoConfig
 from ds_finetune.config.schema import read_config
 from ds_finetune.errors import ConfigError
 from ds_finetune.model.parallel.pipeline import build_meta_model
-from ds_finetune.plan.checks import check
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.runs.timeline.breakdown import ProfiledRun as RunFacts
 from ds_finetune.runs.timeline.clock import HostClock
 from ds_finetune.runs.timeline.profiler import StepProfiler
+from tests.checking import check, settings_of
 from tests.running import metrics, start, tiny_task, torchrun
 
 SLOW_SECONDS, SHIFT_SECONDS = 1.0, 3.0
@@ -244,10 +244,10 @@ def test_ranges_beyond_the_run_and_unknown_ranks_are_refused(tmp_path: Path) -> 
     assert config.profile is not None
     assert config.profile.first_and_last == (10, 12)
     with pytest.raises(ConfigError, match="`10-12` ends at step 12, and the run has 11 steps"):
-        check(RunSettings.of(config, steps=11, warmup=1), "length of the run")
+        check(settings_of(config, steps=11, warmup=1), "length of the run")
     with pytest.raises(ConfigError, match=r"profile.ranks names 5, and the run has 2 ranks, from 0 to 1"):
         check(RunSettings.of(config, mesh=Mesh(0, 2)), "ranks")
-    check(RunSettings.of(config, steps=12, warmup=1, mesh=Mesh(0, 6)), "length of the run", "ranks")
+    check(settings_of(config, steps=12, warmup=1, mesh=Mesh(0, 6)), "length of the run", "ranks")
 
 
 def _run_file(folder: Path, profile: dict[str, Any]) -> Path:

@@ -48,7 +48,7 @@ def needed_ops(plan: Plan) -> dict[str, dict[str, Any]]:
 
     The setting `substitute` names the replacement for an operator that cannot be built.
     """
-    name = plan.optimizer.name
+    name = plan.optimizer
     found: dict[str, dict[str, Any]] = {}
     if plan.offload_optimizer != "none" and name in _OFFLOADED:
         found[_OFFLOADED[name]] = {}
@@ -58,7 +58,7 @@ def needed_ops(plan: Plan) -> dict[str, dict[str, Any]]:
         found[f"fused_{name}"] = {}
     folders = nvme_folders(plan)
     if folders:
-        found["async_io"] = {"folders": folders, "aio": plan.deepspeed.get("aio") or {}}
+        found["async_io"] = {"folders": folders, "aio": plan.deepspeed_config.get("aio") or {}}
     return found
 
 

@@ -40,7 +40,7 @@ def check_offload(plan: Plan, model: "ModelPlan") -> None:
 
 def nvme_folders(plan: Plan) -> list[str]:
     """The folders to which the plan offloads, each once."""
-    zero = plan.deepspeed["zero_optimization"]
+    zero = plan.zero
     sections = (zero.get("offload_optimizer"), zero.get("offload_param"))
     return sorted({str(section["nvme_path"]) for section in sections if section and section.get("device") == "nvme"})
 

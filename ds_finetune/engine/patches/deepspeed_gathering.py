@@ -31,7 +31,7 @@ def check_order_of_gathers(optimizer: Any, trained: nn.Module, plan: Plan) -> No
     without a persistent weight they may read what was there before the step.
     """
     is_ordered = plan.zero_stage < 3 or plan.device == "cpu" or plan.mesh.dp * plan.mesh.sp == 1
-    zero = plan.deepspeed["zero_optimization"]
+    zero = plan.zero
     if is_ordered or zero.get("overlap_comm", True) is False:
         return
     offload = _PERSISTENT.attribute(optimizer, "parameter_offload")

@@ -103,7 +103,7 @@ def parameter_groups(model: nn.Module, plan: Plan, groups: Groups) -> list[dict[
 
 
 def _groups_of(trained: Mapping[str, nn.Parameter], plan: Plan) -> list[dict[str, Any]]:
-    decay = plan.optimizer.weight_decay
+    decay = plan.optim.weight_decay
     made: list[dict[str, Any]] = [
         {
             "params": [p for name, p in trained.items() if is_expert(p) == of_experts and _decays(name, p) == decays],

@@ -261,7 +261,7 @@ def _stage_activations(plan: Plan, model: ModelConfig, weights: RankWeights) -> 
 
 
 def _layer_rows(plan: Plan, own: ActivationBytes, tokens: int, *, flying: float) -> Iterator[MemoryRow]:
-    home, is_tiled = _home(plan), plan.tiled_mlp
+    home, is_tiled = _home(plan), plan.train.tiled_mlp
     if not plan.recomputes:
         kept, option = own.kept_by_layers(is_tiled=is_tiled) * tokens, "train.activation_checkpointing"
         yield MemoryRow("activations of layers", home, int(kept * flying), option, (*FORWARD, "head backward"))
@@ -269,10 +269,10 @@ def _layer_rows(plan: Plan, own: ActivationBytes, tokens: int, *, flying: float)
         yield MemoryRow("activations and their gradients", home, most, option, ("layers",))
         return
     inputs = int(own.inputs() * tokens * flying)
-    if plan.activation_offload:
+    if plan.train.activation_offload:
         yield MemoryRow("inputs of recomputed layers, offloaded", "host", inputs, _MICRO_BATCH)
         inputs = own.inputs_on_device() * tokens
-    option = _MICRO_BATCH if plan.activation_offload or plan.device == "cpu" else "train.activation_offload"
+    option = _MICRO_BATCH if plan.train.activation_offload or plan.device == "cpu" else "train.activation_offload"
     yield MemoryRow("inputs of recomputed layers", home, inputs, option, KEPT_FOR_BACKWARD)
     is_selective = plan.activation_checkpointing == "selective"
     if is_selective:
@@ -313,8 +313,8 @@ def _activations(
     # Whether attention to all documents of a forward is one call.
     is_packed = (
         plan.device == "cuda"
-        and plan.attention in OWN_ATTENTIONS
-        and plan.attention != "by_document"
+        and plan.model.attention in OWN_ATTENTIONS
+        and plan.model.attention != "by_document"
         and not varlen_problem(model, precision=plan.precision)
     )
     tp, ep, mtp_layers = sizes

@@ -232,7 +232,7 @@ def _passes(work: Work, kind: TensorKind, weights: RankWeights) -> Passes:
     is_frozen = work.plan.lora is not None or not is_trained(work.plan, work.model, kind)
     again = work.plan.recomputes_kept if _keeps_products(work, part) else work.plan.recomputes
     forward = 1.0 + again + work.extra_forwards
-    forward += work.plan.tiled_mlp and part in ("dense MLP", "routed experts", "shared experts")
+    forward += work.plan.train.tiled_mlp and part in ("dense MLP", "routed experts", "shared experts")
     if part == "indexer":
         return Passes(forward, 0 if is_frozen else 2) if _runs_indexers(work) else Passes(0, 0)
     if work.plan.lora is not None and 0 in weights.layers and _READS_INPUT.search(kind.name):
@@ -242,7 +242,7 @@ def _passes(work: Work, kind: TensorKind, weights: RankWeights) -> Passes:
 
 def _keeps_products(work: Work, part: str) -> bool:
     """Whether selective recomputation keeps the products of a part of a layer; tiles are computed again as a whole."""
-    return part == "routed experts" and not work.plan.tiled_mlp
+    return part == "routed experts" and not work.plan.train.tiled_mlp
 
 
 def _head(work: Work, kind: TensorKind) -> Iterator[Operation]:

@@ -112,7 +112,7 @@ def _weight_rows(plan: Plan, weights: RankWeights, found: Sampling, home: Place)
     """Weights that ZeRO-3 partitions and that are whole while answers are sampled."""
     if plan.zero_stage != 3 or plan.zero_ranks == 1:
         return
-    width, rules = WEIGHT_BYTES[plan.precision], FetchingRules.of(plan.deepspeed["zero_optimization"])
+    width, rules = WEIGHT_BYTES[plan.precision], FetchingRules.of(plan.zero)
     if found.is_gathered:
         beside = sum(kind.numel - kind.sharded for kind in weights.kinds) - num_persistent(weights.kinds, rules)
         yield MemoryRow("whole weights, rollout", home, width * max(beside, 0), "", ("rollout",))

@@ -167,14 +167,14 @@ def _state_bytes(plan: Plan, sizes: ModelSizes) -> dict[str, int]:
     trained, trained_share = (sizes.rank, sizes.rank_sharded) if sizes.adapters is None else (adapters, adapter_share)
     # DeepSpeed 0.19.8 keeps a second fp32 copy of fp32 weights under ZeRO (zero/stage_1_and_2.py:560).
     copies = 1 if stage or width < _MASTER_BYTES else 0
-    master = _MASTER_BYTES * (MOMENTS[plan.optimizer.name] + copies)
+    master = _MASTER_BYTES * (MOMENTS[plan.optimizer] + copies)
     # The packed numbers of weights in four bits are partitioned, their scales are not.
     parts = plan.zero_ranks if partitions_weights else 1
     packed = sizes.quantised // 2
     quantised_bytes = sizes.quantised_bytes - packed + -(-packed // parts)
     second_parts = second_parts_of(plan)
     teacher_parts = plan.world.world_size if is_teacher_partitioned(stage, sizes.teacher_offload) else 1
-    accumulated = str((plan.deepspeed.get("data_types") or {}).get("grad_accum_dtype"))
+    accumulated = str((plan.deepspeed_config.get("data_types") or {}).get("grad_accum_dtype"))
     gradient_width = WEIGHT_BYTES.get(accumulated, WEIGHT_BYTES[plan.precision])
     return {
         "weights": width * (weights - sizes.quantised // parts) + quantised_bytes,
@@ -188,7 +188,7 @@ def _state_bytes(plan: Plan, sizes: ModelSizes) -> dict[str, int]:
 
 def second_parts_of(plan: Plan) -> int:
     """Ranks that hold a second copy of all weights together (hpZ of ZeRO++); 0 without one."""
-    ranks = int(plan.deepspeed["zero_optimization"].get("zero_hpz_partition_size", 1))
+    ranks = int(plan.zero.get("zero_hpz_partition_size", 1))
     return ranks if ranks > 1 and plan.zero_stage == 3 else 0
 
 

@@ -107,7 +107,7 @@ def estimate_time(plan: Plan, model: ModelConfig, *, machine: Machine, rows: Row
         tokens_per_second=per_second,
         mfu=per_second * flops / (ranks * _peak(machine, plan.precision)),
         num_ranks=ranks,
-        steps=_steps(plan.duration, tokens),
+        steps=_steps(plan.train.duration, tokens),
         assumptions=tuple(_assumptions(work, machine)),
     )
 
@@ -312,7 +312,7 @@ def _optimizer_seconds(work: Work, machine: Machine, weights: RankWeights) -> di
         updated += numel / (kind.sharers if plan.zero_stage else 1)
     device = machine.efficiency.memory * machine.accelerator.memory_bandwidth
     # Gradient and its fp32 copy, fp32 weight and moments read and written, and the weight written.
-    each = 2 * work.width + 3 * _WIDE + 2 * _WIDE * (1 + MOMENTS[plan.optimizer.name])
+    each = 2 * work.width + 3 * _WIDE + 2 * _WIDE * (1 + MOMENTS[plan.optimizer])
     home = device if plan.offload_optimizer == "none" else machine.host_bandwidth / machine.gpus_per_node
     found = {
         "gradients in memory": times * _GRADIENT_PASSES * work.width * whole / device,
@@ -322,7 +322,7 @@ def _optimizer_seconds(work: Work, machine: Machine, weights: RankWeights) -> di
     rate = machine.efficiency.host_link * machine.accelerator.pcie_bytes_per_s
     found["copies from and to the host"] = sum(copied.values()) / rate
     if "nvme" in (plan.offload_optimizer, plan.offload_param):
-        states = 2 * _WIDE * (1 + MOMENTS[plan.optimizer.name]) * updated
+        states = 2 * _WIDE * (1 + MOMENTS[plan.optimizer]) * updated
         found["NVMe"] = states * machine.gpus_per_node / _NVME_BYTES_PER_S
     return found
 
@@ -337,7 +337,7 @@ def _copied_bytes(work: Work, weights: RankWeights, updated: float) -> Iterator[
     if plan.offload_param != "none":
         # In forward and again in backward.
         yield "weights", 2 * times * work.width * sum(kind.sharded for kind in weights.kinds)
-    if plan.activation_offload:
+    if plan.train.activation_offload:
         hidden = streams_of(work.model) * work.model["hidden_size"]
         yield "inputs of layers", 2 * times * work.width * hidden * work.num_tokens * len(weights.layers)
 
@@ -420,7 +420,7 @@ def _left_out(work: Work) -> Iterator[str]:
         yield f"The teacher's forward is not counted: {teacher} is no folder with a config.json here."
     elif teacher:
         yield "The traffic of a partitioned teacher's weights is not counted."
-    zero = work.plan.deepspeed["zero_optimization"]
+    zero = work.plan.zero
     for key in ("zero_quantized_weights", "zero_quantized_gradients"):
         if zero.get(key):
             yield f"The smaller messages of zero_optimization.{key} are not counted."

@@ -121,11 +121,11 @@ def _is_cut(work: Work, kind: TensorKind) -> bool:
 def _reductions(work: Work, group: Group, numel: float) -> Iterator[GroupTraffic]:
     """DeepSpeed 0.19.8 sums gradients by all-reduce below ZeRO-3, also where each rank keeps a shard of them."""
     plan = work.plan
-    width = WEIGHT_BYTES.get(str(plan.deepspeed.get("communication_data_type")), work.width)
+    width = WEIGHT_BYTES.get(str(plan.deepspeed_config.get("communication_data_type")), work.width)
     once = plan.zero_stage < 2 or plan.reduces_once or plan.mesh.pp > 1
     times = 1 if once else plan.batch.gradient_accumulation_steps
     kind: Kind = "reduce_scatter" if plan.zero_stage >= _FIRST_PARTITIONED else "all_reduce"
-    zero: dict[str, Any] = plan.deepspeed["zero_optimization"]
+    zero: dict[str, Any] = plan.zero
     hides = bool(zero.get("overlap_comm", plan.zero_stage >= _FIRST_PARTITIONED))
     messages = times * math.ceil(numel / zero.get("reduce_bucket_size", _BUCKET))
     num_bytes = times * _times(kind, group, width * numel)
@@ -149,7 +149,7 @@ def _gathers(work: Work, group: Group, kinds: list[TensorKind]) -> Iterator[Grou
 
     Small ones stay whole, and are gathered once after the optimizer's step, trained or not.
     """
-    zero, plan = work.plan.deepspeed["zero_optimization"], work.plan
+    zero, plan = work.plan.zero, work.plan
     tensors = Counter[_Tensor]()
     for kind in kinds:
         whole = _Tensor(math.prod(kind.local), work.width)

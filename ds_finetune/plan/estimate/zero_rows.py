@@ -78,7 +78,7 @@ class _Zero:
     @property
     def accumulated(self) -> int:
         """Bytes of a number of the gradients that are accumulated."""
-        named = str((self.plan.deepspeed.get("data_types") or {}).get("grad_accum_dtype"))
+        named = str((self.plan.deepspeed_config.get("data_types") or {}).get("grad_accum_dtype"))
         return WEIGHT_BYTES.get(named, self.width)
 
     @property
@@ -96,11 +96,11 @@ class _Zero:
 
     def option(self, name: str) -> Any:  # noqa: ANN401 - a number or a bool
         """An option of `zero_optimization`, or DeepSpeed's default."""
-        return self.plan.deepspeed["zero_optimization"].get(name, _DEFAULTS[name])
+        return self.plan.zero.get(name, _DEFAULTS[name])
 
     def nvme_option(self, section: str, name: str) -> int:
         """A number of `zero_optimization.SECTION`, or DeepSpeed's default."""
-        given = self.plan.deepspeed["zero_optimization"].get(section) or {}
+        given = self.plan.zero.get(section) or {}
         return int(float(given.get(name, _NVME_DEFAULTS[section][name])))
 
     @property
@@ -123,7 +123,7 @@ class _Zero:
 
 def bucket_bytes(plan: Plan) -> int:
     """Bytes of the address space of the buckets in which gradients are summed."""
-    options = _DEFAULTS | plan.deepspeed["zero_optimization"]
+    options = _DEFAULTS | plan.zero
     if not options["contiguous_gradients"] or not plan.zero_stage:
         return 0
     overlaps = options.get("overlap_comm") and plan.zero_stage < 3
@@ -168,7 +168,7 @@ def _optimizer_rows(run: _Zero) -> Iterator[MemoryRow]:
     updated, option = (own.trained_share if stage else own.trained), _OPTIMIZER if stage else _STAGE
     if stage or run.width < _WIDE:
         yield MemoryRow("fp32 weights", run.optimizer_place, _WIDE * updated, option)
-    moments = _WIDE * OPTIMIZER_MOMENTS[run.plan.optimizer.name] * updated
+    moments = _WIDE * OPTIMIZER_MOMENTS[run.plan.optimizer] * updated
     yield MemoryRow("moments", run.optimizer_place, moments, option)
     if run.is_offloaded:
         yield MemoryRow("fp32 gradients for the update", run.optimizer_place, _WIDE * updated, _STAGE)
@@ -190,8 +190,8 @@ def _rows_of_stage_0(run: _Zero) -> Iterator[MemoryRow]:
 
 def _is_fused(plan: Plan) -> bool:
     """Whether the optimizer is DeepSpeed's FusedAdam (engine.py, _configure_fp16_optimizer)."""
-    params = plan.deepspeed["optimizer"]["params"]
-    return plan.optimizer.name in HAS_TORCH_ADAM and plan.device != "cpu" and not params.get("torch_adam")
+    params = plan.deepspeed_config["optimizer"]["params"]
+    return plan.optimizer in HAS_TORCH_ADAM and plan.device != "cpu" and not params.get("torch_adam")
 
 
 def _rows_of_stages_1_and_2(run: _Zero) -> Iterator[MemoryRow]:
@@ -281,7 +281,7 @@ def _gathered_rows(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
     """Weights that are whole on a rank: small ones, those that are fetched, and the buffers in which these arrive
     (zero/partition_parameters.py:795). With recomputation forward and backward pass a layer three times.
     """
-    rules = FetchingRules.of(run.plan.deepspeed["zero_optimization"])
+    rules = FetchingRules.of(run.plan.zero)
     small = run.width * num_persistent(weights.kinds, rules)
     yield MemoryRow("small weights, whole", run.home, small, f"{_ZERO}.stage3_param_persistence_threshold")
     passes = 3 if run.plan.recomputes else 2

@@ -15,10 +15,10 @@ from ds_finetune.plan.config_json import max_positions, read_config_json
 from ds_finetune.plan.deepspeed_config import given_choices
 from ds_finetune.plan.layer_stages import StageLayers, stages_of
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.plan.model_checks import WITH_MESH, WITHOUT_MESH
+from ds_finetune.plan.model_checks import WITH_MESH, WITHOUT_MESH, check_model
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.search.layout import OFFLOADS, Activations, Layout, Offload, Sizes, decided
-from ds_finetune.plan.settings import RunSettings
+from ds_finetune.plan.settings import ModelSettings, RunSettings
 from ds_finetune.plan.tested_layouts import TESTED_LAYOUTS
 from ds_finetune.system.world import World
 
@@ -152,9 +152,10 @@ class Candidates:
         """Legal ways to hold activations, the fastest first."""
 
         def check_activations(run: RunSettings) -> None:
-            check(run, "activations", "activations of the model")
+            check(run, "activations")
+            check_model(run.with_model(self.model), "activations of the model")
 
-        run = replace(self.run, device=self.ranks.device, model_json=self.model)
+        run = replace(self.run, device=self.ranks.device)
         runs = {each: replace(run, train=run.train.model_copy(update=each.keys())) for each in ACTIVATIONS}
         return tuple(each for each, run in runs.items() if _refusal(check_activations, run) is None)
 
@@ -164,9 +165,9 @@ class Candidates:
         if base is None or base.layout == layout:
             return base
         # Nothing else of a plan depends on them but the texts of its decisions.
-        keys = layout.activations.keys()
-        run = replace(base.run, train=base.run.train.model_copy(update=keys))
-        return Candidate(layout, run, replace(base.plan, **keys))  # type: ignore[arg-type]
+        train = base.run.train.model_copy(update=layout.activations.keys())
+        plan = replace(base.plan, train=train, activation_checkpointing=layout.activations.recomputation)
+        return Candidate(layout, replace(base.run, train=train), plan)
 
     def _with_fastest_activations(self, layout: Layout) -> Candidate | None:
         if layout not in self._planned:
@@ -185,25 +186,26 @@ class Candidates:
         """
         return self._checked(run).stages
 
-    def _checked(self, run: RunSettings) -> RunSettings:
+    def _checked(self, run: RunSettings) -> ModelSettings:
         mesh = Mesh.of(run.parallel, world_size=self.ranks.number, rank=0)
-        run = replace(run, mesh=mesh, model_json=self.model)
-        check(run, *WITH_MESH)
+        # How many forwards a step has is decided later, and fits.
+        run = replace(run, mesh=mesh, accumulation=mesh.pp)
+        check_model(run.with_model(self.model), *WITH_MESH)
         if self._teacher is not None:
-            check(replace(run, model_json=self._teacher), "teacher", "attention of the model")
+            check_model(run.with_model(self._teacher), "teacher", "attention of the model")
         stages = stages_of(self._tensors, run.parallel) if mesh.pp > 1 else (None,)
-        run = replace(run, stages=stages)
-        check(run, "stages")
-        return run
+        known = run.with_model(self.model, stages=stages)
+        check_model(known, "stages")
+        return known
 
     def _check_search(self, run: RunSettings) -> None:
         """The same, and ConfigError where chunks of stages are refused, or where the data or the built model decides
         whether a layout is legal.
         """
-        run = self._checked(run)
-        stages, lora = run.stages, run.lora
-        # The number of forwards is decided later, and fits.
-        check(replace(run, accumulation=run.mesh.pp), "interleaving", "length of documents")
+        known = self._checked(run)
+        stages, lora = known.stages, known.lora
+        check(known, "interleaving")
+        check_model(known, "length of documents")
         if len(stages) > 1 and lora is not None and lora.target_modules is not None:
             raise ConfigError(
                 f"lora.target_modules {list(lora.target_modules)} with parallel.pp {len(stages)}: which stages "
@@ -234,7 +236,7 @@ def check_run(run: RunSettings, model: Mapping[str, Any]) -> None:
     """ConfigError or ModelError where `train` would refuse the run with any layout."""
     # Where model.context is given, the model gets as many positions.
     allowed = None if run.model.context is not None else max_positions(model)
-    check(replace(run, model_json=model, positions=allowed), *WITHOUT_MESH, "positions")
+    check_model(run.with_model(model, positions=allowed), *WITHOUT_MESH, "positions")
 
 
 def _refusal(check: Callable[[RunSettings], object], run: RunSettings) -> ConfigError | ModelError | None:

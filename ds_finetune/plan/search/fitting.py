@@ -71,7 +71,7 @@ def plan_with_rows(plan: Plan, rows: int) -> Plan:
     return replace(
         plan,
         batch=replace(plan.batch, micro_batch_size=rows, gradient_accumulation_steps=accumulation),
-        deepspeed=plan.deepspeed
+        deepspeed_config=plan.deepspeed_config
         | {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": accumulation},
     )
 

@@ -110,7 +110,7 @@ class Forecast:
             "memory": memory_tree(memory),
             "fits": None if budget is None else not budget.excess(memory),
             "time": None if self.time is None else time_tree(self.time),
-            "deepspeed": self.plan.deepspeed,
+            "deepspeed": self.plan.deepspeed_config,
             "notes": list(self.notes()),
         }
 

@@ -244,13 +244,13 @@ class PlainLoop:
     def __init__(self, engine: Engine, model: ModelPlan, layout: Layout, *, teacher: nn.Module | None = None) -> None:
         self._layout, self._objective = layout, engine.objective
         self._precision, self._device = engine.plan.precision, engine.plan.device
-        self._max_norm = engine.plan.optimizer.max_grad_norm or float("inf")
+        self._max_norm = engine.plan.train.max_grad_norm or float("inf")
         self._teacher = teacher
         self._lm: Any = plain_model(engine, model).train()
         if engine.plan.recomputes:
             self._lm.gradient_checkpointing_enable({"use_reentrant": False})
         self._optimizer = torch.optim.AdamW(
-            self._lm.parameters(), lr=LR, betas=engine.plan.optimizer.betas, weight_decay=0.0
+            self._lm.parameters(), lr=LR, betas=engine.plan.optim.betas, weight_decay=0.0
         )
 
     def step(self, batch: Batch) -> float:

@@ -5,7 +5,7 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -40,7 +40,7 @@ from ds_finetune.model.experts import spread_ids
 from ds_finetune.model.mtp import PREDICTION_LAYERS
 from ds_finetune.model.weights.names import is_adapter
 from ds_finetune.objectives.objective import Distillation, Objective, is_of_answers
-from ds_finetune.plan.checks import check
+from ds_finetune.plan.model_checks import check_model
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import (
@@ -93,7 +93,7 @@ def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
     after the last step.
     """
     plan, results = engine.plan, Steps()
-    has_gradients = plan.optimizer.name == "adamw" and plan.precision == "fp32"
+    has_gradients = plan.optimizer == "adamw" and plan.precision == "fp32"
     for step in range(steps):
         result = engine.step(whole_batch(engine), lr=LR)
         results.losses.append(result.loss)
@@ -286,14 +286,14 @@ def compare_layout(run: RunSettings, world: World, device: str, folder: Path, *,
     """
     plan = make_plan(run, world=world, device=device)
     hf_config = read_hf_config(run.model.path, task=task_of(run.objective))
-    check(replace(run, mesh=plan.mesh, model_json=hf_config.to_dict()), "sizes of the model")
+    check_model(plan.with_model(hf_config.to_dict()), "sizes of the model")
     # Before any engine: the rotary frequencies of the first model that from_pretrained builds after DeepSpeed 0.19.8's
     # zero.Init are unset memory.
     is_leader = world.rank == 0
     model = plan_model(hf_config, run)
     plan = complete_features(build_ops(plan, all_gather_object, _ignore), model)
     router = model.router if run.router is not None else None
-    adapters = PlainAdapters(run.lora, plan.seed) if run.lora is not None else None
+    adapters = PlainAdapters(run.lora, plan.train.seed) if run.lora is not None else None
     reference = (
         _cached_steps(
             Path(run.model.path),

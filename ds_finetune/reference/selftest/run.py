@@ -37,10 +37,10 @@ from ds_finetune.model.adapters.lora_plan import plan_lora
 from ds_finetune.model.build.model_plan import task_of
 from ds_finetune.model.build.skeleton import has_class, read_hf_config
 from ds_finetune.model.mtp import set_mtp_layers
-from ds_finetune.plan.checks import check
 from ds_finetune.plan.deepspeed_config import choose_deepspeed, read_choices
 from ds_finetune.plan.inexact import without_inexact
 from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.model_checks import check_model
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.precision import with_precision
 from ds_finetune.plan.settings import RunSettings
@@ -348,7 +348,7 @@ def _cases_of_run(run: RunSettings, world: World, device: str) -> list[LayoutCas
         name = f"{hub.model_type} {mesh} ZeRO-{stage} {precision}{_objective_text(cell)}"
         found.append(LayoutCase(f"{name}{' MTP' if run.mtp.train else ''}", tiny, tree))
     if run.lora is not None:
-        check(replace(run, model_json=hub.to_dict()), "type of the model")
+        check_model(run.with_model(hub.to_dict()), "type of the model")
         _check_targets(tiny, run.lora, has_mtp=run.mtp.train)
     return found
 

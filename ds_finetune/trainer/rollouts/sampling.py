@@ -178,7 +178,7 @@ class Sampler:
             [PromptToSample(number, rows.prompt_ids(number), key=draw) for draw, number in prompts],
             group_size=size,
             limits=self.texts.limits,
-            seed=None if greedy else self.run.plan.seed,
+            seed=None if greedy else self.run.plan.train.seed,
             batch_rows=None if (rows_at_once := self.run.config.rollout.batch_rows) == "auto" else rows_at_once,
             is_over=is_over,
             # So that the watchdog sees that a long rollout is no hang.

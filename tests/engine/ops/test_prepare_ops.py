@@ -42,7 +42,7 @@ def test_all_ranks_take_torchs_adam_where_one_cannot_build_the_other(
     monkeypatch: pytest.MonkeyPatch, here: tuple[str, str], there: tuple[str, str], rank: int
 ) -> None:
     built = _build(monkeypatch, _plan(), here, {"fused_adam": there})
-    assert built.deepspeed["optimizer"]["params"]["torch_adam"] is True
+    assert built.deepspeed_config["optimizer"]["params"]["torch_adam"] is True
     assert not built.needs_fused_adam
     assert built.notes[-1].endswith(f"On rank {rank}: {NO_NVCC[0]}")
 

@@ -18,9 +18,8 @@ from ds_finetune.model.adapters.lora import Factors, factors_of, merge_adapters
 from ds_finetune.model.adapters.lora_plan import plan_lora
 from ds_finetune.model.build.skeleton import build_skeleton
 from ds_finetune.model.weights.names import is_adapter
-from ds_finetune.plan.checks import check
-from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import hf_config
+from tests.checking import check, settings_of
 from tests.lora_twin import adapted, base_model, by_our_names, in_peft, named_in, write_adapter_of
 from tests.rounding import rounding, rounding_of_outputs
 
@@ -145,7 +144,7 @@ def test_the_lines_count_what_is_trained() -> None:
 def test_models_and_ranks_that_are_not_compared_are_refused() -> None:
     config = RunConfig.model_validate({"model": "m", "data": {"train": "t"}, "output_dir": "o", "lora": {}})
     with pytest.raises(ConfigError, match="qwen2_moe is not tested"):
-        check(RunSettings.of(config, model_json={"model_type": "qwen2_moe"}), "type of the model")
+        check(settings_of(config, model_json={"model_type": "qwen2_moe"}), "type of the model")
     with pytest.raises(ConfigError, match="not a multiple of 8"):
         plan_lora(hf_config("deepseek_v3"), LoraConfig(rank=4))
     assert plan_lora(hf_config("llama"), LoraConfig(rank=3)).targets

@@ -13,10 +13,10 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.model import activation_memory
 from ds_finetune.model.activation_memory import _checkpoint_on_host, offload_layer_inputs
-from ds_finetune.plan.checks import check
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
+from tests.checking import check, settings_of
 from tests.model.tiny import CONFIGS
 
 LAYERS, TOKENS = 4, 12
@@ -151,8 +151,8 @@ GEMMA = {"model_type": "gemma3_text"}
 
 def test_types_without_a_comparison_are_refused() -> None:
     with pytest.raises(ConfigError, match="activation_offload true of model_type gemma3_text is not tested"):
-        check(RunSettings.of(_run(activation_offload=True), model_json=GEMMA), "activations of the model")
-    check(RunSettings.of(_run(), model_json=GEMMA), "activations of the model")
+        check(settings_of(_run(activation_offload=True), model_json=GEMMA), "activations of the model")
+    check(settings_of(_run(), model_json=GEMMA), "activations of the model")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: copies to pinned memory")

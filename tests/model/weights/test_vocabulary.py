@@ -23,7 +23,6 @@ from ds_finetune.model.parallel.sharding import ModelShard
 from ds_finetune.model.parallel.tensor import local_config
 from ds_finetune.model.weights.load import load_weights, seed_of
 from ds_finetune.model.weights.vocabulary import Growth, grow_vocabulary
-from ds_finetune.plan.checks import check
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import make_plan
@@ -34,6 +33,7 @@ from ds_finetune.trainer.inputs import config_tree
 from ds_finetune.trainer.preview import preview_of
 from ds_finetune.trainer.rank_tensors import rank_tensors, sizes_of
 from ds_finetune.trainer.resolve import make_model_plan, model_config
+from tests.checking import check, settings_of
 from tests.model.fp8_folder import MTP, V3, dequantised, in_fp8, master, publish
 from tests.model.tiny import CONFIGS
 from tests.model.weights.test_weights import published
@@ -235,7 +235,7 @@ def test_a_key_that_adds_nothing_says_so(demo: Path) -> None:
 
 def test_sizes_that_do_not_divide_the_new_vocabulary_are_refused(demo: Path) -> None:
     config = run_of(demo, model={"resize_vocabulary": True})
-    run = RunSettings.of(config, mesh=Mesh(0, 2, tp=2), model_json=model_config(RunSettings.of(config)).to_dict())
+    run = settings_of(config, mesh=Mesh(0, 2, tp=2), model_json=model_config(RunSettings.of(config)).to_dict())
     with pytest.raises(ConfigError, match=r"parallel\.tp 2 does not divide the 101 tokens of the vocabulary"):
         check(run, "sizes of the model")
 

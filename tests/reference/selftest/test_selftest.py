@@ -17,14 +17,13 @@ from ds_finetune.errors import ConfigError
 from ds_finetune.export.verify import plain_transformers
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.model.build.skeleton import build_skeleton
-from ds_finetune.plan.checks import check
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest import run
 from ds_finetune.reference.selftest.cells import TINY_MODELS, enlarged_config, hf_config
 from ds_finetune.reference.selftest.compare import compare_steps
 from ds_finetune.reference.selftest.reference_loop import Steps
 from ds_finetune.reference.selftest.run import Extent, _standard_cases, selftest
+from tests.checking import check, settings_of
 from tests.reference.selftest.faults import FAULTY
 from tests.running import start, tiny_task
 
@@ -230,6 +229,7 @@ BROKEN_TEMPERATURE = """
 from ds_finetune.model.loss import soft_targets
 Mix = soft_targets.Mix
 from ds_finetune.features import teacher
+from tests.checking import check, settings_of
 teacher.Mix = lambda temperature, label_weight: Mix(1.0, label_weight)
 """
 DISTILLED = {"name": "distill", "teacher": "none", "temperature": 2.0}
@@ -297,7 +297,7 @@ def test_tiny_models_grow_with_the_sizes(family: str) -> None:
     parallel = ParallelConfig(tp=8, sp=4, pp=3)
     config = enlarged_config(hf_config(family), parallel)
     for sizes in ({"pp": 3, "tp": 8}, {"sp": 4, "tp": 8}):
-        run = RunSettings.of(RUN, mesh=Mesh(0, 1, **sizes), model_json=config.to_dict())
+        run = settings_of(RUN, mesh=Mesh(0, 1, **sizes), model_json=config.to_dict())
         check(run, "sizes of the model")
     build_skeleton(config, attention="sdpa", dtype=torch.float32, device="meta")
 

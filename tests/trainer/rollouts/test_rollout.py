@@ -168,7 +168,7 @@ def _texts() -> AnswerTexts:
 
 def _run_of() -> Any:
     return SimpleNamespace(
-        plan=SimpleNamespace(mesh=Mesh(0, 1), dp=1, seed=3),
+        plan=SimpleNamespace(mesh=Mesh(0, 1), dp=1, train=SimpleNamespace(seed=3)),
         config=SimpleNamespace(rollout=RolloutConfig(), objective=SECTION),
     )
 
