@@ -13,7 +13,7 @@ from ds_finetune.plan.batch import rows_of_forward
 from ds_finetune.plan.deepspeed_config import given_choices
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.search.candidates import Candidate, Candidates
-from ds_finetune.plan.search.layout import Activations, Layout, Offload, Sizes
+from ds_finetune.plan.search.layout import OFFLOADS, Activations, Layout, Offload, Sizes
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer.prepare import PreparedRun, read_run
@@ -54,11 +54,11 @@ def prepared_run(config: RunConfig, plan: Plan) -> PreparedRun:
 
 def all_layouts(candidates: Candidates) -> Iterator[Candidate]:
     """Every legal layout; many, so this is for few ranks."""
-    for sizes in candidates.sizes():
-        chunks = candidates.chunks(sizes)
-        rows = [(vpp, number) for vpp in chunks for number in candidates.micro_batch_sizes(sizes, vpp)]
-        for stage, (vpp, number), each in product(candidates.zero_stages(sizes), rows, candidates.activations):
-            if (found := candidates.find(Layout(sizes, *stage, number, each, vpp))) is not None:
+    for sizes in candidates.sizes:
+        rows = candidates.micro_batch_sizes(sizes)
+        choices = product(candidates.zero_stages(sizes), OFFLOADS, rows, candidates.activations)
+        for stage, offload, number, each in choices:
+            if (found := candidates.find(Layout(sizes, stage, offload, number, each))) is not None:
                 yield found
 
 
@@ -71,4 +71,4 @@ def layout_of(config: RunConfig | RunSettings) -> Layout:
     mode = "full" if train.activation_checkpointing == "auto" else train.activation_checkpointing
     activations = Activations(mode, train.tiled_mlp, train.activation_offload)
     sizes = Sizes(parallel.tp, parallel.pp, parallel.sp, parallel.ep)
-    return Layout(sizes, int(zero.get("stage", 0)), offload, rows_of_forward(train), activations, parallel.vpp)
+    return Layout(sizes, int(zero.get("stage", 0)), offload, rows_of_forward(train), activations)

@@ -5,12 +5,13 @@ watchdog's report (`cluster/watchdog/monitor.py`) and helper processes write to 
 themselves.
 """
 
+import re
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 
+from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from ds_finetune.console.phase_line import CLEAR_LINE
 
@@ -19,19 +20,41 @@ ERR = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def show_pairs(title: str, pairs: Iterable[tuple[str, str]]) -> None:
-    """Print names and texts: as a table that fits a terminal, and elsewhere a line for each, of any length."""
+    """Print names and texts in two columns: on a terminal in lines that fit it, and elsewhere a line of any length for
+    each.
+    """
     rows = list(pairs)
-    if not OUT.is_terminal:
-        width = max((len(name) for name, _ in rows), default=0)
-        show_line("\n".join([title, *(f"{name:{width}}  {text}" for name, text in rows)]))
-        return
-    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    indent = max((cell_len(name) for name, _ in rows), default=0) + 2
+    width = OUT.width - indent if OUT.is_terminal else sys.maxsize
+    lines = [title]
     for name, text in rows:
-        table.add_row(name, Text(text))
-    with suppress(OSError):
-        OUT.print(table)
+        first, *others = wrapped(text, width)
+        lines += [f"{name:{indent}}{first}".rstrip(), *(" " * indent + line for line in others)]
+    show_line("\n".join(lines))
+
+
+def show_note(text: str) -> None:
+    """Print a sentence; on a terminal in lines that fit it."""
+    show_line("\n".join(wrapped(text, OUT.width if OUT.is_terminal else sys.maxsize)))
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """The lines of `text`, broken at spaces where they are longer than `width`; a longer word, such as a key or a path,
+    is broken after dots and slashes alone.
+    """
+    return [line for given in text.split("\n") for line in _wrapped_line(given, width)]
+
+
+def _wrapped_line(text: str, width: int) -> list[str]:
+    lines = [""]
+    for word in text.split(" "):
+        first, *rest = [word] if cell_len(word) <= width else re.split(r"(?<=[./])(?=\w)", word)
+        for piece in (f" {first}" if lines[-1] else first, *rest):
+            if lines[-1] and cell_len(lines[-1] + piece) > width:
+                lines.append(piece.removeprefix(" "))
+            else:
+                lines[-1] += piece
+    return lines
 
 
 def show_line(text: str) -> None:

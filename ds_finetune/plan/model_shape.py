@@ -123,7 +123,7 @@ class Shape:
         """Parameters used to compute one token, with embedding and head."""
         return self._always + self.active_routed_experts
 
-    def flops_per_token(self, seq_len: int, *, mean_attended: float | None = None, is_frozen: bool = False) -> float:
+    def flops_per_token(self, seq_len: int, *, mean_attended: float | None = None) -> float:
         """Training FLOPs of one token: 6 x (parameters it is multiplied with + layers x attention_width x positions it
         attends to).
 
@@ -131,16 +131,14 @@ class Shape:
         documents. In causal attention over one document of `seq_len` tokens, a token attends to `seq_len / 2` positions
         on average. For documents packed into a row, pass `mean_attended`: sum(n * n / 2) / sum(n) over document
         lengths n. The window of a layer and `index_topk` are upper limits of that mean. With a multi-token prediction
-        layer the head counts once more, also where the layer does not train it. Where the parameters are frozen, as
-        those below adapters, they have no gradients, and 4 FLOPs are counted for each.
+        layer the head counts once more, also where the layer does not train it.
         """
         looked_up = 0 if self.tied else self.embedding
         matmul = self.active_params - self.norms - looked_up - self.score_head + self.mtp_layers * self.embedding
         attended = seq_len / 2 if mean_attended is None else mean_attended
         limits = self.attended_limits or (None,) * self.layers
         positions = sum(attended if limit is None else min(attended, limit) for limit in limits)
-        products = 2 * matmul * (_FORWARD_AND_BACKWARD - is_frozen)
-        return products + 2 * _FORWARD_AND_BACKWARD * self.attention_width * positions
+        return 2 * _FORWARD_AND_BACKWARD * (matmul + self.attention_width * positions)
 
     @property
     def _always(self) -> int:

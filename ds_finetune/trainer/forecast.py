@@ -1,31 +1,16 @@
-"""The forecast of a prepared run: the memory of its fullest rank, the time of a step where the machine is known, and
-what to do where memory runs out.
-"""
+"""The forecast of a prepared run: the memory of its fullest rank, and what to do where memory runs out."""
 
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 from ds_finetune.config.units import GIB
 from ds_finetune.console.phase_line import Say
-from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.engine.devices import DeviceMemory, allocator_settings, is_out_of_memory
 from ds_finetune.engine.groups.collectives import all_reduce_max
 from ds_finetune.errors import FinetuneError, RunError
-from ds_finetune.observers.performance import ForecastCheck, Predicted
-from ds_finetune.plan.estimate.accelerators import (
-    CpuRates,
-    Machine,
-    accelerator_of_device,
-    cpu_machine,
-    machine_of,
-    rates_file,
-)
+from ds_finetune.observers.performance import MemoryCheck
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
-from ds_finetune.plan.estimate.operations import RowShape
-from ds_finetune.plan.estimate.step_time import TimeEstimate, estimate_time
 from ds_finetune.plan.estimate.zero_rows import bucket_bytes
 from ds_finetune.plan.search.fitting import first_texts, fitting_changes
 from ds_finetune.trainer.prepare import PreparedRun
@@ -35,71 +20,23 @@ _MOST_CHANGES = 5
 
 
 def forecast_lines(run: PreparedRun) -> list[tuple[str, str]]:
-    """Lines of the plan about memory and time, for people; none of what is not known."""
-    memory, time = estimate_of(run), time_of(run)
+    """Lines of the plan about memory, for people; none of what is not known."""
+    memory = estimate_of(run)
     lines = [("memory of a rank", _memory_text(run, memory))] if memory is not None else []
     if run.plan.device == "cuda" and allocator_settings():
         lines.append(("allocator", allocator_settings()))
-    if time is not None:
-        text = f"{time.seconds:.2f} s, {time.tokens_per_second:,.0f} tokens/s with padding, MFU {time.mfu:.1%}"
-        machine = _machine(run)
-        assert machine is not None
-        lines.append(("predicted step", "; ".join([text, *machine.notes])))
     return lines
 
 
-def forecast_check(run: PreparedRun, *, say: Say, log: Say) -> ForecastCheck:
-    """What compares the forecast with the first steps, on every rank; the whole table goes to the log."""
-    memory, time = estimate_of(run), time_of(run)
+def forecast_check(run: PreparedRun, *, say: Say, log: Say) -> MemoryCheck:
+    """What compares the memory of the first steps with the estimate, on every rank; the whole table goes to the log."""
+    memory = estimate_of(run)
     if memory is not None:
         log("\n".join(["predicted memory of a rank:", *memory_table(memory)]))
-    predicted = Predicted(
-        None if memory is None else memory.device_bytes,
-        None if time is None else time.seconds,
-        is_host=run.plan.device == "cpu",
-    )
+    predicted = None if memory is None else memory.device_bytes
     assert run.peak is not None
-    return ForecastCheck(predicted, run.peak.num_bytes, lambda value: all_reduce_max(value)[0], say)
-
-
-def time_of(run: PreparedRun) -> TimeEstimate | None:
-    """The time of a step on this machine; None where its rates or the model's arithmetic are not known."""
-    try:
-        machine, rows = _machine(run), row_shape(run)
-        if machine is None or rows is None:
-            return None
-        return estimate_time(run.plan, run.inputs.config_tree, machine=machine, rows=rows)
-    except FinetuneError:
-        return None
-
-
-def row_shape(run: PreparedRun) -> RowShape | None:
-    """A typical row of the training data; None for a stream, whose rows are not known. A sampled answer fills its row.
-
-    Its documents are as long as they have to be for tokens to attend to as many others as in the data.
-    """
-    rows, batch = run.inputs.train, run.plan.batch
-    if not isinstance(rows, PreparedRows) or not rows.num_tokens:
-        return None
-    if run.model.objective.head == "answers":
-        return RowShape.full(batch.max_seq_len)
-    tokens = batch.max_seq_len if batch.is_packed else round(rows.num_tokens / len(rows))
-    length = max(1, min(tokens, round(2 * rows.mean_attended)))
-    whole, rest = divmod(tokens, length)
-    return RowShape(tokens, rows.num_supervised_tokens / len(rows), (length,) * whole + ((rest,) if rest else ()))
-
-
-def _machine(run: PreparedRun) -> Machine | None:
-    """This machine: GPUs of the table, or CPU ranks of one host whose rates were measured before."""
-    world = run.plan.world
-    if run.plan.device == "cuda":
-        row = accelerator_of_device(torch.cuda.get_device_name())
-        return machine_of(row, gpus_per_node=world.local_world_size)
-    ranks = world.world_size
-    rates = CpuRates.read(rates_file(ranks, precision=run.plan.precision, threads=torch.get_num_threads()))
-    if rates is None or run.memory is None or ranks > world.local_world_size:
-        return None
-    return cpu_machine(rates, ranks=ranks, memory_bytes=ranks * run.memory.total_bytes)
+    peak, is_host = run.peak.num_bytes, run.plan.device == "cpu"
+    return MemoryCheck(predicted, peak, lambda value: all_reduce_max(value)[0], say, is_host=is_host)
 
 
 def _memory_text(run: PreparedRun, memory: MemoryEstimate) -> str:

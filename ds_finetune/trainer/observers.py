@@ -22,7 +22,7 @@ from ds_finetune.engine.results import HeldOutScores
 from ds_finetune.engine.sampling.answers import SamplingLimits
 from ds_finetune.observers.checkpointing import Checkpointing, CheckpointPolicy
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matches
-from ds_finetune.observers.performance import Utilisation, peak_flops
+from ds_finetune.observers.performance import Utilisation
 from ds_finetune.observers.progress import ANSWERS, EVALUATION, EXPORT, SAVE, ProgressLine, TimeLeft
 from ds_finetune.observers.record import Observer, Resumable
 from ds_finetune.observers.routers import (
@@ -36,6 +36,7 @@ from ds_finetune.observers.routers import (
 from ds_finetune.observers.stopping import SkippedSteps, StopSignals
 from ds_finetune.observers.trackers import Trackers
 from ds_finetune.observers.writers import MOST_SAMPLES, MetricsFile, RankTimesFile, SampleFile
+from ds_finetune.plan.estimate.peaks import gpu_of_device
 from ds_finetune.runs.metrics import Sample
 from ds_finetune.trainer.batches import batch_plan
 from ds_finetune.trainer.exports import Exports
@@ -213,13 +214,13 @@ def _evaluates_every(section: EvalConfig) -> int:
 
 def _utilisation(run: PreparedRun) -> list[Observer]:
     plan, shape, rows = run.plan, run.inputs.shape, run.inputs.train
-    peak = peak_flops(torch.cuda.get_device_name()) if plan.device == "cuda" else None
+    gpu = gpu_of_device(torch.cuda.get_device_name()) if plan.device == "cuda" else None
     # The formula counts the FLOPs of training every weight.
-    if shape is None or peak is None or run.config.lora is not None:
+    if shape is None or gpu is None or run.config.lora is not None:
         return []
     attended = None if isinstance(rows, StreamedRows) else rows.mean_attended
     flops = shape.flops_per_token(plan.batch.max_seq_len, mean_attended=attended)
-    return [Utilisation(flops, peak, plan.world.world_size)]
+    return [Utilisation(flops, gpu.peak(plan.precision), plan.world.world_size)]
 
 
 def evaluation_functions(

@@ -22,7 +22,7 @@ from ds_finetune.engine.results import HeldOutScores, StepResult
 from ds_finetune.errors import ConfigError
 from ds_finetune.objectives.objective import TokenObjective
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matches
-from ds_finetune.observers.performance import MEASURED_STEPS, ForecastCheck, Predicted, Utilisation, peak_flops
+from ds_finetune.observers.performance import MEASURED_STEPS, MemoryCheck, Utilisation
 from ds_finetune.observers.progress import EVALUATION, EXPORT, SAVE, ProgressLine, TimeLeft
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.trackers import PACKAGES, Trackers, check_trackers
@@ -301,40 +301,6 @@ def test_utilisation_is_model_flops_over_the_peak_of_all_ranks() -> None:
     assert found.values["perf/mfu"] == pytest.approx(500 * 6e9 / 2e12)
 
 
-@pytest.mark.parametrize(
-    ("name", "tflops"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H100 NVL", 835),
-        ("NVIDIA H800", 989),
-        ("NVIDIA H200", 989),
-        ("NVIDIA H200 NVL", 835),
-        ("NVIDIA H20", 148),
-        ("NVIDIA GH200 480GB", 989),
-        ("NVIDIA B200", 2250),
-        ("NVIDIA B300 SXM6 AC", 2250),
-        ("NVIDIA GB200", 2500),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A100-PCIE-40GB", 312),
-        ("NVIDIA A100 80GB PCIe", 312),
-        ("NVIDIA A800-SXM4-80GB", 312),
-        ("NVIDIA A10", 125),
-        ("NVIDIA L4", 121),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-        ("NVIDIA RTX A1000", None),
-        ("NVIDIA A10G", None),
-        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-        ("NVIDIA GeForce RTX 4090 D", None),
-        ("Unknown", None),
-    ],
-)
-def test_the_peak_is_that_of_the_whole_name(name: str, tflops: float | None) -> None:
-    assert peak_flops(name) == (None if tflops is None else pytest.approx(tflops * 1e12))
-
-
 def test_exact_match_ignores_outer_white_space_alone() -> None:
     assert matches(["a ", "b", "c d"], ["a", "B", "c d"]) == pytest.approx(2 / 3)
     assert matches([], []) == 0
@@ -365,26 +331,28 @@ def test_each_tracker_is_taken_by_name_where_its_package_is_installed(
     check_trackers([name])
 
 
-def test_a_forecast_is_compared_once_with_what_was_measured() -> None:
+def test_memory_is_compared_once_with_what_was_measured() -> None:
     said: list[str] = []
-    check = ForecastCheck(Predicted(3 * GIB, 2.5), lambda: GIB, lambda peak: 2 * peak, said.append)
+    check = MemoryCheck(3 * GIB, lambda: GIB, lambda peak: 2 * peak, said.append)
     found = [check.after_step(record(step)) for step in range(1, MEASURED_STEPS + 3)]
-    names = ("memory/predicted_gib", "memory/measured_gib", "perf/predicted_step_seconds")
+    names = ("memory/predicted_gib", "memory/measured_gib")
     assert [one.step for one in found if names[0] in one.values] == [MEASURED_STEPS]
-    assert [found[MEASURED_STEPS - 1].values[name] for name in names] == [3, 2, 2.5]
-    memory = "memory of the fullest rank 3.000 GiB predicted, 2.000 GiB measured (+50%)"
-    assert said == [f"after 20 steps: {memory}; step 2.500 s predicted, 2.000 s measured (+25%)"]
+    assert [found[MEASURED_STEPS - 1].values[name] for name in names] == [3, 2]
+    assert said == ["after 20 steps: memory of the fullest rank 3.000 GiB predicted, 2.000 GiB measured (+50%)"]
 
 
 def test_growth_of_a_cpu_process_is_not_compared_with_its_tensors() -> None:
-    texts = Predicted(3 * GIB, None, is_host=True).texts(measured_bytes=4 * GIB, measured_seconds=1)
+    said: list[str] = []
+    check = MemoryCheck(3 * GIB, lambda: 4 * GIB, lambda peak: peak, said.append, is_host=True)
+    for step in range(1, MEASURED_STEPS + 1):
+        check.after_step(record(step))
     grown = "its process grew by 4.000 GiB, with libraries and freed memory that it keeps"
-    assert texts == [f"memory of the fullest rank 3.000 GiB predicted for tensors; {grown}"]
+    assert said == [f"after 20 steps: memory of the fullest rank 3.000 GiB predicted for tensors; {grown}"]
 
 
 def test_what_is_not_predicted_is_not_compared() -> None:
     said: list[str] = []
-    check = ForecastCheck(Predicted(None, None), lambda: GIB, lambda peak: peak, said.append)
+    check = MemoryCheck(None, lambda: GIB, lambda peak: peak, said.append)
     found = [check.after_step(record(step)) for step in range(1, MEASURED_STEPS + 1)]
     assert not said
     assert found[-1].values["memory/measured_gib"] == 1

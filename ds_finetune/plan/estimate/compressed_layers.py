@@ -8,8 +8,6 @@ from ds_finetune.plan.estimate.widths import WIDE, Widths, norm_bytes
 
 _INDEX = 8
 _INPUTS = ("q_a_proj", "q_b_proj", "kv_proj", "o_a_proj", "o_b_proj", "compressor.kv_proj", "compressor.gate_proj")
-_QUERIES = 72
-"""Queries that are compared at a time with all tokens that any of them sees."""
 
 
 def streams_of(model: ModelConfig) -> int:
@@ -84,22 +82,3 @@ def _entries(model: ModelConfig, widths: Widths, rope: int) -> int:
     entry += width * columns + WIDE * rope
     places = _INDEX * (2 * series - 1) + (series if series > 1 else 0)
     return series * columns * weights + places + entry // window.tokens
-
-
-def attended_pairs(model: ModelConfig, kind: str, length: int) -> float:
-    """Pairs of a query and a token or an entry that a document of `length` tokens computes in a layer of `kind`."""
-    near = min(length, int(model["sliding_window"]))
-    pairs = near**2 / 2 + (length - near) * (near + _QUERIES / 2)
-    window = window_of(model, kind)
-    if window is None:
-        return pairs
-    # A token sees the entries of all windows before it, or those of them that are chosen.
-    entries, chosen = length // window.tokens, int(model["index_topk"]) if window.has_indexer else length
-    few = min(entries, chosen)
-    return pairs + window.tokens * (few**2 / 2 + (entries - few) * chosen)
-
-
-def scored_pairs(model: ModelConfig, kind: str, length: int) -> float:
-    """Pairs of a query and an entry that the indexer of a layer scores."""
-    window = window_of(model, kind)
-    return length**2 / 2 / window.tokens if window is not None and window.has_indexer else 0.0

@@ -1,4 +1,4 @@
-"""What the sampling of answers adds to a step: the memory of keys, values and logits between steps, and the time.
+"""The memory that the sampling of answers takes between steps: keys, values and logits.
 
 Prompts and answers are counted as if they filled rows of `train.max_seq_len` and no answer ended early.
 """
@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 from ds_finetune.config.objectives import GrpoObjective
 from ds_finetune.families.parameters import ModelConfig
-from ds_finetune.plan.estimate.operations import Operation, Work, is_head
-from ds_finetune.plan.estimate.rank_weights import RankWeights, part_of
+from ds_finetune.plan.estimate.rank_weights import RankWeights
 from ds_finetune.plan.estimate.rows import MemoryRow, Place
-from ds_finetune.plan.estimate.traffic import GroupTraffic, RankGroups
 from ds_finetune.plan.estimate.zero_rows import FetchingRules, gathered_weights, num_persistent
 from ds_finetune.plan.forward import PROMPT_TOKENS, WEIGHTS_SHARE, head_widths, rows_drawn_at_once, rows_of_batch
 from ds_finetune.plan.plan import Plan
@@ -20,8 +18,6 @@ from ds_finetune.plan.tested_layouts import WEIGHT_BYTES
 _WIDE = 4
 _DRAWING_BYTES = 30
 """Bytes of each logit of the rows whose noise is computed at a time (engine/sampling/noise.py)."""
-_LOGIT_PASSES = 25
-"""Tensors of 8 bytes for each logit that are read or written while a token is drawn."""
 _OPTION = "rollout.batch_rows"
 
 
@@ -34,19 +30,12 @@ def samples_itself(plan: Plan) -> bool:
 class Sampling:
     """How a rank samples the answers of a rollout."""
 
-    answers: int
-    """Answers of the rank in a rollout."""
     rows: int
     """Answers at a time."""
     token_bytes: int
     """Keys and values of a token in all layers of the rank."""
     is_gathered: bool
     """Whether weights that ZeRO-3 partitions are whole meanwhile, rather than gathered for each token."""
-
-    @property
-    def batches(self) -> int:
-        """Batches of a rollout."""
-        return -(-self.answers // self.rows)
 
 
 def group_size(plan: Plan) -> int:
@@ -70,7 +59,7 @@ def sampling_of(plan: Plan, model: ModelConfig, weights: RankWeights, *, free: f
     if rows >= size:
         # Groups stay together, and batches are as large as each other (engine/sampling/sampler.py).
         rows = size * -(-prompts // -(-prompts // (rows // size)))
-    return Sampling(prompts * size, rows, each, is_gathered)
+    return Sampling(rows, each, is_gathered)
 
 
 def _cached_numbers(model: ModelConfig, weights: RankWeights, *, tp: int) -> int:
@@ -120,47 +109,3 @@ def _weight_rows(plan: Plan, weights: RankWeights, found: Sampling, home: Place)
     fetched = [kind for kind in weights.kinds if kind.sharers > 1 or plan.offload_param != "none"]
     forward, *_ = gathered_weights(fetched, rules, passes=1, home=home)
     yield MemoryRow("gathered weights, rollout", home, width * (forward.numel + forward.arriving), "", ("rollout",))
-
-
-def sampling_operations(work: Work, weights: RankWeights, found: Sampling, *, is_last: bool) -> Iterator[Operation]:
-    """What a rank computes for the answers of a rollout: forwards of its prompts, and of one token of each row."""
-    plan, new = work.plan, work.plan.rollout.max_new_tokens
-    prompt, forwards = max(1, plan.batch.max_seq_len - new), found.batches * new
-    used = read = 0.0
-    for kind in weights.kinds:
-        is_table = part_of(kind.name) == "embedding" and not is_head(kind, weights, is_last=is_last)
-        if is_table or len(kind.local) == 1:
-            continue
-        chosen = read_share = 1.0
-        if part_of(kind.name) == "routed experts":
-            chosen = work.experts_per_token / kind.local[0]
-            read_share = min(1.0, found.rows * chosen)
-        used += chosen * kind.numel
-        read += read_share * kind.numel
-    prompts = found.answers // group_size(plan) * prompt
-    yield Operation("prompts", "matmul", 2 * used * prompts, work.width * read)
-    yield Operation("tokens", "matmul", 2 * used * found.rows * forwards, work.width * read * forwards)
-    cache = found.token_bytes * found.rows * (prompt + new / 2)
-    yield Operation("keys and values", "attention", 0, cache * forwards)
-    drawn = 8 * _LOGIT_PASSES * found.rows * int(work.model["vocab_size"])
-    yield Operation("drawing", "attention", 0, drawn * forwards * is_last)
-
-
-def sampling_traffic(work: Work, weights: RankWeights, found: Sampling) -> Iterator[GroupTraffic]:
-    """What a rank sends for the answers of a rollout: weights that ZeRO-3 partitions, once or for each token, what
-    tensor parallel ranks add up, and rows for the experts of other ranks.
-    """
-    plan, groups = work.plan, RankGroups.of(work.plan.mesh)
-    forwards = found.batches * plan.rollout.max_new_tokens
-    if plan.zero_stage == 3 and plan.zero_ranks > 1:
-        times = 1 if found.is_gathered else forwards
-        size = times * work.width * sum(kind.numel - kind.sharded for kind in weights.kinds)
-        yield GroupTraffic("weights", "all_gather", groups.zero, size, times * len(weights.layers), True)
-    if plan.mesh.tp > 1:
-        sums = 2 * len(weights.layers) * forwards
-        size = 2 * (plan.mesh.tp - 1) / plan.mesh.tp * work.width * work.model["hidden_size"] * found.rows
-        yield GroupTraffic("sums", "all_reduce", groups.tensor, sums * size, sums, True)
-    if plan.mesh.ep > 1:
-        times = 2 * sum(kind.is_sparse for kind in weights.layer_kinds) * forwards
-        size = work.width * work.model["hidden_size"] * found.rows * work.experts_per_token
-        yield GroupTraffic("rows of experts", "all_to_all", groups.experts, times * size, times, True)

@@ -27,14 +27,13 @@ _OFFLOADS: Mapping[int, tuple[Offload, ...]] = {0: OFFLOADS[:1], 1: OFFLOADS[:2]
 """What DeepSpeed can offload, by ZeRO stage; `make_plan` refuses the rest, and is not asked."""
 ACTIVATIONS = (
     Activations("none"),
-    Activations("none", is_tiled=True),
     Activations("selective"),
     Activations(),
     Activations(is_tiled=True),
     Activations(is_offloaded=True),
     Activations(is_tiled=True, is_offloaded=True),
 )
-"""The fastest first."""
+"""The least recomputation first."""
 
 
 @dataclass(frozen=True)
@@ -68,19 +67,16 @@ class Candidates:
     run: RunSettings
     model: Mapping[str, Any]
     ranks: Ranks
-    _chunks: dict[Sizes, tuple[int, ...]] = field(init=False, default_factory=dict)
-    _fewest_chunks: dict[Sizes, int] = field(init=False, default_factory=dict)
     _planned: dict[Layout, Candidate | None] = field(init=False, default_factory=dict)
 
-    def sizes(self) -> Iterator[Sizes]:
+    @cached_property
+    def sizes(self) -> tuple[Sizes, ...]:
         """Parallel sizes that a row of the tested layouts has and that divide ranks, batch and model. Tensor parallel
         ranks are on one node, because they exchange activations several times in each layer.
         """
         axes = family_of(str(self.model.get("model_type"))).parallel_axes
         rows = {frozenset[str](), *(row.axes for row in TESTED_LAYOUTS if row.axes <= axes)}
-        for found in self._divided():
-            if found.axes in rows and self.fewest_chunks(found):
-                yield found
+        return tuple(found for found in self._divided() if found.axes in rows and self.refusal(found) is None)
 
     def _divided(self) -> Iterator[Sizes]:
         """Parallel sizes that divide the ranks, the heads and the experts, with no more stages than layers."""
@@ -93,63 +89,35 @@ class Candidates:
                 found = (Sizes(tp, pp, sp, ep) for pp in stages for ep in experts)
                 yield from (sizes for sizes in found if ranks // (tp * sizes.pp) % sizes.ep == 0)
 
-    def chunks(self, sizes: Sizes) -> tuple[int, ...]:
-        """Legal numbers of chunks of layers on each pipeline rank with these sizes, ascending."""
-        if sizes not in self._chunks:
-            self._chunks[sizes] = tuple(self._legal_chunks(sizes))
-        return self._chunks[sizes]
-
-    def fewest_chunks(self, sizes: Sizes) -> int:
-        """The first of them; 0 where `train` would refuse the sizes."""
-        if sizes not in self._fewest_chunks:
-            self._fewest_chunks[sizes] = next(self._legal_chunks(sizes), 0)
-        return self._fewest_chunks[sizes]
-
-    def most_chunks(self, sizes: Sizes) -> int:
-        """Chunks of layers on a pipeline rank at most: several need forwards in groups of `parallel.pp`."""
-        if sizes.pp == 1 or self.rows_of_rank(sizes) % sizes.pp:
-            return 1
-        return max(1, int(self.model.get("num_hidden_layers") or 1) // sizes.pp)
-
-    def _legal_chunks(self, sizes: Sizes) -> Iterator[int]:
-        most = self.most_chunks(sizes)
-        return (vpp for vpp in range(1, most + 1) if self.refusal(sizes, vpp) is None)
-
-    def refusal(self, sizes: Sizes, vpp: int = 1) -> ConfigError | ModelError | None:
+    def refusal(self, sizes: Sizes) -> ConfigError | ModelError | None:
         """Why `train` would refuse these sizes, whatever the ZeRO stage; None where it would not."""
         batch, dp = self.run.train.global_batch_size, self._dp(sizes)
         if batch % dp:
             return ConfigError(f"train.global_batch_size {batch} is not a multiple of dp {dp}", hint="set a multiple")
-        return _refusal(self._check_search, replace(self.run, parallel=sizes.section(self.run.parallel, vpp=vpp)))
+        return _refusal(self._check_search, replace(self.run, parallel=sizes.section(self.run.parallel)))
 
-    def zero_stages(self, sizes: Sizes) -> Iterator[tuple[int, Offload]]:
-        """ZeRO stages and offloads that are legal with these sizes."""
-        tested = next((row.stages for row in TESTED_LAYOUTS if row.axes == sizes.axes), STAGES)
-        for stage in tested:
-            legal = (offload for offload in _OFFLOADS[stage] if self.largest(sizes, stage, offload) is not None)
-            yield from ((stage, offload) for offload in legal)
+    def zero_stages(self, sizes: Sizes) -> tuple[int, ...]:
+        """ZeRO stages that are tested with these sizes."""
+        return next((row.stages for row in TESTED_LAYOUTS if row.axes == sizes.axes), STAGES)
 
-    def largest(self, sizes: Sizes, stage: int, offload: Offload) -> Candidate | None:
-        """The layout with all rows of a rank in one forward, where `make_plan` accepts any micro-batch."""
-        vpp = self.fewest_chunks(sizes)
-        rows = self.micro_batch_sizes(sizes, vpp)[-1]
-        return self.find(Layout(sizes, stage, offload, rows, self.activations[0], vpp))
+    def largest(self, sizes: Sizes, stage: int, offload: Offload, activations: Activations) -> Candidate | None:
+        """The layout with all rows of a rank in one forward, which adds up no gradients and so has the smallest states;
+        None where `make_plan` refuses every micro-batch.
+        """
+        if offload not in _OFFLOADS[stage]:
+            return None
+        return self.find(Layout(sizes, stage, offload, self.micro_batch_sizes(sizes)[-1], activations))
 
-    def micro_batch_sizes(self, sizes: Sizes, vpp: int = 1) -> tuple[int, ...]:
+    def micro_batch_sizes(self, sizes: Sizes) -> tuple[int, ...]:
         """Rows of a forward that divide the rows of a data parallel rank, ascending."""
-        group, batch = sizes.pp if vpp > 1 else 1, self.run.train.global_batch_size
-        return legal_micro_batches(global_batch_size=batch, dp=self._dp(sizes), group=group)
-
-    def rows_of_rank(self, sizes: Sizes) -> int:
-        """Rows of a data parallel rank in a step."""
-        return self.run.train.global_batch_size // self._dp(sizes)
+        return legal_micro_batches(global_batch_size=self.run.train.global_batch_size, dp=self._dp(sizes))
 
     def _dp(self, sizes: Sizes) -> int:
         return self.ranks.number // (sizes.tp * sizes.pp * sizes.sp)
 
     @cached_property
     def activations(self) -> tuple[Activations, ...]:
-        """Legal ways to hold activations, the fastest first."""
+        """Legal ways to hold activations, the least recomputation first."""
 
         def check_activations(run: RunSettings) -> None:
             check(run, "activations")
@@ -161,7 +129,7 @@ class Candidates:
 
     def find(self, layout: Layout) -> Candidate | None:
         """The layout with its plan; None where `make_plan` refuses it. Its way to hold activations is a legal one."""
-        base = self._with_fastest_activations(replace(layout, activations=self.activations[0]))
+        base = self._with_first_activations(replace(layout, activations=self.activations[0]))
         if base is None or base.layout == layout:
             return base
         # Nothing else of a plan depends on them but the texts of its decisions.
@@ -169,7 +137,7 @@ class Candidates:
         plan = replace(base.plan, train=train, activation_checkpointing=layout.activations.recomputation)
         return Candidate(layout, replace(base.run, train=train), plan)
 
-    def _with_fastest_activations(self, layout: Layout) -> Candidate | None:
+    def _with_first_activations(self, layout: Layout) -> Candidate | None:
         if layout not in self._planned:
             run = layout.apply(self._decided)
             try:
@@ -199,12 +167,9 @@ class Candidates:
         return known
 
     def _check_search(self, run: RunSettings) -> None:
-        """The same, and ConfigError where chunks of stages are refused, or where the data or the built model decides
-        whether a layout is legal.
-        """
+        """The same, and ConfigError where the data or the built model decides whether a layout is legal."""
         known = self._checked(run)
         stages, lora = known.stages, known.lora
-        check(known, "interleaving")
         check_model(known, "length of documents")
         if len(stages) > 1 and lora is not None and lora.target_modules is not None:
             raise ConfigError(

@@ -117,16 +117,6 @@ class Budget:
         texts = [f"{_gib(need)} of {_gib(most)} {where}" for need, most, where in places if need > most]
         return f"needs {' and '.join(texts)}" if texts else ""
 
-    def text(self, memory: MemoryEstimate) -> str:
-        """How much of its memory a run takes that fits."""
-        if memory.device == "host":
-            need, share = _gib(memory.host_bytes), _gib(self.host_bytes)
-            return f"fits: {need} of a rank's share of {share} of the host's memory; {SPARE:.0%} stay free"
-        return (
-            f"fits: {_gib(memory.device_bytes)} of {_gib(self.device_bytes)} on the device, and of the host's memory "
-            f"{_gib(memory.host_bytes)} of a rank's share of {_gib(self.host_bytes)}; {SPARE:.0%} of both stay free"
-        )
-
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:,.1f} GiB"

@@ -1,17 +1,16 @@
-"""A run on machines that need not be here, by arithmetic only: its layout, memory and time."""
+"""A run on machines that need not be here, by arithmetic only: whether it fits, its memory and its layout."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ds_finetune.config.units import GIB
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import family_of
 from ds_finetune.plan.batch import AUTO
 from ds_finetune.plan.config_json import read_config_json
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
-from ds_finetune.plan.estimate.operations import RowShape
 from ds_finetune.plan.estimate.rank_weights import weights_of_run
-from ds_finetune.plan.estimate.step_time import UNCONFIRMED, TimeEstimate, estimate_time
 from ds_finetune.plan.forward import attention_lines, head_line, mlp_tiles
 from ds_finetune.plan.indexer import plan_indexer
 from ds_finetune.plan.layer_stages import StageLayers
@@ -22,6 +21,8 @@ from ds_finetune.plan.search.candidates import Candidates, check_run
 from ds_finetune.plan.search.fitting import SPARE, chosen_recomputation, largest_micro_batch
 from ds_finetune.plan.search.machines import Target
 from ds_finetune.plan.settings import RunSettings
+
+UNCONFIRMED = "No GPU has confirmed the estimates of memory."
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,6 @@ class Forecast:
     """Layers of each pipeline stage."""
     memory: MemoryEstimate
     target: Target
-    time: TimeEstimate | None = None
-    """Time of a step; None where nothing is known of the accelerator."""
     micro_batch: str = ""
     """How `train.micro_batch_size: auto` was decided; empty where the run file has a number."""
     recomputation: str = ""
@@ -46,6 +45,9 @@ class Forecast:
     def lines(self) -> Iterator[tuple[str, str]]:
         """Name and text of each decision, for people."""
         model, plan, run = self.model, self.plan, self.run
+        if (gpu := self.target.gpu) is not None:
+            peak = f"{gpu.peak(plan.precision) / 1e12:,.4g} TFLOP/s in {plan.precision}"
+            yield "GPU", f"{gpu.name}: {gpu.memory_bytes / GIB:,.1f} GiB, {peak} at most"
         yield from plan.decisions
         if self.micro_batch:
             yield "micro batch", self.micro_batch
@@ -73,35 +75,29 @@ class Forecast:
         resized = "rows that model.resize_vocabulary may add to embedding and head are not counted"
         unconfirmed = () if self.plan.device == "cpu" else (UNCONFIRMED,)
         found = (*unconfirmed, *self.plan.notes, *((resized,) if self.run.model.resize_vocabulary else ()))
-        assumed = self.time.assumptions if self.time is not None else ()
-        return (*found, *self.fit(), *self.target.notes, *assumed)
+        return (*found, *self.target.notes)
 
-    def time_lines(self) -> Iterator[tuple[str, str]]:
-        """Name and text of the time of a step and its parts, the largest first; none where it is not known."""
-        time = self.time
-        if time is None:
-            return
-        rates = f"{time.tokens_per_second:,.0f} tokens/s, {time.gpu_hours_per_billion_tokens:,.0f} GPU-hours"
-        yield "a step", f"{seconds_text(time.seconds)} s, {rates} for a billion tokens, MFU {time.mfu:.1%}"
-        if time.hours is not None:
-            yield "the run", f"{time.steps:,} steps, {_hours(time.hours)} hours, {_hours(time.gpu_hours)} GPU-hours"
-        for name, seconds in sorted(time.parts.items(), key=lambda part: -part[1]):
-            yield f"  {name}", f"{seconds_text(seconds)} s"
-
-    def fit(self) -> tuple[str, ...]:
-        """Whether the run fits the machines, where their memory is known."""
-        budget = self.target.budget
+    def verdict(self) -> str:
+        """Whether the run fits the machines and by how much, or what to say for the answer."""
+        budget, memory, name = self.target.budget, self.memory, self.target.name
+        need = memory.device_bytes / GIB
         if budget is None:
-            return ("whether it fits is known with --gpu NAME, e.g. --gpu h100-80g",)
-        problem = budget.problem(self.memory)
-        if not problem:
-            return (budget.text(self.memory),)
-        return (f"does not fit: {problem} ({SPARE:.0%} stay free); --search lists layouts that fit",)
+            text = "whether that fits is known with --gpu NAME, e.g. --gpu h100-80g, or --gpu-memory 40GiB"
+            return f"a rank needs {need:,.1f} GiB on its device; {text}"
+        if problem := budget.problem(memory):
+            excess = f"{budget.excess(memory) / GIB:,.1f} GiB too much on a rank"
+            return f"does not fit {name}: {excess}, which {problem} ({SPARE:.0%} stay free); --search lists what fits"
+        most = budget.of(budget.device_bytes) / GIB
+        return (
+            f"fits {name}, with {most - need:,.1f} GiB to spare on a rank: it needs {need:,.1f} GiB of {most:,.1f} GiB "
+            f"({SPARE:.0%} stay free)"
+        )
 
     def tree(self) -> dict[str, Any]:
         """The forecast for programs."""
         memory, budget = self.memory, self.target.budget
         return {
+            "verdict": self.verdict(),
             "decisions": dict(self.lines()),
             "parallel": self.run.parallel.model_dump(mode="json"),
             "dp": self.plan.dp,
@@ -109,27 +105,9 @@ class Forecast:
             "micro_batch_size": self.plan.batch.micro_batch_size,
             "memory": memory_tree(memory),
             "fits": None if budget is None else not budget.excess(memory),
-            "time": None if self.time is None else time_tree(self.time),
             "deepspeed": self.plan.deepspeed_config,
             "notes": list(self.notes()),
         }
-
-
-def seconds_text(seconds: float) -> str:
-    """Seconds with three digits, or as a whole number where it has more; never as a power of ten for a long step."""
-    return f"{seconds:,.0f}" if seconds >= 1000 else f"{seconds:.3g}"
-
-
-def _hours(hours: float | None) -> str:
-    """Hours with two digits, or as a whole number where it has more."""
-    assert hours is not None
-    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
-
-
-def time_tree(time: TimeEstimate) -> dict[str, Any]:
-    """An estimate of time for programs."""
-    names = ("seconds", "tokens_per_second", "mfu", "steps", "hours", "gpu_hours", "gpu_hours_per_billion_tokens")
-    return {name: getattr(time, name) for name in names} | {"parts": dict(time.parts)}
 
 
 def memory_tree(memory: MemoryEstimate) -> dict[str, Any]:
@@ -178,13 +156,9 @@ def forecast_run(given: RunSettings, target: Target) -> Forecast:
     stages = Candidates(run, model, target.ranks).check(run)
     kinds = (kind for stage in weights_of_run(plan, model) for kind in stage.kinds)
     check_largest_slice(plan, ((kind.numel // kind.count, kind.name) for kind in kinds))
-    time = None
-    if target.machine is not None:
-        rows = RowShape.full(run.train.max_seq_len)
-        time = estimate_time(plan, model, machine=target.machine, rows=rows)
     budget = None if target.budget is None else target.budget.device_bytes
     memory = estimate_memory(plan, model, budget=budget)
-    return Forecast(run, model, plan, stages, memory, target, time, text, again)
+    return Forecast(run, model, plan, stages, memory, target, text, again)
 
 
 def _largest_rows(plan: Plan, model: Mapping[str, Any], target: Target) -> tuple[int, str]:

@@ -44,16 +44,14 @@ class Sizes:
         """Names of the sizes above 1."""
         return frozenset(axis for axis in AXES if getattr(self, axis) > 1)
 
-    def section(self, given: ParallelConfig, *, vpp: int = 1) -> ParallelConfig:
-        """The section `parallel` of the run file with `vpp` chunks on each pipeline rank; its layers of chunks stay
-        where there are as many.
+    def section(self, given: ParallelConfig) -> ParallelConfig:
+        """The section `parallel` of the run file with these sizes and one chunk of layers on each pipeline rank; its
+        layers of stages stay where there are as many.
         """
-        layers = given.pp_layers if (given.pp, given.vpp) == (self.pp, vpp) else ()
-        return ParallelConfig(tp=self.tp, pp=self.pp, sp=self.sp, ep=self.ep, pp_layers=layers, vpp=vpp)
+        layers = given.pp_layers if (given.pp, given.vpp) == (self.pp, 1) else ()
+        return ParallelConfig(tp=self.tp, pp=self.pp, sp=self.sp, ep=self.ep, pp_layers=layers)
 
 
-_LEAST_FIRST: tuple[Recomputation, ...] = ("none", "selective", "full")
-"""Ways of recomputation, that with the fewest operations first."""
 _TEXTS: Mapping[Recomputation, str] = {"none": "kept", "selective": "recomputed selectively", "full": "recomputed"}
 
 
@@ -66,15 +64,6 @@ class Activations:
     """`train.tiled_mlp`."""
     is_offloaded: bool = False
     """`train.activation_offload`."""
-
-    def is_slower_than(self, other: "Activations") -> bool:
-        """Whether it takes more time than another way, whatever the model is: a layer that is recomputed is computed
-        again as a whole, and tiles compute its MLP again.
-        """
-        more = _LEAST_FIRST.index(self.recomputation) - _LEAST_FIRST.index(other.recomputation)
-        if more < 0 or self.is_offloaded < other.is_offloaded:
-            return False
-        return self != other and (more > 0 or self.is_tiled >= other.is_tiled)
 
     def keys(self) -> dict[str, object]:
         """The keys of `train`."""
@@ -100,8 +89,6 @@ class Layout:
     offload: Offload
     micro_batch_size: int
     activations: Activations
-    vpp: int = 1
-    """Chunks of layers on each pipeline rank."""
 
     def apply(self, run: RunSettings) -> RunSettings:
         """The run with this layout."""
@@ -120,7 +107,7 @@ class Layout:
             zero[key] = section if section.get("device") == "cpu" else dict(_HOST_MEMORY)
         return {
             "train": run.train.model_copy(update=keys),
-            "parallel": self.sizes.section(run.parallel, vpp=self.vpp),
+            "parallel": self.sizes.section(run.parallel),
             "deepspeed": {**tree, "zero_optimization": zero},
         }
 
@@ -138,8 +125,7 @@ def layout_keys(layout: Layout, given: RunSettings) -> dict[str, Any]:
     if wanted.parallel != given.parallel:
         sizes = {axis: n for axis in ("tp", "pp", "sp", "ep") if (n := getattr(layout.sizes, axis)) > 1}
         layers = {"pp_layers": list(wanted.parallel.pp_layers)} if wanted.parallel.pp_layers else {}
-        chunks = {"vpp": wanted.parallel.vpp} if wanted.parallel.vpp > 1 else {}
-        values["parallel"] = {**sizes, **layers, **chunks}
+        values["parallel"] = {**sizes, **layers}
     assert isinstance(wanted.deepspeed, dict), wanted.deepspeed
     if wanted.deepspeed != decided(given_choices(given.deepspeed)[0]):
         values["deepspeed"] = shipped_name(wanted.deepspeed) or wanted.deepspeed

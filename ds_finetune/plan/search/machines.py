@@ -1,27 +1,19 @@
 """The machines that a run is planned for: those that the command line names, or this one."""
 
-import os
 from dataclasses import dataclass
 
 from ds_finetune.config.units import GIB
 from ds_finetune.errors import ConfigError
-from ds_finetune.plan.estimate.accelerators import (
-    CpuRates,
-    Machine,
-    accelerator,
-    accelerator_of_device,
-    cpu_machine,
-    machine_of,
-    rates_file,
-)
-from ds_finetune.plan.precision import Bf16Support, cpu_support
+from ds_finetune.plan.estimate.peaks import GpuModel, gpu_named, gpu_of_device
+from ds_finetune.plan.precision import Bf16Support
 from ds_finetune.plan.search.candidates import Ranks
 from ds_finetune.plan.search.fitting import HOST_SHARE, Budget
 from ds_finetune.system.free_memory import available_bytes, total_bytes
 
 CPU = "cpu"
 """The name of this machine's CPU ranks."""
-_GPUS_PER_NODE = 8
+GPUS_PER_NODE = 8
+"""GPUs of a node where nothing says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -29,69 +21,73 @@ class Request:
     """What the command line says of the machines; None where it says nothing."""
 
     gpu: str | None = None
-    """Name of the accelerator, or `cpu`."""
+    """Name of the GPU, or `cpu`."""
     gpus: int | None = None
     nodes: int | None = None
     gpus_per_node: int | None = None
     host_bytes: int | None = None
     """Memory of a node."""
     models: tuple[str, ...] = ()
-    """Models of the GPUs of this machine, by their drivers' names; asked for where `gpu` is None."""
+    """Models of the GPUs of this machine, by their drivers' names; asked for where no GPU is named."""
+    gpu_bytes: int | None = None
+    """Memory of a GPU that is not in the table."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """The ranks of a plan, and where the accelerator is known, its rates and memory."""
+    """The ranks of a plan, and the GPU and the memory of a rank where they are known."""
 
     ranks: Ranks
-    machine: Machine | None = None
+    gpu: GpuModel | None = None
     budget: Budget | None = None
     notes: tuple[str, ...] = ()
     """What is assumed of the machines."""
 
     @property
+    def name(self) -> str:
+        """The ranks for people, such as `8 x h100-80g`."""
+        if self.ranks.device == "cpu":
+            return f"{self.ranks.number} CPU rank{'s' * (self.ranks.number > 1)}"
+        memory = "" if self.budget is None else f" of {self.budget.device_bytes / GIB:,.1f} GiB"
+        return f"{self.ranks.number} x {self.gpu.name if self.gpu is not None else f'GPU{memory}'}"
+
+    @property
     def bf16(self) -> Bf16Support | None:
-        """Whether known GPUs have products in bf16; None for others, and for a CPU, which answers itself."""
-        if self.machine is None or self.ranks.device == "cpu":
-            return None
-        row = self.machine.accelerator
-        return Bf16Support(row.name, is_native=row.has_bf16)
+        """Whether the GPU has products in bf16; None where it is not known, and for a CPU, which answers itself."""
+        return None if self.gpu is None else Bf16Support(self.gpu.name, is_native=self.gpu.has_bf16)
 
 
-def target_of(request: Request, *, precision: str = "bf16") -> Target:
-    """The machines that a request names; ConfigError where its numbers contradict, or the accelerator is unknown.
-
-    CPU ranks have rates where they were measured in the `precision` of the run.
-    """
-    if request.gpu == CPU:
-        return _cpu_ranks(request, precision)
+def target_of(request: Request) -> Target:
+    """The machines that a request names; ConfigError where its numbers contradict, or the GPU is not in the table."""
     models = request.models if request.gpu is None else ()
-    if request.gpu is None and not models:
-        if request.gpus is None:
-            return _cpu_ranks(request, precision)
-        # Nothing but their number is known.
-        return Target(_ranks(request, usual=_GPUS_PER_NODE, default=_GPUS_PER_NODE))
-    row = accelerator(request.gpu) if request.gpu is not None else accelerator_of_device(models[0])
-    usual = len(models) or row.gpus_per_node
+    if request.gpu == CPU or not (request.gpu or request.gpus or request.gpu_bytes or models):
+        ranks = _ranks(request, usual=request.gpus or 1, default=1, device="cpu")
+        host = request.host_bytes or available_bytes()
+        return Target(ranks, budget=Budget(host // ranks.number, host // ranks.number))
+    usual = len(models) or GPUS_PER_NODE
     ranks = _ranks(request, usual=usual, default=usual)
-    machine = machine_of(row, gpus_per_node=ranks.per_node)
-    here = total_bytes() if models else HOST_SHARE * ranks.per_node * row.memory_bytes
+    gpu = gpu_named(request.gpu) if request.gpu is not None else _gpu_here(models, request)
+    memory = gpu.memory_bytes if gpu is not None else request.gpu_bytes
+    if memory is None:
+        # Nothing but the number of GPUs is known.
+        return Target(ranks)
+    here = total_bytes() if models else HOST_SHARE * ranks.per_node * memory
     host = request.host_bytes or here
     note = f"a node is assumed to have {host / GIB:,.0f} GiB of host memory; --host-memory says otherwise"
     notes = () if models or request.host_bytes else (note,)
-    return Target(ranks, machine, Budget(row.memory_bytes, host // ranks.per_node), notes)
+    return Target(ranks, gpu, Budget(memory, host // ranks.per_node), notes)
 
 
-def _cpu_ranks(request: Request, precision: str) -> Target:
-    """Ranks on the cores of this machine, which share its memory."""
-    ranks = _ranks(request, usual=request.gpus or 1, default=1, device="cpu")
-    host = request.host_bytes or available_bytes()
-    budget = Budget(host // ranks.number, host // ranks.number)
-    precision = ("bf16" if cpu_support().is_native else "fp32") if precision == "auto" else precision
-    file = rates_file(ranks.number, precision=precision, threads=max(1, (os.cpu_count() or 1) // ranks.number))
-    rates = CpuRates.read(file)
-    machine = cpu_machine(rates, ranks=ranks.number, memory_bytes=host) if rates is not None else None
-    return Target(ranks, machine, budget)
+def _gpu_here(models: tuple[str, ...], request: Request) -> GpuModel | None:
+    """The GPU of this machine; None where it has none, or the request gives its memory."""
+    if not models or request.gpu_bytes is not None:
+        return None
+    if (found := gpu_of_device(models[0])) is None:
+        raise ConfigError(
+            f"the GPU `{models[0]}` of this machine is not in the table",
+            hint="give its memory by --gpu-memory, e.g. --gpu-memory 40GiB, or plan for another one by --gpu NAME",
+        )
+    return found
 
 
 def _ranks(request: Request, *, usual: int, default: int, device: str = "cuda") -> Ranks:

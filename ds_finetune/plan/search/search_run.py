@@ -9,45 +9,42 @@ from ds_finetune.config.units import GIB
 from ds_finetune.errors import ConfigError, FinetuneError
 from ds_finetune.families.table import family_of
 from ds_finetune.plan.batch import rows_of_forward
-from ds_finetune.plan.estimate.memory import MemoryEstimate
-from ds_finetune.plan.estimate.operations import RowShape
 from ds_finetune.plan.estimate.rank_weights import UnchangedConfig
-from ds_finetune.plan.estimate.step_time import UNCONFIRMED
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.search.candidates import Candidate, Candidates, Ranks
 from ds_finetune.plan.search.fitting import SPARE
-from ds_finetune.plan.search.forecast import memory_tree, read_model, seconds_text
+from ds_finetune.plan.search.forecast import UNCONFIRMED, memory_tree, read_model
 from ds_finetune.plan.search.layout import OFFLOAD_TEXTS, Layout, Sizes
-from ds_finetune.plan.search.machines import Target
-from ds_finetune.plan.search.search import Misfit, Proposal, Search, SearchResult
+from ds_finetune.plan.search.machines import GPUS_PER_NODE, Target
+from ds_finetune.plan.search.search import MOST_TRIED, Proposal, Search, SearchResult
 from ds_finetune.plan.settings import RunSettings
 
 MOST_GPUS = 4096
+ORDER = (
+    "Order: nothing in host memory first, then fewer parallel axes, lower ZeRO stages and smaller axes; of each the "
+    "least recomputation and the largest micro-batch that fit. No speed is predicted: measure the first ones."
+)
 _SHORTEST_ROW = 512
 
 
 def search_layouts(given: RunSettings, target: Target, *, model: Mapping[str, Any] | None = None) -> SearchResult:
-    """The best layouts of a run on the machines of `target`; `model` is its config.json, read where it is None.
+    """The first layouts of a run that fit the machines of `target`; `model` is its config.json, read where it is None.
 
     ConfigError where no layout is legal or none fits, with what is missing and what would provide it.
     """
+    if target.budget is None:
+        raise ConfigError(
+            f"--search for {target.ranks.number} GPUs, and their memory is not known",
+            hint="name the GPU, as --gpu h100-80g, give --gpu-memory 40GiB, or --gpu cpu for this machine's CPU ranks",
+        )
     # One row in a forward where its number is open; the search chooses it.
     run = replace(given, train=given.train.model_copy(update={"micro_batch_size": rows_of_forward(given.train)}))
     tree = read_model(run) if model is None else model
-    if target.machine is None or target.budget is None:
-        raise ConfigError(
-            f"--search for {target.ranks.number} GPUs, and no accelerator is named or found on this machine",
-            hint="name one, as --gpu h100-80g, or --gpu cpu for ranks on this machine's cores",
-        )
-    rows = RowShape.full(run.train.max_seq_len)
-    candidates = Candidates(run, UnchangedConfig(tree), target.ranks)
-    search = Search(candidates, target.machine, target.budget, rows)
+    search = Search(Candidates(run, UnchangedConfig(tree), target.ranks), target.budget)
     result = search.run()
-    if not result.num_groups:
-        raise _no_legal_layout(search)
-    if not result.proposals:
-        raise _none_fits(search, target, result.misfits[0])
-    return result
+    if result.proposals:
+        return result
+    raise _no_legal_layout(search) if result.nearest is None else _none_fits(search, target, result, result.nearest)
 
 
 def _no_legal_layout(search: Search) -> FinetuneError:
@@ -59,7 +56,7 @@ def _no_legal_layout(search: Search) -> FinetuneError:
     if refusal is not None:
         return refusal
     numbers = (n for n in range(number, 0, -1) if n % min(n, candidates.ranks.per_node) == 0)
-    usable = next(n for n in numbers if any(replace(candidates, ranks=replace(candidates.ranks, number=n)).sizes()))
+    usable = next(n for n in numbers if replace(candidates, ranks=replace(candidates.ranks, number=n)).sizes)
     batch, tree = run.train.global_batch_size, candidates.model
     return ConfigError(
         f"no layout of {run.model.path} uses {number} ranks: its {tree.get('num_attention_heads')} heads and "
@@ -69,11 +66,10 @@ def _no_legal_layout(search: Search) -> FinetuneError:
 
 
 def _refusal_of_stages(candidates: Candidates) -> ConfigError | None:
-    """What the run file refuses with every ZeRO stage; None where it accepts one, or no sizes are legal."""
-    sizes = next(candidates.sizes(), None)
-    if sizes is None or any(candidates.zero_stages(sizes)):
+    """What the run file refuses with every ZeRO stage; None where no sizes are legal."""
+    if not candidates.sizes:
         return None
-    layout = Layout(sizes, 1, "none", 1, candidates.activations[0])
+    layout = Layout(candidates.sizes[0], 1, "none", 1, candidates.activations[0])
     try:
         make_plan(layout.apply(candidates.run), world=candidates.ranks.world, device=candidates.ranks.device)
     except ConfigError as refused:
@@ -81,16 +77,16 @@ def _refusal_of_stages(candidates: Candidates) -> ConfigError | None:
     return None
 
 
-def _none_fits(search: Search, target: Target, nearest: Misfit) -> ConfigError:
+def _none_fits(search: Search, target: Target, result: SearchResult, nearest: Proposal) -> ConfigError:
     """What the nearest layout needs beyond the memory, and what would provide it."""
     run, budget = search.candidates.run, search.budget
     missing = budget.excess(nearest.memory) / GIB
     found = [text for text, other, machines in _remedies(search, target) if _fits(search, other, machines)]
-    hint = f"any of these fits: {'; '.join(found)}" if found else "take accelerators or hosts with more memory"
+    hint = f"any of these fits: {'; '.join(found)}" if found else "take GPUs or hosts with more memory"
+    tried = f" (the search ended after {MOST_TRIED} layouts whose states fit)" if result.is_cut_off else ""
     return ConfigError(
-        f"no layout of {run.model.path} fits {_ranks(target.ranks.number)}: {layout_text(nearest.candidate)} comes "
-        f"nearest and {budget.problem(nearest.memory)} ({SPARE:.0%} stay free), so {missing:,.1f} GiB of a rank are "
-        "missing",
+        f"no layout of {run.model.path} fits {target.name}{tried}: {layout_text(nearest.candidate)} comes nearest and "
+        f"{budget.problem(nearest.memory)} ({SPARE:.0%} stay free), so {missing:,.1f} GiB of a rank are missing",
         hint=hint,
     )
 
@@ -127,86 +123,62 @@ def _more_gpus(search: Search, target: Target) -> Target | None:
 
 
 def enlarged(target: Target, number: int) -> Target:
-    """The same kind of machines with `number` GPUs."""
-    assert target.machine is not None, target
-    usual = max(target.ranks.per_node, target.machine.accelerator.gpus_per_node)
-    per_node = min(number, usual)
+    """The same kind of machines with `number` GPUs, eight in a node or as many as before."""
+    per_node = min(number, max(target.ranks.per_node, GPUS_PER_NODE))
     return replace(target, ranks=Ranks(number, per_node, target.ranks.device))
 
 
 def _fits(search: Search, run: RunSettings, target: Target) -> bool:
     candidates = replace(search.candidates, run=run, ranks=target.ranks)
-    return replace(search, candidates=candidates).has_fitting()
-
-
-def _ranks(number: int) -> str:
-    return "1 rank" if number == 1 else f"{number:,} ranks"
+    return bool(replace(search, candidates=candidates).run(listed=1).proposals)
 
 
 def layout_text(candidate: Candidate) -> str:
     """A layout for people, such as `dp 8 x ep 8, ZeRO-3, micro-batch 2, activations recomputed`."""
     layout, offload = candidate.layout, OFFLOAD_TEXTS[candidate.layout.offload]
-    chunks = f", vpp {layout.vpp}" if layout.vpp > 1 else ""
-    text = f"{candidate.plan.mesh}{chunks}, ZeRO-{layout.zero_stage}{offload}, micro-batch {layout.micro_batch_size}"
+    text = f"{candidate.plan.mesh}, ZeRO-{layout.zero_stage}{offload}, micro-batch {layout.micro_batch_size}"
     return f"{text}, activations {layout.activations}"
 
 
-def reason_text(best: Proposal, other: Proposal) -> str:
-    """Why another layout loses: its time over that of the best, and the part of the time that is larger by most."""
-    if other is best:
-        return "the fastest"
-    names = {**best.time.parts, **other.time.parts}
-    more = {name: other.time.parts.get(name, 0.0) - best.time.parts.get(name, 0.0) for name in names}
-    name = max(more, key=lambda part: more[part])
-    return f"{other.time.seconds / best.time.seconds:.2f} x the time: {more[name]:+.3g} s for {name}"
-
-
 def layout_header(best: Proposal, target: Target) -> list[str]:
-    """Lines for people above a run file that has the best layout."""
-    gpu = target.machine.accelerator.name if target.machine is not None else target.ranks.device
+    """Lines for people above a run file that has the first layout."""
     return [
-        f"Layout for {target.ranks.number} x {gpu}, {target.ranks.per_node} in a node, by ds-finetune plan --search:",
+        f"Layout for {target.name}, {target.ranks.per_node} in a node, by ds-finetune plan --search:",
         f"{layout_text(best.candidate)};",
-        f"{best.memory.device_bytes / GIB:,.1f} GiB on the device and {seconds_text(best.time.seconds)} s a step are "
-        "estimated.",
+        f"{best.memory.device_bytes / GIB:,.1f} GiB on the device are estimated.",
     ]
 
 
 def result_tree(result: SearchResult, target: Target) -> dict[str, Any]:
     """A result for programs."""
-    best = result.proposals[0]
+    assert target.budget is not None
     return {
         "gpus": target.ranks.number,
         "gpus_per_node": target.ranks.per_node,
-        "device_bytes": result.budget.device_bytes,
-        "layouts": [
-            _layout_tree(found.candidate, found.memory)
-            | {"seconds": found.time.seconds, "tokens_per_second": found.time.tokens_per_second}
-            | {"mfu": found.time.mfu, "parts": dict(found.time.parts), "why": reason_text(best, found)}
-            for found in result.proposals
-        ],
-        "too_large": [
-            _layout_tree(misfit.candidate, misfit.memory)
-            | {"seconds": misfit.seconds, "why": result.budget.problem(misfit.memory)}
-            for misfit in result.misfits
-        ],
-        "assumptions": result_notes(result, target),
+        "device_bytes": target.budget.device_bytes,
+        "layouts": [_layout_tree(found) for found in result.proposals],
+        "notes": result_notes(result, target),
     }
 
 
 def result_notes(result: SearchResult, target: Target) -> list[str]:
-    """What is assumed, as sentences, and for GPUs how far the figures are confirmed."""
+    """What the order is, how much was compared, and what is assumed, as sentences."""
+    compared = f"The states of {result.num_compared} layouts were compared with the memory by arithmetic"
+    tried = f"all memory of {result.num_tried} of them was estimated"
+    cut = (
+        f" The search ended after {MOST_TRIED} such estimates; later layouts may fit too." if result.is_cut_off else ""
+    )
     unconfirmed = () if target.ranks.device == "cpu" else (UNCONFIRMED,)
-    return [*unconfirmed, *target.notes, *result.proposals[0].time.assumptions]
+    return [ORDER, f"{compared}; {tried}.{cut}", *unconfirmed, *target.notes]
 
 
-def _layout_tree(candidate: Candidate, memory: MemoryEstimate) -> dict[str, Any]:
-    run = candidate.run
-    keys = ("micro_batch_size", *candidate.layout.activations.keys())
+def _layout_tree(found: Proposal) -> dict[str, Any]:
+    run = found.candidate.run
+    keys = ("micro_batch_size", *found.candidate.layout.activations.keys())
     return {
-        "text": layout_text(candidate),
+        "text": layout_text(found.candidate),
         "parallel": run.parallel.model_dump(mode="json"),
         "deepspeed": run.deepspeed,
         "train": {key: getattr(run.train, key) for key in keys},
-        "memory": memory_tree(memory),
+        "memory": memory_tree(found.memory),
     }

@@ -89,7 +89,6 @@ _WITHOUT_CHART = (
     "perplexity",
     "predicted_gib",
     "measured_gib",
-    "predicted_step_seconds",
 )
 """Last parts of the names of metrics that are told elsewhere on the page, or follow from another."""
 

@@ -63,16 +63,11 @@ def plan_section(run: ReportedRun) -> ReportSection | None:
 
 
 def _forecast_rows(run: ReportedRun) -> list[tuple[str, str]]:
-    rows = []
     expected, found = run.last("memory/predicted_gib"), run.last("memory/measured_gib")
-    if expected is not None and found is not None:
-        text = f"{number_text(expected, 'gib')} predicted, {number_text(found, 'gib')} measured"
-        rows.append(("memory of the fullest rank", text))
-    expected, steps = run.last("perf/predicted_step_seconds"), run.curves.get("perf/step_seconds")
-    if expected is not None and steps is not None:
-        measured = number_text(float(np.nanmedian(steps.values)), "seconds")
-        rows.append(("time of a step", f"{number_text(expected, 'seconds')} predicted, {measured} measured (median)"))
-    return rows
+    if expected is None or found is None:
+        return []
+    text = f"{number_text(expected, 'gib')} predicted, {number_text(found, 'gib')} measured"
+    return [("memory of the fullest rank", text)]
 
 
 def curve_section(run: ReportedRun) -> ReportSection | None:

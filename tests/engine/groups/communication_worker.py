@@ -1,4 +1,4 @@
-"""Started by the tests as `torchrun --nproc-per-node 2 communication_worker.py MODELS_DIR OUT.json [more]`: what the
+"""Started by the tests as `torchrun --nproc-per-node 2 communication_worker.py MODELS_DIR OUT.json`: what the
 collectives of a step are in each layout.
 """
 
@@ -29,38 +29,7 @@ CELLS = [
     *(Cell("llama", 1, 2, packing=True, **{axis: 2}) for axis in ("tp", "sp", "pp")),
     Cell("deepseek_v3", 1, 2, packing=True, ep=2),
 ]
-MORE = [
-    Cell("deepseek_v3", 1, 2, packing=True, checkpointing=True, tp=2),
-    Cell("deepseek_v3", 2, 2, packing=True, checkpointing=True, sp=2),
-    Cell("deepseek_v3", 2, 2, packing=True, checkpointing=True, ep=2, reduces_once=True),
-    Cell("deepseek_v3", 1, 2, packing=True, checkpointing=True, is_selective=True, ep=2),
-    Cell("llama", 3, 2, packing=True, precision="bf16", reduces_once=True),
-]
-"""Whose bytes are compared with arithmetic alone (ds_finetune/plan/estimate/traffic.py)."""
-_NOT_KEPT = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
-WITH_OPTIONS: dict[str, tuple[Cell, dict[str, Any]]] = {
-    "weights gathered again": (Cell("llama", 3, 2, packing=True), _NOT_KEPT),
-    "LoRA, ZeRO-3": (Cell("llama", 3, 2, packing=True, has_lora=True), {}),
-    "LoRA, tp 2": (Cell("llama", 1, 2, packing=True, has_lora=True, tp=2), {}),
-    "vpp 2": (Cell("llama_deep", 1, 2, packing=True, pp=2, vpp=2), {}),
-}
-"""The same, with what is added to `zero_optimization`, by name."""
-MORE_WITH_OPTIONS: dict[str, tuple[Cell, dict[str, Any]]] = {
-    "LoRA": (Cell("llama", 1, 2, packing=True, has_lora=True), {}),
-    "LoRA, latent attention, tp 2": (Cell("deepseek_v3", 1, 2, packing=True, has_lora=True, tp=2), {}),
-    "LoRA, sp 2": (Cell("llama", 1, 2, packing=True, has_lora=True, sp=2), {}),
-    "LoRA, ep 2": (Cell("deepseek_v3", 1, 2, packing=True, has_lora=True, ep=2), {}),
-    "tied, pp 2": (Cell("qwen2", 1, 2, packing=True, pp=2), {}),
-    "tied, LoRA, pp 2": (Cell("qwen2", 1, 2, packing=True, has_lora=True, pp=2), {}),
-}
-"""Those of slow tests, in a launch of their own."""
-
-
-def options_tree(cell: Cell, options: dict[str, Any], model: Path, out: Path, *, ranks: int) -> dict[str, Any]:
-    """The run file of a cell with options."""
-    tree = run_tree(cell, model, out, dp=ranks // cell.sharing)
-    tree["deepspeed"]["zero_optimization"] |= options
-    return tree
+SELECTIVE = Cell("deepseek_v3", 1, 2, packing=True, checkpointing=True, is_selective=True, ep=2)
 
 
 def main() -> None:
@@ -77,14 +46,11 @@ def main() -> None:
             found[name] = all_gather_object(_second_step(engine))
         gc.freeze()
 
-    is_more = sys.argv[3:] == ["more"]
     with process_group(world, device):
-        for cell in () if is_more else (*CELLS, *MORE):
+        for cell in (*CELLS, SELECTIVE):
             tree = run_tree(cell, folder / cell.family, folder, dp=world.world_size // cell.sharing)
-            take(cell.name if cell in MORE else f"{cell.layout}, ZeRO-{cell.stage}", cell, tree)
-        for name, (cell, options) in (MORE_WITH_OPTIONS if is_more else WITH_OPTIONS).items():
-            take(name, cell, options_tree(cell, options, folder / cell.family, folder, ranks=world.world_size))
-        for checkpointing, overlaps in () if is_more else itertools.product((False, True), (True, False)):
+            take("selective" if cell is SELECTIVE else f"{cell.layout}, ZeRO-{cell.stage}", cell, tree)
+        for checkpointing, overlaps in itertools.product((False, True), (True, False)):
             cell = Cell("deepseek_v3", 1, 2, packing=True, ep=2, checkpointing=checkpointing)
             config = RunConfig.model_validate(run_tree(cell, folder / cell.family, folder, dp=world.world_size))
             with start_engine(

@@ -1,4 +1,4 @@
-"""What the sampling of answers adds to the estimates, against what torch's allocator gives a batch, and by hand."""
+"""The memory that the sampling of answers takes, against what torch's allocator gives a batch, and by hand."""
 
 import time
 from collections.abc import Mapping
@@ -16,10 +16,7 @@ from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.attention.by_document import BY_DOCUMENT
 from ds_finetune.model.build.skeleton import build_skeleton
 from ds_finetune.model.weights.load import initialise_weights
-from ds_finetune.plan.estimate.accelerators import accelerator, machine_of
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
-from ds_finetune.plan.estimate.operations import RowShape
-from ds_finetune.plan.estimate.step_time import estimate_time
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.search.fitting import Budget
 from ds_finetune.plan.settings import RunSettings
@@ -28,7 +25,6 @@ from tests.model.tiny import CONFIGS
 from tests.plan.estimate.allocated_cells import LLAMA
 from tests.plan.estimate.allocation_worker import peaks
 
-H100 = machine_of(accelerator("h100-80g"))
 LATENT: Mapping[str, Any] = CONFIGS["deepseek_v3"] | {
     "model_type": "deepseek_v3",
     "num_hidden_layers": 6,
@@ -49,14 +45,12 @@ def planned(
     stage: int = 0,
     rollout: Mapping[str, Any] | None = None,
     precision: str = "fp32",
-    offloads: bool = False,
     **sections: Any,
 ) -> Plan:
     rows = {"prompts_per_step": 2 * ranks, "max_new_tokens": NEW, **(rollout or {})}
     tree = {"model": "m", "data": {"train": "t.jsonl", "packing": True}, "output_dir": "o", "rewards": ["number"]}
     tree |= {"objective": GRPO, "rollout": rows, **sections}
-    offloaded = {"offload_param": {"device": "cpu"}} if offloads else {}
-    tree |= {"deepspeed": {"zero_optimization": {"stage": stage, **offloaded}}}
+    tree |= {"deepspeed": {"zero_optimization": {"stage": stage}}}
     tree["train"] = {"max_seq_len": PROMPT + NEW, "precision": precision, "activation_checkpointing": "none"}
     world = World(0, ranks, 0, ranks, "a test")
     return make_plan(RunSettings.of(RunConfig.model_validate(tree)), world=world, device=device)
@@ -151,46 +145,3 @@ def test_weights_of_the_start_are_kept_on_the_host() -> None:
     cut = planned(ranks=2, device="cuda", precision="bf16", stage=3, objective=GRPO | {"reference": "start"})
     rows = {row.name: row for row in estimate_memory(cut, LLAMA).rows}
     assert rows["weights of the start"].num_bytes == lm.num_parameters()
-
-
-def seconds(tree: Mapping[str, Any], plan: Plan) -> float:
-    return estimate_time(plan, tree, machine=H100, rows=RowShape.full(PROMPT + NEW)).parts["sampling of answers"]
-
-
-def test_seconds_of_sampling() -> None:
-    """A wide layer takes the time of reading its weights; narrow ones that of Python and starting kernels."""
-    wide = LLAMA | {"num_hidden_layers": 1, "hidden_size": 8192, "intermediate_size": 65536, "head_dim": 128}
-    wide |= {"num_attention_heads": 64, "num_key_value_heads": 8}
-    plan = planned(device="cuda", precision="bf16")
-    read = 2 * (3 * 8192 * 65536 + 2 * 8192 * 8192 + 2 * 8192 * 1024 + 4096 * 8192)
-    assert seconds(wide, plan) == pytest.approx(NEW * read / (0.85 * 3350e9), rel=0.1)
-    deep = LLAMA | {"num_hidden_layers": 20, "hidden_size": 96}
-    assert seconds(deep, plan) == pytest.approx(NEW * 20 * 40 * 20e-6)
-    # One batch samples both groups; two take twice as long.
-    one_group = planned(device="cuda", precision="bf16", rollout={"batch_rows": GROUP})
-    assert seconds(deep, one_group) == pytest.approx(2 * seconds(deep, plan))
-    # A rollout for two steps samples for both.
-    later = planned(device="cuda", precision="bf16", rollout={"steps_per_rollout": 2})
-    assert seconds(deep, later) == pytest.approx(seconds(deep, plan) / 2)
-
-
-def test_weights_that_do_not_fit_whole_are_gathered_for_each_token() -> None:
-    plans = [planned(ranks=2, device="cuda", stage=3, offloads=each, precision="bf16") for each in (False, True)]
-    wide = LLAMA | {"hidden_size": 1536, "intermediate_size": 6144}
-    whole, each_token = (seconds(wide, plan) for plan in plans)
-    numbers = 4 * (3 * 1536 * 6144 + 4 * 1536 * 1536) + 4096 * 1536 * 2
-    # Each rank gets its half from its host, and the other one from the other rank.
-    assert each_token - whole == pytest.approx(NEW * numbers * (1 / (0.8 * 64e9) + 1 / (0.75 * 450e9)), rel=0.1)
-
-
-def test_forwards_before_the_steps_are_counted() -> None:
-    def parts(**sections: Any) -> Mapping[str, float]:
-        plan = planned(device="cuda", **sections)
-        return estimate_time(plan, LLAMA, machine=H100, rows=RowShape.full(PROMPT + NEW)).parts
-
-    once = parts()["attention"]
-    # The first of four steps needs no log-probabilities of weights before it.
-    assert parts(rollout={"steps_per_rollout": 4})["attention"] == pytest.approx(once * (3.5 + 0.75) / 3.5)
-    lora = {"rank": 8}
-    off = parts(lora=lora)["attention"] / parts(lora=lora, objective=GRPO | {"reference": "none"})["attention"]
-    assert off == pytest.approx(4.5 / 3.5)

@@ -63,16 +63,16 @@ def _check(name: str, changes: dict[str, Any], folder: str, *, number: int, most
         check_run(RunSettings.of(config), read_config_json(config.model.path))
     except FinetuneError:
         # What the search refuses in every layout, `train` refuses on one rank too.
-        assert not _accepted(config, Layout(Sizes(), 1, "none", 1, ACTIVATIONS[0], 1), Ranks(1, 1, "cuda"))
+        assert not _accepted(config, Layout(Sizes(), 1, "none", 1, ACTIVATIONS[0]), Ranks(1, 1, "cuda"))
         return
     candidates = _candidates(config, Ranks(number, 8, "cuda"))
-    sizes = list(candidates.sizes())
-    for each in rng.sample(sizes, min(most, len(sizes))):
-        stages = list(candidates.zero_stages(each))
+    for each in rng.sample(candidates.sizes, min(most, len(candidates.sizes))):
+        first = candidates.activations[0]
+        pairs = itertools.product(candidates.zero_stages(each), OFFLOADS)
+        stages = [pair for pair in pairs if candidates.largest(each, *pair, first) is not None]
         for stage, offload in rng.sample(stages, min(2, len(stages))):
-            vpp, activations = rng.choice(candidates.chunks(each)), rng.choice(candidates.activations)
-            rows = rng.choice(candidates.micro_batch_sizes(each, vpp))
-            found = candidates.find(Layout(each, stage, offload, rows, activations, vpp))
+            activations, rows = rng.choice(candidates.activations), rng.choice(candidates.micro_batch_sizes(each))
+            found = candidates.find(Layout(each, stage, offload, rows, activations))
             assert found is not None
             assert layout_of(found.run) == found.layout
             planned = make_plan(found.run, world=candidates.ranks.world, device=candidates.ranks.device)
@@ -111,13 +111,12 @@ def test_no_layout_is_missing(name: str, number: int, tmp_path: Path) -> None:
         each.layout for each in all_layouts(_candidates(config, ranks)) if each.layout.activations in ACTIVATIONS[:2]
     }
     sizes = [
-        (Sizes(*each), vpp)
-        for *each, vpp in itertools.product(range(1, number + 1), repeat=5)
-        if _accepted(config, Layout(Sizes(*each), 1, "none", 1, ACTIVATIONS[0], vpp), ranks)
+        Sizes(*each)
+        for each in itertools.product(range(1, number + 1), repeat=4)
+        if _accepted(config, Layout(Sizes(*each), 1, "none", 1, ACTIVATIONS[0]), ranks)
     ]
-    assert (max(vpp for _, vpp in sizes) > 1) == (name == "deepseek_v3_deep")
     others = itertools.product(sizes, STAGES, OFFLOADS, range(1, 13), ACTIVATIONS[:2])
-    every = [Layout(each, stage, offload, rows, how, vpp) for (each, vpp), stage, offload, rows, how in others]
+    every = [Layout(*each) for each in others]
     expected = {layout for layout in every if _planned(config, layout, ranks)}
     assert found == expected
 
