@@ -12,7 +12,7 @@ from ds_finetune.objectives.objective import ScoreObjective, make_objective
 from ds_finetune.plan.batch import rows_of_forward
 from ds_finetune.plan.deepspeed_config import given_choices
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.plan.search.candidates import Candidate, Candidates
+from ds_finetune.plan.search.candidates import STAGES, Candidate, Candidates
 from ds_finetune.plan.search.layout import OFFLOADS, Activations, Layout, Offload, Sizes
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
@@ -56,7 +56,7 @@ def all_layouts(candidates: Candidates) -> Iterator[Candidate]:
     """Every legal layout; many, so this is for few ranks."""
     for sizes in candidates.sizes:
         rows = candidates.micro_batch_sizes(sizes)
-        choices = product(candidates.zero_stages(sizes), OFFLOADS, rows, candidates.activations)
+        choices = product(STAGES, OFFLOADS, rows, candidates.activations)
         for stage, offload, number, each in choices:
             if (found := candidates.find(Layout(sizes, stage, offload, number, each))) is not None:
                 yield found

@@ -145,7 +145,7 @@ def _memory_lines(memory: "MemoryEstimate") -> Iterator[tuple[str, str]]:
         (memory.disk_bytes, "disk", "files of the run"),
     ]
     for row in memory.rows:
-        held = f", held in {', '.join(row.when)}" if row.when != MOMENTS else ""
+        held = f" ({', '.join(row.when)})" if row.when != MOMENTS else ""
         lowered = f"; lowered by {row.option}" if row.option else ""
         rows.append((row.num_bytes, row.place, f"{row.name}{held}{lowered}"))
     yield from ((f"{size / GIB:10,.2f} GiB  {place}", text) for size, place, text in rows if size)

@@ -99,11 +99,6 @@ class Plan(RunSettings):
         return self.activation_checkpointing != "none"
 
     @property
-    def recomputes_kept(self) -> bool:
-        """Whether it also computes again what `selective` keeps: attention, and products and exchange of experts."""
-        return self.activation_checkpointing == "full"
-
-    @property
     def dp(self) -> int:
         """Data parallel size: the number of parts that the global batch is divided into."""
         return self.mesh.dp

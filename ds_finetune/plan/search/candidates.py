@@ -1,7 +1,7 @@
 """Every layout of a run that the checks of `train` accept on a number of ranks."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,14 +17,12 @@ from ds_finetune.plan.layer_stages import StageLayers, stages_of
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.model_checks import WITH_MESH, WITHOUT_MESH, check_model
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.plan.search.layout import OFFLOADS, Activations, Layout, Offload, Sizes, decided
+from ds_finetune.plan.search.layout import Activations, Layout, Offload, Sizes, decided
 from ds_finetune.plan.settings import ModelSettings, RunSettings
 from ds_finetune.plan.tested_layouts import TESTED_LAYOUTS
 from ds_finetune.system.world import World
 
 STAGES = (0, 1, 2, 3)
-_OFFLOADS: Mapping[int, tuple[Offload, ...]] = {0: OFFLOADS[:1], 1: OFFLOADS[:2], 2: OFFLOADS[:2], 3: OFFLOADS}
-"""What DeepSpeed can offload, by ZeRO stage; `make_plan` refuses the rest, and is not asked."""
 ACTIVATIONS = (
     Activations("none"),
     Activations("selective"),
@@ -67,7 +65,6 @@ class Candidates:
     run: RunSettings
     model: Mapping[str, Any]
     ranks: Ranks
-    _planned: dict[Layout, Candidate | None] = field(init=False, default_factory=dict)
 
     @cached_property
     def sizes(self) -> tuple[Sizes, ...]:
@@ -96,16 +93,10 @@ class Candidates:
             return ConfigError(f"train.global_batch_size {batch} is not a multiple of dp {dp}", hint="set a multiple")
         return _refusal(self._check_search, replace(self.run, parallel=sizes.section(self.run.parallel)))
 
-    def zero_stages(self, sizes: Sizes) -> tuple[int, ...]:
-        """ZeRO stages that are tested with these sizes."""
-        return next((row.stages for row in TESTED_LAYOUTS if row.axes == sizes.axes), STAGES)
-
     def largest(self, sizes: Sizes, stage: int, offload: Offload, activations: Activations) -> Candidate | None:
         """The layout with all rows of a rank in one forward, which adds up no gradients and so has the smallest states;
         None where `make_plan` refuses every micro-batch.
         """
-        if offload not in _OFFLOADS[stage]:
-            return None
         return self.find(Layout(sizes, stage, offload, self.micro_batch_sizes(sizes)[-1], activations))
 
     def micro_batch_sizes(self, sizes: Sizes) -> tuple[int, ...]:
@@ -128,25 +119,12 @@ class Candidates:
         return tuple(each for each, run in runs.items() if _refusal(check_activations, run) is None)
 
     def find(self, layout: Layout) -> Candidate | None:
-        """The layout with its plan; None where `make_plan` refuses it. Its way to hold activations is a legal one."""
-        base = self._with_first_activations(replace(layout, activations=self.activations[0]))
-        if base is None or base.layout == layout:
-            return base
-        # Nothing else of a plan depends on them but the texts of its decisions.
-        train = base.run.train.model_copy(update=layout.activations.keys())
-        plan = replace(base.plan, train=train, activation_checkpointing=layout.activations.recomputation)
-        return Candidate(layout, replace(base.run, train=train), plan)
-
-    def _with_first_activations(self, layout: Layout) -> Candidate | None:
-        if layout not in self._planned:
-            run = layout.apply(self._decided)
-            try:
-                plan = make_plan(run, world=self.ranks.world, device=self.ranks.device)
-            except ConfigError:
-                self._planned[layout] = None
-            else:
-                self._planned[layout] = Candidate(layout, run, plan)
-        return self._planned[layout]
+        """The layout with its plan; None where `make_plan` refuses it."""
+        run = layout.apply(self._decided)
+        try:
+            return Candidate(layout, run, make_plan(run, world=self.ranks.world, device=self.ranks.device))
+        except ConfigError:
+            return None
 
     def check(self, run: RunSettings) -> tuple[StageLayers | None, ...]:
         """Layers of each pipeline stage of a run of these ranks; ConfigError or ModelError where its model cannot be

@@ -42,6 +42,8 @@ class Target:
     budget: Budget | None = None
     notes: tuple[str, ...] = ()
     """What is assumed of the machines."""
+    is_named: bool = True
+    """Whether the machines are those asked for or GPUs of this one, and not its CPU for want of a GPU."""
 
     @property
     def name(self) -> str:
@@ -63,7 +65,8 @@ def target_of(request: Request) -> Target:
     if request.gpu == CPU or not (request.gpu or request.gpus or request.gpu_bytes or models):
         ranks = _ranks(request, usual=request.gpus or 1, default=1, device="cpu")
         host = request.host_bytes or available_bytes()
-        return Target(ranks, budget=Budget(host // ranks.number, host // ranks.number))
+        budget = Budget(host // ranks.number, host // ranks.number)
+        return Target(ranks, budget=budget, is_named=request.gpu == CPU)
     usual = len(models) or GPUS_PER_NODE
     ranks = _ranks(request, usual=usual, default=usual)
     gpu = gpu_named(request.gpu) if request.gpu is not None else _gpu_here(models, request)

@@ -18,7 +18,7 @@ from math import prod
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory, least_bytes_of_stages
 from ds_finetune.plan.search.candidates import STAGES, Candidate, Candidates
 from ds_finetune.plan.search.fitting import Budget, largest_micro_batch
-from ds_finetune.plan.search.layout import OFFLOADS, Sizes
+from ds_finetune.plan.search.layout import OFFLOADS, Activations, Layout, Sizes
 
 LISTED = 5
 """Layouts that are listed."""
@@ -57,68 +57,76 @@ class Search:
     candidates: Candidates
     budget: Budget
 
-    def run(self, listed: int = LISTED) -> SearchResult:
-        """The first `listed` layouts that fit; none where none does."""
+    def run(self) -> SearchResult:
+        """The first layouts that fit; none where none does."""
         found: list[Proposal] = []
         misfits: list[Proposal] = []
-        too_large: list[tuple[int, list[Candidate]]] = []
+        too_large: list[tuple[int, Candidate]] = []
         fitting: set[tuple[Sizes, int]] = set()
-        for group in filter(None, self._groups()):
-            if len(found) == listed or len(found) + len(misfits) == MOST_TRIED:
+        for first in self._groups():
+            if len(found) == LISTED or len(found) + len(misfits) == MOST_TRIED:
                 break
-            first = group[0].layout
-            if (first.sizes, first.zero_stage) in fitting:
+            group = first.layout.sizes, first.layout.zero_stage
+            if group in fitting:
                 continue
-            states = least_bytes_of_stages(group[0].plan, self.candidates.model)
-            if excess := self.budget.least_excess(states):
-                too_large.append((excess, group))
-            elif self.budget.excess((best := self._best(group)).memory):
+            if excess := self._excess_of_states(first):
+                too_large.append((excess, first))
+            elif self.budget.excess((best := self._best(first)).memory):
                 misfits.append(best)
             else:
                 found.append(best)
-                fitting.add((first.sizes, first.zero_stage))
+                fitting.add(group)
         num_tried = len(found) + len(misfits)
-        is_cut_off = num_tried == MOST_TRIED and len(found) < listed
+        is_cut_off = num_tried == MOST_TRIED and len(found) < LISTED
         if not found:
             smallest = sorted(too_large, key=lambda each: each[0])[:LISTED]
-            misfits += [self._best(group) for _, group in smallest]
+            misfits += [self._best(first) for _, first in smallest]
         nearest = min(misfits, key=lambda each: self.budget.excess(each.memory), default=None)
         return SearchResult(tuple(found), nearest, num_tried + len(too_large), num_tried, is_cut_off)
 
-    def _groups(self) -> Iterator[list[Candidate]]:
-        """For each legal combination of sizes, ZeRO stage and offload in the order of the search, the layouts with all
-        rows of a rank in one forward, the least recomputation first.
-        """
-        axes = sorted({len(sizes.axes) for sizes in self.candidates.sizes})
-        for offload, offloads_inputs, num_axes, stage in product(OFFLOADS, (False, True), axes, STAGES):
-            ways = [each for each in self.candidates.activations if each.is_offloaded == offloads_inputs]
-            for sizes in sorted(self.candidates.sizes, key=_extent):
-                if len(sizes.axes) == num_axes and stage in self.candidates.zero_stages(sizes):
-                    group = (self.candidates.largest(sizes, stage, offload, way) for way in ways)
-                    yield [candidate for candidate in group if candidate is not None]
+    def has_fitting_states(self) -> bool:
+        """Whether the states of any layout fit."""
+        return not all(map(self._excess_of_states, self._groups()))
 
-    def _best(self, group: list[Candidate]) -> Proposal:
+    def _excess_of_states(self, candidate: Candidate) -> int:
+        return self.budget.least_excess(least_bytes_of_stages(candidate.plan, self.candidates.model))
+
+    def _groups(self) -> Iterator[Candidate]:
+        """For each legal combination of sizes, ZeRO stage and offload in the order of the search, the layout with all
+        rows of a rank in one forward and the least recomputation.
+        """
+        by_size = sorted(self.candidates.sizes, key=_extent)
+        axes = sorted({len(sizes.axes) for sizes in by_size})
+        for offload, offloads_inputs, num_axes, stage in product(OFFLOADS, (False, True), axes, STAGES):
+            sizes = [each for each in by_size if len(each.axes) == num_axes]
+            for way in self._ways(offloads_inputs)[:1]:
+                legal = (self.candidates.largest(each, stage, offload, way) for each in sizes)
+                yield from (candidate for candidate in legal if candidate is not None)
+
+    def _ways(self, offloads_inputs: bool) -> list[Activations]:
+        """Ways to hold activations, the least recomputation first."""
+        return [each for each in self.candidates.activations if each.is_offloaded == offloads_inputs]
+
+    def _best(self, first: Candidate) -> Proposal:
         """The layout with the least recomputation that fits, and its largest micro-batch; where none fits, the one that
-        lacks least with its smallest micro-batch.
+        lacks least with its smallest micro-batch. `first` is that with the least recomputation.
         """
         misfits = []
-        for candidate in group:
-            rows = largest_micro_batch(candidate.plan, self.candidates.model, budget=self.budget.device_bytes)
-            found = self._estimated(self._with_rows(candidate, rows))
+        for way in self._ways(first.layout.activations.is_offloaded):
+            plan = replace(first.plan, **way.keys())  # type: ignore[arg-type]
+            rows = largest_micro_batch(plan, self.candidates.model, budget=self.budget.device_bytes)
+            found = self._with_rows(replace(first.layout, activations=way), rows)
             if not self.budget.excess(found.memory):
                 return found
             misfits.append(found)
         return min(misfits, key=lambda each: self.budget.excess(each.memory))
 
-    def _with_rows(self, candidate: Candidate, rows: int) -> Candidate:
+    def _with_rows(self, layout: Layout, rows: int) -> Proposal:
         """The layout with the largest legal micro-batch of at most `rows` rows, or the smallest one."""
-        layout = candidate.layout
         sizes = self.candidates.micro_batch_sizes(layout.sizes)
         lower = [size for size in reversed(sizes) if size <= rows]
-        found = (self.candidates.find(replace(layout, micro_batch_size=size)) for size in (*lower, *sizes))
-        return next(legal for legal in found if legal is not None)
-
-    def _estimated(self, candidate: Candidate) -> Proposal:
+        legal = (self.candidates.find(replace(layout, micro_batch_size=size)) for size in (*lower, *sizes))
+        candidate = next(found for found in legal if found is not None)
         budget = self.budget.device_bytes
         return Proposal(candidate, estimate_memory(candidate.plan, self.candidates.model, budget=budget))
 

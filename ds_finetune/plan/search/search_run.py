@@ -1,6 +1,6 @@
 """Searches layouts for a run and says why none is found: what is missing, and what would provide it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,20 +27,20 @@ ORDER = (
 _SHORTEST_ROW = 512
 
 
-def search_layouts(given: RunSettings, target: Target, *, model: Mapping[str, Any] | None = None) -> SearchResult:
-    """The first layouts of a run that fit the machines of `target`; `model` is its config.json, read where it is None.
+def search_layouts(given: RunSettings, target: Target) -> SearchResult:
+    """The first layouts of a run that fit the machines of `target`.
 
     ConfigError where no layout is legal or none fits, with what is missing and what would provide it.
     """
-    if target.budget is None:
+    if target.budget is None or not target.is_named:
+        known = "this machine has none" if target.budget is not None else "their memory is not known"
         raise ConfigError(
-            f"--search for {target.ranks.number} GPUs, and their memory is not known",
+            f"--search for {target.ranks.number} GPU{'s' * (target.ranks.number > 1)}, and {known}",
             hint="name the GPU, as --gpu h100-80g, give --gpu-memory 40GiB, or --gpu cpu for this machine's CPU ranks",
         )
     # One row in a forward where its number is open; the search chooses it.
     run = replace(given, train=given.train.model_copy(update={"micro_batch_size": rows_of_forward(given.train)}))
-    tree = read_model(run) if model is None else model
-    search = Search(Candidates(run, UnchangedConfig(tree), target.ranks), target.budget)
+    search = Search(Candidates(run, UnchangedConfig(read_model(run)), target.ranks), target.budget)
     result = search.run()
     if result.proposals:
         return result
@@ -78,11 +78,11 @@ def _refusal_of_stages(candidates: Candidates) -> ConfigError | None:
 
 
 def _none_fits(search: Search, target: Target, result: SearchResult, nearest: Proposal) -> ConfigError:
-    """What the nearest layout needs beyond the memory, and what would provide it."""
+    """What the nearest layout needs beyond the memory, and what would make room for the states of one."""
     run, budget = search.candidates.run, search.budget
     missing = budget.excess(nearest.memory) / GIB
-    found = [text for text, other, machines in _remedies(search, target) if _fits(search, other, machines)]
-    hint = f"any of these fits: {'; '.join(found)}" if found else "take GPUs or hosts with more memory"
+    changes = "; ".join(_remedies(search, target, has_states=result.num_tried > 0))
+    hint = f"the states of a layout fit with one of: {changes}" if changes else "take GPUs or hosts with more memory"
     tried = f" (the search ended after {MOST_TRIED} layouts whose states fit)" if result.is_cut_off else ""
     return ConfigError(
         f"no layout of {run.model.path} fits {target.name}{tried}: {layout_text(nearest.candidate)} comes nearest and "
@@ -91,46 +91,30 @@ def _none_fits(search: Search, target: Target, result: SearchResult, nearest: Pr
     )
 
 
-def _remedies(search: Search, target: Target) -> Iterator[tuple[str, RunSettings, Target]]:
-    """Changes of a run or its machines, each alone, after which a layout may fit."""
+def _remedies(search: Search, target: Target, *, has_states: bool) -> Iterator[str]:
+    """Changes of a run or its machines, each alone, with which the states of a layout fit; `has_states` says whether
+    they fit without.
+    """
     run, ranks = search.candidates.run, target.ranks
     family = family_of(str(search.candidates.model["model_type"]))
+    others = []
     if run.lora is None and family.has_lora and not run.mtp.train and not run.indexer.train:
-        yield "lora: {rank: 16}", replace(run, lora=LoraConfig(), router=None), target
+        others.append(("lora: {rank: 16}", replace(run, lora=LoraConfig(), router=None)))
     if run.lora is not None and run.lora.quantize is None:
-        yield "lora.quantize: nf4", replace(run, lora=run.lora.model_copy(update={"quantize": "nf4"})), target
-    if run.train.max_seq_len // 2 >= _SHORTEST_ROW:
-        train = run.train.model_copy(update={"max_seq_len": run.train.max_seq_len // 2})
-        yield f"train.max_seq_len: {train.max_seq_len}", replace(run, train=train), target
-    if ranks.device == "cpu":
-        return
-    more = _more_gpus(search, target)
-    if more is not None:
-        yield f"{more.ranks.number} GPUs", run, more
+        others.append(("lora.quantize: nf4", replace(run, lora=run.lora.model_copy(update={"quantize": "nf4"}))))
+    yield from (text for text, other in others if _have_room(search, other, ranks))
+    if has_states and run.train.max_seq_len // 2 >= _SHORTEST_ROW:
+        yield f"train.max_seq_len: {run.train.max_seq_len // 2}"
+    per_node = max(ranks.per_node, GPUS_PER_NODE)
+    numbers = [] if ranks.device == "cpu" else [ranks.number * 2**n for n in range(1, MOST_GPUS.bit_length())]
+    for number in (number for number in numbers if number <= MOST_GPUS):
+        if _have_room(search, run, replace(ranks, number=number, per_node=min(number, per_node))):
+            yield f"{number} GPUs"
+            return
 
 
-def _more_gpus(search: Search, target: Target) -> Target | None:
-    """The smallest number of GPUs on which the run fits, of those given times a power of two; None where it does not
-    fit on any number up to `MOST_GPUS`.
-    """
-    number = target.ranks.number * 2
-    while number <= MOST_GPUS:
-        other = enlarged(target, number)
-        if _fits(search, search.candidates.run, other):
-            return other
-        number *= 2
-    return None
-
-
-def enlarged(target: Target, number: int) -> Target:
-    """The same kind of machines with `number` GPUs, eight in a node or as many as before."""
-    per_node = min(number, max(target.ranks.per_node, GPUS_PER_NODE))
-    return replace(target, ranks=Ranks(number, per_node, target.ranks.device))
-
-
-def _fits(search: Search, run: RunSettings, target: Target) -> bool:
-    candidates = replace(search.candidates, run=run, ranks=target.ranks)
-    return bool(replace(search, candidates=candidates).run(listed=1).proposals)
+def _have_room(search: Search, run: RunSettings, ranks: Ranks) -> bool:
+    return replace(search, candidates=replace(search.candidates, run=run, ranks=ranks)).has_fitting_states()
 
 
 def layout_text(candidate: Candidate) -> str:
@@ -163,13 +147,13 @@ def result_tree(result: SearchResult, target: Target) -> dict[str, Any]:
 
 def result_notes(result: SearchResult, target: Target) -> list[str]:
     """What the order is, how much was compared, and what is assumed, as sentences."""
-    compared = f"The states of {result.num_compared} layouts were compared with the memory by arithmetic"
-    tried = f"all memory of {result.num_tried} of them was estimated"
-    cut = (
-        f" The search ended after {MOST_TRIED} such estimates; later layouts may fit too." if result.is_cut_off else ""
+    compared = (
+        f"The states of {result.num_compared} layouts were compared with the memory by arithmetic, and all memory was "
+        f"estimated of {result.num_tried} of them ({MOST_TRIED} at most)"
     )
+    cut = "; the search ended before the last layout, and later ones may fit too" if result.is_cut_off else ""
     unconfirmed = () if target.ranks.device == "cpu" else (UNCONFIRMED,)
-    return [ORDER, f"{compared}; {tried}.{cut}", *unconfirmed, *target.notes]
+    return [ORDER, f"{compared}{cut}.", *unconfirmed, *target.notes]
 
 
 def _layout_tree(found: Proposal) -> dict[str, Any]:

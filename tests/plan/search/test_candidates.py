@@ -68,7 +68,7 @@ def _check(name: str, changes: dict[str, Any], folder: str, *, number: int, most
     candidates = _candidates(config, Ranks(number, 8, "cuda"))
     for each in rng.sample(candidates.sizes, min(most, len(candidates.sizes))):
         first = candidates.activations[0]
-        pairs = itertools.product(candidates.zero_stages(each), OFFLOADS)
+        pairs = itertools.product(STAGES, OFFLOADS)
         stages = [pair for pair in pairs if candidates.largest(each, *pair, first) is not None]
         for stage, offload in rng.sample(stages, min(2, len(stages))):
             activations, rows = rng.choice(candidates.activations), rng.choice(candidates.micro_batch_sizes(each))
