@@ -23,7 +23,7 @@ from bench.gpu.models import (
 from bench.gpu.results import Recorder
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.units import GIB
-from ds_finetune.observers.performance import peak_flops
+from ds_finetune.plan.estimate.peaks import gpu_of_device
 from ds_finetune.plan.model_shape import Shape
 
 _TINY_TOKENS = 48
@@ -143,10 +143,10 @@ def speeds(run: TrainingRun, records: Sequence[Mapping[str, Any]]) -> dict[str, 
         "s/step": statistics.median(record["perf/step_seconds"] for record in records),
         "GiB": max(record["memory/peak_gib"] for record in records),
     }
-    peak = peak_flops(torch.cuda.get_device_name()) if device().type == "cuda" else None
+    gpu = gpu_of_device(torch.cuda.get_device_name()) if device().type == "cuda" else None
     flops = flops_per_token(run)
     found["TFLOP/s"] = rate * flops / 1e12
-    return found | ({"MFU": rate * flops / peak} if peak else {})
+    return found | ({} if gpu is None else {"MFU": rate * flops / gpu.peak(run.precision)})
 
 
 def flops_per_token(run: TrainingRun) -> float:

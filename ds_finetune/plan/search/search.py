@@ -12,7 +12,7 @@ largest micro-batch. What would need host memory is left out where the same size
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from math import prod
 
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory, least_bytes_of_stages
@@ -47,7 +47,7 @@ class SearchResult:
     num_tried: int
     """Layouts among them whose states fit and whose memory was estimated in full."""
     is_cut_off: bool
-    """Whether the search ended because it had tried `MOST_TRIED` layouts."""
+    """Whether the search ended before the last layout, because it had tried `MOST_TRIED`."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,9 @@ class Search:
         misfits: list[Proposal] = []
         too_large: list[tuple[int, Candidate]] = []
         fitting: set[tuple[Sizes, int]] = set()
+        is_cut_off = False
         for first in self._groups():
-            if len(found) == LISTED or len(found) + len(misfits) == MOST_TRIED:
+            if len(found) == LISTED or (is_cut_off := len(found) + len(misfits) == MOST_TRIED):
                 break
             group = first.layout.sizes, first.layout.zero_stage
             if group in fitting:
@@ -77,7 +78,6 @@ class Search:
                 found.append(best)
                 fitting.add(group)
         num_tried = len(found) + len(misfits)
-        is_cut_off = num_tried == MOST_TRIED and len(found) < LISTED
         if not found:
             smallest = sorted(too_large, key=lambda each: each[0])[:LISTED]
             misfits += [self._best(first) for _, first in smallest]
@@ -122,11 +122,19 @@ class Search:
         return min(misfits, key=lambda each: self.budget.excess(each.memory))
 
     def _with_rows(self, layout: Layout, rows: int) -> Proposal:
-        """The layout with the largest legal micro-batch of at most `rows` rows, or the smallest one."""
+        """The layout with the largest legal micro-batch of at most `rows` rows that the host has memory for too; where
+        there is none, with the first legal one.
+        """
         sizes = self.candidates.micro_batch_sizes(layout.sizes)
         lower = [size for size in reversed(sizes) if size <= rows]
-        legal = (self.candidates.find(replace(layout, micro_batch_size=size)) for size in (*lower, *sizes))
-        candidate = next(found for found in legal if found is not None)
+        legal = (self.candidates.find(replace(layout, micro_batch_size=size)) for size in lower or sizes)
+        proposals = (self._estimated(candidate) for candidate in legal if candidate is not None)
+        first = next(proposals)
+        if not lower:
+            return first
+        return next((found for found in chain([first], proposals) if not self.budget.excess(found.memory)), first)
+
+    def _estimated(self, candidate: Candidate) -> Proposal:
         budget = self.budget.device_bytes
         return Proposal(candidate, estimate_memory(candidate.plan, self.candidates.model, budget=budget))
 

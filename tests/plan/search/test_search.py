@@ -67,8 +67,10 @@ def test_the_first_layouts_that_fit_are_found(name: str, ranks: int, per_node: i
     nothing = Search(search.candidates, Budget(needs[0] // 2, PLENTY)).run()
     assert not nothing.proposals
     assert nothing.nearest is not None
-    for share in (0.0, 0.02, 0.2, 0.7, 1.0):
-        budget = Budget(int(needs[int(share * (len(needs) - 1))] / 0.92), PLENTY)
+    of_hosts = sorted(memory.host_bytes for memory, _ in every)
+    for share, of_host in ((0.0, 1), (0.02, 1), (0.2, 1), (0.7, 1), (1.0, 1), (0.05, 0.2), (0.2, 0.6)):
+        device, host = (n[int(s * (len(n) - 1))] / 0.92 for n, s in ((needs, share), (of_hosts, of_host)))
+        budget = Budget(int(device), int(host))
         result = Search(search.candidates, budget).run()
         groups: dict[tuple[object, ...], list[Layout]] = {}
         for memory, layout in sorted(every, key=lambda each: _order(each[1])):
