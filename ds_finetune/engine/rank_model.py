@@ -69,6 +69,24 @@ def build_rank_model(
     that were randomly initialised because the model's folder does not have them; and what forwards use in fp32.
     """
     lm = build_modules(plan, model, groups)
+    install_groups(lm, model, groups)
+    placement = placement_of(lm, plan, groups)
+    # Checkpoints do not hold frozen weights that are in the model's folder.
+    loads_weights = loads_weights or not all(feature.saves_frozen for feature in features)
+    in_fp32 = Fp32Weights(lm, placement.where)
+    drawn = fill_weights(lm, plan, model, where=in_fp32.where, loads_weights=loads_weights)
+    in_fp32.round_into_parameters()
+    in_fp32.install(lm)
+    for feature in features:
+        feature.install(lm, placement)
+    mark_parameters(lm, plan, model, groups, features)
+    install_head(lm, plan, model, groups)
+    arrange_forward(lm, plan, model)
+    return lm, drawn, in_fp32
+
+
+def install_groups(lm: PreTrainedModel, model: ModelPlan, groups: Groups) -> None:
+    """Add the communication between stages and tensor and expert parallel ranks to the modules of a rank, in place."""
     if groups.stage is not None:
         install_pipeline_stage(lm, groups.stage, outputs=model.head_outputs)
     if groups.tensor is not None:
@@ -78,22 +96,10 @@ def build_rank_model(
         install_tensor_parallel(lm, groups.tensor, padding_idx=padding_idx)
     if groups.experts is not None:
         install_expert_parallel(lm, groups.experts)
-    placement = _placement(lm, plan, groups)
-    # Checkpoints do not hold frozen weights that are in the model's folder.
-    loads_weights = loads_weights or not all(feature.saves_frozen for feature in features)
-    in_fp32 = Fp32Weights(lm, placement.where)
-    drawn = fill_weights(lm, plan, model, where=in_fp32.where, loads_weights=loads_weights)
-    in_fp32.round_into_parameters()
-    in_fp32.install(lm)
-    for feature in features:
-        feature.install(lm, placement)
-    _mark_parameters(lm, plan, model, groups, features)
-    install_head(lm, plan, model, groups)
-    arrange_forward(lm, plan, model)
-    return lm, drawn, in_fp32
 
 
-def _placement(lm: PreTrainedModel, plan: Plan, groups: Groups) -> AdapterPlacement:
+def placement_of(lm: PreTrainedModel, plan: Plan, groups: Groups) -> AdapterPlacement:
+    """Where new parameters of `lm` lie."""
     is_partitioned = plan.zero_stage == 3
     share = partial(_partition_like_model, lm) if is_partitioned else None
     placement = AdapterPlacement(
@@ -113,7 +119,7 @@ def _partition_like_model(lm: PreTrainedModel, params: list[nn.Parameter]) -> No
     partitioned.convert_to_zero_parameters(param_list=params)
 
 
-def _mark_parameters(
+def mark_parameters(
     lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups, features: Sequence[Feature]
 ) -> None:
     """Mark parameters that are not trained, that another stage holds too, and that a loss of their own trains."""

@@ -157,7 +157,8 @@ class MissingLayer(nn.Module):
     def forward(
         self,
         hidden: torch.Tensor,
-        **arguments: Any,  # noqa: ANN401 - what layers take
+        *_: Any,  # noqa: ANN401 - what layers take
+        **arguments: Any,  # noqa: ANN401
     ) -> torch.Tensor | tuple[torch.Tensor, None]:
         """Return the hidden states unchanged. The cache counts the tokens of its first layer, so it gets some here."""
         cache = take_cache(arguments)

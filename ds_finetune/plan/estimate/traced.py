@@ -1,0 +1,78 @@
+"""Activations of a rank, as `trainer/trace.py` reads them off the program's own modules."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ds_finetune.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class TracedLayer:
+    """Bytes and FLOPs of one layer for the rows of a forward."""
+
+    kept: int
+    """Bytes on the device from its forward to its backward, with its output."""
+    forward: int
+    """Bytes at most in its forward, beside what earlier layers keep."""
+    backward: int
+    """Bytes at most in its backward, beside what earlier layers keep."""
+    on_host: int
+    """Bytes in host memory from its forward to its backward."""
+    flops: float
+    """FLOPs of forward and backward without attention; what recomputation repeats is not counted."""
+    attention_flops: float
+    """FLOPs of attention, forward and backward, to the earlier tokens of rows of one document."""
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """What the activations of a model take on a rank that holds all layers, for the rows of one forward; weights and
+    their gradients are not among them.
+    """
+
+    layers: tuple[TracedLayer, ...]
+    """Layers in the order in which they run; prediction layers are part of the head."""
+    before: int
+    """Bytes that are held when the first layer begins: embeddings and positions."""
+    embedding: int
+    """Bytes at most before that."""
+    head: int
+    """Bytes at most from the last layer to the loss, beside what layers keep."""
+    head_backward: int
+    """Bytes at most in the backward of the head, beside what layers keep."""
+    embedding_backward: int
+    """Bytes at most after the backward of layers."""
+    teacher: int
+    """Bytes at most in the forward of a teacher; 0 without one."""
+    head_flops: float
+    """FLOPs of forward and backward outside of layers, without those of a teacher."""
+
+    def kept(self, layers: Iterable[TracedLayer] | None = None) -> int:
+        """Bytes that layers keep until their backward, and that are held before the first."""
+        return self.before + sum(layer.kept for layer in (self.layers if layers is None else layers))
+
+    def forward_peak(self, layers: Iterable[TracedLayer] | None = None) -> int:
+        """Bytes at most in the forward of layers."""
+        return self._peak((layer.kept, layer.forward) for layer in (self.layers if layers is None else layers))
+
+    def backward_peak(self, layers: Iterable[TracedLayer] | None = None) -> int:
+        """Bytes at most in the backward of layers."""
+        return self._peak((layer.kept, layer.backward) for layer in (self.layers if layers is None else layers))
+
+    def _peak(self, each: Iterable[tuple[int, int]]) -> int:
+        held = most = self.before
+        for kept, own in each:
+            most = max(most, held + own)
+            held += kept
+        return most
+
+    @property
+    def peak(self) -> int:
+        """Bytes at most on a rank that holds all layers and the head."""
+        kept = self.kept()
+        ends = kept + self.head, kept + self.head_backward, self.embedding, self.embedding_backward, self.teacher
+        return max(*ends, self.forward_peak(), self.backward_peak())
+
+
+Tracer = Callable[[Plan], TracedModel]
+"""From the plan of a run to the activations of its model in that layout."""
