@@ -79,9 +79,11 @@ def _checkpoint_on_host(
     pinned memory are queued in the stream that computes, so nothing is read before it is there.
     """
     copies = save_on_cpu(pin_memory=True)
+    # Autograd keeps the hooks until backward, which must not keep the input.
+    place = _place(hidden)
 
     def pack(saved: torch.Tensor) -> Any:  # noqa: ANN401
-        is_input = saved.data_ptr() == hidden.data_ptr() and saved.shape == hidden.shape
+        is_input = _place(saved) == place
         return copies.pack_hook(saved) if is_input else saved
 
     def unpack(kept: Any) -> torch.Tensor:  # noqa: ANN401
@@ -89,6 +91,10 @@ def _checkpoint_on_host(
 
     with saved_tensors_hooks(pack, unpack):
         return recompute(forward, hidden, *others)
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape
 
 
 _MLP, _EXPERTS = ".mlp", ".experts"

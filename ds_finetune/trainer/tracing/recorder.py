@@ -1,7 +1,6 @@
 """Counts what operations on fake tensors allocate and compute."""
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,13 +18,16 @@ class Recorder(TorchDispatchMode):
     multiply-add, and in attention those of the pairs of tokens of a document, later ones left out.
     """
 
-    def __init__(self, documents: Iterable[Iterable[int]]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.held = self.peak = self.on_host = 0
         self.flops = self.attention_flops = 0.0
-        self.is_backward = self.is_repeated = False
+        self.is_backward = False
+        self.depth = 0
+        """Modules whose forward runs within backward."""
         self._live: dict[int, int] = {}
-        self._pairs = sum(length**2 for row in documents for length in row) / 2
+        self.pairs = 0.0
+        """Pairs of tokens of the same document, of which the first is no later one."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         """Run the operation and count what it allocates."""
@@ -36,8 +38,8 @@ class Recorder(TorchDispatchMode):
             storage = each.untyped_storage()
             if storage._cdata not in given and storage._cdata not in self._live:
                 self._add(storage)
-        # What backward computes with gradients turned on is computed again.
-        if not (self.is_repeated or (self.is_backward and torch.is_grad_enabled())):
+        # What backward computes within modules or with gradients turned on is computed again.
+        if not (self.depth or (self.is_backward and torch.is_grad_enabled())):
             self._count_flops(func._overloadpacket, args, kwargs, out)
         return out
 
@@ -57,22 +59,19 @@ class Recorder(TorchDispatchMode):
             is_backward = "backward" in name
             query, key, value = args[is_backward : 3 + is_backward]
             width = query.shape[-1] + value.shape[-1]
-            pairs = self._pairs if "varlen" in name else query.shape[0] * query.shape[2] * key.shape[2] / 2
+            pairs = self.pairs if "varlen" in name else query.shape[0] * query.shape[2] * key.shape[2] / 2
             self.attention_flops += 2 * pairs * query.shape[1] * width * (_BACKWARD if is_backward else 1)
-        elif name == "_grouped_mm":
-            self.flops += 2 * args[0].numel() * out.numel() / args[0].shape[0] if args[1].dim() == 3 else _outer(*args[:2])
         elif operation in flop_registry:
             self.flops += flop_registry[operation](*args, **kwargs, out_val=out)
+
+    def add_product(self, _: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Count a product [m, k] x [k, n] that is added where it is computed."""
+        self.flops += 2 * left.numel() * right.shape[1]
 
     def since_mark(self) -> int:
         """The most bytes held since the last call."""
         peak, self.peak = self.peak, self.held
         return peak
-
-
-def _outer(left: torch.Tensor, right: torch.Tensor) -> float:
-    """FLOPs of the products of all groups, [width, rows] times [rows, width], that share out the rows."""
-    return 2.0 * left.numel() * right.shape[-1]
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:  # noqa: ANN401

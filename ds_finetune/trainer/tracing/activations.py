@@ -1,0 +1,135 @@
+"""Reads activations and FLOPs of a rank off one forward and backward of the program's own modules."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from ds_finetune.model.build.model_plan import ModelPlan
+from ds_finetune.plan.estimate.traced import TracedLayer, TracedModel
+from ds_finetune.plan.plan import Plan
+from ds_finetune.trainer.tracing.recorder import Recorder
+from ds_finetune.trainer.tracing.short_model import ShortModel
+
+
+def trace(plan: Plan, model: ModelPlan, *, is_whole: bool = False) -> TracedModel:
+    """The activations of `model` on a rank of `plan` for the rows of a forward. Rows are full, of one document each, or
+    of two where these belong together, and all tokens are supervised; experts are chosen equally often. With `is_whole`
+    all layers are computed, to no other result.
+    """
+    with ShortModel(plan, model, is_whole=is_whole) as short:
+        recorder, documents = short.recorder, short.rows.documents or ()
+        recorder.pairs = sum(length**2 for row in documents for length in row) / 2
+        watch = _Watch(recorder, short.lm.base_model, [short.lm.get_submodule(name) for name in short.layers])
+        with recorder, watch:
+            loss = short.trained(short.rows, short.numbers).loss
+            watch.begin_backward()
+            loss.backward()
+        return watch.result(short.kinds)
+
+
+class _Mark(NamedTuple):
+    """What the recorder says where a part of the step begins."""
+
+    part: str
+    """`start`, `embedding`, `forward` or `backward` of a layer, `head`, `loss` or `inputs`."""
+    layer: int
+    peak: int
+    """Bytes at most in the part before."""
+    held: int
+    on_host: int
+    flops: float
+    attention_flops: float
+
+
+class _Watch:
+    """Reads the recorder where parts of a step begin: while the context is open modules tell it."""
+
+    def __init__(self, recorder: Recorder, base: nn.Module, layers: Sequence[nn.Module]) -> None:
+        self._recorder, self._base = recorder, base
+        self._numbers = {layer: number for number, layer in enumerate(layers)}
+        self._hooks = ExitStack()
+        self._marks = list[_Mark]()
+        self._has_left_layers = False
+
+    def __enter__(self) -> None:
+        self._hooks.callback(register_module_forward_pre_hook(self._before).remove)
+        self._hooks.callback(register_module_forward_hook(self._after, always_call=True).remove)
+        self._mark("start")
+
+    def __exit__(self, *error: object) -> None:
+        self._mark("end")
+        self._hooks.close()
+
+    def begin_backward(self) -> None:
+        """Say that the loss is there."""
+        self._mark("loss")
+        self._recorder.is_backward = True
+
+    def _mark(self, part: str, layer: int = -1) -> None:
+        own = self._recorder
+        self._marks.append(_Mark(part, layer, own.since_mark(), own.held, own.on_host, own.flops, own.attention_flops))
+
+    def _before(self, module: nn.Module, given: tuple[Any, ...]) -> None:
+        number = self._numbers.get(module)
+        if self._recorder.is_backward:
+            self._recorder.depth += 1
+        elif number is not None:
+            self._mark("forward", number)
+            hidden = given[0] if given else None
+            if number == 0 and isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+                hidden.register_hook(lambda _: self._mark("inputs"))
+        elif module is self._base:
+            self._mark("embedding")
+        elif self._has_left_layers:
+            self._has_left_layers = False
+            self._mark("head")
+
+    def _after(self, module: nn.Module, _: object, out: Any) -> None:  # noqa: ANN401
+        if self._recorder.is_backward:
+            self._recorder.depth -= 1
+            return
+        number = self._numbers.get(module)
+        if number is None:
+            return
+        hidden = out[0] if isinstance(out, tuple) else out
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: self._mark("backward", number))
+        self._has_left_layers = number == len(self._numbers) - 1
+
+    def result(self, stands: Sequence[int]) -> TracedModel:
+        """What has been read, where layer i of the model is like the layer `stands[i]` of those that were computed."""
+        parts = {(mark.part, mark.layer): (mark, then) for mark, then in pairwise(self._marks)}
+        layers = [self._layer(parts, number) for number in range(len(self._numbers))]
+        begin, last = parts["forward", 0][0].held, parts["head", -1][0].held
+        total, inside = self._marks[-1], sum(each.flops + each.attention_flops for each in layers)
+
+        def most(part: str, beside: int = 0) -> int:
+            return parts[part, -1][1].peak - beside if (part, -1) in parts else 0
+
+        return TracedModel(
+            layers=tuple(layers[number] for number in stands),
+            before=begin,
+            teacher=most("start"),
+            embedding=most("embedding"),
+            head=most("head", last),
+            head_backward=most("loss", last),
+            embedding_backward=most("inputs"),
+            head_flops=total.flops + total.attention_flops - inside - parts["embedding", -1][0].flops,
+        )
+
+    def _layer(self, parts: Mapping[tuple[str, int], tuple[_Mark, _Mark]], number: int) -> TracedLayer:
+        begin, after = parts["forward", number]
+        both = [parts["forward", number], *([parts["backward", number]] if ("backward", number) in parts else [])]
+        return TracedLayer(
+            kept=after.held - begin.held,
+            forward=after.peak - begin.held,
+            backward=both[1][1].peak - begin.held if len(both) > 1 else 0,
+            on_host=after.on_host - begin.on_host,
+            flops=sum(end.flops - start.flops for start, end in both),
+            attention_flops=sum(end.attention_flops - start.attention_flops for start, end in both),
+        )

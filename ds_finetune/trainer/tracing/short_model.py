@@ -1,0 +1,246 @@
+"""The model of a run on fake tensors as a rank has it, without most of its layers.
+
+Of layers that are alike two remain, so that those of any depth are known. Layers are alike where their modules, the
+numbers in these and their tensors are. No family and no feature is known here.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ds_finetune.config.sections import OWN_ATTENTIONS
+from ds_finetune.engine.groups.process_groups import Groups
+from ds_finetune.engine.rank_model import (
+    arrange_forward,
+    build_modules,
+    install_groups,
+    install_head,
+    mark_parameters,
+    placement_of,
+)
+from ds_finetune.families.family import layer_of
+from ds_finetune.features.feature import Feature, RankParts
+from ds_finetune.features.table import features_of
+from ds_finetune.foreign.torch_nn import fake_tensors
+from ds_finetune.model.build.dtypes import PRECISION_DTYPES
+from ds_finetune.model.build.model_plan import ModelPlan
+from ds_finetune.model.build.skeleton import build_skeleton
+from ds_finetune.model.loss.extra_loss import TotalLoss
+from ds_finetune.model.loss.forward_rows import ForwardRows, RealTokens
+from ds_finetune.model.loss.teacher import HiddenStates, Teacher
+from ds_finetune.model.loss.token_loss import HeadGroups, TrainedModel
+from ds_finetune.model.mtp import mtp_layers
+from ds_finetune.model.parallel.expert import ExpertParallelGroup
+from ds_finetune.model.parallel.pipeline import missing_layer
+from ds_finetune.model.parallel.sequence import SequenceParallelGroup
+from ds_finetune.model.parallel.tensor import TensorParallelGroup
+from ds_finetune.model.weights.fp32_weights import Fp32Weights
+from ds_finetune.objectives.objective import AnswerNumbers, Distillation, Examples, Objective, StepNumbers, TopLogProbs
+from ds_finetune.plan.forward import mlp_tiles, varlen_problem
+from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.plan import Plan
+from ds_finetune.trainer.tracing.kernels import silent_group, stand_ins
+from ds_finetune.trainer.tracing.recorder import Recorder
+
+_ALIKE = 2
+"""Layers of a kind that are computed, beside the last layer of the model: the first one may differ from others too."""
+
+
+class ShortModel:
+    """The model of a run on fake tensors, as it is within the context, with two layers of each kind, and its rows."""
+
+    def __init__(self, plan: Plan, model: ModelPlan, *, is_whole: bool = False) -> None:
+        self._plan, self._stack, self._is_whole = plan, ExitStack(), is_whole
+        # Stages are layers of the same model, and its weights are not partitioned.
+        one = Mesh(plan.mesh.dp * plan.mesh.pp, plan.mesh.tp, 1, plan.mesh.sp, ep=plan.mesh.ep)
+        tiles = mlp_tiles(model.hf_config.to_dict()) if plan.tiled_mlp else 1
+        self._arranged = replace(plan, mesh=one, zero_stage=0)
+        self._model = replace(model, stages=(None,), mlp_tiles=tiles)
+        self.recorder = Recorder()
+        self.teacher: HiddenStates | None = None
+
+    def __enter__(self) -> "ShortModel":
+        self._stack.enter_context(fake_tensors())
+        self._stack.enter_context(stand_ins(self._plan.device, self.recorder))
+        self._build(self._stack)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _build(self, stack: ExitStack) -> None:
+        plan, model, mesh = self._arranged, self._model, self._arranged.mesh
+        features = features_of(model, plan)
+        groups = Groups(
+            stage=None,
+            sequence=silent_group(SequenceParallelGroup, mesh.sp),
+            tensor=silent_group(TensorParallelGroup, mesh.tp),
+            experts=silent_group(ExpertParallelGroup, mesh.ep),
+            mpu=None,
+        )
+        parts = RankParts(HeadGroups(groups.tensor, groups.sequence), torch.device("cpu"), self._teacher)
+        for feature in features:
+            stack.enter_context(feature.open(parts))
+        self.lm = lm = build_modules(replace(plan, device="cpu"), model, groups)
+        install_groups(lm, model, groups)
+        placement = placement_of(lm, plan, groups)
+        in_fp32 = Fp32Weights(lm, placement.where)
+        in_fp32.install(lm)
+        for feature in features:
+            feature.install(lm, placement)
+        mark_parameters(lm, plan, model, groups, features)
+        self.layers, self.kinds = self._shorten()
+        install_head(lm, plan, model, groups)
+        arrange_forward(lm, plan, model)
+        if self._plan.mesh.pp > 1:
+            lm.enable_input_require_grads()
+        self.trained = self._trained(groups, features, parts)
+        self.trained.in_fp32 = in_fp32
+        self.rows = _rows(plan, model.objective, has_types=hasattr(lm.config, "type_vocab_size"))
+        terms = len(TotalLoss(model.objective, self.trained.extras).terms)
+        number = torch.zeros((), dtype=torch.float64)
+        self.numbers = StepNumbers(number.expand(terms).clone(), number)
+        for param in self.trained.parameters():
+            param.grad = torch.zeros_like(param) if param.requires_grad else None
+
+    def _trained(self, groups: Groups, features: Sequence[Feature], parts: RankParts) -> TrainedModel:
+        trained = TrainedModel(self.lm, groups.sequence)
+        for feature in features:
+            trained = feature.wrap(trained)
+        trained.packs_documents = self._packs(self._model.hf_config)
+        losses = (feature.extra_loss(trained, parts) for feature in features)
+        trained.extras = tuple(loss for loss in losses if loss is not None)
+        return trained.train()
+
+    def _packs(self, hf_config: Any) -> bool:  # noqa: ANN401 - a PretrainedConfig
+        """Whether attention to all documents of a forward is one call."""
+        attention = self._plan.attention
+        is_own = self._plan.device == "cuda" and attention in OWN_ATTENTIONS and attention != "by_document"
+        return is_own and not varlen_problem(hf_config.to_dict(), precision=self._plan.precision)
+
+    @contextmanager
+    def _teacher(self) -> Iterator[Teacher | None]:
+        """The teacher of the run, with two layers of each kind."""
+        plan = self._model.teacher
+        assert plan is not None
+        dtype = PRECISION_DTYPES[self._plan.precision]
+        lm = build_skeleton(plan.hf_config, attention=self._model.attention, dtype=dtype, device="cpu")
+        _shorten(lm, self._is_whole)
+        states = HiddenStates(
+            lm.requires_grad_(requires_grad=False).eval(), silent_group(SequenceParallelGroup, self._plan.mesh.sp)
+        )
+        states.packs_documents = self._packs(plan.hf_config)
+        self.teacher = states
+        yield states.whole()
+
+    def _shorten(self) -> tuple[list[str], list[int]]:
+        return _shorten(self.lm, self._is_whole, is_reached=self._plan.mesh.pp > 1)
+
+
+def _shorten(lm: PreTrainedModel, is_whole: bool, *, is_reached: bool = False) -> tuple[list[str], list[int]]:
+    """Leave out layers of `lm` that are like others, in place. Returns the names of those that remain, and for each
+    layer of the model the number of the one that stands for it, of those that remain.
+    """
+    ahead = mtp_layers(lm.config)
+    names = [
+        name
+        for name, module in lm.named_modules()
+        if isinstance(module, GradientCheckpointingLayer) and layer_of(f"{name}.") not in ahead
+    ]
+    names = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+    is_reached |= lm.get_input_embeddings().weight.requires_grad
+    remain, alike, stands = list[str](), dict[Any, list[int]](), list[int]()
+    for number, name in enumerate(names):
+        layer = lm.get_submodule(name)
+        chosen = alike.setdefault((_kind_of(layer, name), is_reached), [])
+        if len(chosen) < _ALIKE or is_whole or number == len(names) - 1:
+            chosen.append(len(remain))
+            remain.append(name)
+        else:
+            lm.set_submodule(name, missing_layer(lm.config, number))
+        stands.append(chosen[-1])
+        is_reached |= any(param.requires_grad for param in layer.parameters())
+    return remain, stands
+
+
+def _kind_of(layer: nn.Module, name: str) -> tuple[object, ...]:
+    """What is the same of layers that are alike: modules with their settings, and tensors."""
+    found = list[object]()
+    for inner, module in layer.named_modules():
+        settings = {
+            key: value.replace(name, "") if isinstance(value, str) else value
+            for key, value in vars(module).items()
+            if isinstance(value, str | int | float | None) and "layer_idx" not in key
+        }
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        shapes = [(leaf, tuple(each.shape), each.dtype, each.requires_grad) for leaf, each in tensors]
+        found.append((inner, type(module).__name__, tuple(sorted(settings.items(), key=str)), tuple(shapes)))
+    return tuple(found)
+
+
+def _rows(plan: Plan, objective: Objective, *, has_types: bool) -> ForwardRows:
+    """The rows of a forward with everything that a loss may ask for."""
+    number, length = plan.batch.micro_batch_size, plan.batch.max_seq_len
+    documents = ((length - length // 2, length // 2) if objective.documents_per_unit == 2 else (length,),) * number
+    ids = torch.zeros(number, -(-length // plan.mesh.sp), dtype=torch.int64)
+    places = torch.zeros(ids.numel(), dtype=torch.int64)
+    of_documents = torch.zeros(sum(map(len, documents)), dtype=torch.int64)
+    wide, examples = of_documents.double(), None
+    if objective.documents_per_unit:
+        top = None
+        if isinstance(objective, Distillation) and objective.num_scores:
+            scores = torch.zeros(*ids.shape, objective.num_scores + 1, dtype=torch.float16)
+            top = TopLogProbs(scores[..., 1:].int(), scores)
+        known = ids.float()
+        answers = AnswerNumbers(known, known.clone(), known.clone()) if objective.head == "answers" else None
+        examples = Examples(ids, of_documents, of_documents, of_documents, wide, wide, top, answers)
+    return ForwardRows(
+        ids,
+        ids,
+        ids,
+        documents,
+        examples=examples,
+        token_types=ids if has_types else None,
+        next_ids=ids,
+        next_labels=ids,
+        real=RealTokens(places, of_documents),
+        supervised=places,
+        next_supervised=places,
+    )
+
+
+def _rows(plan: Plan, objective: Objective, *, has_types: bool) -> ForwardRows:
+    """The rows of a forward with everything that a loss may ask for."""
+    number, length = plan.batch.micro_batch_size, plan.batch.max_seq_len
+    documents = ((length - length // 2, length // 2) if objective.documents_per_unit == 2 else (length,),) * number
+    ids = torch.zeros(number, -(-length // plan.mesh.sp), dtype=torch.int64)
+    places = torch.zeros(ids.numel(), dtype=torch.int64)
+    of_documents = torch.zeros(sum(map(len, documents)), dtype=torch.int64)
+    wide, examples = of_documents.double(), None
+    if objective.documents_per_unit:
+        top = None
+        if isinstance(objective, Distillation) and objective.num_scores:
+            scores = torch.zeros(*ids.shape, objective.num_scores + 1, dtype=torch.float16)
+            top = TopLogProbs(scores[..., 1:].int(), scores)
+        known = ids.float()
+        answers = AnswerNumbers(known, known.clone(), known.clone()) if objective.head == "answers" else None
+        examples = Examples(ids, of_documents, of_documents, of_documents, wide, wide, top, answers)
+    return ForwardRows(
+        ids,
+        ids,
+        ids,
+        documents,
+        examples=examples,
+        token_types=ids if has_types else None,
+        next_ids=ids,
+        next_labels=ids,
+        real=RealTokens(places, of_documents),
+        supervised=places,
+        next_supervised=places,
+    )

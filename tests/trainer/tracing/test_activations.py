@@ -1,0 +1,171 @@
+"""Activations that are traced with few layers against those of all layers, and both against torch's own tracker."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.features import table
+from ds_finetune.model.build.model_plan import ModelPlan
+from ds_finetune.plan.estimate.traced import TracedModel
+from ds_finetune.plan.kernels import ChosenKernels
+from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.plan.settings import RunSettings
+from ds_finetune.system.world import World
+from ds_finetune.trainer.tracing import cache
+from ds_finetune.trainer.tracing.activations import trace
+from ds_finetune.trainer.tracing.cache import Traces
+from tests.features.toy_feature import ToyFeature
+from tests.model.tiny import CONFIGS
+from tests.planning import model_of
+from tests.trainer.tracing.tracked import tracked_peak
+
+LAYERS, TOKENS = 6, 512
+TEACHER = CONFIGS["llama"] | {"model_type": "llama", "hidden_size": 64, "vocab_size": 4096}
+WAYS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "none": {"train": {"activation_checkpointing": "none"}},
+    "selective": {"train": {"activation_checkpointing": "selective"}},
+    "tiled": {"train": {"tiled_mlp": True}},
+    "fp32": {"train": {"precision": "fp32"}},
+    "lora": {"lora": {"rank": 8}},
+    "lora kept": {"lora": {"rank": 8}, "train": {"activation_checkpointing": "none"}},
+    "liger": {"kernels": "liger"},
+    "compile": {"kernels": "compile"},
+    "cpu": {"device": "cpu"},
+}
+AXES = {axis: {"parallel": {axis: 2}, "ranks": 2, "stage": 1} for axis in ("tp", "ep", "sp", "pp")}
+
+
+def planned(
+    folder: Path,
+    tree: Mapping[str, Any],
+    *,
+    device: str = "cuda",
+    ranks: int = 1,
+    stage: int = 0,
+    kernels: str = "torch",
+    train: Mapping[str, Any] | None = None,
+    **sections: Any,
+) -> tuple[Plan, ModelPlan]:
+    """The plan of a run with forwards of two rows, and its model with the config.json `tree`."""
+    (folder / "config.json").write_text(json.dumps(tree))
+    run = {
+        "model": {"path": str(folder), "weights": "load" if "lora" in sections else "random"},
+        "data": {"train": "none.jsonl"},
+        "output_dir": str(folder / "run"),
+        "train": {"max_seq_len": TOKENS, "micro_batch_size": 2, "global_batch_size": 8, **(train or {})},
+        "deepspeed": {"zero_optimization": {"stage": stage}},
+        **sections,
+    }
+    config = RunConfig.model_validate(run)
+    plan = make_plan(RunSettings.of(config), world=World(0, ranks, 0, ranks, "a test"), device=device)
+    return replace(plan, kernels=ChosenKernels(kernels, "a test")), model_of(config)
+
+
+def tree_of(family: str, **changes: Any) -> dict[str, Any]:
+    # A larger vocabulary, which is not all that counts.
+    return CONFIGS[family] | {"model_type": family, "num_hidden_layers": LAYERS, "vocab_size": 2048} | changes
+
+
+def compare(folder: Path, tree: Mapping[str, Any], *, is_tracked: bool = False, **settings: Any) -> TracedModel:
+    """The trace, compared with that of all layers, or where it `is_tracked` with torch's tracker, which is slow."""
+    plan, model = planned(folder, tree, **settings)
+    traced = trace(plan, model)
+    assert len(traced.layers) == tree["num_hidden_layers"]
+    most = tracked_peak(plan, model) if is_tracked else trace(plan, model, is_whole=True).peak
+    assert traced.peak == pytest.approx(most, rel=0.01)
+    return traced
+
+
+@pytest.mark.parametrize("way", ["full", "none", "selective", "fp32", "lora"])
+def test_few_layers_of_deepseek_v3(tmp_path: Path, way: str) -> None:
+    compare(tmp_path, tree_of("deepseek_v3"), **WAYS[way])
+
+
+@pytest.mark.parametrize(("family", "way"), [("qwen3_moe", "full"), ("llama", "none")])
+def test_torch_counts_as_many_bytes(tmp_path: Path, family: str, way: str) -> None:
+    compare(tmp_path, tree_of(family), is_tracked=True, **WAYS[way])
+
+
+@pytest.mark.parametrize(("family", "axis"), [("deepseek_v2", "ep"), ("qwen3", "tp"), ("llama", "sp")])
+def test_axes(tmp_path: Path, family: str, axis: str) -> None:
+    compare(tmp_path, tree_of(family), **AXES[axis])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_family(tmp_path: Path, family: str, way: str) -> None:
+    compare(tmp_path, tree_of(family), is_tracked=True, **WAYS[way])
+
+
+def test_first_layers_without_adapters_keep_nothing(tmp_path: Path) -> None:
+    lora = {"rank": 8, "target_modules": [r"model\.layers\.[35]\.self_attn\.o_proj"]}
+    traced = compare(tmp_path, tree_of("llama"), lora=lora, train={"activation_checkpointing": "none"})
+    assert [layer.backward > 0 for layer in traced.layers] == [False] * 3 + [True] * 3
+
+
+def test_inputs_of_layers_leave_the_device(tmp_path: Path) -> None:
+    plan, model = planned(tmp_path, tree_of("llama"), train={"activation_offload": True})
+    traced, hidden = trace(plan, model), 2 * TOKENS * CONFIGS["llama"]["hidden_size"] * 2
+    assert [layer.on_host for layer in traced.layers] == [hidden] * 5 + [0]
+    assert [layer.kept for layer in traced.layers[1:5]] == [0] * 4
+
+
+def test_teacher(tmp_path: Path) -> None:
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "teacher" / "config.json").write_text(json.dumps(TEACHER))
+    objective = {"name": "distill", "teacher": str(tmp_path / "teacher")}
+    traced = compare(tmp_path, tree_of("llama", vocab_size=4096), objective=objective)
+    assert traced.teacher > 0
+
+
+def test_flops(tmp_path: Path) -> None:
+    """Against the shapes of the weights, two for each multiply-add, three products each."""
+    plan, model = planned(tmp_path, tree_of("qwen3"))
+    traced, recomputed = trace(plan, model), trace(replace(plan, activation_checkpointing="none"), model)
+    sizes = CONFIGS["qwen3"]
+    hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"] * sizes["head_dim"]
+    key_heads = sizes["num_key_value_heads"] * sizes["head_dim"]
+    weights = 2 * hidden * heads + 2 * hidden * key_heads + 3 * hidden * sizes["intermediate_size"]
+    assert {layer.flops for layer in traced.layers} == {6 * weights * 2 * TOKENS}
+    # Causal kernels compute half of the pairs, and five products in backward.
+    attention = 2 * (2 * TOKENS**2 / 2) * 2 * heads * 3.5
+    assert {layer.attention_flops for layer in traced.layers} == {attention}
+    assert traced.head_flops == 6 * 2048 * hidden * 2 * TOKENS
+    assert recomputed.layers[0].flops == traced.layers[0].flops
+
+
+def test_feature_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "FEATURES", list(table.FEATURES))
+    without = trace(*planned(tmp_path, tree_of("llama")))
+    table.register_feature(ToyFeature)
+    settings = {"toy": {"scale": 2.0, "weight": 0.1}}
+    with_feature = compare(tmp_path, tree_of("llama"), features=settings)
+    # The squares of hidden states in fp32 are held until the loss.
+    assert with_feature.head > without.head
+
+
+def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, model = planned(tmp_path, tree_of("deepseek_v3"))
+    said = list[str]()
+    first = Traces(model, tmp_path, said.append)(plan)
+    assert len(said) == 1
+    monkeypatch.setattr(cache, "trace", lambda *_: pytest.fail("traced again"))
+    assert Traces(model, tmp_path)(plan) == first
+    assert Traces(model, tmp_path)(replace(plan, mesh=replace(plan.mesh, dp=64))) == first
+    with pytest.raises(pytest.fail.Exception, match="traced again"):
+        Traces(model, tmp_path)(replace(plan, tiled_mlp=True))
+
+
+def test_a_process_computes_as_before_after_a_trace(tmp_path: Path) -> None:
+    plan, model = planned(tmp_path, tree_of("deepseek_v3"))
+    trace(plan, model)
+    assert torch.zeros(2).sum().item() == 0
+    assert model.stages == (None,)
