@@ -23,6 +23,8 @@ from ds_finetune.config.units import GIB
 from ds_finetune.config.value_types import OnResume
 from ds_finetune.export.formats import FORMATS
 from ds_finetune.families.table import FAMILIES
+from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.model.build.meta_model import described
 from ds_finetune.plan.checks import BEFORE_MODEL, LENGTH_CHECKS
 from ds_finetune.plan.estimate.activation_memory import ActivationBytes, activation_bytes
 from ds_finetune.plan.forward import varlen_problem
@@ -290,7 +292,7 @@ def _tiles_pay_from(each: ActivationBytes) -> str:
 
 def _activation_bytes(model: Mapping[str, Any], *, ep: int) -> ActivationBytes:
     is_packed = not varlen_problem(model, precision="bf16")
-    return activation_bytes(model, precision="bf16", ep=ep, is_packed=is_packed)
+    return activation_bytes(described(AutoConfig.for_model(**model)), precision="bf16", ep=ep, is_packed=is_packed)
 
 
 def _others() -> Iterator[str]:

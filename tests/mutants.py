@@ -470,9 +470,9 @@ MUTANTS = (
     ),
     Mutant(
         "a prediction layer with the indexer of the last layer",
-        "families/tensors.py",
-        "key: [*config[key], *[kind or config[key][-1]] * number] for key, kind in PER_LAYER.items()",
-        "key: [*config[key], *[config[key][-1]] * number] for key, kind in PER_LAYER.items()",
+        "model/mtp.py",
+        "[*given[k], *[kind or given[k][-1]] * number]",
+        "[*given[k], *[given[k][-1]] * number]",
         f"{MTP} -k glm_moe_dsa_sparse",
     ),
     Mutant(

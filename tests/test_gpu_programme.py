@@ -35,6 +35,7 @@ from ds_finetune.plan.model_shape import Shape
 from ds_finetune.reference.selftest import run as selftest_run
 from ds_finetune.reference.selftest.compare import LayoutComparison
 from tests.conftest import ROOT
+from tests.described import described_tree
 from tests.running import start
 
 
@@ -56,9 +57,11 @@ def test_the_most_informative_parts_come_first() -> None:
 
 
 def test_shapes_are_those_of_the_models_that_they_are_named_after() -> None:
-    billions = {name: Shape.of(dict(config)).total_params / 1e9 for name, config in (("1", QWEN2_1B), ("7", QWEN2_7B))}
+    billions = {
+        name: Shape.of(described_tree(config)).total_params / 1e9 for name, config in (("1", QWEN2_1B), ("7", QWEN2_7B))
+    }
     assert billions == {"1": pytest.approx(1.777, abs=1e-3), "7": pytest.approx(7.616, abs=1e-3)}
-    experts = Shape.of(dict(DEEPSEEK_V2_LITE))
+    experts = Shape.of(described_tree(DEEPSEEK_V2_LITE))
     assert experts.total_params / 1e9 == pytest.approx(15.706, abs=1e-3)
 
 
@@ -76,7 +79,7 @@ def test_every_run_of_real_size_is_planned_for_a_gpu(tmp_path: Path, monkeypatch
 def test_adapters_need_four_flops_for_a_frozen_weight() -> None:
     run = TrainingRun(QWEN2_1B, 4096, is_one_document=True)
     adapted = TrainingRun(QWEN2_1B, 4096, is_one_document=True, sections={"lora": {"rank": 8}})
-    shape = Shape.of(dict(QWEN2_1B))
+    shape = Shape.of(described_tree(QWEN2_1B))
     attention = shape.flops_per_token(4096) - shape.flops_per_token(4096, mean_attended=0)
     assert flops_per_token(run) == pytest.approx(shape.flops_per_token(4096))
     assert flops_per_token(adapted) - attention == pytest.approx((flops_per_token(run) - attention) * 4 / 6)

@@ -79,10 +79,12 @@ def _check_options(arguments: Arguments) -> None:
 
 
 def _search(arguments: Arguments, config: RunConfig, target: "Target") -> None:
+    from ds_finetune.model.build.planned_model import model_of_run
     from ds_finetune.plan.search.search_run import result_notes, result_tree, search_layouts
     from ds_finetune.plan.settings import RunSettings
 
-    result = search_layouts(RunSettings.of(config), target)
+    run = RunSettings.of(config)
+    result = search_layouts(run, target, model_of_run(run))
     if arguments.write:
         from ds_finetune.config.edit_run_file import write_run_file
 
@@ -118,10 +120,12 @@ def run_file_text(
 
 
 def _show_forecast(config: RunConfig, target: "Target", *, is_json: bool) -> None:
+    from ds_finetune.model.build.planned_model import model_of_run
     from ds_finetune.plan.search.forecast import forecast_run
     from ds_finetune.plan.settings import RunSettings
 
-    forecast = forecast_run(RunSettings.of(config), target)
+    run = RunSettings.of(config)
+    forecast = forecast_run(run, target, model_of_run(run))
     if is_json:
         OUT.print_json(json.dumps(forecast.tree()))
         return

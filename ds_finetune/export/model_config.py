@@ -9,7 +9,7 @@ from typing import Any
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from ds_finetune.families.family import Family, layer_of
-from ds_finetune.families.parameters import published_layers
+from ds_finetune.families.layer_rules import published_layers
 from ds_finetune.model.build.hub_folder import check_inside, copy_model_file
 from ds_finetune.model.mtp import PREDICTION_LAYERS
 

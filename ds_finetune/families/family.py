@@ -1,11 +1,11 @@
 """A row of the table of model families."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ds_finetune.families.parameters import ExpertKeys, ParameterRules, entry_tokens
+from ds_finetune.families.layer_rules import ExpertKeys, ModelConfig, entry_tokens, never_sparse
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,8 @@ class Family:
     """The model type whose classes are used, where transformers does not know this one. The name is kept in
     configurations and exports."""
 
-    parameters: ParameterRules | None = None
-    """How parameters and FLOPs follow from config.json."""
+    is_sparse: Callable[[ModelConfig, int], bool] = never_sparse
+    """Whether layer number i of a config.json has routed experts instead of a dense MLP."""
 
     expert_keys: ExpertKeys | None = None
     """Where config.json has the sizes of its routed experts; None where it has none."""

@@ -32,21 +32,11 @@ from ds_finetune.families.family import (
     RouterKind,
     TinyModels,
 )
-from ds_finetune.families.parameters import (
+from ds_finetune.families.layer_rules import (
     QWEN_EXPERTS,
     ExpertKeys,
     ModelConfig,
-    ParameterRules,
     always_sparse,
-    attention_with_sinks,
-    compressed_attention,
-    compressed_layer,
-    compressed_types,
-    glm_attention,
-    grouped_query_attention,
-    hyper_head,
-    indexed_latent_attention,
-    latent_attention,
     sparse_after_first,
     sparse_by_step,
     sparse_by_type,
@@ -89,7 +79,7 @@ _MIXTRAL_EXPERTS = ExpertKeys(number_keys=("num_local_experts",), width_key="int
 _DEEPSEEK_V3 = replace(
     _MIXTURE,
     model_type="deepseek_v3",
-    parameters=ParameterRules(latent_attention, sparse_after_first),
+    is_sparse=sparse_after_first,
     expert_keys=ExpertKeys(),
     drops_layers_beyond=True,
     has_mtp=True,
@@ -117,7 +107,7 @@ _ROWS = (
         gguf=Gguf(
             "deepseek2", _SHARED | {"topk_method": ("greedy",), "attention_bias": (False,), "mlp_bias": (False,)}
         ),
-        parameters=ParameterRules(latent_attention, sparse_after_first, mlp_bias=True),
+        is_sparse=sparse_after_first,
         expert_keys=ExpertKeys(),
         experts_class="DeepseekV2Experts",
         onnx=OnnxGraph("latent", router="grouped_softmax", is_rotary_interleaved=True),
@@ -142,7 +132,7 @@ _ROWS = (
         _DEEPSEEK_V3,
         model_type="glm4_moe_lite",
         gguf=_DEEPSEEK2,
-        parameters=ParameterRules(latent_attention, sparse_by_type),
+        is_sparse=sparse_by_type,
         experts_class="Glm4MoeLiteExperts",
         tiny_models=_tiny(
             "glm4_moe_lite",
@@ -155,7 +145,7 @@ _ROWS = (
         _DEEPSEEK_V3,
         model_type="glm4_moe",
         gguf=Gguf("glm4moe", _SHARED),
-        parameters=ParameterRules(glm_attention, sparse_after_first),
+        is_sparse=sparse_after_first,
         experts_class="Glm4MoeExperts",
         onnx=OnnxGraph("grouped_query", router="sigmoid"),
         tiny_models=TinyModels(
@@ -170,7 +160,7 @@ _ROWS = (
     replace(
         _DEEPSEEK_V3,
         model_type="deepseek_v32",
-        parameters=ParameterRules(indexed_latent_attention, sparse_by_type_or_after_first),
+        is_sparse=sparse_by_type_or_after_first,
         # DeepSeek-V3.2-Exp, inference/model.py:441-444: weights_proj is not quantised.
         fp8_linear=(
             r"\.(self_attn|mlp)\.((?!indexer\.)[\w.]+\.)?\w+_proj(_with_mqa)?\.weight$"
@@ -184,7 +174,7 @@ _ROWS = (
     replace(
         _DEEPSEEK_V3,
         model_type="glm_moe_dsa",
-        parameters=ParameterRules(indexed_latent_attention, sparse_by_type_or_after_first),
+        is_sparse=sparse_by_type_or_after_first,
         fp8_linear=None,
         indexer=Indexer(rotates_pairs=True, is_shared=True),
         experts_class="GlmMoeDsaExperts",
@@ -195,14 +185,12 @@ _ROWS = (
         _DENSE,
         model_type="qwen2",
         gguf=Gguf("qwen2", {"use_sliding_window": (False,)}),
-        parameters=ParameterRules(grouped_query_attention(qkv_bias=True)),
         tiny_models=_tiny("qwen2", {**DENSE, "tie_word_embeddings": True}, deep=_DEEP),
     ),
     replace(
         _DENSE,
         model_type="qwen3",
         gguf=Gguf("qwen3", _PLAIN_ATTENTION),
-        parameters=ParameterRules(grouped_query_attention(norms="of heads")),
         tiny_models=_tiny("qwen3", {**DENSE, "head_dim": 12}, deep=_DEEP),
     ),
     Family("qwen2_moe", expert_keys=QWEN_EXPERTS, fused_experts=True, window_in_mask=True),
@@ -210,7 +198,7 @@ _ROWS = (
         _MIXTURE,
         model_type="qwen3_moe",
         gguf=Gguf("qwen3moe", _PLAIN_ATTENTION | _ALL_SPARSE),
-        parameters=ParameterRules(grouped_query_attention(norms="of heads"), sparse_by_step),
+        is_sparse=sparse_by_step,
         expert_keys=QWEN_EXPERTS,
         experts_class="Qwen3MoeExperts",
         tiny_models=_tiny("qwen3_moe", QWEN3_MOE, deep=_DEEP),
@@ -219,7 +207,7 @@ _ROWS = (
         _MIXTURE,
         model_type="mixtral",
         gguf=Gguf("llama", {"sliding_window": (None,)}, rotates_pairs=True),
-        parameters=ParameterRules(grouped_query_attention(reads_bias=False), always_sparse),
+        is_sparse=always_sparse,
         expert_keys=_MIXTRAL_EXPERTS,
         published_mlp=MIXTRAL_NAMES,
         fp8_linear=None,
@@ -230,7 +218,7 @@ _ROWS = (
     replace(
         _MIXTURE,
         model_type="olmoe",
-        parameters=ParameterRules(grouped_query_attention(norms="over heads"), always_sparse),
+        is_sparse=always_sparse,
         expert_keys=ExpertKeys(number_keys=("num_experts",), width_key="intermediate_size"),
         fp8_linear=None,
         normalises_over_heads=True,
@@ -241,7 +229,6 @@ _ROWS = (
         _DENSE,
         model_type="llama",
         gguf=Gguf("llama", rotates_pairs=True),
-        parameters=ParameterRules(grouped_query_attention(), mlp_bias=True),
         tiny_models=_tiny(
             "llama",
             DENSE,
@@ -254,7 +241,7 @@ _ROWS = (
     Family(
         "gpt_oss",
         gguf=Gguf("gpt-oss", {"swiglu_limit": (7.0,), "attention_bias": (True,), "tie_word_embeddings": (False,)}),
-        parameters=ParameterRules(attention_with_sinks, always_sparse, expert_bias=True),
+        is_sparse=always_sparse,
         expert_keys=_MIXTRAL_EXPERTS,
         transposed_experts=True,
         fp8_linear=None,
@@ -266,9 +253,7 @@ _ROWS = (
     ),
     Family(
         "deepseek_v4",
-        parameters=ParameterRules(
-            compressed_attention, always_sparse, types=compressed_types, of_type=compressed_layer, ends=hyper_head
-        ),
+        is_sparse=always_sparse,
         expert_keys=ExpertKeys(),
         fused_experts=True,
         published_mlp=MlpNames(module="ffn", gate="w1", up="w3", down="w2"),

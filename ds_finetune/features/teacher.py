@@ -9,6 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 from ds_finetune.features.feature import Feature, RankParts
+from ds_finetune.model.build.meta_model import read_tensors
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.loss.forward_rows import ForwardRows, find_supervised
 from ds_finetune.model.loss.head_chunks import LossSumsAndGradients, loss_with_gradients, needed_gradients
@@ -125,7 +126,7 @@ class TeacherFeature(Feature):
         held = f"whole in {where} of each rank"
         if is_teacher_partitioned(plan.zero_stage, offload):
             held = f"partitioned by ZeRO-3 over {plan.world.world_size} ranks, in {where}"
-        params = self.settings.count_params() / 1e6
+        params = read_tensors(self.settings.hf_config).numel / 1e6
         theirs, ours = int(self.settings.hf_config.vocab_size), int(self.model.hf_config.vocab_size)
         common = f"; compared are {min(theirs, ours):,} of its {theirs:,} ids" if theirs != ours else ""
         return [("teacher", f"{self.settings.path}, {params:,.3f} M parameters in {plan.precision}, {held}{common}")]

@@ -7,7 +7,7 @@ reach it (transformers 5.23 runs `layers[: config.num_hidden_layers]`, deepseek_
 DeepSeek-V4 runs all layers: there the layer is a module of one that returns what it gets.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,6 @@ from transformers.masking_utils import create_causal_mask
 
 from ds_finetune.families.family import layer_of
 from ds_finetune.families.table import family_of
-from ds_finetune.families.tensors import longer_lists
 from ds_finetune.foreign.transformers_attention import hyper_head
 from ds_finetune.foreign.transformers_models import replaced_layers
 
@@ -26,6 +25,18 @@ _BUILT = "ds_finetune_mtp_layers"
 """Attribute of a configuration from which a model with such layers is built; never written to a config.json."""
 PREDICTION_LAYERS = "num_nextn_predict_layers"
 """Key of the number of multi-token prediction layers after the last layer (DeepSeek-V3's config.json)."""
+_PER_LAYER: Mapping[str, str | None] = {"layer_types": None, "mlp_layer_types": None, "indexer_types": "full"}
+"""Lists of a config.json with an entry for each layer, and the entry of a multi-token prediction layer; None for that
+of the last layer. It has an indexer of its own in published checkpoints, whatever the last layer has.
+"""
+_COMPRESSED: Mapping[str, str | int] = {
+    "layer_types": "sliding_attention",
+    "mlp_layer_types": "moe",
+    "compress_ratios": 0,
+}
+"""The entries of a multi-token prediction layer of DeepSeek-V4, whose tensors have no compressor and no table of token
+ids.
+"""
 
 
 def set_mtp_layers(hf_config: PretrainedConfig, layers: int) -> None:
@@ -67,8 +78,11 @@ def more_layers(hf_config: PretrainedConfig, number: int) -> Iterator[None]:
     """While this is open, `hf_config` is that of a model with so many more layers, which are like its last one but have
     indexers of their own.
     """
-    layers = hf_config.num_hidden_layers
-    longer = longer_lists(vars(hf_config) | {"model_type": hf_config.model_type}, layers, number)
+    layers, given = hf_config.num_hidden_layers, vars(hf_config)
+    if family_of(hf_config.model_type).compresses:
+        longer = {k: [*given[k][:layers], *[kind] * number] for k, kind in _COMPRESSED.items() if given.get(k)}
+    else:
+        longer = {k: [*given[k], *[kind or given[k][-1]] * number] for k, kind in _PER_LAYER.items() if given.get(k)}
     changed = {"num_hidden_layers": layers} | {key: getattr(hf_config, key) for key in longer}
     for key, value in (longer | {"num_hidden_layers": layers + number}).items():
         setattr(hf_config, key, value)

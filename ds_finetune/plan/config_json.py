@@ -9,7 +9,7 @@ from typing import Any
 
 from ds_finetune.config.units import MIB
 from ds_finetune.errors import ModelError
-from ds_finetune.families.parameters import OLDER_RATES, RATES, RATIOS
+from ds_finetune.families.layer_rules import OLDER_RATES, RATES, RATIOS
 from ds_finetune.families.table import family_of
 
 MAX_LAYERS = 1000

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_finetune.config.sections import IndexerConfig
-from ds_finetune.families.parameters import indexed_layers
+from ds_finetune.families.layer_rules import indexed_layers
 
 
 @dataclass(frozen=True)

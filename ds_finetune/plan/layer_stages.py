@@ -4,12 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from math import prod
 
 from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.families.tensors import EMBEDDING, ModelTensors
-from ds_finetune.plan.tensor_cuts import fused_experts_part
+from ds_finetune.plan.model_tensors import EMBEDDING, ModelTensors
 
 
 @dataclass(frozen=True)
@@ -104,14 +102,14 @@ def _layer_parameters(tensors: ModelTensors, ep_size: int) -> list[int]:
     last one.
     """
     of_kind = {
-        kind: sum(prod(shape) // (ep_size if fused_experts_part(f".{name}") else 1) for name, shape in found.items())
-        for kind, found in tensors.of_kind.items()
+        kind: sum(tensor.numel // (ep_size if tensor.is_routed else 1) for _, tensor in kind.tensors)
+        for kind in set(tensors.layers)
     }
     counts = [of_kind[kind] for kind in tensors.layers if not kind.is_prediction]
     predictions = [of_kind[kind] for kind in tensors.layers if kind.is_prediction]
-    embedding = prod(tensors.ends[EMBEDDING])
+    embedding = tensors.ends[EMBEDDING].numel
     counts[0] += embedding
     counts[-1] += sum(predictions) + (embedding if predictions else 0)
-    counts[-1] += sum(prod(shape) for name, shape in tensors.ends.items() if name != EMBEDDING)
+    counts[-1] += sum(tensor.numel for name, tensor in tensors.ends.items() if name != EMBEDDING)
     counts[-1] += embedding if tensors.is_tied else 0
     return counts

@@ -7,8 +7,8 @@ from math import prod
 
 from ds_finetune.config.sections import LoraConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.families.parameters import Shape
 
+Shape = tuple[int, ...]
 ROUTED, ROUTER = "routed experts", "router"
 FOUR_BIT = ("attention", "dense MLP", "shared experts")
 """Kinds of modules whose weights `lora.quantize` holds in four bits."""

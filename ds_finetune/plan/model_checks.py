@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from ds_finetune.config.objectives import is_grpo
 from ds_finetune.config.sections import OWN_ATTENTIONS
 from ds_finetune.errors import ModelError
-from ds_finetune.families.parameters import indexed_layers, longest_window
+from ds_finetune.families.layer_rules import indexed_layers, longest_window
 from ds_finetune.families.table import FAMILIES, FULLY_TESTED
 from ds_finetune.plan.batch import divisors
 from ds_finetune.plan.forward import problem_of_calls, varlen_problem

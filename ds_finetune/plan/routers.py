@@ -6,7 +6,7 @@ from typing import Any
 
 from ds_finetune.config.sections import RouterConfig
 from ds_finetune.families.family import RouterKind
-from ds_finetune.families.parameters import hashed_layers
+from ds_finetune.families.layer_rules import hashed_layers
 from ds_finetune.families.table import family_of
 
 
@@ -73,7 +73,5 @@ def has_routers(model: Mapping[str, Any]) -> bool:
 
 
 def _routed_layers(model: Mapping[str, Any]) -> tuple[int, ...]:
-    rules = family_of(str(model.get("model_type"))).parameters
-    if rules is None:
-        return ()
-    return tuple(number for number in range(int(model["num_hidden_layers"])) if rules.is_sparse(model, number))
+    family = family_of(str(model.get("model_type")))
+    return tuple(number for number in range(int(model["num_hidden_layers"])) if family.is_sparse(model, number))

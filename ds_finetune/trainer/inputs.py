@@ -30,7 +30,6 @@ from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, model_class, read_hf_config, resolve_folder
 from ds_finetune.model.loss.score_config import score_settings
 from ds_finetune.model.loss.teacher import check_same_tokens
-from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.weights.load import weights_digest
 from ds_finetune.objectives.rewards.pool import check_files
 from ds_finetune.objectives.rewards.worker import needs_of
@@ -156,7 +155,7 @@ def read_inputs(run: RunSettings, model: ModelPlan) -> RunInputs:
     return RunInputs(
         folder=folder,
         model=model,
-        shape=_shape(folder, model),
+        shape=_shape(model),
         tokenizer=tokenizer,
         tokenizer_folder=tokenizer_folder,
         train=train,
@@ -212,13 +211,11 @@ def config_tree(folder: Path, model: ModelPlan) -> dict[str, Any]:
     return tree
 
 
-def _shape(folder: Path, model: ModelPlan) -> Shape | None:
+def _shape(model: ModelPlan) -> Shape | None:
     try:
-        tree = config_tree(folder, model)
-        shape = Shape.of(tree, mtp_layers=len(mtp_layers(model.hf_config)))
+        return Shape.of(model.described)
     except ConfigError:
         return None
-    return shape if model.task == "causal_lm" else shape.with_scores(int(model.hf_config.num_labels))
 
 
 def check_teacher_tokens(model: ModelPlan, tokenizer: PreTrainedTokenizerBase) -> None:

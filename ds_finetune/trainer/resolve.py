@@ -26,11 +26,11 @@ from ds_finetune.features.table import features_of, plan_features
 from ds_finetune.model.adapters.lora_plan import check_stages
 from ds_finetune.model.build.encoder import check_encoder, encoder_of, max_positions
 from ds_finetune.model.build.generic_check import check_generic_type
+from ds_finetune.model.build.meta_model import layers_of_stages
 from ds_finetune.model.build.model_plan import ModelPlan, task_of
 from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, Task, read_hf_config, resolve_folder
 from ds_finetune.model.build.unused_parameters import patterns_of, unused_parameters
 from ds_finetune.model.loss.score_config import set_classes, set_padding_token, with_base_classes
-from ds_finetune.model.parallel.pipeline import build_meta_model, layers_of_stages
 from ds_finetune.model.weights.vocabulary import grow_vocabulary
 from ds_finetune.objectives.objective import make_objective
 from ds_finetune.plan.context import ContextPlan, plan_context
@@ -296,8 +296,7 @@ def freeze_unreached(plan: Plan, model: ModelPlan) -> Plan:
     if model.lora is not None:
         return plan
     if family.indexer is not None:
-        every = build_meta_model(hf_config, model.task).named_parameters()
-        return _with_frozen(plan, tuple(name for name, _ in every if model.is_untrained(name)))
+        return _with_frozen(plan, tuple(filter(model.is_untrained, model.described.tensors.by_name)))
     if not family.is_generic:
         return plan
     decay = plan.optim.weight_decay

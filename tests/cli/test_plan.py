@@ -22,13 +22,15 @@ V3 = "configs/deepseek-ai--DeepSeek-V3"
 def run_file(tmp_path: Path, shared_data: Path) -> str:
     file = tmp_path / "run.yaml"
     file.write_text(
-        f"model: {shared_data / V3}\ndata: {{train: missing.jsonl}}\ndeepspeed: zero3\nparallel: {{ep: 32}}\n"
+        f"model: {shared_data / V3}\ndata: {{train: missing.jsonl, cache_dir: {tmp_path}}}\ndeepspeed: zero3\nparallel: {{ep: 32}}\n"
         "train: {for: 1 steps, global_batch_size: 512, max_seq_len: 4096}\noutput_dir: o\n"
     )
     return str(file)
 
 
-def test_a_plan_needs_neither_torch_nor_data(run_file: str) -> None:
+def test_a_second_plan_needs_neither_torch_nor_data(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", run_file, "--gpus", "512", "--gpu", "h100-80g"]) == 0
+    first = capsys.readouterr().out
     code = (
         "import sys, ds_finetune.cli.main as cli; code = cli.main(sys.argv[1:]); "
         "heavy = {'torch', 'transformers', 'deepspeed'} & sys.modules.keys(); assert not heavy, heavy; sys.exit(code)"
@@ -38,6 +40,7 @@ def test_a_plan_needs_neither_torch_nor_data(run_file: str) -> None:
     assert shown.startswith("fits 512 x h100-80g, with ")
     places = [shown.index(text) for text in ("\nmemory of a rank\n", "moments", "dp 512 x ep 32, ZeRO-3", "671.026 B")]
     assert places == sorted(places)
+    assert shown == first
 
 
 def test_programs_read_a_plan_as_json(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,4 +192,4 @@ def test_a_model_that_is_partly_known_names_the_part(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_moe", "num_attention_heads": 4, **sizes}))
     assert main(["plan", run_file, f"model={tmp_path}", "parallel.ep=1", "--gpus", "8"]) == 2
     printed = capsys.readouterr().err
-    assert "its 60 experts are known, but the parameters and activations of its layers are not" in printed
+    assert "the activations of model.layers.0.mlp.shared_expert.gate_proj.weight are not known" in printed

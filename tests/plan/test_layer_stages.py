@@ -5,8 +5,8 @@ import random
 
 from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.families.configs import DENSE
-from ds_finetune.families.tensors import model_tensors
 from ds_finetune.plan.layer_stages import StageLayers, balance_layers, stages_of
+from tests.described import described_tree
 
 
 def test_the_largest_part_is_as_small_as_can_be() -> None:
@@ -23,7 +23,7 @@ def test_the_largest_part_is_as_small_as_can_be() -> None:
 
 
 def test_chunks_go_around_the_ranks() -> None:
-    tensors = model_tensors({"model_type": "llama", **DENSE, "num_hidden_layers": 8})
+    tensors = described_tree({"model_type": "llama", **DENSE, "num_hidden_layers": 8}).tensors
     assert stages_of(tensors, ParallelConfig()) == (None,)
     assert stages_of(tensors, ParallelConfig(pp=2)) == (StageLayers((range(4),)), StageLayers((range(4, 8),)))
     first, last = stages_of(tensors, ParallelConfig(pp=2, vpp=2))

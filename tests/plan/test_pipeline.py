@@ -8,7 +8,6 @@ import pytest
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.configs import DENSE
-from ds_finetune.families.tensors import model_tensors
 from ds_finetune.plan.layer_stages import stages_of
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.pipeline import (
@@ -21,10 +20,11 @@ from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from tests.checking import check, settings_of
+from tests.described import described_tree
 
 SIZES = [(pp, vpp, times * pp) for pp in (2, 3, 4, 8) for vpp in (1, 2, 3) for times in (1, 2, 3)]
 FORWARD_TIME, BACKWARD_TIME = 1, 2
-EIGHT_LAYERS = model_tensors({"model_type": "llama", **DENSE, "num_hidden_layers": 8})
+EIGHT_LAYERS = described_tree({"model_type": "llama", **DENSE, "num_hidden_layers": 8}).tensors
 
 
 def _source(turn: PipelineTurn, rank: int, *, pp: int, vpp: int) -> tuple[int, PipelineTurn] | None:

@@ -17,7 +17,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import FinetuneError, ModelError
 from ds_finetune.export.base_folder import HubSource
 from ds_finetune.export.model_config import served_config
-from ds_finetune.families.parameters import RATES
+from ds_finetune.families.layer_rules import RATES
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.build.hub_folder import HubFolder

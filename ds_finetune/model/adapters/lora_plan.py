@@ -1,22 +1,20 @@
-"""Which modules of a model LoRA adapts and which weights it holds in four bits, worked out once from config.json."""
+"""Which modules of a model LoRA adapts and which weights it holds in four bits, worked out once."""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from torch import nn
 from transformers import PretrainedConfig
 
 from ds_finetune.config.sections import LoraConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.family import layer_of
-from ds_finetune.model.build.skeleton import Task, has_score_head, head_of
-from ds_finetune.model.parallel.pipeline import build_meta_model
+from ds_finetune.model.build.meta_model import read_tensors
+from ds_finetune.model.build.skeleton import Task
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.lora_targets import (
     FOUR_BIT,
-    KINDS,
     ROUTED,
     LoraTarget,
     Shape,
@@ -24,23 +22,9 @@ from ds_finetune.plan.lora_targets import (
     last_name,
     nf4_bytes,
     quantised_targets,
+    targets_among,
 )
-
-
-def adaptable_modules(lm: nn.Module) -> list[LoraTarget]:
-    """Every module of a whole causal LM (on any device) that can be adapted, in the model's order."""
-    targets = []
-    for name, module in lm.named_modules():
-        for kind, pattern, leaves in KINDS:
-            weights = [module._parameters.get(leaf) for leaf in leaves] if pattern.search(name) else []
-            shapes = {
-                leaf: tuple(weight.shape)
-                for leaf, weight in zip(leaves, weights, strict=False)
-                if weight is not None and weight.dim() > 1
-            }
-            if shapes:
-                targets.append(LoraTarget(name, kind, shapes))
-    return targets
+from ds_finetune.plan.model_tensors import SCORE_HEAD
 
 
 @dataclass(frozen=True)
@@ -106,15 +90,15 @@ def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causa
     ConfigError where a pattern names no module (with the legal names), experts
     are given a rank that grouped products cannot take, or no weight fits four bits.
     """
-    lm = build_meta_model(hf_config, task)
-    every = tuple(adaptable_modules(lm))
+    tensors = read_tensors(hf_config, task)
+    every = targets_among(tensors.shapes())
     return LoraPlan(
         section=lora,
         adaptable=every,
         targets=adapted_targets(every, lora),
         quantised=quantised_targets(every, lora),
-        model_params=lm.num_parameters(),
-        head_params=sum(param.numel() for param in head_of(lm).parameters()) if has_score_head(lm) else 0,
+        model_params=tensors.numel,
+        head_params=sum(tensor.numel for name, tensor in tensors.ends.items() if name == SCORE_HEAD),
     )
 
 

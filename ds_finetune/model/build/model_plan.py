@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -10,12 +11,14 @@ from ds_finetune.config.objectives import ObjectiveConfig
 from ds_finetune.config.sections import MtpConfig
 from ds_finetune.families.table import family_of
 from ds_finetune.model.adapters.lora_plan import LoraPlan
+from ds_finetune.model.build.meta_model import described
 from ds_finetune.model.build.skeleton import Task
 from ds_finetune.model.loss.teacher import TeacherPlan
 from ds_finetune.objectives.objective import Objective
 from ds_finetune.plan.context import ContextPlan
 from ds_finetune.plan.indexer import IndexerPlan
 from ds_finetune.plan.layer_stages import StageLayers
+from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.routers import RouterPlan
 
 
@@ -75,6 +78,11 @@ class ModelPlan:
     def task(self) -> Task:
         """What the model computes."""
         return task_of(self.objective)
+
+    @cached_property
+    def described(self) -> DescribedModel:
+        """The model with the names and shapes of its tensors, and its live teacher."""
+        return described(self.hf_config, self.task, teacher=None if self.teacher is None else self.teacher.hf_config)
 
     def is_untrained(self, name: str) -> bool:
         """Whether no loss of the run reaches the parameter `name`: it is an indexer's, or none where they are trained

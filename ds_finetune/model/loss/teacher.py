@@ -1,6 +1,5 @@
 """The teacher of a distillation: its weights, and its distributions of the next token."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -40,11 +39,6 @@ class TeacherPlan:
     hf_config: PretrainedConfig = field(repr=False)
     offload: str
     """`cpu` where its weights are held in host memory, else `none`."""
-
-    def count_params(self) -> int:
-        """Parameters of the whole model, which is built without memory."""
-        lm = build_skeleton(self.hf_config, attention="eager", dtype=torch.bfloat16, device="meta")
-        return sum(math.prod(param.shape) for param in lm.parameters())
 
 
 def plan_teacher(objective: ObjectiveConfig) -> TeacherPlan | None:

@@ -19,15 +19,12 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.families.table import family_of
-from ds_finetune.families.tensors import model_tensors
 from ds_finetune.foreign.transformers_attention import take_cache
 from ds_finetune.foreign.transformers_models import replaced_layers
 from ds_finetune.model.build.skeleton import Task, build_skeleton, has_score_head, head_of
 from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.parallel.rank_group import RankGroup
-from ds_finetune.plan.layer_stages import StageLayers, stages_of
 
 T = TypeVar("T")
 
@@ -225,17 +222,6 @@ def build_meta_model(hf_config: PretrainedConfig, task: Task = "causal_lm") -> P
     """The whole model on the meta device, without memory for its tensors."""
     config = copy.deepcopy(hf_config)
     return build_skeleton(config, attention="eager", dtype=torch.bfloat16, device="meta", task=task)
-
-
-def layers_of_stages(
-    hf_config: PretrainedConfig, parallel: ParallelConfig, task: Task = "causal_lm"
-) -> tuple[StageLayers | None, ...]:
-    """`stages_of` a model that is built from `hf_config`; (None,) without pipeline parallelism."""
-    if parallel.pp == 1:
-        return (None,)
-    scores = int(hf_config.num_labels) if task == "sequence_classification" else 0
-    tensors = model_tensors(hf_config.to_dict(), mtp_layers=len(mtp_layers(hf_config)), scores=scores)
-    return stages_of(tensors, parallel)
 
 
 def missing_layer(config: PretrainedConfig, layer: int) -> MissingLayer:

@@ -2,7 +2,9 @@
 and gradients alike.
 """
 
+import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Self
 
 import torch
@@ -10,9 +12,54 @@ import torch
 from ds_finetune.families.family import Family
 from ds_finetune.model.weights.names import is_adapter, weight_of
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.plan.tensor_cuts import box_dim, fused_experts_part
+from ds_finetune.plan.model_tensors import FullTensor
 
 Ints = tuple[int, ...]
+_COLUMN_PARALLEL = re.compile(
+    r"^(?!.*\.compressor\.)(|.*\.)"
+    r"((q_proj|k_proj|v_proj|q_b_proj|kv_b_proj|o_a_proj|gate_proj|up_proj|embed_tokens|lm_head)\.(weight|bias)"
+    r"|self_attn\.sinks)$"
+)
+"""Sharded along the output (heads, groups of heads, inner width, vocabulary): dim 0. Compressors are whole."""
+_ROW_PARALLEL = re.compile(r"(^|\.)(o_proj|o_b_proj|down_proj)\.weight$")
+"""Sharded along the input: dim 1. Every rank has the whole bias, which is added once, after the sum over ranks."""
+_FUSED_EXPERTS = re.compile(r"\.mlp\.experts\.(?P<part>(gate_up_proj|down_proj)(_bias)?)$")
+"""Fused experts, sharded along each expert's inner width."""
+_INNER_DIM: dict[bool, dict[str, int | None]] = {
+    False: {"gate_up_proj": 2, "down_proj": 2},
+    True: {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1, "down_proj_bias": None},
+}
+"""Dimension of the inner width in the box of a tensor of experts, by whether they are transposed: then columns of gate
+and up take turns, and equal shards have both of each. The bias of the outputs has no inner width.
+"""
+
+
+@lru_cache(maxsize=4096)
+def _fused_experts_part(name: str) -> str | None:
+    """Last part of the name of a tensor of all routed experts, such as `gate_up_proj_bias`; None for others."""
+    fused = _FUSED_EXPERTS.search(name)
+    return fused["part"] if fused else None
+
+
+def _box_dim(name: str, *, has_transposed_experts: bool) -> int | None:
+    """Dimension along which tensor parallelism cuts a tensor; None where every rank holds it whole.
+
+    Of a fused `gate_up_proj` [experts, 2 x inner, hidden] that is not transposed, it is the dimension of the view
+    [experts, 2, inner, hidden].
+    """
+    part = _fused_experts_part(name)
+    if part is not None:
+        return _INNER_DIM[has_transposed_experts].get(part)
+    if _COLUMN_PARALLEL.search(name):
+        return 0
+    return 1 if _ROW_PARALLEL.search(name) else None
+
+
+def tensor_of(name: str, shape: Ints, *, has_transposed_experts: bool) -> FullTensor:
+    """The tensor `name`, whose shape in the model is `shape`, with the dimensions along which it is divided."""
+    part, dim = _fused_experts_part(name), _box_dim(name, has_transposed_experts=has_transposed_experts)
+    is_gate_up = part == "gate_up_proj" and not has_transposed_experts
+    return FullTensor(shape, 1 if is_gate_up else dim, part is not None)
 
 
 @dataclass(frozen=True)
@@ -39,11 +86,11 @@ class ModelShard:
         B [out, rank] is sharded and A [rank, in] is whole; along `in` it is the other way round.
         """
         weight, side = weight_of(name) if is_adapter(name) else (name, "")
-        fused = fused_experts_part(weight)
+        fused = _fused_experts_part(weight)
         is_gate_up = fused == "gate_up_proj" and not self.has_transposed_experts
         has_halves = is_gate_up and side != "A"
         box = (local_shape[0], 2, local_shape[1] // 2, local_shape[2]) if has_halves else local_shape
-        dim = box_dim(weight, has_transposed_experts=self.has_transposed_experts)
+        dim = _box_dim(weight, has_transposed_experts=self.has_transposed_experts)
         if side and dim is not None:
             is_input = dim == len(local_shape) - 1 and not is_gate_up
             dim = dim if is_input == (side == "A") else None

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from ds_finetune.families.layer_rules import compressed_types
 from ds_finetune.families.table import family_of
 from ds_finetune.plan.estimate.compressed_layers import (
     compressed_attention_bytes,
@@ -17,6 +18,7 @@ from ds_finetune.plan.estimate.compressed_layers import (
 from ds_finetune.plan.estimate.rank_weights import remembered
 from ds_finetune.plan.estimate.widths import WIDE, Held, LayerBytes, Widths, norm_bytes
 from ds_finetune.plan.forward import CPU_BLOCK_NUMBERS, head_chunk, head_widths, logits_bytes, mlp_tiles
+from ds_finetune.plan.model_tensors import DescribedModel
 
 _INDEX = 8
 _OUT = "self_attn.o_proj"
@@ -206,8 +208,7 @@ def _grouped_attention(model: Mapping[str, Any], widths: Widths) -> tuple[int, i
         kept = width * heads * (head_dim + 4 * (head_dim + SINK_COLUMNS))
     else:
         kept = (5 if widths.keeps(_OUT) else 4) * width * heads * head_dim
-    assert family.parameters is not None
-    if family.parameters.attention(model).norms and not family.has_sinks:
+    if widths.has_head_norms and not family.has_sinks:
         for name, count in (("q_proj", heads), ("k_proj", key_heads)):
             roots = 1 if family.normalises_over_heads else count
             norm = norm_bytes(count * head_dim, widths, roots=roots)
@@ -408,7 +409,7 @@ class AdaptedLayers:
 
 @remembered
 def activation_bytes(  # noqa: PLR0913 - what a rank computes, and with which kernels
-    model: Mapping[str, Any],
+    model: DescribedModel,
     *,
     precision: str,
     tp: int = 1,
@@ -418,21 +419,22 @@ def activation_bytes(  # noqa: PLR0913 - what a rank computes, and with which ke
     adapters: AdaptedLayers | None = None,
     kernels: str = "torch",
 ) -> ActivationBytes:
-    """The activations of a model of the table of families, whose config.json is given, in a `precision` on `tp` tensor
+    """The activations of a model of the table of families in a `precision` on `tp` tensor
     parallel ranks, of which `ep` divide the experts. With `is_packed` attention to all documents is one call.
     With `adapters` all other weights are frozen.
     """
     family, hidden = family_of(str(model["model_type"])), model["hidden_size"]
-    number, rules = 4 if precision == "fp32" else 2, family.parameters
-    widths = Widths(number, tp, ep, is_packed, kernels=kernels, keeps_rows=family.compresses)
-    assert rules is not None, model["model_type"]
+    number, layers_of_model = 4 if precision == "fp32" else 2, model.tensors.layers[: model["num_hidden_layers"]]
+    has_norms = any(name.startswith("self_attn.q_norm") for name, _ in layers_of_model[0].tensors)
+    widths = Widths(number, tp, ep, is_packed, kernels=kernels, has_head_norms=has_norms, keeps_rows=family.compresses)
     kinds = [
-        (rules.is_sparse(model, number), adapters.by_layer[number] if adapters is not None else frozenset())
-        for number in range(model["num_hidden_layers"])
+        (layer.is_sparse, adapters.by_layer[number] if adapters is not None else frozenset())
+        for number, layer in enumerate(layers_of_model)
     ]
     rank = adapters.rank if adapters is not None else 0
     first = next((number for number, (_, adapted) in enumerate(kinds) if adapted), -1)
-    places = [(*kind, number <= first, rules.type_of(model, number)) for number, kind in enumerate(kinds)]
+    types = compressed_types(model) if family.compresses else ("",) * len(kinds)
+    places = [(*kind, number <= first, types[number]) for number, kind in enumerate(kinds)]
     layers = {}
     for place in set(places):
         is_sparse, adapted, is_beginning, kind = place

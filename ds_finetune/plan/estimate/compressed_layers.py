@@ -2,7 +2,7 @@
 streams of hyper-connections (model/attention/compressed_attention.py, model/hyper_connections.py).
 """
 
-from ds_finetune.families.parameters import ModelConfig, window_of
+from ds_finetune.families.layer_rules import ModelConfig, window_of
 from ds_finetune.families.table import family_of
 from ds_finetune.plan.estimate.widths import WIDE, Widths, norm_bytes
 

@@ -2,29 +2,25 @@
 lowers it.
 """
 
-import json
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple, get_args
 
 from ds_finetune.config.objectives import ObjectiveConfig, is_distillation, is_grpo
 from ds_finetune.config.sections import OWN_ATTENTIONS, LoraConfig, ParallelConfig
 from ds_finetune.config.units import GIB
-from ds_finetune.errors import ConfigError, ModelError
+from ds_finetune.errors import ConfigError
 from ds_finetune.families.family import layer_of
-from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.table import family_of
-from ds_finetune.families.tensors import EMBEDDING, HEAD, model_tensors
 from ds_finetune.plan.estimate.activation_memory import ActivationBytes, AdaptedLayers, HeadBytes, activation_bytes
 from ds_finetune.plan.estimate.rank_weights import (
     RankWeights,
     as_one_stage,
     count_adapters,
+    lora_targets,
     rank_elements,
     rank_weights,
     remembered,
-    shape_of_model,
     weights_of_run,
 )
 from ds_finetune.plan.estimate.rollouts import samples_itself, sampling_rows
@@ -43,7 +39,8 @@ from ds_finetune.plan.estimate.states import ModelSizes, estimate_run
 from ds_finetune.plan.estimate.zero_rows import DEFAULT_RULES, gathered_weights, num_persistent, zero_rows
 from ds_finetune.plan.forward import CPU_TOKENS, DISTILLATION_TOKENS, head_widths, varlen_problem
 from ds_finetune.plan.kernels import SINGLE
-from ds_finetune.plan.lora_targets import adapted_targets, targets_among
+from ds_finetune.plan.model_shape import check_known
+from ds_finetune.plan.model_tensors import EMBEDDING, HEAD, DescribedModel
 from ds_finetune.plan.pipeline import num_held_forwards
 from ds_finetune.plan.plan import Plan, Recomputation, is_teacher_partitioned
 from ds_finetune.plan.tested_layouts import WEIGHT_BYTES
@@ -93,16 +90,13 @@ class MemoryEstimate:
         return peak(self.rows, "disk")
 
 
-def estimate_memory(
-    plan: Plan, model: ModelConfig, *, teacher: ModelConfig | None = None, budget: int | None = None
-) -> MemoryEstimate:
-    """What the run of `plan` needs, where `model` is the config.json of its model, and
-    `teacher` that of a teacher, which is read from its folder where it is not given. `budget` are the bytes of a
-    rank's device: a run that samples answers fills a part of it; with None as if it had no more than steps need.
+def estimate_memory(plan: Plan, model: DescribedModel, *, budget: int | None = None) -> MemoryEstimate:
+    """What the run of `plan` needs with its model. `budget` are the bytes of a rank's device: a run that samples
+    answers fills a part of it; with None as if it had no more than steps need.
 
-    ConfigError where the arithmetic of a model type is not known; ModelError where the teacher's folder is not here.
+    ConfigError where the arithmetic of a model type is not known.
     """
-    return fullest_stage(estimate_stages(plan, model, teacher=teacher, budget=budget))
+    return fullest_stage(estimate_stages(plan, model, budget=budget))
 
 
 def fullest_stage(stages: Iterable[MemoryEstimate]) -> MemoryEstimate:
@@ -110,15 +104,14 @@ def fullest_stage(stages: Iterable[MemoryEstimate]) -> MemoryEstimate:
     return max(stages, key=lambda estimate: estimate.device_bytes)
 
 
-def estimate_stages(
-    plan: Plan, model: ModelConfig, *, teacher: ModelConfig | None = None, budget: int | None = None
-) -> Iterator[MemoryEstimate]:
+def estimate_stages(plan: Plan, model: DescribedModel, *, budget: int | None = None) -> Iterator[MemoryEstimate]:
     """What a rank of each pipeline stage needs, in their order; of stages that hold the same, the first alone, which
     has the most forwards in flight. Errors as those of `estimate_memory`.
     """
+    check_known(model)
     stages = weights_of_run(plan, model)
     files = (*_communicator_rows(plan), *_file_rows(plan, model))
-    last = tuple(_teacher_rows(plan, teacher))
+    last = tuple(_teacher_rows(plan, model.teacher))
     seen = set()
     for number, weights in enumerate(stages):
         is_last = number == len(stages) - 1
@@ -140,7 +133,7 @@ def estimate_stages(
         yield MemoryEstimate(rows, number, _home(plan))
 
 
-def _fp32_rows(plan: Plan, model: ModelConfig, weights: RankWeights) -> Iterator[MemoryRow]:
+def _fp32_rows(plan: Plan, model: DescribedModel, weights: RankWeights) -> Iterator[MemoryRow]:
     """What forwards of DeepSeek-V4 use in fp32 (model/weights/fp32_weights.py), which every rank holds whole."""
     family = family_of(str(model["model_type"]))
     if plan.precision != "fp32" and family.fp32_weights is not None:
@@ -158,7 +151,7 @@ def _kept_rows(plan: Plan, weights: RankWeights) -> Iterator[MemoryRow]:
             yield MemoryRow("weights of the start, in use", "gpu", size, option, ("rollout",))
 
 
-def _held_by_stage(plan: Plan, model: ModelConfig, weights: RankWeights) -> Hashable:
+def _held_by_stage(plan: Plan, model: DescribedModel, weights: RankWeights) -> Hashable:
     """What is the same of stages that need the same, but the forwards in flight."""
     return weights.kinds, _stage_activations(plan, model, weights)
 
@@ -170,7 +163,7 @@ class StateBytes(NamedTuple):
     host: int
 
 
-def least_bytes_of_stages(plan: Plan, model: ModelConfig) -> StateBytes:
+def least_bytes_of_stages(plan: Plan, model: DescribedModel) -> StateBytes:
     """Bytes of the states of a run, with and without recomputation, whichever are fewer, however its layers are divided
     over the stages of a pipeline: on the device of the fullest stage at least, and on the host of a stage on average.
     `estimate_memory` finds as many or more; this takes a small part of its time.
@@ -181,7 +174,7 @@ def least_bytes_of_stages(plan: Plan, model: ModelConfig) -> StateBytes:
     plans = [replace(merged, activation_checkpointing=each) for each in get_args(Recomputation)]
     rows = [tuple(zero_rows(each, own, weights)) for each in plans]
     # Every stage has a part of a checkpoint that is written; only the last stage has a teacher.
-    others = (*(_teacher_rows(plan, None) if plan.mesh.pp == 1 else ()), *_file_rows(plan, model))
+    others = (*(_teacher_rows(plan, model.teacher) if plan.mesh.pp == 1 else ()), *_file_rows(plan, model))
     shared = [row for row in others if row.when == MOMENTS]
     places: tuple[Place, Place] = (_home(plan), "host")
     return StateBytes(
@@ -190,7 +183,7 @@ def least_bytes_of_stages(plan: Plan, model: ModelConfig) -> StateBytes:
 
 
 def _rollout_rows(
-    plan: Plan, model: ModelConfig, weights: RankWeights, others: Sequence[MemoryRow], budget: int | None
+    plan: Plan, model: DescribedModel, weights: RankWeights, others: Sequence[MemoryRow], budget: int | None
 ) -> Iterator[MemoryRow]:
     """Rows for answers that a rank samples beside its `others`."""
     if samples_itself(plan):
@@ -214,10 +207,8 @@ def _home(plan: Plan) -> Place:
     return "host" if plan.device == "cpu" else "gpu"
 
 
-def _file_rows(plan: Plan, model: ModelConfig) -> Iterator[MemoryRow]:
-    shape = shape_of_model(model, mtp_layers=1 if plan.mtp.train else 0)
-    scores = plan.objective.num_outputs
-    total = (shape.with_scores(scores) if scores else shape).total_params
+def _file_rows(plan: Plan, model: DescribedModel) -> Iterator[MemoryRow]:
+    total = model.tensors.numel
     adapters = count_adapters(plan, model) if plan.lora is not None else None
     run = estimate_run(plan, ModelSizes(total, total, total, adapters=adapters))
     yield MemoryRow("checkpoints", "disk", run.files.checkpoints * run.files.checkpoint_bytes, "checkpoint.keep")
@@ -225,7 +216,7 @@ def _file_rows(plan: Plan, model: ModelConfig) -> Iterator[MemoryRow]:
     yield MemoryRow("a checkpoint that is written", "host", run.staging_bytes, "checkpoint.asynchronous")
 
 
-def _activation_rows(plan: Plan, model: ModelConfig, weights: RankWeights, number: int) -> Iterator[MemoryRow]:
+def _activation_rows(plan: Plan, model: DescribedModel, weights: RankWeights, number: int) -> Iterator[MemoryRow]:
     """Rows for the activations of a rank of pipeline stage `number`, with the head and the loss on the last one. All
     tokens of its rows are counted as supervised, and rows as full.
     """
@@ -253,9 +244,9 @@ def _tokens_of_rank(plan: Plan) -> int:
     return plan.batch.micro_batch_size * -(-plan.batch.max_seq_len // plan.mesh.sp)
 
 
-def _stage_activations(plan: Plan, model: ModelConfig, weights: RankWeights) -> ActivationBytes:
+def _stage_activations(plan: Plan, model: DescribedModel, weights: RankWeights) -> ActivationBytes:
     """The activations of the layers of a pipeline stage."""
-    each = _activations(plan, model, (plan.mesh.tp, plan.mesh.ep, 1 if plan.mtp.train else 0), plan.lora)
+    each = _activations(plan, model, plan.mesh.tp, plan.mesh.ep, plan.lora)
     # A prediction layer is like the last layer.
     return replace(each, layers=tuple(each.layers[min(layer, len(each.layers) - 1)] for layer in weights.layers))
 
@@ -287,7 +278,7 @@ def _layer_rows(plan: Plan, own: ActivationBytes, tokens: int, *, flying: float)
     yield MemoryRow("one layer in backward", home, working, option, ("layers",))
 
 
-def _exchange_rows(plan: Plan, model: ModelConfig, own: ActivationBytes, tokens: int) -> Iterator[MemoryRow]:
+def _exchange_rows(plan: Plan, model: DescribedModel, own: ActivationBytes, tokens: int) -> Iterator[MemoryRow]:
     home, width = _home(plan), WEIGHT_BYTES[plan.precision]
     if plan.mesh.sp > 1:
         columns = model["num_attention_heads"] // plan.mesh.tp * head_widths(model).keys
@@ -306,10 +297,8 @@ def _exchange_rows(plan: Plan, model: ModelConfig, own: ActivationBytes, tokens:
             yield MemoryRow("exchange of expert parallelism", home, size, _LENGTH, ("forward", "layers"))
 
 
-def _activations(
-    plan: Plan, model: ModelConfig, sizes: tuple[int, int, int], lora: LoraConfig | None
-) -> ActivationBytes:
-    """The activations of a whole `model` on a rank of `sizes` tp, ep and prediction layers, in the run's precision."""
+def _activations(plan: Plan, model: DescribedModel, tp: int, ep: int, lora: LoraConfig | None) -> ActivationBytes:
+    """The activations of a whole `model` on a rank of `tp` and `ep`, in the run's precision."""
     # Whether attention to all documents of a forward is one call.
     is_packed = (
         plan.device == "cuda"
@@ -317,8 +306,7 @@ def _activations(
         and plan.model.attention != "by_document"
         and not varlen_problem(model, precision=plan.precision)
     )
-    tp, ep, mtp_layers = sizes
-    adapters = _adapters(model, lora, mtp_layers) if lora is not None else None
+    adapters = _adapters(model, lora) if lora is not None else None
     kernels = plan.kernels.of(family_of(str(model["model_type"])))
     return activation_bytes(
         model,
@@ -333,10 +321,9 @@ def _activations(
 
 
 @remembered
-def _adapters(model: ModelConfig, lora: LoraConfig, mtp_layers: int) -> AdaptedLayers:
-    targets = adapted_targets(targets_among(model_tensors(model, mtp_layers=mtp_layers).named()), lora)
+def _adapters(model: DescribedModel, lora: LoraConfig) -> AdaptedLayers:
     names = [set[str]() for _ in range(model["num_hidden_layers"])]
-    for target in targets:
+    for target in lora_targets(model, lora):
         number = layer_of(f"{target.name}.")
         if 0 <= number < len(names):
             names[number].add(target.name.split(f".{number}.", 1)[1])
@@ -388,20 +375,19 @@ def _logits_bytes(objective: ObjectiveConfig, head: HeadBytes, tokens: int, widt
     return (one if tokens <= chunk else later) * min(tokens, chunk) * head.columns
 
 
-def _teacher_rows(plan: Plan, given: ModelConfig | None) -> Iterator[MemoryRow]:
-    """Rows for the teacher of a run on a rank that has the head; none where it has no teacher. Its config.json is read
-    from its folder unless it is `given`. ModelError and ConfigError, which name the teacher, where it is not there or
-    where the arithmetic of its model type is not known.
+def _teacher_rows(plan: Plan, teacher: DescribedModel | None) -> Iterator[MemoryRow]:
+    """Rows for the teacher of a run on a rank that has the head; none where it has no teacher. ConfigError, which names
+    the teacher, where the arithmetic of its model type is not known.
     """
     section = plan.objective
-    if not is_distillation(section) or section.teacher is None:
+    if not is_distillation(section) or teacher is None:
         return
-    teacher = given if given is not None else _read_config(section.teacher)
-    is_cut = is_teacher_partitioned(plan.zero_stage, section.teacher_offload)
     try:
-        (weights,) = rank_weights(teacher, ParallelConfig(), zero_ranks=plan.world.world_size if is_cut else 1)
+        check_known(teacher)
     except ConfigError as unknown:
         raise ConfigError(f"the teacher {section.teacher}: {unknown.message}", hint=unknown.hint) from None
+    is_cut = is_teacher_partitioned(plan.zero_stage, section.teacher_offload)
+    (weights,) = rank_weights(teacher, ParallelConfig(), zero_ranks=plan.world.world_size if is_cut else 1)
     home, width, tokens = _home(plan), WEIGHT_BYTES[plan.precision], _tokens_of_rank(plan)
     place: Place = "host" if section.teacher_offload != "none" else home
     held = width * sum(kind.sharded for kind in weights.kinds)
@@ -409,7 +395,7 @@ def _teacher_rows(plan: Plan, given: ModelConfig | None) -> Iterator[MemoryRow]:
     if is_cut:
         yield from _gathered_teacher_rows(weights, home, width)
     # The forward of one layer at a time, and hidden states until the head of the model has read them.
-    activations = _activations(replace(plan, kernels=SINGLE), teacher, (1, 1, 0), None)
+    activations = _activations(replace(plan, kernels=SINGLE), teacher, 1, 1, None)
     working = max(layer.forward for layer in activations.kinds) + activations.layer_input
     yield MemoryRow("one layer of the teacher", home, working * tokens, _LENGTH, ("teacher",))
     yield MemoryRow("hidden states of the teacher", home, activations.layer_input * tokens, _LENGTH, FORWARD)
@@ -425,13 +411,3 @@ def _gathered_teacher_rows(weights: RankWeights, home: Place, width: int) -> Ite
     sizes = {kind.name: kind.numel for kind in weights.kinds}
     head = sizes.get(HEAD, sizes[EMBEDDING])
     yield MemoryRow("head of the teacher, whole", home, width * head, "", ("head",))
-
-
-def _read_config(folder: str) -> ModelConfig:
-    try:
-        tree: ModelConfig = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    except OSError:
-        raise ModelError(
-            f"the teacher {folder} has no config.json here", hint="name a folder with the teacher's config.json"
-        ) from None
-    return tree

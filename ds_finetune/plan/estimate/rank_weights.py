@@ -1,48 +1,39 @@
-"""The tensors that a rank of each pipeline stage holds, computed from config.json, and how many of their numbers it
-trains and updates: all, or adapters beside weights that stay.
-
-`trainer/rank_tensors.py` can read the tensors off a model, and tests/plan/estimate/test_rank_weights.py compares them.
+"""The tensors that a rank of each pipeline stage holds, and how many of their numbers it trains and updates: all, or
+adapters beside weights that stay.
 """
 
-import json
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, wraps
+from functools import cached_property, wraps
 from math import prod
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from pydantic import BaseModel
 
 from ds_finetune.config.sections import LoraConfig, ParallelConfig
 from ds_finetune.families.family import layer_of
-from ds_finetune.families.parameters import ModelConfig
-from ds_finetune.families.parameters import Shape as TensorShape
 from ds_finetune.families.table import family_of
-from ds_finetune.families.tensors import EMBEDDING, LayerKind, ModelTensors, model_tensors
 from ds_finetune.plan.estimate.states import TensorKind
 from ds_finetune.plan.layer_stages import stages_of
-from ds_finetune.plan.lora_targets import ROUTED, adapted_targets, nf4_bytes, quantised_targets, targets_among
+from ds_finetune.plan.lora_targets import (
+    ROUTED,
+    LoraTarget,
+    adapted_targets,
+    nf4_bytes,
+    quantised_targets,
+    targets_among,
+)
 from ds_finetune.plan.model_shape import Shape
+from ds_finetune.plan.model_tensors import EMBEDDING, DescribedModel, FullTensor, LayerKind, ModelTensors, part_of
 from ds_finetune.plan.plan import Plan
-from ds_finetune.plan.tensor_cuts import fused_experts_part, local_shape
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class UnchangedConfig(dict[str, Any]):
-    """A config.json that nothing changes, for many estimates of one model: its text is made once."""
-
-    @cached_property
-    def text(self) -> str:
-        """The whole of it, by which `remembered` knows it."""
-        return _text(self)
-
-
 def remembered(function: Callable[P, R]) -> Callable[P, R]:
-    """A function that computes each result once: arguments are compared by their contents, models by config.json."""
+    """A function that computes each result once: models and sections are compared by their contents."""
     results: dict[tuple[object, ...], R] = {}
 
     @wraps(function)
@@ -58,42 +49,12 @@ def remembered(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _content(value: object) -> object:
-    if isinstance(value, UnchangedConfig):
-        return value.text
-    if isinstance(value, BaseModel):
-        return value.model_dump_json()
-    return _text(value) if isinstance(value, Mapping) else value
-
-
-def _text(model: ModelConfig) -> str:
-    return json.dumps(model, sort_keys=True, default=str)
+    if isinstance(value, DescribedModel):
+        return value.key
+    return value.model_dump_json() if isinstance(value, BaseModel) else value
 
 
 _MOST_REMEMBERED = 4096
-_PARTS = (
-    ("indexer", re.compile(r"\.self_attn\.(compressor\.)?indexer\.")),
-    (
-        "attention",
-        re.compile(
-            r"\.self_attn\.(compressor\.)?\w+_proj(_with_mqa)?\.|\.self_attn\.(sinks|compressor\.position_bias)$"
-        ),
-    ),
-    ("routed experts", re.compile(r"\.mlp\.experts\.")),
-    ("shared experts", re.compile(r"\.mlp\.shared_experts\.")),
-    ("router", re.compile(r"\.mlp\.(gate|router)\.")),
-    ("dense MLP", re.compile(r"\.mlp\.\w+_proj\.")),
-    ("multi-token prediction", re.compile(r"\.(eh|e|h)_proj\.")),
-    ("hyper-connections", re.compile(r"(attn|ffn)_hc\.|\.hc_head\.")),
-    ("norms", re.compile(r"norm")),
-    ("embedding", re.compile(r"embed_tokens")),
-    ("head", re.compile(r"^(lm_head|score)\.")),
-)
-
-
-@lru_cache(maxsize=4096)
-def part_of(name: str) -> str:
-    """The part of a model that a tensor belongs to, by its full name: attention, dense MLP, routed experts, ..."""
-    return next(part for part, pattern in _PARTS if pattern.search(name))
 
 
 @dataclass(frozen=True)
@@ -113,60 +74,47 @@ class RankWeights:
 
 
 @remembered
-def rank_weights(
-    model: ModelConfig, parallel: ParallelConfig, *, zero_ranks: int, mtp_layers: int = 0, scores: int = 0
-) -> tuple[RankWeights, ...]:
-    """What a rank of each pipeline stage holds of the model whose config.json is given, where ZeRO shards over
-    `zero_ranks`. ConfigError as `model_tensors` and `stages_of`.
+def rank_weights(model: DescribedModel, parallel: ParallelConfig, *, zero_ranks: int) -> tuple[RankWeights, ...]:
+    """What a rank of each pipeline stage holds of a model, where ZeRO shards over `zero_ranks`. ConfigError as
+    `stages_of`.
     """
-    tensors = _model_tensors(model, mtp_layers=mtp_layers, scores=scores)
-    is_transposed = family_of(str(model["model_type"])).transposed_experts
+    tensors = model.tensors
     stages = stages_of(tensors, parallel)
     found = []
     for number, given in enumerate(stages):
         layers = tuple(given if given is not None else range(len(tensors.layers)))
         counted = _stage_tensors(tensors, layers, is_first=number == 0, is_last=number == len(stages) - 1)
         kinds = []
-        for (name, whole), count in counted.items():
-            local = local_shape(name, whole, tp=parallel.tp, ep=parallel.ep, has_transposed_experts=is_transposed)
-            is_cut = fused_experts_part(name) is not None and parallel.ep > 1
-            kinds.append(TensorKind(name, count, whole, local, zero_ranks // (parallel.ep if is_cut else 1)))
+        for (name, tensor), count in counted.items():
+            sharers = zero_ranks // (parallel.ep if tensor.is_routed else 1)
+            kinds.append(TensorKind(name, count, tensor.shape, tensor.local(tp=parallel.tp, ep=parallel.ep), sharers))
         found.append(RankWeights(tuple(kinds), layers, tuple(tensors.layers[layer] for layer in layers)))
     return tuple(found)
 
 
-_model_tensors = remembered(model_tensors)
-
-
-def weights_of_run(plan: Plan, model: ModelConfig) -> tuple[RankWeights, ...]:
-    """`rank_weights` of a run; the number of classes is assumed to be 2 where the run file does not have it."""
-    return rank_weights(
-        model,
-        plan.parallel,
-        zero_ranks=plan.zero_ranks,
-        mtp_layers=1 if plan.mtp.train else 0,
-        scores=plan.objective.num_outputs,
-    )
+def weights_of_run(plan: Plan, model: DescribedModel) -> tuple[RankWeights, ...]:
+    """`rank_weights` of a run."""
+    return rank_weights(model, plan.parallel, zero_ranks=plan.zero_ranks)
 
 
 def _stage_tensors(
     tensors: ModelTensors, layers: tuple[int, ...], *, is_first: bool, is_last: bool
-) -> Mapping[tuple[str, TensorShape], int]:
-    """Number of tensors of a stage by name and whole shape. The last stage has the embedding too for a tied head or a
+) -> Mapping[tuple[str, FullTensor], int]:
+    """Number of tensors of a stage by name and tensor. The last stage has the embedding too for a tied head or a
     prediction layer.
     """
     predicts = any(tensors.layers[layer].is_prediction for layer in layers)
     has_embedding = is_first or (is_last and (tensors.is_tied or predicts))
-    ends = [name for name in tensors.ends if (has_embedding if name == EMBEDDING else is_last)]
-    counts = Counter((name, tensors.ends[name]) for name in ends)
+    ends = tensors.ends.items()
+    counts = Counter(end for end in ends if (has_embedding if end[0] == EMBEDDING else is_last))
     for kind, number in Counter(tensors.layers[layer] for layer in layers).items():
-        for name, shape in tensors.of_kind[kind].items():
-            counts[f"model.layers.N.{name}", shape] += number
+        for name, tensor in kind.tensors:
+            counts[f"{kind.stack}.N.{name}", tensor] += number
     return counts
 
 
 shape_of_model = remembered(Shape.of)
-"""The parameters of a model and the cost of its attention, by its config.json."""
+"""The parameters of a model by part, and the cost of its attention."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +140,7 @@ class RankElements:
     """Elements of the largest weight in four bits, which is one in the run's precision while it is used."""
 
 
-def rank_elements(plan: Plan, model: ModelConfig, weights: RankWeights) -> RankElements:
+def rank_elements(plan: Plan, model: DescribedModel, weights: RankWeights) -> RankElements:
     """The numbers of a rank of one pipeline stage."""
     held, share = weights.numel, sum(kind.sharded for kind in weights.kinds)
     if plan.lora is not None:
@@ -211,16 +159,20 @@ def rank_elements(plan: Plan, model: ModelConfig, weights: RankWeights) -> RankE
     )
 
 
-def count_adapters(plan: Plan, model: ModelConfig) -> int:
+@remembered
+def lora_targets(model: DescribedModel, lora: LoraConfig) -> tuple[LoraTarget, ...]:
+    """The modules of a model that have adapters; ConfigError as `adapted_targets`."""
+    return adapted_targets(targets_among(model.tensors.shapes()), lora)
+
+
+def count_adapters(plan: Plan, model: DescribedModel) -> int:
     """Parameters of all adapters of a run with LoRA, and of a score head."""
     assert plan.lora is not None
-    scores, mtp_layers = plan.objective.num_outputs, 1 if plan.mtp.train else 0
-    layers = tuple(range(model["num_hidden_layers"] + mtp_layers))
-    adapters = _adapters(model, plan.lora, (1, 1, mtp_layers, scores), layers)
-    return adapters.numel + scores * int(model["hidden_size"])
+    scores = sum(tensor.numel for name, tensor in model.tensors.ends.items() if name.startswith("score."))
+    return scores + sum(target.num_params(plan.lora.rank) for target in lora_targets(model, plan.lora))
 
 
-def is_trained(plan: Plan, model: ModelConfig, kind: TensorKind) -> bool:
+def is_trained(plan: Plan, model: DescribedModel, kind: TensorKind) -> bool:
     """Whether a run without LoRA trains a tensor: indexers are trained by a loss of their own, routers unless the run
     file says otherwise.
     """
@@ -233,10 +185,9 @@ def is_trained(plan: Plan, model: ModelConfig, kind: TensorKind) -> bool:
     return part != "router" or plan.router is None or plan.router.train
 
 
-def _with_adapters(plan: Plan, model: ModelConfig, weights: RankWeights) -> RankElements:
+def _with_adapters(plan: Plan, model: DescribedModel, weights: RankWeights) -> RankElements:
     assert plan.lora is not None
-    sizes = (plan.mesh.tp, plan.mesh.ep, 1 if plan.mtp.train else 0, plan.objective.num_outputs)
-    adapters = _adapters(model, plan.lora, sizes, weights.layers)
+    adapters = _adapters(model, plan.lora, (plan.mesh.tp, plan.mesh.ep), weights.layers)
     score = sum(kind.numel for kind in weights.kinds if kind.name.startswith("score."))
     numel, share = weights.numel - adapters.quantised, sum(kind.sharded for kind in weights.kinds)
     # Ranks of expert parallelism hold experts of their own, as in rank_weights.
@@ -269,24 +220,20 @@ class _AdapterElements:
 
 @remembered
 def _adapters(
-    model: ModelConfig, lora: LoraConfig, sizes: tuple[int, int, int, int], layers: tuple[int, ...]
+    model: DescribedModel, lora: LoraConfig, sizes: tuple[int, int], layers: tuple[int, ...]
 ) -> _AdapterElements:
-    """The adapters and weights in four bits of these layers on a rank; `sizes` are tp, ep, prediction layers and
-    scores.
-    """
-    tp, ep, mtp_layers, scores = sizes
-    every = targets_among(model_tensors(model, mtp_layers=mtp_layers, scores=scores).named())
-    is_transposed = family_of(model["model_type"]).transposed_experts
+    """The adapters and weights in four bits of these layers on a rank; `sizes` are tp and ep."""
+    tp, ep = sizes
     found: dict[bool, list[int]] = {False: [], True: []}
     quantised = [
         shape
-        for target in quantised_targets(every, lora)
+        for target in quantised_targets(targets_among(model.tensors.shapes()), lora)
         if layer_of(f"{target.name}.") in layers
         for shape in target.shapes.values()
     ]
-    for target in adapted_targets(every, lora):
-        for leaf, shape in target.shapes.items() if layer_of(f"{target.name}.") in layers else ():
-            local = local_shape(f"{target.name}.{leaf}", shape, tp=tp, ep=ep, has_transposed_experts=is_transposed)
+    for target in lora_targets(model, lora):
+        for leaf in target.shapes if layer_of(f"{target.name}.") in layers else ():
+            local = model.tensors.by_name[f"{target.name}.{leaf}"].local(tp=tp, ep=ep)
             found[ep > 1 and target.kind == ROUTED] += [prod(local[:-2]) * lora.rank * side for side in local[-2:]]
     sizes_of_experts, others = found[True], found[False]
     return _AdapterElements(

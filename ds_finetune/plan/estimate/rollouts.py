@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ds_finetune.config.objectives import GrpoObjective
-from ds_finetune.families.parameters import ModelConfig
+from ds_finetune.families.layer_rules import ModelConfig
 from ds_finetune.plan.estimate.rank_weights import RankWeights
 from ds_finetune.plan.estimate.rows import MemoryRow, Place
 from ds_finetune.plan.estimate.zero_rows import FetchingRules, gathered_weights, num_persistent

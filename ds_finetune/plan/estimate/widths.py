@@ -77,6 +77,8 @@ class Widths:
     """What computes norms, rotary embeddings and SwiGLU."""
     kind: str = ""
     """The kind of its attention, where layers differ."""
+    has_head_norms: bool = False
+    """Whether queries and keys are normalised within attention."""
     keeps_rows: bool = False
     """Whether norms keep their input and nothing else, whatever the kernels are (model/norm.py)."""
     is_beginning: bool = False

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
-from ds_finetune.families.tensors import HEAD
 from ds_finetune.plan.deepspeed_config import HAS_TORCH_ADAM
 from ds_finetune.plan.deepspeed_config import MOMENTS as OPTIMIZER_MOMENTS
 from ds_finetune.plan.estimate.rank_weights import RankElements, RankWeights
 from ds_finetune.plan.estimate.rows import BACKWARD, MICRO_BATCH, MOMENTS, MemoryRow, Moment, Place
 from ds_finetune.plan.estimate.states import TensorKind, second_parts_of
+from ds_finetune.plan.model_tensors import HEAD
 from ds_finetune.plan.plan import Plan
 from ds_finetune.plan.tested_layouts import WEIGHT_BYTES
 

@@ -5,17 +5,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ds_finetune.config.objectives import is_distillation
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.table import family_of
-from ds_finetune.families.tensors import ModelTensors, model_tensors
 from ds_finetune.plan.batch import divisors, legal_micro_batches
 from ds_finetune.plan.checks import check
-from ds_finetune.plan.config_json import max_positions, read_config_json
+from ds_finetune.plan.config_json import max_positions
 from ds_finetune.plan.deepspeed_config import given_choices
 from ds_finetune.plan.layer_stages import StageLayers, stages_of
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.model_checks import WITH_MESH, WITHOUT_MESH, check_model
+from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.search.layout import Activations, Layout, Offload, Sizes, decided
 from ds_finetune.plan.settings import ModelSettings, RunSettings
@@ -63,7 +62,7 @@ class Candidates:
     """The legal layouts of a run, whose model has the given config.json, on some ranks."""
 
     run: RunSettings
-    model: Mapping[str, Any]
+    model: DescribedModel
     ranks: Ranks
 
     @cached_property
@@ -137,9 +136,9 @@ class Candidates:
         # How many forwards a step has is decided later, and fits.
         run = replace(run, mesh=mesh, accumulation=mesh.pp)
         check_model(run.with_model(self.model), *WITH_MESH)
-        if self._teacher is not None:
-            check_model(run.with_model(self._teacher), "teacher", "attention of the model")
-        stages = stages_of(self._tensors, run.parallel) if mesh.pp > 1 else (None,)
+        if self.model.teacher is not None:
+            check_model(run.with_model(self.model.teacher), "teacher", "attention of the model")
+        stages = stages_of(self.model.tensors, run.parallel) if mesh.pp > 1 else (None,)
         known = run.with_model(self.model, stages=stages)
         check_model(known, "stages")
         return known
@@ -160,19 +159,6 @@ class Candidates:
     def _decided(self) -> RunSettings:
         """The run with its DeepSpeed choices as a section, so that no file is read for each layout."""
         return replace(self.run, deepspeed=decided(given_choices(self.run.deepspeed)[0]))
-
-    @cached_property
-    def _tensors(self) -> ModelTensors:
-        mtp_layers = 1 if self.run.mtp.train else 0
-        return model_tensors(self.model, mtp_layers=mtp_layers, scores=self.run.objective.num_outputs)
-
-    @cached_property
-    def _teacher(self) -> Mapping[str, Any] | None:
-        """config.json of a live teacher."""
-        objective = self.run.objective
-        if not is_distillation(objective) or objective.teacher is None:
-            return None
-        return read_config_json(objective.teacher)
 
 
 def check_run(run: RunSettings, model: Mapping[str, Any]) -> None:

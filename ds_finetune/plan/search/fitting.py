@@ -8,10 +8,10 @@ from typing import Any
 
 from ds_finetune.config.units import GIB
 from ds_finetune.errors import FinetuneError
-from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.plan.batch import legal_micro_batches
 from ds_finetune.plan.deepspeed_config import read_choices
 from ds_finetune.plan.estimate.memory import MemoryEstimate, StateBytes, estimate_memory
+from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.pipeline import forwards_together
 from ds_finetune.plan.plan import Plan, Recomputation, make_plan
 from ds_finetune.plan.settings import RunSettings
@@ -20,7 +20,7 @@ SPARE = 0.07
 """Share of the memory that a choice leaves free: for what fragments, and for steps that need more than others."""
 
 
-def largest_micro_batch(plan: Plan, model: ModelConfig, *, budget: int) -> int:
+def largest_micro_batch(plan: Plan, model: DescribedModel, *, budget: int) -> int:
     """The most rows of a forward that divide the global batch and leave `SPARE` of `budget` bytes of the device free;
     0 where not even one row does.
 
@@ -41,12 +41,12 @@ def fits(num_bytes: int, budget: int) -> bool:
     return num_bytes <= (1 - SPARE) * budget
 
 
-def bytes_of(plan: Plan, model: ModelConfig, rows: int) -> int:
+def bytes_of(plan: Plan, model: DescribedModel, rows: int) -> int:
     """Bytes on the device at most with forwards of `rows` rows."""
     return estimate_memory(plan_with_rows(plan, rows), model).device_bytes
 
 
-def chosen_recomputation(plan: Plan, model: ModelConfig, *, budget: int | None) -> tuple[Recomputation, str]:
+def chosen_recomputation(plan: Plan, model: DescribedModel, *, budget: int | None) -> tuple[Recomputation, str]:
     """What `train.activation_checkpointing: auto` is on devices of `budget` bytes, None where that is not known, and
     the reason. Where the micro-batch is `auto` as well, `plan` has one row.
     """
@@ -139,7 +139,7 @@ class _Run:
 
     settings: RunSettings
     plan: Plan
-    model: ModelConfig
+    model: DescribedModel
     device_bytes: int
     text: str = ""
 
@@ -183,7 +183,9 @@ class _Run:
             yield "offload_param.device cpu", {}, {"offload_param": {"device": "cpu"}}
 
 
-def fitting_changes(settings: RunSettings, plan: Plan, model: ModelConfig, *, budget: int) -> tuple[FittingChange, ...]:
+def fitting_changes(
+    settings: RunSettings, plan: Plan, model: DescribedModel, *, budget: int
+) -> tuple[FittingChange, ...]:
     """The single changes with which the run leaves enough of `budget` bytes free; where there is none, the shortest
     sequence of changes, each the one that helps most, that does; empty where nothing does.
 

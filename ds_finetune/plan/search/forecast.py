@@ -1,20 +1,19 @@
 """A run on machines that need not be here, by arithmetic only: whether it fits, its memory and its layout."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ds_finetune.config.units import GIB
-from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import family_of
 from ds_finetune.plan.batch import AUTO
-from ds_finetune.plan.config_json import read_config_json
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.estimate.rank_weights import weights_of_run
 from ds_finetune.plan.forward import attention_lines, head_line, mlp_tiles
 from ds_finetune.plan.indexer import plan_indexer
 from ds_finetune.plan.layer_stages import StageLayers
-from ds_finetune.plan.model_shape import Shape
+from ds_finetune.plan.model_shape import Shape, check_known
+from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.plan import Plan, check_largest_slice, make_plan
 from ds_finetune.plan.routers import plan_routers
 from ds_finetune.plan.search.candidates import Candidates, check_run
@@ -30,8 +29,7 @@ class Forecast:
     """What a run decides and needs on some ranks."""
 
     run: RunSettings
-    model: Mapping[str, Any]
-    """Its config.json."""
+    model: DescribedModel
     plan: Plan
     stages: tuple[StageLayers | None, ...]
     """Layers of each pipeline stage."""
@@ -64,8 +62,7 @@ class Forecast:
         yield "parameters", self._parameters()
 
     def _parameters(self) -> str:
-        shape = Shape.of(self.model, mtp_layers=1 if self.run.mtp.train else 0)
-        shape = shape.with_scores(scores) if (scores := self.run.objective.num_outputs) else shape
+        shape = Shape.of(self.model)
         unit, name = (1e9, "B") if shape.total_params >= 1e9 else (1e6, "M")
         total, active = shape.total_params / unit, shape.active_params / unit
         return f"{total:,.3f} {name}, {active:,.3f} {name} of them used for a token"
@@ -116,32 +113,21 @@ def memory_tree(memory: MemoryEstimate) -> dict[str, Any]:
     return {name: getattr(memory, name) for name in totals} | {"rows": [asdict(row) for row in memory.rows]}
 
 
-def read_model(run: RunSettings) -> dict[str, Any]:
-    """config.json of the model of a run; ModelError or ConfigError where it is not that of a model whose memory is
-    known by arithmetic, or where `train` would refuse the run whatever its layout.
+def check_described(run: RunSettings, model: DescribedModel) -> None:
+    """ModelError or ConfigError where the memory of the model of a run is not known by arithmetic, or where `train`
+    would refuse the run whatever its layout.
     """
-    model = read_config_json(run.model.path)
-    kind = str(model["model_type"])
-    family = family_of(kind)
-    if family.parameters is None:
-        experts = (
-            f"sizes of its {family.expert_keys.number(model)} experts are known, but " if family.expert_keys else ""
-        )
-        raise ConfigError(
-            f"model_type {kind} cannot be planned by arithmetic: {experts}the parameters and activations of its layers "
-            "are not known",
-            hint="--tensors builds the model without memory instead, and shows what a rank holds of it but activations",
-        )
     check_run(run, model)
-    return model
+    check_known(model)
 
 
-def forecast_run(given: RunSettings, target: Target) -> Forecast:
+def forecast_run(given: RunSettings, target: Target, model: DescribedModel) -> Forecast:
     """The run on the machines of `target`; ConfigError or ModelError as `train` raises it before it loads
     anything.
     """
     plan = make_plan(given, world=target.ranks.world, device=target.ranks.device)
-    run, model = given, read_model(given)
+    run = given
+    check_described(run, model)
     text = again = ""
     if run.train.activation_checkpointing == AUTO:
         budget = target.budget.device_bytes if target.budget is not None else None
@@ -161,7 +147,7 @@ def forecast_run(given: RunSettings, target: Target) -> Forecast:
     return Forecast(run, model, plan, stages, memory, target, text, again)
 
 
-def _largest_rows(plan: Plan, model: Mapping[str, Any], target: Target) -> tuple[int, str]:
+def _largest_rows(plan: Plan, model: DescribedModel, target: Target) -> tuple[int, str]:
     """The rows of a forward that `auto` stands for on the machines, and how they were found; one where none fits."""
     if target.budget is None:
         return 1, "1 (auto: how many rows fit is known with --gpu NAME)"

@@ -9,11 +9,11 @@ from ds_finetune.config.units import GIB
 from ds_finetune.errors import ConfigError, FinetuneError
 from ds_finetune.families.table import family_of
 from ds_finetune.plan.batch import rows_of_forward
-from ds_finetune.plan.estimate.rank_weights import UnchangedConfig
+from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.search.candidates import Candidate, Candidates, Ranks
 from ds_finetune.plan.search.fitting import SPARE
-from ds_finetune.plan.search.forecast import UNCONFIRMED, memory_tree, read_model
+from ds_finetune.plan.search.forecast import UNCONFIRMED, check_described, memory_tree
 from ds_finetune.plan.search.layout import OFFLOAD_TEXTS, Layout, Sizes
 from ds_finetune.plan.search.machines import GPUS_PER_NODE, Target
 from ds_finetune.plan.search.search import MOST_TRIED, Proposal, Search, SearchResult
@@ -27,7 +27,7 @@ ORDER = (
 _SHORTEST_ROW = 512
 
 
-def search_layouts(given: RunSettings, target: Target) -> SearchResult:
+def search_layouts(given: RunSettings, target: Target, model: DescribedModel) -> SearchResult:
     """The first layouts of a run that fit the machines of `target`.
 
     ConfigError where no layout is legal or none fits, with what is missing and what would provide it.
@@ -40,7 +40,8 @@ def search_layouts(given: RunSettings, target: Target) -> SearchResult:
         )
     # One row in a forward where its number is open; the search chooses it.
     run = replace(given, train=given.train.model_copy(update={"micro_batch_size": rows_of_forward(given.train)}))
-    search = Search(Candidates(run, UnchangedConfig(read_model(run)), target.ranks), target.budget)
+    check_described(run, model)
+    search = Search(Candidates(run, model, target.ranks), target.budget)
     result = search.run()
     if result.proposals:
         return result

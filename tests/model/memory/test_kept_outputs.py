@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from ds_finetune.config.sections import LoraConfig
-from ds_finetune.families.tensors import model_tensors
 from ds_finetune.model import kept_outputs
 from ds_finetune.model.activation_memory import install_tiled_mlps, is_random, recompute_layers
 from ds_finetune.model.adapters.lora import AdapterPlacement, install_lora
+from ds_finetune.model.build.meta_model import read_tensors
 from ds_finetune.model.build.skeleton import build_skeleton, whole
 from ds_finetune.model.kept_outputs import KEPT_OPERATIONS, kept, layer_contexts
 from ds_finetune.model.parallel.expert import compute_shared_experts_ahead
@@ -52,7 +52,7 @@ def model_of(family: str, dtype: torch.dtype = torch.float32, *, has_lora: bool 
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.05 + (tensor.ndim == 1))
     if has_lora:
         lora = LoraConfig(rank=8)
-        targets = adapted_targets(targets_among(model_tensors(config.to_dict()).named()), lora)
+        targets = adapted_targets(targets_among(read_tensors(config).shapes()), lora)
         install_lora(lm, targets, lora, seed=0, placement=AdapterPlacement(whole))
         with torch.no_grad():
             for name, param in lm.named_parameters():

@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicCache
 
 from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.errors import ConfigError
+from ds_finetune.model.build.meta_model import layers_of_stages
 from ds_finetune.model.build.skeleton import build_skeleton, model_class
 from ds_finetune.model.mtp import set_mtp_layers
 from ds_finetune.model.parallel.pipeline import (
@@ -21,7 +22,6 @@ from ds_finetune.model.parallel.pipeline import (
     build_only_layers,
     has_embedding_copy,
     install_pipeline_stage,
-    layers_of_stages,
 )
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.reference.selftest.cells import hf_config

@@ -24,7 +24,6 @@ from ds_finetune.model.parallel.tensor import local_config
 from ds_finetune.model.weights.load import load_weights, seed_of
 from ds_finetune.model.weights.vocabulary import Growth, grow_vocabulary
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
@@ -34,6 +33,7 @@ from ds_finetune.trainer.preview import preview_of
 from ds_finetune.trainer.rank_tensors import rank_tensors, sizes_of
 from ds_finetune.trainer.resolve import make_model_plan, model_config
 from tests.checking import check, settings_of
+from tests.described import described_tree
 from tests.model.fp8_folder import MTP, V3, dequantised, in_fp8, master, publish
 from tests.model.tiny import CONFIGS
 from tests.model.weights.test_weights import published
@@ -214,9 +214,9 @@ def test_the_plan_counts_the_new_rows(demo: Path) -> None:
     model = make_model_plan(RunSettings.of(config, mesh=plan.mesh), is_config_only=True)
     tree = config_tree(demo / "model", model)
     assert tree == json.loads((demo / "model" / "config.json").read_text()) | {"vocab_size": 101}
-    added = Shape.of(tree).total_params - Shape.of(demo / "model").total_params
-    assert added == 2 * 5 * CONFIGS["deepseek_v3"]["hidden_size"]
-    assert sizes_of(rank_tensors(plan, model), None).total == Shape.of(tree).total_params
+    published = json.loads((demo / "model" / "config.json").read_text())
+    total = sizes_of(rank_tensors(plan, model), None).total
+    assert total - described_tree(published).tensors.numel == 2 * 5 * CONFIGS["deepseek_v3"]["hidden_size"]
     text = dict(model_lines(model, plan))["vocabulary"]
     assert text.startswith("96 -> 101 tokens; 5 new rows")
 

@@ -18,6 +18,7 @@ from ds_finetune.model.fused.install import install_fused
 from ds_finetune.model.loss.token_loss import TrainedModel
 from ds_finetune.plan.estimate.activation_memory import activation_bytes
 from tests.conftest import ROOT
+from tests.described import described_tree
 from tests.model.tiny import CONFIGS
 
 PUBLISHED = json.loads((ROOT / "scripts" / "published_models.json").read_text())
@@ -114,7 +115,7 @@ def _compare(family: str, precision: str, *, is_tiled: bool, kernels: str = "tor
     tree = config(family)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     measured = saved_by_layer(tree, dtype, is_tiled=is_tiled, kernels=kernels)
-    planned = activation_bytes(tree | {"model_type": family}, precision=precision, kernels=kernels)
+    planned = activation_bytes(described_tree(tree | {"model_type": family}), precision=precision, kernels=kernels)
     for layer, found in zip(planned.layers, measured, strict=True):
         kept = layer.kept - layer.mlp if is_tiled else layer.kept
         assert found == pytest.approx(kept, rel=0.02)
@@ -138,7 +139,7 @@ def test_the_sizes_of_the_table_are_published(shared_data: Path, name: str, fold
 
 
 def test_peaks_of_deepseek_v3() -> None:
-    each = activation_bytes(PUBLISHED["DeepSeek-V3, R1, V3.1"], precision="bf16")
+    each = activation_bytes(described_tree(PUBLISHED["DeepSeek-V3, R1, V3.1"]), precision="bf16")
     assert each.inputs() == 61 * 7168 * 2
     tokens = 131072
     assert each.peak(tokens) == tokens * each.inputs() + each.working_set(tokens)
@@ -148,7 +149,7 @@ def test_peaks_of_deepseek_v3() -> None:
 
 def tiles_pay_from(name: str, *, ep: int = 1) -> int:
     """Tokens of a rank from which `train.tiled_mlp` lowers what one layer holds."""
-    each = activation_bytes(PUBLISHED[name], precision="bf16", ep=ep)
+    each = activation_bytes(described_tree(PUBLISHED[name]), precision="bf16", ep=ep)
     return bisect_left(range(MANY), x=True, key=lambda n: each.working_set(n, is_tiled=True) < each.working_set(n))
 
 
@@ -164,7 +165,9 @@ def test_tiles_of_fewer_experts_pay_earlier() -> None:
 
 
 def test_tensor_parallel_ranks_have_a_part_of_heads_and_widths() -> None:
-    whole, part = (activation_bytes(PUBLISHED["Qwen3-8B"], precision="bf16", tp=tp).layers[0] for tp in (1, 4))
+    whole, part = (
+        activation_bytes(described_tree(PUBLISHED["Qwen3-8B"]), precision="bf16", tp=tp).layers[0] for tp in (1, 4)
+    )
     assert whole.mlp == 4 * part.mlp
     # The norms of queries and keys and the attention itself, not the norms over hidden states.
     assert part.attention < whole.attention < 4 * part.attention

@@ -12,6 +12,7 @@ from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.compare import write_model
 from ds_finetune.system.world import World
+from tests.described import described_tree
 from tests.plan.estimate.allocated_cells import DEFAULT, OTHERS, TOKENS, AllocationCell
 from tests.running import start, torchrun
 
@@ -23,7 +24,7 @@ NOT_MEASURED = ("a checkpoint that is written",)
 def estimated(cell: AllocationCell, folder: Path) -> MemoryEstimate:
     config = cell.config(folder)
     plan = make_plan(RunSettings.of(config), world=World(0, RANKS, 0, RANKS, "a test"), device="cpu")
-    return estimate_memory(plan, cell.model)
+    return estimate_memory(plan, described_tree(cell.model, mtp_layers=int(config.mtp.train), teacher=cell.teacher))
 
 
 def planned_bytes(cell: AllocationCell, folder: Path) -> int:

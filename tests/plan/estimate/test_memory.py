@@ -12,16 +12,17 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.plan.estimate import memory
 from ds_finetune.plan.estimate.memory import estimate_memory
 from ds_finetune.plan.estimate.rank_weights import weights_of_run
+from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
+from tests.described import described_tree
 
 Tree = dict[str, Any]
 
 
-def published(shared_data: Path, name: str) -> dict[str, object]:
-    tree: dict[str, object] = json.loads((shared_data / "configs" / name / "config.json").read_text())
-    return tree
+def published(shared_data: Path, name: str) -> DescribedModel:
+    return described_tree(json.loads((shared_data / "configs" / name / "config.json").read_text()))
 
 
 def test_states_of_deepseek_v3_over_512_ranks(shared_data: Path) -> None:

@@ -1,21 +1,29 @@
-"""Tensors of a rank by arithmetic equal those of the model itself, in every family and layout."""
+"""The tensors of a rank, cut from those of the whole model, equal those of the modules that the rank builds."""
 
 import json
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.families.table import FAMILIES
+from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.model.build.meta_model import described, layers_of_stages
+from ds_finetune.model.build.model_plan import ModelPlan
+from ds_finetune.model.build.skeleton import build_skeleton, model_class
 from ds_finetune.model.mtp import set_mtp_layers
-from ds_finetune.model.parallel.pipeline import layers_of_stages
+from ds_finetune.model.parallel.expert import build_local_experts
+from ds_finetune.model.parallel.pipeline import PipelineGroup, build_only_layers, install_pipeline_stage
+from ds_finetune.model.parallel.sharding import ModelShard
+from ds_finetune.model.parallel.tensor import local_config
 from ds_finetune.plan.estimate.rank_weights import RankWeights, part_of, rank_elements, weights_of_run
 from ds_finetune.plan.estimate.states import TensorKind
 from ds_finetune.plan.model_shape import Shape
@@ -23,8 +31,8 @@ from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import TINY_MODELS
 from ds_finetune.system.world import World
-from ds_finetune.trainer.rank_tensors import built_tensors
 from ds_finetune.trainer.resolve import plan_model
+from tests.described import described_tree
 from tests.model.tiny import CONFIGS
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -35,6 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 LAYOUTS: tuple[dict[str, Any], ...] = ({}, {"tp": 2}, {"pp": 2}, {"ep": 2}, {"tp": 2, "ep": 2}, {"pp": 2, "tp": 2})
 RANKS = 8
+_LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
 
 
 def run_of(parallel: dict[str, Any], *, stage: int = 1, **sections: Any) -> tuple[RunConfig, Plan]:
@@ -57,12 +66,36 @@ def compare(tree: dict[str, Any], parallel: dict[str, Any], *, mtp_layers: int =
         set_mtp_layers(hf_config, mtp_layers)
         model = replace(model, stages=tuple(layers_of_stages(hf_config, config.parallel)))
     built = built_tensors(plan, model)
-    for source in (tree, hf_config.to_dict()):
-        computed = weights_of_run(plan, source)
-        assert [counted(stage.kinds) for stage in computed] == [counted(stage) for stage in built]
+    computed = weights_of_run(plan, described(hf_config))
+    assert [counted(stage.kinds) for stage in computed] == [counted(stage) for stage in built]
 
 
-def counted(kinds: tuple[TensorKind, ...]) -> Counter[TensorKind]:
+def built_tensors(plan: Plan, model: ModelPlan) -> list[list[TensorKind]]:
+    """The tensors of each pipeline stage, read off the modules that a rank builds, on torch's meta device."""
+    return [_stage_tensors(plan, model, stage) for stage in range(plan.mesh.pp)]
+
+
+def _stage_tensors(plan: Plan, model: ModelPlan, stage: int) -> list[TensorKind]:
+    hf_config, mesh = model.hf_config, plan.mesh
+    family, kind = family_of(hf_config.model_type), model_class(hf_config, model.task)
+    with (
+        build_local_experts(kind, family, ep_size=mesh.ep, mark=lambda _: None),
+        build_only_layers(kind, model.stages[stage]),
+    ):
+        local = local_config(hf_config, mesh.tp)
+        lm = build_skeleton(local, attention=model.attention, dtype=torch.bfloat16, device="meta", task=model.task)
+    if mesh.pp > 1:
+        install_pipeline_stage(lm, PipelineGroup(None, mesh.pp, stage), outputs=model.head_outputs)
+    model_shard = ModelShard.of(mesh, family)
+    kinds: Counter[tuple[str, tuple[int, ...], tuple[int, ...], int]] = Counter()
+    for name, param in lm.named_parameters():
+        shard = model_shard.tensor_shard(name, tuple(param.shape))
+        sharers = plan.zero_ranks // (mesh.ep if shard.is_expert_parallel else 1)
+        kinds[_LAYER.sub("N", name), shard.whole_shape, tuple(param.shape), sharers] += 1
+    return [TensorKind(name, count, whole, local, sharers) for (name, whole, local, sharers), count in kinds.items()]
+
+
+def counted(kinds: Sequence[TensorKind]) -> Counter[TensorKind]:
     """Tensors by all but their number; two kinds of layers may have some in common."""
     found: Counter[TensorKind] = Counter()
     for kind in kinds:
@@ -107,7 +140,9 @@ def test_tensors_of_a_reward_model(name: str) -> None:
     tree = MODELS[name]
     hf_config = AutoConfig.for_model(name, **{k: v for k, v in tree.items() if k != "model_type"}, num_labels=1)
     built = built_tensors(plan, plan_model(hf_config, RunSettings.of(config)))
-    assert [counted(s.kinds) for s in weights_of_run(plan, tree)] == [counted(stage) for stage in built]
+    assert [counted(s.kinds) for s in weights_of_run(plan, described_tree(tree, scores=1))] == [
+        counted(stage) for stage in built
+    ]
 
 
 PUBLISHED = (
@@ -143,24 +178,24 @@ def _by_part(weights: RankWeights) -> Counter[str]:
 def test_totals_of_published_models(shared_data: Path) -> None:
     for folder in sorted((shared_data / "configs").iterdir()):
         tree = json.loads((folder / "config.json").read_text())
-        if tree["model_type"] not in FAMILIES or FAMILIES[tree["model_type"]].parameters is None:
-            continue
         _, plan = run_of({})
-        (whole,) = weights_of_run(plan, tree)
-        assert whole.numel == Shape.of(tree).total_params, folder.name
+        model = described_tree(tree)
+        (whole,) = weights_of_run(plan, model)
+        assert whole.numel == Shape.of(model).total_params, folder.name
         assert sum(_by_part(whole).values()) == whole.numel
 
 
 @pytest.mark.parametrize(("name", "billions", "active"), [("Flash", 284.3, 13.6), ("Pro", 1573.0, 49.3)])
 def test_totals_of_deepseek_v4(name: str, billions: float, active: float, shared_data: Path) -> None:
-    shape = Shape.of(shared_data / "configs" / f"deepseek-ai--DeepSeek-V4-{name}")
+    folder = shared_data / "configs" / f"deepseek-ai--DeepSeek-V4-{name}"
+    shape = Shape.of(described_tree(json.loads((folder / "config.json").read_text())))
     assert round(shape.total_params / 1e9, 1) == billions
     assert round(shape.active_params / 1e9, 1) == active
 
 
 @pytest.mark.parametrize("ep", [1, 2, 4])
 def test_adapters_of_experts_are_shared_by_the_ranks_that_hold_them(ep: int) -> None:
-    tree, rank = {"model_type": "qwen3_moe", **CONFIGS["qwen3_moe"]}, 8
+    tree, rank = described_tree({"model_type": "qwen3_moe", **CONFIGS["qwen3_moe"]}), 8
     _, plan = run_of({"ep": ep}, lora={"rank": rank}, model={"path": "m", "weights": "load"})
     (weights,), (whole,) = weights_of_run(plan, tree), weights_of_run(run_of({})[1], tree)
     adapted = [kind for kind in whole.kinds if ".layers." in kind.name and len(kind.whole) > 1]
@@ -178,25 +213,14 @@ def test_adapters_of_experts_are_shared_by_the_ranks_that_hold_them(ep: int) -> 
 
 def test_parts_of_a_model() -> None:
     _, plan = run_of({})
-    (whole,) = weights_of_run(plan, MODELS["deepseek_v3"])
-    shape = Shape.of(MODELS["deepseek_v3"])
-    parts = _by_part(whole)
-    assert parts["routed experts"] == shape.routed_experts
-    assert parts["shared experts"] == shape.shared_experts
-    assert parts["attention"] == shape.attention
-    assert parts["dense MLP"] == shape.dense_mlp
-    assert parts["router"] == shape.router
+    model = described_tree(MODELS["deepseek_v3"])
+    (whole,) = weights_of_run(plan, model)
+    assert _by_part(whole) == Shape.of(model).parts
     assert part_of("model.layers.N.self_attn.q_a_layernorm.weight") == "norms"
 
 
-@pytest.mark.parametrize(
-    ("model_type", "part"),
-    [
-        ("qwen2_moe", "attention and the MLPs between its experts"),
-        ("bert", "the layers"),
-    ],
-)
-def test_a_type_that_is_not_known_names_the_part(model_type: str, part: str) -> None:
-    _, plan = run_of({})
-    with pytest.raises(ConfigError, match=f"of model_type {model_type} {part} are not known"):
-        weights_of_run(plan, {**CONFIGS["llama"], "model_type": model_type})
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "bert"])
+def test_a_type_whose_activations_are_not_known(model_type: str) -> None:
+    model = described_tree({**CONFIGS["llama"], "model_type": model_type})
+    with pytest.raises(ConfigError, match=f"model_type {model_type} cannot be planned by arithmetic"):
+        Shape.of(model)

@@ -14,10 +14,10 @@ from ds_finetune.cluster.doctor.needs import need_of
 from ds_finetune.config.hostfile import Host
 from ds_finetune.config.schema import read_config
 from ds_finetune.plan.estimate.states import DiskNeed, ModelSizes, RunEstimate
-from ds_finetune.plan.model_shape import Shape
 from ds_finetune.system.world import World
 from ds_finetune.trainer.prepare import prepare_run
 from ds_finetune.trainer.resolve import resolve_here
+from tests.described import described_tree
 from tests.model.tiny import CONFIGS
 from tests.running import tiny_task
 
@@ -58,7 +58,7 @@ def test_train_plan_and_doctor_agree(tmp_path: Path, layout: str) -> None:
     assert trained.sizes == planned.sizes
     assert trained.files == planned.files
     assert trained.state_bytes == planned.state_bytes
-    assert trained.sizes.total == Shape.of(tmp_path / "model").total_params
+    assert trained.sizes.total == described_tree(tree).tensors.numel
     assert (need.rank_bytes, need.gpu_bytes) == (trained.host_bytes, trained.gpu_bytes)
     disks = [trained.disk(ranks=host.slots, is_first_host=host is hosts[0]).num_bytes for host in hosts]
     assert list(need.disk_bytes.values()) == disks

@@ -19,6 +19,7 @@ from ds_finetune.plan.kernels import ChosenKernels
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
+from tests.described import described_tree
 from tests.model.tiny import CONFIGS
 from tests.plan.estimate.test_activation_memory import config as wider_config
 from tests.plan.estimate.tracked import Tracked, track
@@ -46,7 +47,9 @@ def estimate(
     run |= {"rollout": {"prompts_per_step": rows}, "rewards": ["number"]}
     config = RunConfig.model_validate(run)
     plan = make_plan(RunSettings.of(config), world=World(0, 1, 0, 1, "a test"), device="cuda")
-    return estimate_memory(replace(plan, kernels=ChosenKernels(kernels, "a test")), tree, teacher=teacher)
+    return estimate_memory(
+        replace(plan, kernels=ChosenKernels(kernels, "a test")), described_tree(tree, teacher=teacher)
+    )
 
 
 def bytes_at(planned: MemoryEstimate, moment: Moment) -> int:

@@ -17,13 +17,13 @@ from transformers import PreTrainedModel
 
 from ds_finetune.config.objectives import ObjectiveConfig
 from ds_finetune.config.sections import LoraConfig
-from ds_finetune.families.tensors import model_tensors
 from ds_finetune.features.teacher import DistilledModel
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.foreign.torch_nn import fake_tensors
 from ds_finetune.model.activation_memory import install_tiled_mlps, recompute_layers
 from ds_finetune.model.adapters.lora import AdapterPlacement, install_lora
 from ds_finetune.model.attention.compressed_layout import entries_of, tokens_of
+from ds_finetune.model.build.meta_model import read_tensors
 from ds_finetune.model.build.skeleton import build_skeleton, whole
 from ds_finetune.model.fused import install
 from ds_finetune.model.fused.install import install_fused
@@ -161,7 +161,7 @@ def _with_head(
     lm = build_skeleton(hf_config, attention="sdpa", dtype=DTYPES[precision], device="cpu")
     chunk = head_chunk(hf_config.vocab_size, precision=precision, device="cuda")
     if lora is not None:
-        every = targets_among(model_tensors(dict(tree)).named())
+        every = targets_among(read_tensors(hf_config).shapes())
         install_lora(lm, adapted_targets(every, lora), lora, seed=0, placement=AdapterPlacement(whole))
     install_loss_head(lm, kernel=partial(chunked_cross_entropy, chunk=chunk), objective=objective)
     return lm

@@ -12,7 +12,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import FinetuneError
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.model.build.model_plan import ModelPlan
-from ds_finetune.plan.config_json import read_config_json
+from ds_finetune.model.build.planned_model import model_of_run
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.search.candidates import ACTIVATIONS, STAGES, Candidate, Candidates, Ranks, check_run
 from ds_finetune.plan.search.layout import OFFLOADS, Layout, Sizes
@@ -48,7 +48,7 @@ def _config(folder: str, **sections: Any) -> RunConfig:
 
 
 def _candidates(config: RunConfig, ranks: Ranks) -> Candidates:
-    return Candidates(RunSettings.of(config), read_config_json(config.model.path), ranks)
+    return Candidates(RunSettings.of(config), model_of_run(RunSettings.of(config)), ranks)
 
 
 def _model_of(candidate: Candidate) -> ModelPlan:
@@ -60,7 +60,7 @@ def _check(name: str, changes: dict[str, Any], folder: str, *, number: int, most
     """`train` accepts layouts that are drawn for each parallel size, of `most` sizes."""
     rng, config = random.Random(f"{name} {number}"), _config(folder, **changes)
     try:
-        check_run(RunSettings.of(config), read_config_json(config.model.path))
+        check_run(RunSettings.of(config), model_of_run(RunSettings.of(config)))
     except FinetuneError:
         # What the search refuses in every layout, `train` refuses on one rank too.
         assert not _accepted(config, Layout(Sizes(), 1, "none", 1, ACTIVATIONS[0]), Ranks(1, 1, "cuda"))

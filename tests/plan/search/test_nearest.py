@@ -17,9 +17,10 @@ from ds_finetune.plan.search.fitting import (
 )
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
+from tests.described import described_tree
 
-_WIDE = MODEL | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
-_LARGE = MODEL | {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
+_WIDE = described_tree(MODEL | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8})
+_LARGE = described_tree(MODEL | {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32})
 _RANKS = 4
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ds_finetune.cli.main import main
 from ds_finetune.config.schema import RunConfig, read_config
-from ds_finetune.plan.config_json import read_config_json
+from ds_finetune.model.build.planned_model import model_of_run
 from ds_finetune.plan.estimate.memory import estimate_memory, least_bytes_of_stages
 from ds_finetune.plan.search import search as search_module
 from ds_finetune.plan.search.candidates import ACTIVATIONS, Candidates, Ranks
@@ -32,7 +32,7 @@ def _search(tmp_path: Path, name: str, *, ranks: int, per_node: int) -> Search:
     tree: dict[str, Any] = {"model": str(tmp_path), "data": {"train": "t.jsonl"}, "output_dir": "o"}
     tree["train"] = {"for": "1 steps", "global_batch_size": 8, "max_seq_len": 64, "precision": "bf16"}
     config = RunConfig.model_validate(tree)
-    legal = Candidates(RunSettings.of(config), read_config_json(str(tmp_path)), Ranks(ranks, per_node, "cuda"))
+    legal = Candidates(RunSettings.of(config), model_of_run(RunSettings.of(config)), Ranks(ranks, per_node, "cuda"))
     return Search(legal, Budget(PLENTY, PLENTY))
 
 
@@ -117,8 +117,8 @@ RUNS = {
 def test_few_layouts_of_256_gpus_are_estimated(shared_data: Path) -> None:
     model = str(shared_data / "configs" / RUNS["deepseek_v3"])
     file = ROOT / "ds_configs" / "runs" / "deepseek_v3.yaml"
-    config = read_config(file, [f"model={model}", "parallel={}", "train.global_batch_size=512"])
-    result = search_layouts(RunSettings.of(config), target_of(Request("h100-80g", 256)))
+    run = RunSettings.of(read_config(file, [f"model={model}", "parallel={}", "train.global_batch_size=512"]))
+    result = search_layouts(run, target_of(Request("h100-80g", 256)), model_of_run(run))
     assert len(result.proposals) == LISTED
     assert result.num_tried < 20 < result.num_compared
 

@@ -1,0 +1,53 @@
+"""The names and shapes of a model's tensors, read off its modules on torch's meta device, where they take no memory."""
+
+from functools import partial
+
+from transformers import PretrainedConfig
+
+from ds_finetune.config.sections import ParallelConfig
+from ds_finetune.errors import FinetuneError, ModelError
+from ds_finetune.families.table import family_of
+from ds_finetune.model.build.skeleton import Task
+from ds_finetune.model.mtp import mtp_layers
+from ds_finetune.model.parallel.pipeline import build_meta_model, has_tied_head
+from ds_finetune.model.parallel.sharding import tensor_of
+from ds_finetune.plan.layer_stages import StageLayers, stages_of
+from ds_finetune.plan.model_tensors import DescribedModel, ModelTensors
+
+
+def read_tensors(hf_config: PretrainedConfig, task: Task = "causal_lm") -> ModelTensors:
+    """The tensors of a model of `hf_config`; ModelError where the model cannot be built."""
+    try:
+        lm = build_meta_model(hf_config, task)
+    except FinetuneError:
+        raise
+    except Exception as broken:
+        reason = " ".join(f"{type(broken).__name__}: {broken}".split())
+        raise ModelError(
+            f"a model of model_type `{hf_config.model_type}` cannot be built from its config.json: {reason}",
+            hint="take the config.json published with the model",
+        ) from broken
+    is_transposed = family_of(hf_config.model_type).transposed_experts
+    tensors = {
+        name: tensor_of(name, tuple(parameter.shape), has_transposed_experts=is_transposed)
+        for name, parameter in lm.named_parameters()
+    }
+    return ModelTensors(tensors, has_tied_head(lm), len(mtp_layers(hf_config)))
+
+
+def described(
+    hf_config: PretrainedConfig, task: Task = "causal_lm", *, teacher: PretrainedConfig | None = None
+) -> DescribedModel:
+    """The model of `hf_config` and a live teacher."""
+    return DescribedModel(
+        hf_config.to_dict(),
+        partial(read_tensors, hf_config, task),
+        teacher=None if teacher is None else described(teacher),
+    )
+
+
+def layers_of_stages(
+    hf_config: PretrainedConfig, parallel: ParallelConfig, task: Task = "causal_lm"
+) -> tuple[StageLayers | None, ...]:
+    """`stages_of` a model that is built from `hf_config`; (None,) without pipeline parallelism."""
+    return stages_of(read_tensors(hf_config, task), parallel) if parallel.pp > 1 else (None,)

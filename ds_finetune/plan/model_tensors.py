@@ -1,0 +1,143 @@
+"""The names and shapes of a model's tensors, which the model's own modules give (`model/build/meta_model.py`)."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+EMBEDDING, HEAD, SCORE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
+_LAYER = re.compile(r"(?P<stack>.+?\.layers?)\.(?P<number>\d+)\.(?P<name>.+)")
+_PARTS = (
+    ("indexer", re.compile(r"\.self_attn\.(compressor\.)?indexer\.")),
+    (
+        "attention",
+        re.compile(
+            r"\.self_attn\.(compressor\.)?\w+_proj(_with_mqa)?\.|\.self_attn\.(sinks|compressor\.position_bias)$"
+        ),
+    ),
+    ("routed experts", re.compile(r"\.mlp\.experts\.")),
+    ("shared experts", re.compile(r"\.mlp\.shared_experts\.")),
+    ("router", re.compile(r"\.mlp\.(gate|router)\.")),
+    ("dense MLP", re.compile(r"\.mlp\.\w+_proj\.")),
+    ("multi-token prediction", re.compile(r"\.(eh|e|h)_proj\.")),
+    ("hyper-connections", re.compile(r"(attn|ffn)_hc\.|\.hc_head\.|\.mtp\.hc_head\.")),
+    ("norms", re.compile(r"norm")),
+    ("embedding", re.compile(r"embed_tokens")),
+    ("head", re.compile(r"^(lm_head|score)\.")),
+)
+
+
+@lru_cache(maxsize=4096)
+def part_of(name: str) -> str:
+    """The part of a model that a tensor belongs to, by its full name: attention, dense MLP, routed experts, ...; empty
+    for a name of no known part.
+    """
+    return next((part for part, pattern in _PARTS if pattern.search(name)), "")
+
+
+class FullTensor(NamedTuple):
+    """A parameter of a model, and how tensor and expert parallelism divide it (`model/parallel/sharding.py`)."""
+
+    shape: tuple[int, ...]
+    dim: int | None = None
+    """The dimension that tensor parallel ranks divide; None where each of them has the full tensor."""
+    is_routed: bool = False
+    """Whether it is a tensor of all routed experts, which expert parallel ranks divide along dimension 0."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full tensor."""
+        return prod(self.shape)
+
+    def local(self, *, tp: int, ep: int) -> tuple[int, ...]:
+        """Shape of the shard of a rank."""
+        local = list(self.shape)
+        if self.is_routed:
+            local[0] //= ep
+        if self.dim is not None:
+            local[self.dim] //= tp
+        return tuple(local)
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Layers that have the same tensors."""
+
+    stack: str
+    """Name of the list of layers, such as `model.layers`."""
+    tensors: tuple[tuple[str, FullTensor], ...]
+    """By their names within a layer."""
+    is_prediction: bool
+    """Whether it is a multi-token prediction layer."""
+
+    @cached_property
+    def is_sparse(self) -> bool:
+        """Whether the layer has routed experts."""
+        return any(tensor.is_routed for _, tensor in self.tensors)
+
+    @cached_property
+    def has_indexer(self) -> bool:
+        """Whether the layer chooses the tokens that it attends to."""
+        return any(".indexer." in name for name, _ in self.tensors)
+
+
+@dataclass(frozen=True)
+class ModelTensors:
+    """All parameters of a model, those of multi-token prediction layers that are trained among them."""
+
+    by_name: Mapping[str, FullTensor]
+    """In the model's order; a tied head is not there."""
+    is_tied: bool = False
+    """Whether the head is the embedding."""
+    num_predictions: int = 0
+    """Number of multi-token prediction layers, which are the last layers."""
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the model."""
+        return sum(tensor.numel for tensor in self.by_name.values())
+
+    @cached_property
+    def layers(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        found: dict[tuple[str, str], list[tuple[str, FullTensor]]] = {}
+        for name, tensor in self.by_name.items():
+            if layer := _LAYER.match(name):
+                found.setdefault((layer["stack"], layer["number"]), []).append((layer["name"], tensor))
+        first = len(found) - self.num_predictions
+        kinds = (LayerKind(stack, tuple(own), n >= first) for n, ((stack, _), own) in enumerate(found.items()))
+        known: dict[LayerKind, LayerKind] = {}
+        return tuple(known.setdefault(kind, kind) for kind in kinds)
+
+    @cached_property
+    def ends(self) -> Mapping[str, FullTensor]:
+        """Tensors outside of layers by their full names: embedding, last norm, and head or score head."""
+        return {name: tensor for name, tensor in self.by_name.items() if not _LAYER.match(name)}
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Full name and shape of every parameter."""
+        return ((name, tensor.shape) for name, tensor in self.by_name.items())
+
+
+class DescribedModel(dict[str, Any]):
+    """config.json of a model, which nothing changes, with the names and shapes of the model's tensors."""
+
+    def __init__(
+        self, config: Mapping[str, Any], build: Callable[[], ModelTensors], *, teacher: "DescribedModel | None" = None
+    ) -> None:
+        super().__init__(config)
+        self._build, self.teacher = build, teacher
+
+    @cached_property
+    def tensors(self) -> ModelTensors:
+        """All parameters; the model is built without memory at the first use. ModelError where it cannot be built."""
+        return self._build()
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        """What is the same of two models that are alike."""
+        text = json.dumps(self, sort_keys=True, default=str)
+        return text, self.tensors.num_predictions, self.tensors.by_name.get(SCORE_HEAD)

@@ -1,0 +1,99 @@
+"""Plans follow from the tensors that a model's own modules have, also those of a family that another package adds."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ds_finetune.cli.main import main
+from ds_finetune.config.sections import LoraConfig
+from ds_finetune.families import table
+from ds_finetune.families.family import Family
+from ds_finetune.foreign.auto_configs import CONFIG_MAPPING, AutoConfig
+from ds_finetune.foreign.auto_models import AutoModelForCausalLM
+from ds_finetune.foreign.torch_nn import fake_tensors
+from ds_finetune.model.adapters.lora import AdapterPlacement, install_lora
+from ds_finetune.model.adapters.lora_plan import plan_lora
+from ds_finetune.model.build.skeleton import build_skeleton, whole
+from ds_finetune.plan.estimate.rank_weights import lora_targets
+from tests.described import described_tree
+from tests.model.tiny import CONFIGS
+
+
+class GatedConfig(LlamaConfig):
+    model_type = "gated_llama"
+
+
+class GatedForCausalLM(LlamaForCausalLM):
+    """Llama whose layers have a projection more."""
+
+    config_class = GatedConfig
+
+    def __init__(self, config: GatedConfig) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.self_attn.g_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
+
+
+@pytest.fixture
+def gated(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """config.json of a family that is in no table of this package."""
+    row = Family("gated_llama", has_lora=True)
+    monkeypatch.setattr(table, "FAMILIES", {**table.FAMILIES, "gated_llama": row})
+    AutoConfig.register("gated_llama", GatedConfig)
+    AutoModelForCausalLM.register(GatedConfig, GatedForCausalLM)
+    yield {"model_type": "gated_llama", **CONFIGS["llama"], "num_hidden_layers": 4}
+    CONFIG_MAPPING._extra_content.pop("gated_llama")
+    AutoModelForCausalLM._model_mapping._extra_content.pop(GatedConfig)
+
+
+def plan_of(folder: Path, model: dict[str, Any], *options: str) -> int:
+    """Exit code of `plan` of a run of the model whose config.json is given, on two GPUs."""
+    (folder / "config.json").write_text(json.dumps(model))
+    run = {"model": str(folder), "data": {"train": "t.jsonl", "cache_dir": str(folder / "cache")}}
+    run |= {"output_dir": "o", "train": {"global_batch_size": 8, "max_seq_len": 32, "precision": "bf16"}}
+    (folder / "run.yaml").write_text(json.dumps(run | {"deepspeed": {"zero_optimization": {"stage": 1}}}))
+    return main(["plan", str(folder / "run.yaml"), "--gpus", "2", "--gpu", "h100-80g", *options])
+
+
+def test_a_family_of_another_package_is_planned(
+    tmp_path: Path, gated: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(**gated))
+    assert plan_of(tmp_path, gated, "--json") == 0
+    tree = json.loads(capsys.readouterr().out)
+    rows = {row["name"]: row["num_bytes"] for row in tree["memory"]["rows"]}
+    assert rows["weights"] == 2 * lm.num_parameters()
+    assert plan_of(tmp_path, gated, "--json", "lora.rank=8", "lora.target_modules=[g_proj]") == 0
+    tree, hidden = json.loads(capsys.readouterr().out), gated["hidden_size"]
+    moments = {row["name"]: row["num_bytes"] for row in tree["memory"]["rows"]}["moments"]
+    assert moments == 8 * 4 * 8 * (hidden + 3 * hidden) / 2, "two in fp32 of a number, of four adapters, on two ranks"
+
+
+def test_a_model_that_cannot_be_built_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """torch refuses an embedding whose padding token is not in it."""
+    tree = {"model_type": "llama", **CONFIGS["llama"], "pad_token_id": 100_000}
+    assert plan_of(tmp_path, tree) == 2
+    shown = capsys.readouterr().err
+    assert "a model of model_type `llama` cannot be built from its config.json" in shown
+    assert "Padding_idx must be within num_embeddings" in shown
+
+
+@pytest.mark.parametrize(
+    ("pattern", "trained"), [(r"model\.layers\.[0-9]\.self_attn\.q_proj", 819_200), (".*", 235_311_104)]
+)
+def test_adapters_by_a_pattern_are_those_that_are_installed(pattern: str, trained: int, shared_data: Path) -> None:
+    tree = json.loads((shared_data / "configs" / "deepseek-ai--DeepSeek-V2-Lite" / "config.json").read_text())
+    hf_config, lora = AutoConfig.for_model(**tree), LoraConfig(rank=16, target_modules=(pattern,))
+    with fake_tensors():
+        lm = build_skeleton(hf_config, attention="sdpa", dtype=torch.bfloat16, device="cpu")
+        install_lora(lm, plan_lora(hf_config, lora).targets, lora, seed=0, placement=AdapterPlacement(whole))
+    assert sum(param.numel() for param in lm.parameters() if param.requires_grad) == trained
+    planned = lora_targets(described_tree(tree), lora)
+    assert sum(target.num_params(lora.rank) for target in planned) == trained
