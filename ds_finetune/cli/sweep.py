@@ -1,4 +1,4 @@
-"""`ds-finetune sweep`, `lr-range` and `scaling`: one run file with many values, learning rates, or numbers of ranks."""
+"""`ds-finetune sweep` and `scaling`: one run file with many values, learning rates, or numbers of ranks."""
 
 import argparse
 from collections.abc import Iterator
@@ -7,13 +7,13 @@ from pathlib import Path
 
 from rich.table import Table
 
-from ds_finetune.cli.arguments import Arguments, Commands, add_command, add_run_command, positive
+from ds_finetune.cli.arguments import Arguments, Commands, add_command, add_overrides, add_run_command, positive
 from ds_finetune.console.tables import OUT, show_line, show_pairs
-from ds_finetune.errors import INTERRUPTED_EXIT_CODE
+from ds_finetune.errors import INTERRUPTED_EXIT_CODE, ConfigError
 
 
 def add_commands(commands: Commands) -> None:
-    """Add `scaling`, `sweep` and `lr-range`."""
+    """Add `scaling` and `sweep`."""
     text = "compare speed and losses on several numbers of ranks, and in several layouts"
     scaling = add_run_command(commands, "scaling", text, _scaling)
     text = "numbers of ranks; others are compared with the first"
@@ -24,13 +24,21 @@ def add_commands(commands: Commands) -> None:
     scaling.add_argument("--hostfile", metavar="FILE", help="start ranks on these hosts instead of this machine")
     scaling.add_argument("-o", "--out", default="scaling", metavar="FOLDER", help="new folder (default scaling)")
     sweep = add_command(commands, "sweep", "search for better values of run-file keys", _sweep)
-    sweep.add_argument("sweep", metavar="SWEEP.yaml", help="the sweep file")
-    test = add_run_command(commands, "lr-range", "show the loss over a rising learning rate", _lr_range)
-    test.add_argument("-o", "--out", default="lr_range", metavar="FOLDER", help="new folder (default lr_range)")
-    test.add_argument("--low", type=float, default=1e-8, help="first learning rate (default 1e-8)")
-    test.add_argument("--high", type=float, default=0.1, help="last learning rate (default 0.1)")
-    test.add_argument("--steps", type=positive, default=100, help="optimizer steps (default 100)")
-    test.add_argument("--ranks", type=positive, default=1, help="ranks on this machine (default 1)")
+    sweep.add_argument("file", metavar="FILE.yaml", help="the sweep file; with --lr-range the run file")
+    add_overrides(sweep)
+    text = "instead show the loss over a learning rate that rises from LOW to HIGH, such as 1e-8,0.1"
+    sweep.add_argument("--lr-range", type=_rates, metavar="LOW,HIGH", help=text)
+    sweep.add_argument("--steps", type=positive, help="optimizer steps of --lr-range (default 100)")
+    sweep.add_argument("--ranks", type=positive, help="ranks of --lr-range on this machine (default 1)")
+    sweep.add_argument("-o", "--out", metavar="FOLDER", help="new folder of --lr-range (default lr_range)")
+
+
+def _rates(text: str) -> tuple[float, float]:
+    try:
+        low, high = map(float, text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"`{text}` is not LOW,HIGH, such as 1e-8,0.1") from None
+    return low, high
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -73,38 +81,49 @@ def _scaling(arguments: Arguments) -> None:
     with _ended_by_signal():
         compared = compare_scaling(request, show_line)
     table = Table(*COLUMNS, box=None, padding=(0, 2, 0, 0))
-    for row in compared.rows:
+    for row in compared["rows"]:
         table.add_row(*table_row(row))
     OUT.print(table)
-    for name, reason in compared.failed:
+    for name, reason in compared["failed"].items():
         show_line(f"FAILED: {name}: {reason}")
-    show_line(f"report: {write_scaling_page(request.folder, arguments.run, compared)}")
+    show_line(f"report: {write_scaling_page(request.folder, compared)}")
 
 
 def _sweep(arguments: Arguments) -> None:
-    from ds_finetune.runs.experiments.sweep import run_sweep
+    if arguments.lr_range is not None:
+        _lr_range(arguments)
+        return
+    if given := [name for name in ("steps", "ranks", "out") if getattr(arguments, name) is not None]:
+        raise ConfigError(f"--{given[0]} belongs to --lr-range, and a sweep file has keys", hint="leave it out")
+    from ds_finetune.runs.experiments.pages import REPORT, value_text
+    from ds_finetune.runs.experiments.sweep import BEST, run_sweep
     from ds_finetune.runs.experiments.sweep_file import read_sweep
 
-    sweep = read_sweep(Path(arguments.sweep))
+    sweep = read_sweep(Path(arguments.file), arguments.overrides)
     with _ended_by_signal(f"interrupted; the same command continues the sweep in {sweep.output_dir}"):
-        result = run_sweep(sweep, show_line)
-    show_pairs("sweep", result.lines())
+        tree = run_sweep(sweep, show_line)
+    best, folder = tree["trials"][tree["best"]], Path(sweep.output_dir)
+    values = [(key, value_text(value)) for key, value in best["values"].items()]
+    files = [("run file", str(folder / BEST)), ("report", str(folder / REPORT))]
+    show_pairs("sweep", [("best trial", f"{best['number']}: {best['value']:.6g}"), *values, *files])
 
 
 def _lr_range(arguments: Arguments) -> None:
-    from ds_finetune.runs.experiments.lr_range import RangeRequest, run_range_test
+    from ds_finetune.runs.experiments.lr_range import RangeRequest, range_lines, run_range_test
     from ds_finetune.runs.experiments.pages import write_range_page
 
+    low, high = arguments.lr_range
     request = RangeRequest(
-        run_file=Path(arguments.run),
+        run_file=Path(arguments.file),
         overrides=tuple(arguments.overrides),
-        low=arguments.low,
-        high=arguments.high,
-        steps=arguments.steps,
-        ranks=arguments.ranks,
-        folder=Path(arguments.out),
+        low=low,
+        high=high,
+        steps=arguments.steps or 100,
+        ranks=arguments.ranks or 1,
+        folder=Path(arguments.out or "lr_range"),
     )
     with _ended_by_signal():
         found = run_range_test(request, show_line)
-    page = write_range_page(request.folder, arguments.run, found)
-    show_pairs("learning rates", [*found.lines(), ("report", str(page))])
+    page = write_range_page(request.folder, found)
+    hint = "as a hint: rates are often best well below these; compare some by a sweep"
+    show_pairs("learning rates", [*range_lines(found), ("use", hint), ("report", str(page))])

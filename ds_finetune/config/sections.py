@@ -220,7 +220,7 @@ class OptimConfig(Section):
     """Number that is added to Adam's denominator."""
     lr_scheduler: SchedulerName = "cosine"
     """Shape of the learning rate after warm-up. `wsd` stays at `lr` and decays in the last tenth. `exponential_rise`,
-    which `ds-finetune lr-range` uses, rises to `lr` without warm-up.
+    of `sweep` with `--lr-range`, rises to `lr` without warm-up.
     """
     warmup: WarmupText = "3%"
     """Linear warm-up: `N steps`, or a share of the run such as `3%`, rounded up."""

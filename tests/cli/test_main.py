@@ -221,7 +221,7 @@ def test_bash_completes_commands_and_options(
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_get_a_script_too(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["completion", shell]) == 0
-    assert "lr-range" in capsys.readouterr().out
+    assert "selftest" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", [[], ["train"]])

@@ -199,7 +199,9 @@ FLAGS: tuple[tuple[str, str], ...] = (
     ("sweep RUN", "is a run file, and a sweep needs a sweep file"),
     ("teach RUN", "OUT"),
     ("doctor --hostfile /no", "hostfile `/no` does not exist"),
-    ("lr-range RUN --from 1", "`--from`: no option of this command"),
+    ("sweep RUN --from 1", "`--from`: no option of this command"),
+    ("sweep RUN --ranks 2", "--ranks belongs to --lr-range"),
+    ("sweep RUN --lr-range 1e-8", "`1e-8` is not LOW,HIGH"),
     ("demo", "FOLDER"),
 )
 """Words after `ds-finetune`, and a part of what it prints."""

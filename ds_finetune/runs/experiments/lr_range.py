@@ -1,4 +1,4 @@
-"""`ds-finetune lr-range`: the loss over a learning rate that rises from step to step, as a report.
+"""`ds-finetune sweep RUN.yaml --lr-range`: the loss over a learning rate that rises from step to step.
 
 L. N. Smith, Cyclical Learning Rates for Training Neural Networks (arXiv 1506.01186), section 3.3. Nothing is set by it:
 with AdamW and warm-up it often points at too high a rate, and it changes with the seed and the batch.
@@ -6,7 +6,9 @@ with AdamW and warm-up it often points at too high a rate, and it changes with t
 
 import json
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from numpy.typing import NDArray
 from ds_finetune.config.schema import validate_tree
 from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import USER_ERROR_EXIT_CODE, ConfigError, OutputError, RunError
-from ds_finetune.runs.experiments.jobs import LOG, RUN, ChildRun, ExperimentJob, places, run_jobs, short_run
+from ds_finetune.runs.experiments.jobs import LOG, RUN, ExperimentRun, places, run_jobs, short_run
 
 RESULT = "lr_range.json"
 _SMOOTHING = 0.9
@@ -26,38 +28,11 @@ _LEAST_STEPS = 10
 
 
 @dataclass(frozen=True)
-class LrRange:
-    """Losses [n] of the steps and their smoothed values over learning rates [n], and what stands out."""
-
-    rates: tuple[float, ...]
-    losses: tuple[float, ...]
-    smoothed: tuple[float, ...]
-    steepest: float
-    """The rate at which the smoothed loss falls fastest over the logarithm of the rate."""
-    lowest: float
-    """The rate with the least smoothed loss."""
-    diverged: float | None
-    """The rate at which the test was ended, where the loss had grown."""
-
-    def lines(self) -> list[tuple[str, str]]:
-        """Names and texts for a table."""
-        least = min(self.smoothed)
-        rows = [
-            ("steepest fall", f"{self.steepest:.2e}"),
-            ("least loss", f"{self.lowest:.2e} (smoothed loss {least:.4f}, at the beginning {self.smoothed[0]:.4f})"),
-        ]
-        if self.diverged is not None:
-            rows.append(("diverged", f"{self.diverged:.2e} (smoothed loss {_DIVERGED:g} times the least)"))
-        rows.append(("use", "as a hint: rates are often best well below these; compare some by `ds-finetune sweep`"))
-        return rows
-
-
-@dataclass(frozen=True)
 class RangeRequest:
-    """Which rates are tested, in how many steps, with how many ranks, and where files go."""
+    """The run file with its overrides, the first and last rate, the number of steps and ranks, and a new folder."""
 
     run_file: Path
-    overrides: tuple[str, ...]
+    overrides: Sequence[str]
     low: float
     high: float
     steps: int
@@ -65,91 +40,83 @@ class RangeRequest:
     folder: Path
 
 
-def run_range_test(request: RangeRequest, say: Say) -> LrRange:
-    """Train for some steps while the rate rises exponentially, in a process of its own that saves nothing.
+def run_range_test(request: RangeRequest, say: Say) -> dict[str, Any]:
+    """Train for some steps while the rate rises exponentially, in a process of its own that saves nothing; returns the
+    content of `lr_range.json`.
 
     ConfigError and OutputError before anything is written, RunError where the run fails, and ConfigError again where it
     refuses its settings.
     """
-    tree = _tree(request)
-    if request.folder.exists():
-        raise OutputError(f"`{request.folder}` exists already", hint="name another folder")
-    place = places(ranks=request.ranks, parallel=1, hostfile=None, folder=request.folder)[0]
-    say(f"{request.steps} steps from {request.low:g} to {request.high:g}, in {request.folder}")
-    job = _RangeJob(request.folder, tree)
-    run_jobs(iter([job]), [place])
-    if job.reason and not job.is_diverged:
-        error = ConfigError if job.code == USER_ERROR_EXIT_CODE else RunError
-        raise error(f"the run failed: {job.reason}", hint=f"see {request.folder / LOG}")
-    loss, rate = job.metrics.curves["train/loss"], job.metrics.curves["optim/lr"]
-    is_number = np.isfinite(loss.values)
-    losses, rates = loss.values[is_number], rate.values[: len(loss)][is_number]
-    if len(losses) < _LEAST_STEPS:
-        raise RunError(f"only {len(losses)} steps had a finite loss", hint="lower --high, or raise --steps")
-    found = evaluate(rates, losses, is_diverged=job.is_diverged)
-    text = json.dumps({"format": 1, "run": str(request.run_file), **asdict(found)}, indent=1)
-    (request.folder / RESULT).write_text(f"{text}\n", encoding="utf-8")
-    shutil.rmtree(request.folder / RUN / "base", ignore_errors=True)
-    return found
-
-
-def _tree(request: RangeRequest) -> dict[str, Any]:
-    if not 0 < request.low < request.high:
-        raise ConfigError(
-            f"the learning rate would rise from {request.low:g} to {request.high:g}",
-            hint="choose --low above 0 and --high above --low",
-        )
-    if request.steps < _LEAST_STEPS:
-        raise ConfigError(f"--steps is {request.steps}: too few for a curve", hint=f"take {_LEAST_STEPS} or more")
-    tree = short_run(request.run_file, request.overrides, steps=request.steps, output_dir=request.folder / RUN)
-    own = {"lr": request.high, "lr_scheduler": "exponential_rise", "min_lr_ratio": request.low / request.high}
+    low, high, steps, folder = request.low, request.high, request.steps, request.folder
+    if not 0 < low < high:
+        hint = "choose LOW above 0 and HIGH above LOW"
+        raise ConfigError(f"the learning rate would rise from {low:g} to {high:g}", hint=hint)
+    if steps < _LEAST_STEPS:
+        raise ConfigError(f"--steps is {steps}: too few for a curve", hint=f"take {_LEAST_STEPS} or more")
+    tree = short_run(request.run_file, request.overrides, steps=steps, output_dir=folder / RUN)
+    own = {"lr": high, "lr_scheduler": "exponential_rise", "min_lr_ratio": low / high}
     tree["optim"] = {**{key: value for key, value in tree.get("optim", {}).items() if key != "warmup"}, **own}
     validate_tree(tree, {}, str(request.run_file))
+    if folder.exists():
+        raise OutputError(f"`{folder}` exists already", hint="name another folder")
+    hardware = places(ranks=request.ranks, parallel=1, hostfile=None)
+    say(f"{steps} steps from {low:g} to {high:g}, in {folder}")
+    run = ExperimentRun(folder, tree)
+    run_jobs(iter([partial(run.train, should_stop=lambda: _has_grown(run))]), hardware)
+    is_diverged = _has_grown(run)
+    if run.reason and not is_diverged:
+        error = ConfigError if run.code == USER_ERROR_EXIT_CODE else RunError
+        raise error(f"the run failed: {run.reason}", hint=f"see {folder / LOG}")
+    loss, rate = run.metrics.curves["train/loss"].values, run.metrics.curves["optim/lr"].values
+    is_number = np.isfinite(loss)
+    if is_number.sum() < _LEAST_STEPS:
+        raise RunError(f"only {is_number.sum()} steps had a finite loss", hint="lower HIGH, or raise --steps")
+    found = evaluate(rate[: len(loss)][is_number], loss[is_number], is_diverged=is_diverged)
+    tree = {"format": 1, "run": str(request.run_file), **found}
+    (folder / RESULT).write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+    shutil.rmtree(folder / RUN / "base", ignore_errors=True)
     return tree
 
 
-class _RangeJob(ExperimentJob):
-    """The run of the test, which is ended where the loss has grown."""
-
-    is_diverged = False
-
-    def progressed(self, child: ChildRun) -> None:
-        """End the run where the loss has grown."""
-        curve = child.metrics.curves.get("train/loss")
-        if curve is None or len(curve) < _LEAST_STEPS or self.is_diverged:
-            return
-        values = _average(curve.values)
-        if not np.isfinite(values).all() or values[-1] > _DIVERGED * values.min():
-            self.is_diverged = True
-            child.stop()
+def _has_grown(run: ExperimentRun) -> bool:
+    """Whether the loss is no number, or its average has grown far above its least value."""
+    curve = run.metrics.curves.get("train/loss")
+    if curve is None or len(curve) < _LEAST_STEPS:
+        return False
+    averages = _average(curve.values)
+    return not np.isfinite(averages).all() or bool(averages[-1] > _DIVERGED * averages.min())
 
 
 def _average(losses: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Exponential moving average of the losses [n], without the bias to zero of its beginning; NaN stays NaN.
+    """Exponential moving average of the losses [n], without the bias to zero of its beginning."""
+    weights = _SMOOTHING ** np.arange(len(losses))
+    return np.convolve(losses, weights)[: len(losses)] / np.cumsum(weights)
 
-    It looks at no later step, so that the test knows where to end while it runs.
+
+def evaluate(rates: NDArray[np.float64], losses: NDArray[np.float64], *, is_diverged: bool) -> dict[str, Any]:
+    """What stands out of losses [n] over rising rates [n]: the rate at which the smoothed loss falls fastest over the
+    logarithm of the rate, that with the least smoothed loss, and that at which the loss had grown.
     """
-    averages = np.full(len(losses), np.nan)
-    total = norm = 0.0
-    for index, value in enumerate(losses):
-        if np.isfinite(value):
-            total, norm = _SMOOTHING * total + (1 - _SMOOTHING) * value, _SMOOTHING * norm + 1 - _SMOOTHING
-            averages[index] = total / norm
-    return averages
-
-
-def evaluate(rates: NDArray[np.float64], losses: NDArray[np.float64], *, is_diverged: bool) -> LrRange:
-    """What stands out of losses [n] over rising rates [n]."""
     smoothed = _average(losses)
     slopes = np.gradient(smoothed, np.log(rates))
     lowest = int(np.argmin(smoothed))
     # Slopes of the first steps are those between averages of few steps; beyond the least loss, of one that has grown.
     first = min(_LEAST_STEPS, lowest)
-    return LrRange(
-        rates=tuple(rates.tolist()),
-        losses=tuple(losses.tolist()),
-        smoothed=tuple(smoothed.tolist()),
-        steepest=float(rates[first + int(np.argmin(slopes[first : lowest + 1]))]),
-        lowest=float(rates[lowest]),
-        diverged=float(rates[-1]) if is_diverged else None,
-    )
+    steepest = first + int(np.argmin(slopes[first : lowest + 1]))
+    return {
+        "rates": rates.tolist(),
+        "losses": losses.tolist(),
+        "smoothed": smoothed.tolist(),
+        "steepest": float(rates[steepest]),
+        "lowest": float(rates[lowest]),
+        "diverged": float(rates[-1]) if is_diverged else None,
+    }
+
+
+def range_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Names and texts for a table."""
+    least = f"smoothed loss {min(found['smoothed']):.4f}, at the beginning {found['smoothed'][0]:.4f}"
+    rows = [("steepest fall", f"{found['steepest']:.2e}"), ("least loss", f"{found['lowest']:.2e} ({least})")]
+    if found["diverged"] is not None:
+        rows.append(("diverged", f"{found['diverged']:.2e} (smoothed loss {_DIVERGED:g} times the least)"))
+    return rows

@@ -1,131 +1,133 @@
-"""The schema of a sweep file, and `read_sweep`, which checks each value of the space against the run file."""
+"""The sweep file, and optuna's sampler, pruner and study that it describes."""
 
 import copy
+import inspect
 import json
+import math
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ds_finetune.config.invalid_keys import explain
-from ds_finetune.config.run_file import Lines, read_yaml, set_key
-from ds_finetune.config.schema import validate_tree
+from ds_finetune.config.run_file import apply_override, read_yaml, set_key
+from ds_finetune.config.schema import RunConfig, validate_tree
 from ds_finetune.config.sections import Section, short_form
-from ds_finetune.errors import ConfigError
+from ds_finetune.errors import ConfigError, DependencyError
+from ds_finetune.system.versions import check_versions
 
-Choice = bool | int | float | str | None | list[Any] | dict[str, Any]
+_SEQUENCES = ("BruteForceSampler", "GridSampler", "QMCSampler")
+"""Samplers that walk through one sequence, which their seed sets."""
+_OWN_KEYS = ("output_dir", "launch", "export")
+"""Sections that a trial's run file has from the sweep."""
+_Choice = bool | int | float | str | None | list[Any] | dict[str, Any]
+
+
+def import_optuna() -> Any:  # noqa: ANN401 - a module
+    """The package optuna; DependencyError where it is not installed."""
+    try:
+        import optuna
+    except ImportError:
+        raise DependencyError(
+            "sweeps need optuna, which is not installed", hint="pip install 'ds_finetune[sweep]'"
+        ) from None
+    check_versions("sweep")
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
 
 
 class Range(Section):
-    """Values of one key: `choices`, or the numbers from `low` to `high`."""
+    """Values of one key: `choices` of any kind, or the numbers from `low` to `high`, whole ones where both are."""
 
-    choices: Annotated[tuple[Choice, ...] | None, Field(min_length=1)] = None
-    """Values of any kind, as the run file has them."""
+    choices: Annotated[tuple[_Choice, ...] | None, Field(min_length=1)] = None
     low: int | float | None = None
-    """Least number."""
     high: int | float | None = None
-    """Greatest number; whole numbers are drawn where `low` and `high` are whole."""
     log: bool = False
-    """Draw by the logarithm, for learning rates."""
     step: int | float | None = None
-    """Distance of two neighbouring numbers; left out, 1 for whole numbers and none for others."""
 
     @model_validator(mode="after")
     def _is_one_kind(self) -> "Range":
-        given = sorted(self.model_fields_set - {"choices"})
+        given = self.model_fields_set - {"choices"}
         if (self.choices is not None and given) or (self.choices is None and None in (self.low, self.high)):
             raise ValueError("it should have either `choices`, or `low` and `high` (with `log` or `step`)")
-        if self.choices is not None:
-            return self
-        low, high = self.numbers
-        if not low < high:
-            raise ValueError(f"low is {low} and high is {high}: high should be greater")
-        if self.log and (low <= 0 or self.step is not None):
-            raise ValueError("with `log`, `low` should be above 0 and `step` left out")
-        if self.step is not None and not 0 < self.step <= high - low:
-            raise ValueError(f"step is {self.step}: it should be above 0 and at most {high - low}")
+        self.distribution()
         return self
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether whole numbers are drawn."""
-        return all(isinstance(number, int) for number in (self.low, self.high, self.step or 1))
-
-    @property
-    def numbers(self) -> tuple[float, float]:
-        """Least and greatest number of a range without choices."""
-        assert self.low is not None
-        assert self.high is not None
-        return self.low, self.high
-
-    def points(self) -> list[Any] | None:
-        """All values that optuna may draw, where they can be listed: choices are their JSON text, as optuna takes no
-        lists.
-        """
+    def distribution(self) -> Any:  # noqa: ANN401 - a class of optuna
+        """optuna's distribution; choices are their JSON text, since optuna takes no lists."""
+        optuna = import_optuna()
         if self.choices is not None:
-            return list(dict.fromkeys(json.dumps(choice) for choice in self.choices))
-        if self.log or (self.step is None and not self.is_whole):
+            texts = dict.fromkeys(json.dumps(choice) for choice in self.choices)
+            return optuna.distributions.CategoricalDistribution(tuple(texts))
+        is_whole = all(isinstance(number, int) for number in (self.low, self.high, self.step or 1))
+        kind = optuna.distributions.IntDistribution if is_whole else optuna.distributions.FloatDistribution
+        return kind(self.low, self.high, log=self.log, **({"step": self.step} if self.step is not None else {}))
+
+    def points(self) -> Sequence[Any] | None:
+        """All values that optuna may draw; None where they cannot be listed."""
+        drawn = self.distribution()
+        if self.choices is not None:
+            return drawn.choices
+        if drawn.step is None or drawn.log:
             return None
-        (low, high), step = self.numbers, self.step or 1
-        return [low + step * number for number in range(int((high - low) / step + 1e-9) + 1)]
+        return [drawn.low + drawn.step * number for number in range(round((drawn.high - drawn.low) / drawn.step) + 1)]
 
 
 class Choose(Section):
-    """A sampler or pruner of optuna by its name, with its options."""
+    """A class of `optuna.samplers` or `optuna.pruners` by its name, with its options."""
 
     model_config = ConfigDict(extra="allow")
 
     name: str
-    """Class in `optuna.samplers` or `optuna.pruners`."""
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Arguments of the class."""
-        return dict(self.model_extra or {})
 
 
 class SweepConfig(Section):
-    """The configuration of a sweep: which run file is varied, over which space, and how trials are started."""
+    """The keys of a sweep file, which docs/how-to/sweeps.md describes."""
 
     run: str
-    """The run file; its values hold where the space has none."""
     space: Annotated[dict[str, Range], Field(min_length=1)]
-    """Values of each dotted key of the run file, e.g. `optim.lr: {low: 1.0e-6, high: 1.0e-3, log: true}`."""
     output_dir: str
-    """Folder of the sweep: its study, a folder for each trial, `best.yaml` and `report.html`."""
     trials: int = Field(ge=1)
-    """Number of trials, those that were pruned or have failed among them."""
     metric: str = "eval/loss"
-    """A name of docs/reference/metrics.md; each record that has it is reported to the pruner."""
     direction: Literal["minimize", "maximize"] = "minimize"
-    """Whether the best trial has the least or the greatest value."""
     value: Literal["last", "best"] = "last"
-    """Which record of a trial counts: its last one, or its best one."""
     sampler: Annotated[Choose, BeforeValidator(short_form("name"))] = Choose(name="TPESampler")
-    """What draws the values of trials, by optuna's name, with options: `{name: TPESampler, multivariate: true}`."""
     pruner: Annotated[Choose, BeforeValidator(short_form("name"))] = Choose(name="NopPruner")
-    """What ends hopeless trials early, by optuna's name, e.g. `MedianPruner`; the default ends none."""
     seed: int = Field(default=0, ge=0)
-    """Seed of the sampler. All trials have the run file's own `train.seed`."""
-    repeats: int = Field(default=3, ge=0)
-    """Seeds with which the best run file is trained again, those after the run file's own; 0 trains nothing again."""
     ranks: int = Field(default=1, ge=1)
-    """Ranks of each trial."""
     parallel: int = Field(default=1, ge=1)
-    """Trials at the same time on this machine, each on GPUs of its own; with `hostfile` all slots are used."""
     hostfile: str | None = None
-    """Hosts whose slots the trials share; they see this folder under the same path."""
     max_failed: int = Field(default=3, ge=1)
-    """Failed trials in a row after which the sweep ends."""
+
+    def num_points(self) -> float:
+        """Points of a space that is searched point by point; infinite for other samplers and spaces."""
+        points = [values.points() for values in self.space.values()]
+        is_listed = self.sampler.name in ("BruteForceSampler", "GridSampler") and None not in points
+        return math.prod(len(each or ()) for each in points) if is_listed else math.inf
+
+    def values_of(self, drawn: dict[str, Any]) -> dict[str, Any]:
+        """Values of the run file for the parameters of a trial of optuna."""
+        return {key: json.loads(each) if self.space[key].choices else each for key, each in drawn.items()}
+
+    def run_tree(self, values: dict[str, Any], output_dir: Path) -> dict[str, Any]:
+        """The run file with `values` and a folder of its own."""
+        tree, _ = read_yaml(Path(self.run))
+        for key, value in values.items():
+            set_key(tree, {}, key, value, source=self.run)
+        return {**tree, "output_dir": str(output_dir)}
 
 
-def read_sweep(path: Path) -> SweepConfig:
+def read_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepConfig:
     """Read a sweep file; ConfigError names key and line, and the nearest legal key of the run file.
 
     Each value of `choices` and each end of a range is set in the run file by itself, and the result is checked as a run
     file is.
     """
     tree, lines = read_yaml(path)
+    for override in overrides:
+        apply_override(tree, lines, override)
     if "run" not in tree and {"model", "data"} <= tree.keys():
         raise ConfigError(
             f"{path} is a run file, and a sweep needs a sweep file that names it",
@@ -136,46 +138,71 @@ def read_sweep(path: Path) -> SweepConfig:
     except ValidationError as invalid:
         raise explain(invalid, SweepConfig, str(path), lines) from None
     base, base_lines = read_yaml(Path(sweep.run))
-    _check_free(sweep, path, lines)
-    validate_tree(copy.deepcopy(base), base_lines, sweep.run)
+    _check_metric(sweep, validate_tree(copy.deepcopy(base), base_lines, sweep.run))
     for key, values in sweep.space.items():
-        for value in values.choices or values.numbers:
+        source, section = f"{path} line {lines.get(('space', key), '?')}", key.split(".")[0]
+        if section in _OWN_KEYS:
+            raise ConfigError(
+                f"{source}: `{key}` is in the space, and the sweep sets `{section}` itself",
+                hint="leave it out of the space",
+            )
+        for value in values.choices or (values.low, values.high):
             changed = copy.deepcopy(base)
-            source = f"{path} line {lines.get(('space', key), '?')}"
             set_key(changed, dict(base_lines), key, value, source=source)
             validate_tree(changed, base_lines, f"{source}: with `{key}: {value}`, {sweep.run}")
     return sweep
 
 
-def _check_free(sweep: SweepConfig, path: Path, lines: Lines) -> None:
-    for key in sweep.space:
-        if key.split(".")[0] in _OWN_KEYS:
-            raise ConfigError(
-                f"{path} line {lines.get(('space', key), '?')}: `{key}` is in the space, and the sweep sets "
-                f"`{key.split('.')[0]}` itself",
-                hint="leave it out of the space",
-            )
+def _check_metric(sweep: SweepConfig, config: RunConfig) -> None:
+    """ConfigError where no record of a trial will have the metric, or a pruner would never see one."""
+    if not sweep.metric.startswith("eval/"):
+        return
+    if not config.data.held_out_sets:
+        raise ConfigError(
+            f"the sweep's metric is `{sweep.metric}`, and {sweep.run} has no `data.eval`",
+            hint="name held-out data in data.eval, or a metric of training such as train/loss",
+        )
+    if config.eval.every is None and "eval.every" not in sweep.space and sweep.pruner.name != "NopPruner":
+        raise ConfigError(
+            f"`pruner: {sweep.pruner.name}` needs values while a trial runs, and {sweep.run} has no `eval.every`: "
+            "held-out data is evaluated only at the end",
+            hint="set eval.every to e.g. `50 steps`, or leave `pruner` out",
+        )
 
 
-_OWN_KEYS = ("output_dir", "launch", "export")
-"""Sections that a trial's run file has from the sweep."""
+def make_sampler(sweep: SweepConfig, number: int) -> Any:  # noqa: ANN401 - of optuna
+    """The sampler of trial `number`.
 
-
-def trial_tree(sweep: SweepConfig, values: dict[str, object], output_dir: Path) -> dict[str, Any]:
-    """The run file of a trial: the sweep's run file with `values`, without exports, in a folder of its own.
-
-    The best run file is trained again with exports, so that trials need no place for them.
+    Its seed is the sweep's plus `number`, so that a sweep that was interrupted samples what it would have sampled.
     """
-    tree = best_tree(sweep, values, output_dir)
-    tree["export"] = {"at_end": False}
-    set_key(tree, {}, "eval.keep_best", False, source=sweep.run)
-    return tree
+    more: dict[str, Any] = {"seed": sweep.seed if sweep.sampler.name in _SEQUENCES else sweep.seed + number}
+    if sweep.sampler.name == "GridSampler":
+        more["search_space"] = {key: values.points() for key, values in sweep.space.items()}
+        if ranges := [key for key, points in more["search_space"].items() if points is None]:
+            raise ConfigError(
+                f"`sampler: GridSampler` needs a list of values, and `{ranges[0]}` of the space is a range",
+                hint=f"write `choices` for `{ranges[0]}`, or give it a `step`",
+            )
+    return _make(sweep.sampler, "sampler", more)
 
 
-def best_tree(sweep: SweepConfig, values: dict[str, object], output_dir: Path) -> dict[str, Any]:
-    """The sweep's run file with `values` and a folder of its own."""
-    tree, _ = read_yaml(Path(sweep.run))
-    for key, value in values.items():
-        set_key(tree, {}, key, value, source=sweep.run)
-    tree["output_dir"] = str(output_dir)
-    return tree
+def make_pruner(sweep: SweepConfig) -> Any:  # noqa: ANN401 - of optuna
+    """The pruner of the sweep."""
+    return _make(sweep.pruner, "pruner", {})
+
+
+def _make(choose: Choose, kind: str, more: dict[str, Any]) -> Any:  # noqa: ANN401 - of either base class
+    """An object of the class that `choose` names; ConfigError for an unknown name or options it does not take."""
+    optuna = import_optuna()
+    classes, options = getattr(optuna, f"{kind}s"), choose.model_extra or {}
+    names = [name for name in dir(classes) if name.lower().endswith(kind) and not name.startswith("Base")]
+    if choose.name not in names:
+        raise ConfigError(f"`{kind}: {choose.name}` is not in optuna.{kind}s", hint=f"known: {', '.join(names)}")
+    known = inspect.signature(made_of := getattr(classes, choose.name)).parameters
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            return made_of(**({name: value for name, value in more.items() if name in known} | options))
+    except (TypeError, ValueError, AttributeError) as wrong:
+        hint = f"its options: {', '.join(known)}"
+        raise ConfigError(f"`{kind}: {choose.name}` does not take {options}: {wrong}", hint=hint) from None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_finetune.runs.experiments.jobs import RUN, ExperimentJob, JobsInterruptedError, Place, run_jobs
+from ds_finetune.runs.experiments.jobs import RUN, ExperimentRun, JobsInterruptedError, Place, run_jobs
 
 _SAVES_SLOWLY = """
 import signal, sys, time
@@ -41,6 +41,6 @@ def test_only_a_second_request_kills_what_saves(tmp_path: Path, seconds: float, 
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(JobsInterruptedError):
-        run_jobs(iter([ExperimentJob(tmp_path, {"output_dir": str(tmp_path / RUN)})]), [Place(1)])
+        run_jobs(iter([ExperimentRun(tmp_path, {"output_dir": str(tmp_path / RUN)}).train]), [Place()])
     thread.join()
     assert (tmp_path / "saved").exists() is is_saved

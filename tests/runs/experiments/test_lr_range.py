@@ -3,19 +3,20 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import yaml
 
 from ds_finetune.errors import ConfigError, OutputError, RunError
-from ds_finetune.runs.experiments.lr_range import LrRange, RangeRequest, evaluate, run_range_test
+from ds_finetune.runs.experiments.lr_range import RangeRequest, evaluate, run_range_test
 from ds_finetune.runs.experiments.pages import write_range_page
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_range.py")))
 
 
-def run_test(folder: Path, **keys: object) -> LrRange:
+def run_test(folder: Path, **keys: object) -> dict[str, Any]:
     """A range test of a run file that evaluates and saves."""
     tree = {
         "model": "m",
@@ -32,10 +33,10 @@ def run_test(folder: Path, **keys: object) -> LrRange:
 def test_the_steepest_and_the_lowest_rate_are_found_and_a_growing_loss_ends_it(tmp_path: Path) -> None:
     found = run_test(tmp_path)
     # The stand-in's loss is least at 1e-2, and grows beyond it without end.
-    assert 1e-2 <= found.lowest < 0.2
-    assert found.steepest < found.lowest
-    assert found.diverged is not None
-    assert found.diverged < 10
+    assert 1e-2 <= found["lowest"] < 0.2
+    assert found["steepest"] < found["lowest"]
+    assert found["diverged"] is not None
+    assert found["diverged"] < 10
     run = yaml.safe_load((tmp_path / "out" / "run.yaml").read_text())
     assert run["optim"] == {
         "lr": 10.0,
@@ -47,9 +48,9 @@ def test_the_steepest_and_the_lowest_rate_are_found_and_a_growing_loss_ends_it(t
     assert "eval" not in run
     assert "eval" not in run["data"]
     written = json.loads((tmp_path / "out" / "lr_range.json").read_text())
-    assert written["losses"] == list(found.losses)
-    page = write_range_page(tmp_path / "out", "run.yaml", found).read_text()
-    assert f"{found.steepest:.2e}" in page
+    assert written["losses"] == found["losses"]
+    page = write_range_page(tmp_path / "out", found).read_text()
+    assert f"{found['steepest']:.2e}" in page
     assert page.count('class="plot"') == 1
 
 
@@ -60,7 +61,7 @@ def test_noise_of_the_first_steps_is_no_fall() -> None:
     losses[30:40] = np.linspace(5.0, 3.0, 10)
     losses[40:] = 3.0
     found = evaluate(rates, losses, is_diverged=False)
-    assert rates[30] <= found.steepest <= rates[45]
+    assert rates[30] <= found["steepest"] <= rates[45]
 
 
 def test_wrong_requests_are_refused_and_failed_runs_reported(tmp_path: Path) -> None:
