@@ -7,7 +7,7 @@ import pytest
 
 from ds_finetune.engine.devices import peak_bytes, restart_peak
 from ds_finetune.observers.record import StepRecord
-from ds_finetune.trainer.profiling import _PeakWithoutProfile
+from ds_finetune.trainer.profiling import without_peak_of_profile
 
 SIZE = 400 * 2**20
 NAME = "memory/peak_gib"
@@ -23,21 +23,14 @@ def test_a_peak_can_be_restarted() -> None:
     assert Path("/proc/self/clear_refs").exists()
 
 
-def _peaks(device: str, gib: list[float], *, first: int, last: int) -> list[float | None]:
+def _peaks(gib: list[float], *, first: int, last: int) -> list[float | None]:
     """The peaks of the records of steps, of which those from `first` to `last` are profiled."""
-    peak = _PeakWithoutProfile(device)
     records = [StepRecord(number, {NAME: value, "train/loss": 1.0}) for number, value in enumerate(gib, start=1)]
-    found = [
-        *peak.before(iter(records[: first - 1])),
-        *peak.during(iter(records[first - 1 : last])),
-        *peak.after(iter(records[last:])),
-    ]
+    found = list(without_peak_of_profile(iter(records), first, last))
     assert [record.step for record in found] == [record.step for record in records]
     return [record.values.get(NAME) for record in found]
 
 
 def test_profiled_steps_do_not_count_for_the_peak() -> None:
-    assert _peaks("cpu", [1.0, 1.2, 5.0, 5.0, 1.1, 1.4], first=3, last=4) == [1.0, 1.2, 1.2, 1.2, 1.2, 1.4]
-    assert _peaks("cpu", [5.0, 1.1], first=1, last=1) == [None, 1.1]
-    # A GPU's peak is that of tensors, of which a profile has none.
-    assert _peaks("cuda", [1.0, 1.2, 1.3], first=2, last=2) == [1.0, 1.2, 1.3]
+    assert _peaks([1.0, 1.2, 5.0, 5.0, 1.1, 1.4], first=3, last=4) == [1.0, 1.2, 1.2, 1.2, 1.2, 1.4]
+    assert _peaks([5.0, 1.1], first=1, last=1) == [None, 1.1]

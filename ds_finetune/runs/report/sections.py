@@ -43,7 +43,7 @@ _LONGEST_TEXT = 1500
 """Characters of a prompt or an answer at most."""
 _LONGEST_FILE = 100_000
 """Characters of a file at most."""
-_MOST_RANKS, _MOST_COLLECTIVES = 64, 12
+_MOST_RANKS = 64
 """Rows about profiled steps."""
 _MOST_CELLS = 16_384
 """Cells of a heat map of loads at most: DeepSeek-V3 has 58 layers of 256 experts."""
@@ -302,7 +302,7 @@ def profile_section(run: ReportedRun) -> ReportSection | None:
     if not summary:
         return None
     lead = "Seconds of a step by what the rank was doing; open profile/trace.json.gz in Perfetto for the timeline."
-    return ReportSection("profile", "Profiled steps", [_rank_table(summary), *_collective_table(summary)], lead)
+    return ReportSection("profile", "Profiled steps", [_rank_table(summary)], lead)
 
 
 def _rank_table(summary: Mapping[str, Any]) -> DataTable:
@@ -313,27 +313,11 @@ def _rank_table(summary: Mapping[str, Any]) -> DataTable:
             name,
             f"{mean['seconds']:.4f}",
             *(f"{mean['categories'][category]:.4f}" for category in categories),
-            f"{mean['communication']['hidden_seconds']:.4f}",
         )
         for name, mean in [*named, ("mean", summary["mean"])]
     ]
     caption = f"Mean of steps {summary['steps'][0]:,} to {summary['steps'][-1]:,}, in seconds"
-    return DataTable(caption, ("rank", "step", *categories, "hidden communication"), rows)
-
-
-def _collective_table(summary: Mapping[str, Any]) -> list[DataTable]:
-    rows = [
-        (
-            f"{row['kind']}, {len(row['ranks'])} ranks, {row['phase']}",
-            f"{row['calls']:.1f}",
-            f"{row['bytes'] / 1024:,.1f}",
-            f"{row['seconds']:.4f}",
-            f"{row['waiting_seconds']:.4f}",
-        )
-        for row in summary["collectives"][:_MOST_COLLECTIVES]
-    ]
-    columns = ("collective", "calls", "KiB", "seconds", "of them waiting")
-    return [DataTable("Collectives of a step, the longest first", columns, rows)] * bool(rows)
+    return DataTable(caption, ("rank", "step", *categories), rows)
 
 
 def expert_section(run: ReportedRun) -> ReportSection | None:

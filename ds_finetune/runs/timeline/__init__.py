@@ -1,1 +1,1 @@
-"""Where the time of optimizer steps goes: a trace of all ranks on one clock, and a summary in seconds."""
+"""Where the time of optimizer steps goes: torch.profiler's traces of all ranks on one clock, and a table of seconds."""

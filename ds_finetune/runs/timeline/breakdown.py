@@ -1,257 +1,165 @@
-"""Breaks the time of each step of a rank down: every moment counts once, in one phase and one category.
+"""Reads the trace of one rank, and breaks its steps down: every moment counts once, as one kind of work."""
 
-The summary of profiled steps is JSON; docs/reference/timeline.md describes it.
-"""
-
-import socket
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from ds_finetune.engine.phases import BACKWARD, EVALUATION, FORWARD, OFFLOAD, OPTIMIZER, SAMPLING, STEP
-from ds_finetune.runs.timeline.clock import ClockAlignment, Span, Spans, difference, intersection, seconds_in, union
-from ds_finetune.runs.timeline.device_trace import Activity, DeviceTrace, phase_at
-from ds_finetune.runs.timeline.recorder import CHECKPOINT, DATA, Communication, Meeting, PhaseSpan, Recorder
+from ds_finetune.runs.timeline.annotations import CHECKPOINT, DATA, SEPARATOR, WAIT
 
-AFTER = "after the step"
-"""The phase of what no other phase holds: metrics, logs, exports."""
-PHASES = (DATA, FORWARD, BACKWARD, OPTIMIZER, STEP, EVALUATION, SAMPLING, CHECKPOINT, AFTER)
 COMPUTE, COMMUNICATION, WAITING, OTHER = "compute", "communication", "waiting", "other"
-CATEGORIES = (COMPUTE, COMMUNICATION, WAITING, DATA, OFFLOAD, CHECKPOINT, OTHER)
-_COMPUTING = (FORWARD, BACKWARD, OPTIMIZER, EVALUATION, SAMPLING)
-_ALWAYS = (0, 2**63)
-PhaseTable = dict[str, dict[str, float]]
-"""Seconds by phase and category."""
-_VERSION = 1
-_SUMS = ("calls", "bytes", "seconds", "waiting_seconds")
-Tree = dict[str, Any]
-"""A JSON object."""
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Where the time of one step of one rank went, in seconds.
-
-    `hidden` is the part of `communicating`, all time with a collective under way, in which the rank computed.
-    """
-
-    step: int
-    seconds: float
-    table: PhaseTable
-    communicating: float
-    hidden: float
-
-    def of_category(self, category: str) -> float:
-        """Seconds of a category over all phases."""
-        return sum(row[category] for row in self.table.values())
-
-
-@dataclass(frozen=True)
-class RankSpans:
-    """The times of one rank by phase and by what it did."""
-
-    phases: Mapping[str, Spans]
-    """The innermost phase of each moment."""
-    computing: Mapping[str, Spans]
-    communicating: Mapping[str, Spans]
-    """Times, by phase, in which a collective keeps the rank from computing unless `computing` says otherwise."""
-    under_way: Spans
-    """Times with any collective under way."""
-    waiting: Spans
-    offloading: Mapping[str, Spans]
-    is_compute_first: bool
-    """Whether a moment in `computing` and `communicating` counts as compute: on a GPU both run at the same time."""
+KINDS = (COMPUTE, COMMUNICATION, WAITING, DATA, OFFLOAD, CHECKPOINT, OTHER)
+_KIND_OF_PHASE = {
+    **dict.fromkeys((FORWARD, BACKWARD, OPTIMIZER, EVALUATION, SAMPLING), COMPUTE),
+    **{STEP: OTHER, DATA: DATA, OFFLOAD: OFFLOAD, CHECKPOINT: CHECKPOINT},
+}
+HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_TORCHS_OWN = ("gloo:", "nccl:")
+"""Prefixes of torch's own slices of collectives, which do not nest on a thread; the program annotates them already."""
+_MATCHED = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "all_to_all", "all_to_allv", "barrier")
+"""Names of NCCL's kernels in which all ranks of a group take part; those of messages do not name their ends."""
+Event = dict[str, Any]
+"""An event of Chrome's trace format; times are in microseconds."""
+Span = tuple[float, float]
+Meeting = tuple[str, int]
+"""What the ranks of a collective call it: its group, and its number in the group."""
 
 
 @dataclass
-class Waits:
-    """How long each collective of a rank waited for the rank that came last: its time, and that rank."""
+class RankTrace:
+    """The events of one rank on the clock of rank zero, and its spans in them."""
 
-    until: dict[Meeting, tuple[int, int]] = field(default_factory=dict)
-
-    def span(self, made: Communication) -> Span:
-        """From the rank's own start to the last rank's, but not beyond the end."""
-        latest = self.until.get(made.meeting, (made.begin, 0))[0]
-        return made.begin, max(made.begin, min(latest, made.span[1]))
-
-
-def host_spans(recorder: Recorder, waits: Waits) -> RankSpans:
-    """The times of a rank that computes on its host, where a collective blocks it."""
-    phases, offload = innermost(recorder.phases)
-    blocked = union(recorder.blocked)
-    computing = {
-        phase: difference(difference(phases.get(phase, []), blocked), offload) if phase in _COMPUTING else []
-        for phase in PHASES
-    }
-    return RankSpans(
-        phases=phases,
-        computing=computing,
-        communicating={phase: intersection(spans, blocked) for phase, spans in phases.items()},
-        # A call returns a moment after its collective ends, and blocks the rank until then.
-        under_way=union([*(made.span for made in recorder.communications), *blocked]),
-        waiting=union(map(waits.span, recorder.communications)),
-        offloading={phase: intersection(spans, offload) for phase, spans in phases.items()},
-        is_compute_first=False,
-    )
-
-
-def device_spans(recorder: Recorder, trace: DeviceTrace, waits: Waits) -> RankSpans:
-    """The times of a rank that computes on a GPU, by the phase in which the host launched the work."""
-    phases, _ = innermost(recorder.phases)
-    find = phase_at(phases)
-
-    def by_phase(done: Iterable[Activity | Communication]) -> dict[str, Spans]:
-        spans: defaultdict[str, list[Span]] = defaultdict(list)
-        for each in done:
-            spans[find(each.launched) or AFTER].append(each.span)
-        return {phase: union(found) for phase, found in spans.items()}
-
-    return RankSpans(
-        phases=phases,
-        computing=by_phase(trace.kernels),
-        communicating=by_phase(trace.communications),
-        under_way=union(made.span for made in trace.communications),
-        waiting=union(map(waits.span, trace.communications)),
-        offloading=by_phase(trace.copies),
-        is_compute_first=True,
-    )
-
-
-def innermost(phases: Sequence[PhaseSpan]) -> tuple[dict[str, Spans], Spans]:
-    """Spans by phase, each moment only in the innermost one, and the times of offload traffic, which is no phase."""
-    offload = union((phase.begin, phase.end) for phase in phases if phase.name == OFFLOAD)
-    found: dict[str, Spans] = {phase: [] for phase in PHASES}
-    taken: Spans = []
-    own = [phase for phase in phases if phase.name != OFFLOAD]
-    for depth in sorted({phase.depth for phase in own}, reverse=True):
-        level = [phase for phase in own if phase.depth == depth]
-        for name in {phase.name for phase in level}:
-            spans = union((phase.begin, phase.end) for phase in level if phase.name == name)
-            found[name] = union([*found[name], *difference(spans, taken)])
-        taken = union([*taken, *((phase.begin, phase.end) for phase in level)])
-    found[AFTER] = difference([_ALWAYS], taken)
-    return found, offload
-
-
-def break_down(step: int, span: Span, rank: RankSpans) -> StepTimes:
-    """Every moment of `span` in the first category of the rank's order that applies to it."""
-    table: PhaseTable = {phase: dict.fromkeys(CATEGORIES, 0.0) for phase in PHASES}
-    left = [span]
-    for phase, category, spans in _layers(rank):
-        taken = intersection(left, spans)
-        table[phase][category] += seconds_in(taken)
-        left = difference(left, taken)
-    table[AFTER][OTHER] += seconds_in(left)
-    under_way = intersection([span], rank.under_way)
-    computing = union(each for spans in rank.computing.values() for each in spans)
-    hidden = seconds_in(intersection(under_way, computing))
-    return StepTimes(step, seconds_in([span]), table, communicating=seconds_in(under_way), hidden=hidden)
-
-
-def _layers(rank: RankSpans) -> Iterator[tuple[str, str, Spans]]:
-    """Phase, category and times, the first of which wins."""
-    compute = [(phase, COMPUTE, spans) for phase, spans in rank.computing.items()]
-    if rank.is_compute_first:
-        yield from compute
-    for phase, spans in rank.communicating.items():
-        yield phase, WAITING, intersection(spans, rank.waiting)
-        yield phase, COMMUNICATION, spans
-    yield from ((phase, OFFLOAD, spans) for phase, spans in rank.offloading.items())
-    if not rank.is_compute_first:
-        yield from compute
-    own = {DATA: DATA, CHECKPOINT: CHECKPOINT}
-    yield from ((phase, own.get(phase, OTHER), spans) for phase, spans in rank.phases.items())
-
-
-@dataclass(frozen=True)
-class ProfiledRun:
-    """What a summary says of its run: the device, the layout of ranks, and the ranks that were profiled."""
-
-    device: str
-    layout: str
-    world_size: int
-    ranks: tuple[int, ...]
+    events: list[Event] = field(default_factory=list)
+    steps: dict[int, Span] = field(default_factory=dict)
+    phases: list[tuple[str, Span]] = field(default_factory=list)
+    communication: list[tuple[Meeting | None, Event]] = field(default_factory=list)
+    kernels: list[Span] = field(default_factory=list)
+    copies: list[Span] = field(default_factory=list)
 
     @property
-    def knows_waiting(self) -> bool:
-        """Whether all ranks were profiled, so that each collective's last rank is known."""
-        return len(self.ranks) == self.world_size
+    def starts(self) -> dict[Meeting, float]:
+        """When this rank came to each collective."""
+        return {meeting: event["ts"] for meeting, event in reversed(self.communication) if meeting is not None}
 
 
-def summarise_rank(rank: int, alignment: ClockAlignment, steps: Sequence[StepTimes]) -> Tree:
-    """Steps of one rank and their mean."""
-    rows = [_step_row(step) for step in steps]
-    clock = {
-        "offset_seconds": alignment.last.offset / 1e9,
-        "uncertainty_seconds": alignment.uncertainty_seconds,
-        "drift_seconds": alignment.drift_seconds,
-    }
-    return {"rank": rank, "host": socket.gethostname(), "clock": clock, "steps": rows, "mean": mean_of(rows)}
+def read_trace(tree: Mapping[str, Any], rank: int, shift: float, *, is_gpu: bool) -> RankTrace:
+    """Kineto's JSON with `shift` microseconds added to its times, as process `rank` of Chrome's format.
+
+    On a GPU, kernels of NCCL are the communication; on a CPU, the annotated calls, which block the rank.
+    """
+    trace, counts = RankTrace(), Counter[str]()
+    about = {"process_name": {"name": f"rank {rank}"}, "process_sort_index": {"sort_index": rank}}
+    trace.events = [{"ph": "M", "pid": rank, "tid": 0, "name": name, "args": args} for name, args in about.items()]
+    events = [event for event in tree["traceEvents"] if isinstance(event["pid"], int)]
+    for event in sorted(events, key=lambda event: (event["ts"], -event.get("dur", 0))):
+        category, name, args = event.get("cat"), event["name"], event.get("args", {})
+        event |= {"pid": rank, "ts": round(event["ts"] + shift, 3)}
+        if category == "ac2g":
+            event["id"] = f"{rank}.{event['id']}"
+        elif event["ph"] == "M" and not name.startswith("thread_"):
+            continue
+        elif category in _DEVICE:
+            _add_device_event(trace, event, args, counts)
+        elif category == "user_annotation" and not name.startswith(_TORCHS_OWN):
+            _add_annotation(trace, event, is_gpu=is_gpu)
+        elif event["ph"] != "M" and (category not in HOST or name.startswith(_TORCHS_OWN)):
+            continue
+        trace.events.append(event)
+    return trace
 
 
-def _step_row(step: StepTimes) -> Tree:
-    table = {phase: row for phase, row in step.table.items() if any(row.values())}
-    categories = {category: step.of_category(category) for category in CATEGORIES}
-    return {
-        "step": step.step,
-        "seconds": step.seconds,
-        "categories": categories,
-        "phases": table,
-        "communication": {
-            "seconds": step.communicating,
-            "hidden_seconds": step.hidden,
-            "exposed_seconds": categories["communication"] + categories["waiting"],
-        },
-    }
+def _span(event: Event) -> Span:
+    return event["ts"], event["ts"] + event["dur"]
 
 
-def mean_of(rows: Sequence[Tree]) -> Tree:
-    """The mean of each number of rows of one form, where a phase that a row lacks counts as zero; no `step`."""
-    phases = [phase for phase in PHASES if any(phase in row["phases"] for row in rows)]
-    zeros = dict.fromkeys(CATEGORIES, 0.0)
-    return {
-        "seconds": fmean(row["seconds"] for row in rows),
-        "categories": _mean([row["categories"] for row in rows]),
-        "phases": {phase: _mean([row["phases"].get(phase, zeros) for row in rows]) for phase in phases},
-        "communication": _mean([row["communication"] for row in rows]),
-    }
+def _add_annotation(trace: RankTrace, event: Event, *, is_gpu: bool) -> None:
+    name = event["name"]
+    word, _, number = name.partition(" ")
+    if word == STEP and number.isdecimal():
+        trace.steps[int(number)] = _span(event)
+    elif name in _KIND_OF_PHASE:
+        trace.phases.append((name, _span(event)))
+    elif name == WAIT and not is_gpu:
+        trace.communication.append((None, event))
+    elif name.count(SEPARATOR) == 3:
+        kind, group, count, num_bytes = name.split(SEPARATOR)
+        event |= {"name": kind, "args": {"group": group, "number": int(count), "bytes": int(num_bytes)}}
+        if not is_gpu:
+            trace.communication.append(((group, int(count)), event))
 
 
-def _mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {key: fmean(row[key] for row in rows) for key in rows[0]}
+def _add_device_event(trace: RankTrace, event: Event, args: Mapping[str, Any], counts: Counter[str]) -> None:
+    if "Collective name" in args or "nccl" in event["name"].lower():
+        group = str(args.get("Process Group Name", ""))
+        kind = str(args.get("Collective name", "")).removeprefix("_").removesuffix("_base")
+        counts[group] += kind in _MATCHED
+        trace.communication.append(((group, counts[group]) if kind in _MATCHED else None, event))
+    elif event["cat"] == "gpu_memcpy" and any(way in event["name"] for way in ("HtoD", "DtoH")):
+        trace.copies.append(_span(event))
+    else:
+        trace.kernels.append(_span(event))
 
 
-def collective_rows(communications: Sequence[Communication], waits: Waits, *, steps: int) -> list[Tree]:
-    """For each kind, set of ranks and phase: calls, bytes, seconds and seconds of waiting, per step of one rank."""
-    rows: dict[tuple[str, tuple[int, ...], str], Tree] = defaultdict(lambda: dict.fromkeys(_SUMS, 0.0))
-    for made in communications:
-        row = rows[made.kind, made.meeting.ranks, made.phase]
-        waited = seconds_in([waits.span(made)])
-        for name, value in zip(_SUMS, (1, made.num_bytes, seconds_in([made.span]), waited), strict=True):
-            row[name] += value / steps
-    return [{"kind": kind, "ranks": list(ranks), "phase": phase, **row} for (kind, ranks, phase), row in rows.items()]
+def mark_waits(trace: RankTrace, starts: Sequence[Mapping[Meeting, float]]) -> list[Span]:
+    """The spans in which this rank waited for the rank that came last to a collective, which the event then names.
+
+    `starts` are those of all ranks.
+    """
+    latest: dict[Meeting, tuple[float, int]] = {}
+    for rank, each in enumerate(starts):
+        for meeting, start in each.items():
+            latest[meeting] = max(latest.get(meeting, (start, rank)), (start, rank))
+    waits = []
+    for key, event in trace.communication:
+        begin, end = _span(event)
+        last, rank = latest.get(key, (begin, 0)) if key is not None else (begin, 0)
+        if last > begin:
+            waits.append((begin, min(last, end)))
+            event["args"] = {**event["args"], "waited_us": round(waits[-1][1] - begin, 3), "last_rank": rank}
+    return waits
 
 
-def summarise(run: ProfiledRun, ranks: Sequence[Tree], collectives: Sequence[Sequence[Tree]]) -> Tree:
-    """The summary of all profiled ranks, where collectives of the same kind, ranks and phase are averaged."""
-    rows: dict[tuple[str, tuple[int, ...], str], list[Tree]] = defaultdict(list)
-    for row in chain.from_iterable(collectives):
-        rows[row["kind"], tuple(row["ranks"]), row["phase"]].append(row)
-    merged = [{**found[0], **_mean([{name: row[name] for name in _SUMS} for row in found])} for found in rows.values()]
-    return {
-        "version": _VERSION,
-        "steps": [row["step"] for row in ranks[0]["steps"]],
-        "device": run.device,
-        "layout": run.layout,
-        "world_size": run.world_size,
-        "profiled_ranks": list(run.ranks),
-        "knows_waiting": run.knows_waiting,
-        "categories": list(CATEGORIES),
-        "phases": list(PHASES),
-        "ranks": list(ranks),
-        "mean": mean_of([rank["mean"] for rank in ranks]),
-        "collectives": sorted(merged, key=lambda row: -row["seconds"]),
-    }
+def break_down(trace: RankTrace, waits: Sequence[Span], *, is_gpu: bool) -> list[dict[str, Any]]:
+    """Seconds of each step by kind, which add up to the step."""
+    # The innermost phase counts, which is shorter than those around it.
+    phases = sorted(trace.phases, key=lambda phase: phase[1][0] - phase[1][1])
+    layers = [(_KIND_OF_PHASE[name], span) for name, span in phases]
+    if is_gpu:
+        layers = [(OTHER if kind == COMPUTE else kind, span) for kind, span in layers]
+    layers += [(OFFLOAD, span) for span in trace.copies]
+    layers += [(COMMUNICATION, _span(event)) for _, event in trace.communication]
+    layers += [(WAITING, span) for span in waits] + [(COMPUTE, span) for span in trace.kernels]
+    return [
+        {"step": number, "seconds": (end - begin) / 1e6, "categories": seconds_by_kind((begin, end), layers)}
+        for number, (begin, end) in sorted(trace.steps.items())
+    ]
+
+
+def seconds_by_kind(step: Span, layers: Iterable[tuple[str, Span]]) -> dict[str, float]:
+    """Seconds of each kind in a step, where a later layer covers earlier ones."""
+    cut = [(kind, np.clip(span, *step)) for kind, span in layers if span[0] < step[1] and span[1] > step[0]]
+    edges = np.unique([*step, *(time for _, span in cut for time in span)])
+    kinds = np.full(len(edges) - 1, KINDS.index(OTHER))
+    for kind, (begin, end) in cut:
+        kinds[np.searchsorted(edges, begin) : np.searchsorted(edges, end)] = KINDS.index(kind)
+    seconds = np.bincount(kinds, np.diff(edges) / 1e6, minlength=len(KINDS))
+    return dict(zip(KINDS, seconds.tolist(), strict=True))
+
+
+def mean_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The mean seconds of steps or ranks."""
+    categories = {kind: fmean(row["categories"][kind] for row in rows) for kind in KINDS}
+    return {"seconds": fmean(row["seconds"] for row in rows), "categories": categories}
+
+
+def table_lines(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Lines of a table of seconds by kind and rank."""
+    yield f"{'seconds of a step':<18}" + "".join(f"{kind:>14}" for kind in ("all", *KINDS))
+    for rank in ranks:
+        values = (rank["mean"]["seconds"], *rank["mean"]["categories"].values())
+        yield f"{'rank ' + str(rank['rank']):<18}" + "".join(f"{value:>14.4f}" for value in values)

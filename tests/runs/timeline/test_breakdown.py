@@ -1,121 +1,94 @@
-"""The breakdown of steps whose times are written by hand, in nanoseconds."""
+"""The breakdown of steps whose traces are written by hand, in microseconds."""
 
 from typing import Any
 
+import numpy as np
 import pytest
 
-from ds_finetune.runs.timeline.breakdown import StepTimes, Waits, break_down, collective_rows, device_spans, host_spans
-from ds_finetune.runs.timeline.clock import HostClock
-from ds_finetune.runs.timeline.device_trace import read_trace
-from ds_finetune.runs.timeline.recorder import Communication, Meeting, PhaseSpan, Recorder
+from ds_finetune.runs.timeline.breakdown import KINDS, break_down, mark_waits, read_trace, seconds_by_kind
 
-MEETING = Meeting("0", (0, 1), 1)
-PHASES = [
-    PhaseSpan("data", 0, 100, 0),
-    PhaseSpan("forward", 120, 300, 1),
-    PhaseSpan("backward", 300, 600, 1),
-    PhaseSpan("optimizer", 700, 900, 1),
-    PhaseSpan("offload", 850, 870, 2),
-    PhaseSpan("step", 100, 900, 0),
-    PhaseSpan("checkpoint", 920, 950, 0),
-]
-
-
-def _recorder() -> Recorder:
-    recorder = Recorder(HostClock())
-    recorder.phases = list(PHASES)
-    return recorder
-
-
-def _rows(times: StepTimes) -> dict[str, dict[str, float]]:
-    rows = {phase: {name: value * 1e9 for name, value in row.items() if value} for phase, row in times.table.items()}
-    return {phase: row for phase, row in rows.items() if row}
-
-
-def test_a_host_computes_communicates_or_waits() -> None:
-    recorder = _recorder()
-    # An all-reduce in backward, for which it waits from 500 on, and which the other rank begins at 540.
-    recorder.communications = [Communication("all_reduce", MEETING, 4000, 400, 590)]
-    recorder.blocked = [(400, 410), (500, 590)]
-    waits = Waits({MEETING: (540, 1)})
-
-    times = break_down(7, (0, 1000), host_spans(recorder, waits))
-
-    assert _rows(times) == {
-        "data": pytest.approx({"data": 100}),
-        "forward": pytest.approx({"compute": 180}),
-        "backward": pytest.approx({"compute": 200, "waiting": 50, "communication": 50}),
-        "optimizer": pytest.approx({"compute": 180, "offload": 20}),
-        "step": pytest.approx({"other": 120}),
-        "checkpoint": pytest.approx({"checkpoint": 30}),
-        "after the step": pytest.approx({"other": 70}),
-    }
-    assert sum(sum(row.values()) for row in times.table.values()) == pytest.approx(times.seconds)
-    assert (times.communicating * 1e9, times.hidden * 1e9) == pytest.approx((190, 90))
-
-
-def test_exposed_communication_is_a_part_of_all_of_it() -> None:
-    """A call that blocks the rank returns after its collective has ended."""
-    recorder = _recorder()
-    recorder.communications = [Communication("all_reduce", MEETING, 4000, 400, 590)]
-    recorder.blocked = [(400, 598)]
-    times = break_down(7, (0, 1000), host_spans(recorder, Waits({MEETING: (540, 1)})))
-    exposed = times.of_category("communication") + times.of_category("waiting")
-    assert (times.communicating * 1e9, times.hidden * 1e9) == pytest.approx((198, 0))
-    assert exposed == pytest.approx(times.communicating - times.hidden)
+PHASES = {
+    "step 7": (0, 1000),
+    "data": (0, 100),
+    "step": (100, 900),
+    "forward": (120, 300),
+    "backward": (300, 600),
+    "optimizer": (700, 900),
+    "offload": (850, 870),
+    "checkpoint": (920, 950),
+}
+OTHER_RANK = {("0", 1): 540.0}
+"""When the other rank came to the only collective."""
 
 
 def _event(cat: str, name: str, begin: int, end: int, **args: Any) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "cat": cat,
-        "name": name,
-        "tid": 7,
-        "ts": begin / 1000,
-        "dur": (end - begin) / 1000,
-        "args": args,
+    return {"ph": "X", "cat": cat, "name": name, "pid": 99, "tid": 7, "ts": begin, "dur": end - begin, "args": args}
+
+
+def _phases() -> list[dict[str, Any]]:
+    return [_event("user_annotation", name, *span) for name, span in PHASES.items()]
+
+
+def _kinds(events: list[dict[str, Any]], *, is_gpu: bool) -> dict[str, float]:
+    trace = read_trace({"traceEvents": [*_phases(), *events]}, 0, 0.0, is_gpu=is_gpu)
+    (step,) = break_down(trace, mark_waits(trace, [trace.starts, OTHER_RANK]), is_gpu=is_gpu)
+    assert step["step"] == 7
+    assert sum(step["categories"].values()) == pytest.approx(step["seconds"]) == pytest.approx(1e-3)
+    return {kind: round(seconds * 1e6, 3) for kind, seconds in step["categories"].items() if seconds}
+
+
+def test_a_host_computes_communicates_or_waits() -> None:
+    # An all-reduce in backward, for which it waits from 500 on, and which the other rank begins at 540.
+    calls = [_event("user_annotation", "all_reduce|0|1|4000", *span) for span in ((400, 410), (500, 590))]
+    assert _kinds(calls, is_gpu=False) == {
+        "compute": 180 + 200 + 180,
+        "waiting": 10 + 40,
+        "communication": 50,
+        "data": 100,
+        "offload": 20,
+        "checkpoint": 30,
+        "other": 190,
     }
 
 
-NCCL = {
-    "Collective name": "allreduce",
-    "In msg nelems": 1000,
-    "dtype": "BFloat16",
-    "Process Group Name": "0",
-    "correlation": 2,
-}
-"""Arguments of a kernel of NCCL as torch 2.13 writes them."""
-
-
-def test_a_gpu_hides_communication_behind_kernels_launched_in_any_phase() -> None:
+def test_a_gpu_hides_communication_behind_kernels() -> None:
+    about = {"Collective name": "allreduce", "Process Group Name": "0"}
     events = [
-        _event("cuda_runtime", "cudaLaunchKernel", 130, 131, correlation=1),
-        _event("cuda_runtime", "cudaLaunchKernel", 310, 311, correlation=2),
-        _event("cuda_runtime", "cudaMemcpyAsync", 710, 711, correlation=3),
-        _event("kernel", "gemm", 200, 450, correlation=1),
-        _event("kernel", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 400, 600, **NCCL),
-        _event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 580, 720, correlation=3),
+        _event("user_annotation", "all_reduce|0|1|2000", 310, 311),
+        _event("kernel", "gemm", 200, 450),
+        _event("kernel", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 400, 600, **about),
+        _event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 580, 720),
     ]
-    tree = {"traceEvents": events, "distributedInfo": {"pg_config": [{"pg_name": "0", "ranks": [0, 1]}]}}
-    trace = read_trace(tree)
-    (made,) = trace.communications
-    assert (made.kind, made.meeting, made.num_bytes, made.span) == ("allreduce", MEETING, 2000, (400, 600))
-    waits = Waits({MEETING: (500, 1)})
-
-    times = break_down(1, (0, 1000), device_spans(_recorder(), trace, waits))
-
-    assert _rows(times) == {
-        "data": pytest.approx({"data": 100}),
-        "forward": pytest.approx({"compute": 250, "other": 80}),
-        "backward": pytest.approx({"waiting": 50, "communication": 100}),
-        "optimizer": pytest.approx({"offload": 120, "other": 180}),
-        "step": pytest.approx({"other": 20}),
-        "checkpoint": pytest.approx({"checkpoint": 30}),
-        "after the step": pytest.approx({"other": 70}),
+    assert _kinds(events, is_gpu=True) == {
+        "compute": 250,
+        "waiting": 90,
+        "communication": 60,
+        "data": 100,
+        "offload": 120 + 20,
+        "checkpoint": 30,
+        "other": 330,
     }
-    assert (times.communicating * 1e9, times.hidden * 1e9) == pytest.approx((200, 50))
-    made.phase = "backward"
-    (row,) = collective_rows([made], waits, steps=1)
-    assert (row["calls"], row["bytes"], row["seconds"] * 1e9, row["waiting_seconds"] * 1e9) == pytest.approx(
-        (1, 2000, 200, 100)
+
+
+def test_a_collective_names_the_rank_that_came_last() -> None:
+    trace = read_trace(
+        {"traceEvents": [_event("user_annotation", "all_reduce|0|1|4000", 400, 590)]}, 0, 0, is_gpu=False
     )
+    assert mark_waits(trace, [trace.starts, OTHER_RANK, {("0", 1): 500.0}]) == [(400, 540)]
+    (event,) = (each for each in trace.events if each["ph"] == "X")
+    assert event["name"] == "all_reduce"
+    assert event["args"] == {"group": "0", "number": 1, "bytes": 4000, "waited_us": 140, "last_rank": 1}
+
+
+def test_every_moment_is_the_last_layer_that_covers_it() -> None:
+    """Compared with a count of each microsecond."""
+    random = np.random.default_rng(0)
+    layers = [
+        (KINDS[random.integers(len(KINDS))], tuple(sorted(random.integers(-50, 350, 2).tolist()))) for _ in range(60)
+    ]
+    expected = dict.fromkeys(KINDS, 0)
+    for moment in range(300):
+        covers = [kind for kind, (begin, end) in layers if begin <= moment < end]
+        expected[covers[-1] if covers else "other"] += 1
+    found = seconds_by_kind((0, 300), layers)
+    assert {kind: round(seconds * 1e6, 6) for kind, seconds in found.items()} == expected
