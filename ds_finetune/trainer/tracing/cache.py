@@ -18,10 +18,6 @@ from ds_finetune.plan.plan import Plan
 from ds_finetune.system.whole_file import replace_file
 from ds_finetune.trainer.tracing.activations import trace
 
-_READ = ("precision", "activation_checkpointing", "activation_offload", "tiled_mlp", "attention", "device", "frozen")
-_READ += ("loss_kernel", "kernels", "lora", "mtp", "router", "indexer", "objective")
-"""Fields of a plan on which activations depend, besides its mesh and batch."""
-
 
 class Traces:
     """The activations of `model` by layout, which are kept in memory and below `cache_dir`; `say` tells that one is
@@ -68,10 +64,17 @@ def _digest(plan: Plan, model: ModelPlan) -> str:
         model.hf_config.to_dict(),
         teacher,
         sorted(map(repr, model.features.items())),
-        [repr(getattr(plan, name)) for name in _READ],
+        list(map(repr, _of_layout(plan))),
         (mesh.tp, mesh.sp, mesh.ep, mesh.pp > 1, batch.micro_batch_size, batch.max_seq_len),
     ]
     return xxhash.xxh3_128_hexdigest(json.dumps(key, sort_keys=True, default=str).encode())
+
+
+def _of_layout(plan: Plan) -> tuple[object, ...]:
+    """What activations depend on, besides mesh and batch."""
+    train = (plan.precision, plan.activation_checkpointing, plan.train.activation_offload, plan.train.tiled_mlp)
+    kernels = (plan.device, plan.model.attention, plan.loss_kernel, plan.kernels)
+    return (*train, *kernels, plan.frozen, plan.lora, plan.mtp, plan.router, plan.indexer, plan.objective)
 
 
 @cache

@@ -59,8 +59,9 @@ class ShortModel:
         self._plan, self._stack, self._is_whole = plan, ExitStack(), is_whole
         # Stages are layers of the same model, and its weights are not partitioned.
         one = Mesh(plan.mesh.dp * plan.mesh.pp, plan.mesh.tp, 1, plan.mesh.sp, ep=plan.mesh.ep)
-        tiles = mlp_tiles(model.hf_config.to_dict()) if plan.tiled_mlp else 1
-        self._arranged = replace(plan, mesh=one, zero_stage=0)
+        tiles = mlp_tiles(model.hf_config.to_dict()) if plan.train.tiled_mlp else 1
+        whole = plan.deepspeed_config | {"zero_optimization": plan.zero | {"stage": 0}}
+        self._arranged = replace(plan, mesh=one, deepspeed_config=whole)
         self._model = replace(model, stages=(None,), mlp_tiles=tiles)
         self.recorder = Recorder()
         self.teacher: HiddenStates | None = None
@@ -120,7 +121,7 @@ class ShortModel:
 
     def _packs(self, hf_config: Any) -> bool:  # noqa: ANN401 - a PretrainedConfig
         """Whether attention to all documents of a forward is one call."""
-        attention = self._plan.attention
+        attention = self._plan.model.attention
         is_own = self._plan.device == "cuda" and attention in OWN_ATTENTIONS and attention != "by_document"
         return is_own and not varlen_problem(hf_config.to_dict(), precision=self._plan.precision)
 
