@@ -22,7 +22,7 @@ from ds_finetune.plan.search.layout import OFFLOADS, Activations, Layout, Sizes
 
 LISTED = 5
 """Layouts that are listed."""
-MOST_TRIED = 40
+MOST_TRIED = 100
 """Layouts, but for micro-batch and recomputation, whose memory is estimated in full at most."""
 
 
