@@ -79,7 +79,7 @@ Every command of `ds-finetune` with its arguments. This page is generated from t
 `--help` behind a command prints the same.
 
 ```bash
-ds-finetune plan RUN.yaml --gpus 8 --gpu h100-80g   # does it fit, how fast? --search finds the best layout
+ds-finetune plan RUN.yaml --gpus 8 --gpu h100-80g   # does it fit? --search lists layouts that fit
 ds-finetune train RUN.yaml                      # one process; see "several GPUs" for more
 ds-finetune chat runs/r1/export                 # talk to the result
 ```

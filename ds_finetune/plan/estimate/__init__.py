@@ -1,1 +1,1 @@
-"""What a planned run needs on a rank: memory, time and traffic, from plain numbers and without torch."""
+"""What a planned run needs on a rank: memory and disk, from plain numbers and without torch."""

@@ -1,1 +1,1 @@
-"""Which layouts a run may have on given machines, and which of them is best, without torch."""
+"""Which layouts a run may have on given machines, and which of them fit, without torch."""
