@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from ds_finetune.checkpoint.restore import random_state, restore_random_state
-from ds_finetune.cluster.doctor import network
-from ds_finetune.cluster.doctor.messages import NetworkRank
+from ds_finetune.cluster.doctor import measure
 from ds_finetune.cluster.watchdog.progress import CollectiveCall, device_progress
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine import generation
@@ -128,7 +127,9 @@ def port() -> Iterator[int]:
         dist.destroy_process_group()
 
 
-def test_doctor_measures_gpus_by_nccl(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+def test_doctor_measures_gpus_by_nccl(
+    monkeypatch: pytest.MonkeyPatch, port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     mode, start, asked, waits = _OnCpu(), dist.init_process_group, [], []
 
     def on_gloo(backend: str, **given: Any) -> None:
@@ -138,13 +139,18 @@ def test_doctor_measures_gpus_by_nccl(monkeypatch: pytest.MonkeyPatch, port: int
 
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(mode, "device", device))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
-    monkeypatch.setattr(network, "device_of_rank", lambda device, local_rank: f"{device}:{local_rank}")
-    monkeypatch.setattr(network, "_SIZES", (64, 256))
     monkeypatch.setattr(dist, "init_process_group", on_gloo)
+    for name, value in {"_SIZES": {"cuda": 256}, "die_with_parent": lambda: None}.items():
+        monkeypatch.setattr(measure, name, value)
+    monkeypatch.setattr(measure, "device_of_rank", lambda device, local_rank: f"{device}:{local_rank}")
+    rank = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for name, number in {**rank, **dict.fromkeys(names, "lo"), "TORCH_NCCL_BLOCKING_WAIT": 1}.items():
+        monkeypatch.setenv(name, str(number))
     with mode:
-        found = network._join_and_measure(NetworkRank(0, 1, "127.0.0.1", port, "cuda", 2, (0,)))
+        measure.main("a", "5,2")
     assert asked == ["nccl"]
-    assert (found.problem, found.missing, found.wrong) == ("", (), ())
     # The clock stops after the device.
     assert len(waits) >= 4
-    assert found.num_bytes == 256
+    found = json.loads(capsys.readouterr().out)
+    assert found == {"inside": 0.0, "links": {}, "all": 0.0, "ranks": 1, "bytes": 256}

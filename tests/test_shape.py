@@ -123,7 +123,7 @@ def test_planning_launching_and_the_doctor_load_no_torch() -> None:
         "cluster.launch.run",
         "cluster.launch.supervisor",
         "cluster.doctor.run",
-        "cluster.doctor.probe",
+        "cluster.doctor.host",
     )
     code = f"import sys, {', '.join(f'ds_finetune.{name}' for name in modules)}; print({{'torch', 'deepspeed', 'transformers'}} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
@@ -14,15 +14,15 @@ from ds_finetune.cli.arguments import Arguments, Commands, add_command, add_over
 from ds_finetune.config.hostfile import Host, read_hostfile, select_hosts
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.console.tables import ERR, OUT
-from ds_finetune.errors import USER_ERROR_EXIT_CODE, ConfigError
+from ds_finetune.errors import USER_ERROR_EXIT_CODE
 from ds_finetune.system.world import DEFAULT_PORT, master_port
 
 if TYPE_CHECKING:
-    from ds_finetune.cluster.doctor.needs import CheckedRun
     from ds_finetune.cluster.host_checks import Check
     from ds_finetune.system.world import World
     from ds_finetune.trainer.resolve import ResolvedRun
 
+_HERE = {"working folder": "."}
 _SHOWN_HOSTS = 3
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
@@ -38,8 +38,6 @@ def add_commands(commands: Commands) -> None:
     text = f"port of the first host where ranks will meet (default: MASTER_PORT, or {DEFAULT_PORT})"
     doctor.add_argument("--port", type=port, help=text)
     doctor.add_argument("--json", action="store_true", help="print the checks as a JSON list")
-    text = "contact no host: print plan, ranks and groups for hosts with GPUs"
-    doctor.add_argument("--simulate", action="store_true", help=text)
 
 
 def add_host_options(parser: argparse.ArgumentParser) -> None:
@@ -59,38 +57,31 @@ def hosts_of(arguments: Arguments) -> tuple[Host, ...]:
 
 
 def _doctor(arguments: Arguments) -> None:
-    run = checked_run(read_config(arguments.run, arguments.overrides)) if arguments.run else None
-    if arguments.simulate:
-        if arguments.hostfile is None:
-            raise ConfigError(
-                f"--simulate of `{arguments.run}` needs hosts, and --hostfile is not given",
-                hint="give --hostfile HOSTS",
-            )
-        from ds_finetune.cluster.doctor.needs import simulate
-
-        _show(simulate(hosts_of(arguments), run), as_json=arguments.json)
-        return
     from ds_finetune.cluster.doctor.run import DoctorRequest, examine
     from ds_finetune.cluster.launch.remote import Remote
 
+    needs = run_needs(read_config(arguments.run, arguments.overrides)) if arguments.run else {"folders": _HERE}
     hosts = hosts_of(arguments) if arguments.hostfile else (_this_machine(),)
     meeting = master_port(os.environ, DEFAULT_PORT) if arguments.port is None else arguments.port
-    request = DoctorRequest(hosts, Remote.from_environment(arguments.ssh_args), run, meeting)
+    request = DoctorRequest(hosts, Remote.from_environment(arguments.ssh_args), meeting, **needs)
     _show(examine(request, say=lambda text: ERR.print(text, markup=False)), as_json=arguments.json)
 
 
-def checked_run(config: RunConfig) -> "CheckedRun":
-    """What the doctor checks of a run; its plan is made once the hosts have named their devices."""
-    from ds_finetune.cluster.doctor.needs import CheckedRun
+def run_needs(config: RunConfig) -> dict[str, Any]:
+    """The fields of DoctorRequest for a run; its plan is made once the hosts have named their devices."""
 
     def resolve_on(world: "World", device: str) -> "ResolvedRun":
         from ds_finetune.trainer.resolve import resolve
 
         return resolve(config, world=world, device=device, is_config_only=True)
 
-    saves, inputs = config.checkpoint, tuple(path for _, path in config.inputs())
-    node_local = saves.node_local if saves.saves else None
-    return CheckedRun(config.output_dir, config.data.cache_dir, inputs, node_local, config.parallel, resolve_on)
+    return {
+        "folders": {"output_dir": config.output_dir, "data.cache_dir": config.data.cache_dir},
+        # What the run file names to be read may also be an id of the Hugging Face hub.
+        "files": tuple(str(path) for _, path in config.inputs() if path.exists()),
+        "node_local": config.checkpoint.node_local if config.checkpoint.saves else None,
+        "resolve": resolve_on,
+    }
 
 
 def _this_machine() -> Host:
@@ -122,11 +113,6 @@ def _table(checks: "Sequence[Check]") -> Table:
         table.add_column(head, overflow="fold")
     for (state, name, found, hint), hosts in rows.items():
         more = f" and {len(hosts) - _SHOWN_HOSTS} more" if len(hosts) > _SHOWN_HOSTS else ""
-        table.add_row(
-            Text(state, _STYLES[state]),
-            Text(name),
-            Text(", ".join(hosts[:_SHOWN_HOSTS]) + more),
-            Text(found),
-            Text(hint),
-        )
+        cells = (name, ", ".join(hosts[:_SHOWN_HOSTS]) + more, found, hint)
+        table.add_row(Text(state, _STYLES[state]), *map(Text, cells))
     return table

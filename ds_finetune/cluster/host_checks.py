@@ -21,6 +21,31 @@ State = Literal["ok", "warn", "fail"]
 _SSH_FAILED = 255
 _NO_COMMAND = (126, 127)
 _SAME_ENVIRONMENT = "install the same environment at the same path on every host"
+_SSH_FAULTS = (
+    (
+        "IDENTIFICATION HAS CHANGED",
+        "its host key has changed",
+        "if the host was reinstalled: ssh-keygen -R {host}; otherwise find out why",
+    ),
+    (
+        "Host key verification failed",
+        "its host key is not known here",
+        "connect once by hand and compare the key: ssh {host}",
+    ),
+    (
+        "Permission denied",
+        "it does not accept our key: {last}",
+        "ssh-copy-id {host}, or name key and user in ssh_config or --ssh-args",
+    ),
+    ("Could not resolve", "its name does not resolve", "correct the hostfile, or the name service"),
+    ("refused", "no sshd listens there", "start sshd, or give its port as host:port in the hostfile"),
+    (
+        "timed out|No route to host|unreachable|not responding",
+        "it does not answer: {last}",
+        "switch it on, check cable and firewall, or leave it out with --exclude",
+    ),
+)
+"""Pattern of ssh's message, what it means, and a hint."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +132,9 @@ def version_checks(here: HostInfo, infos: Mapping[str, HostInfo]) -> Iterator[Ch
     for host, info in infos.items():
         pairs = {name: (mine, info.versions.get(name, "")) for name, mine in here.versions.items() if name != "driver"}
         other = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-        hard = {name: pair for name, pair in other.items() if name != "python" or _minor(pair[0]) != _minor(pair[1])}
+        hard = [
+            name for name, pair in other.items() if name != "python" or len({text.split(".")[1] for text in pair}) > 1
+        ]
         if not other:
             same = [f"{name} {info.versions[name]}" for name in ("python", *PACKAGES) if info.versions.get(name)]
             yield Check("versions", host, "ok", ", ".join(same))
@@ -155,22 +182,21 @@ def device_checks(hosts: Mapping[str, Host], infos: Mapping[str, HostInfo], *, d
 
 
 def interface_checks(infos: Mapping[str, HostInfo], environ: Mapping[str, str]) -> Iterator[Check]:
-    """Check that the interfaces exist that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name.
+    """Check that GLOO_SOCKET_IFNAME names an interface, and NCCL_SOCKET_IFNAME the beginning of one.
 
-    Gloo takes exact names. NCCL takes prefixes, exact names after `=`, and with `^` every interface but those.
+    NCCL also takes an exact name after `=`, and with `^` every interface but those named.
     """
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = environ.get(variable, "")
-        for host, info in infos.items() if value else ():
+        is_exact, names = variable.startswith("GLOO") or value.startswith("="), value.removeprefix("=").split(",")
+        for host, info in infos.items() if value and not value.startswith("^") else ():
             known = [name for name, addresses in info.interfaces.items() if addresses]
-            is_gloo = variable.startswith("GLOO")
-            unknown = [name for name in value.split(",") if name not in known]
-            if absent := unknown if is_gloo else _unmatched_by_nccl(value, known):
-                found = f"{variable} {value}: no interface `{', '.join(absent)}` that is up and has an address"
+            if any(name in names if is_exact else name.startswith(tuple(names)) for name in known):
+                yield Check("interface", host, "ok", f"{variable} {value}")
+            else:
+                found = f"{variable} {value}: no interface `{value}` that is up and has an address"
                 hint = f"set {variable} to one of {', '.join(known)}, or unset it"
                 yield Check("interface", host, "fail", found, hint)
-            else:
-                yield Check("interface", host, "ok", f"{variable} {value}")
 
 
 def port_check(first: str, info: HostInfo, port: int) -> Check:
@@ -181,76 +207,34 @@ def port_check(first: str, info: HostInfo, port: int) -> Check:
     return Check("port", first, "fail", found, "end that process, or choose another port with --port")
 
 
-def _minor(text: str) -> list[str]:
-    return text.split(".")[:2]
-
-
-def _unmatched_by_nccl(value: str, known: Sequence[str]) -> list[str]:
-    """NCCL 2.27, misc/socket.cc (parseStringList, matchIfList): one match is enough."""
-    is_excluded, names = value.startswith("^"), value.removeprefix("^").removeprefix("=").split(",")
-    is_exact = value.removeprefix("^").startswith("=")
-    is_named = [any(k == name if is_exact else k.startswith(name) for name in names) for k in known]
-    if is_excluded:
-        return [] if not all(is_named) else [value]
-    return [] if any(is_named) else names
-
-
 def unreachable_check(host: str, code: int | None, stderr: str, python: str) -> Check:
     """The failed check of a `host` on which `python` could not be started; `code` None where it did not answer in time.
 
-    The patterns are the messages of OpenSSH 9 (ssh.c and sshconnect.c).
+    The patterns are the messages of OpenSSH 9 (ssh.c and sshconnect.c), of shells and of Python.
     """
     last = next((line.strip() for line in reversed(stderr.splitlines()) if line.strip()), "nothing")
     if code is None:
         hint = "check the load and the disks of the host; launch.greeting_seconds gives a slow host more time"
         return Check("ssh", host, "fail", f"no answer in time; last output: {last}", hint)
-    if code != _SSH_FAILED:
-        return _not_started_check(host, code, last, python)
-    for pattern, what, hint in (
-        (
-            "IDENTIFICATION HAS CHANGED",
-            "its host key has changed",
-            f"if the host was reinstalled: ssh-keygen -R {host}; otherwise find out why",
-        ),
-        (
-            "Host key verification failed",
-            "its host key is not known here",
-            f"connect once by hand and compare the key: ssh {host}",
-        ),
-        (
-            "Permission denied",
-            f"it does not accept our key: {last}",
-            f"ssh-copy-id {host}, or name key and user in ssh_config or --ssh-args",
-        ),
-        ("Could not resolve", "its name does not resolve", "correct the hostfile, or the name service"),
-        ("refused", "no sshd listens there", "start sshd, or give its port as host:port in the hostfile"),
-        (
-            "timed out|No route to host|unreachable|not responding",
-            f"it does not answer: {last}",
-            "switch it on, check cable and firewall, or leave it out with --exclude",
-        ),
-    ):
-        if re.search(pattern, stderr):
-            return Check("ssh", host, "fail", what, hint)
-    return Check("ssh", host, "fail", f"ssh failed: {last}", f"try it by hand: ssh {host} true")
+    if code == _SSH_FAILED:
+        faults = (*_SSH_FAULTS, ("", "ssh failed: {last}", "try it by hand: ssh {host} true"))
+        found, hint = next((found, hint) for pattern, found, hint in faults if re.search(pattern, stderr))
+        return Check("ssh", host, "fail", found.format(last=last), hint.format(host=host))
+    found, hint = f"exit code {code}: {last}", f"try `{python} -m ds_finetune --help` on the host"
+    if code in _NO_COMMAND:
+        found, hint = f"no Python at {python}: {last}", _SAME_ENVIRONMENT
+    elif "cd:" in last or "can't cd to" in last:
+        found = f"the working folder does not exist: {last}"
+        hint = "start in a folder that every host has at the same path"
+    elif "No module named" in last:
+        found, hint = last, _SAME_ENVIRONMENT
+    return Check("python", host, "fail", found, hint)
 
 
 def other_program_check(host: str) -> Check:
     """The failed check of a host whose answer has other fields than this version of the program expects."""
     found, hint = "it has another version of ds_finetune", "install the same source on every host"
     return Check("versions", host, "fail", found, hint)
-
-
-def _not_started_check(host: str, code: int, last: str, python: str) -> Check:
-    found, hint = f"exit code {code}: {last}", f"try `{python} -m ds_finetune --help` on the host"
-    if code in _NO_COMMAND:
-        found, hint = f"no Python at {python}: {last}", _SAME_ENVIRONMENT
-    elif "can't cd to" in last or "cd:" in last:
-        found = f"the working folder does not exist: {last}"
-        hint = "start in a folder that every host has at the same path"
-    elif "No module named" in last:
-        found, hint = last, _SAME_ENVIRONMENT
-    return Check("python", host, "fail", found, hint)
 
 
 def preflight_checks(answers: Mapping[Host, Answer], here: HostInfo, env: Mapping[str, str]) -> dict[Host, list[Check]]:

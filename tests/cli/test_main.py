@@ -306,7 +306,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("config show run.yaml/x", "run file `run.yaml/x` cannot be read: Not a directory"),
         ("train dir", "run file `dir` cannot be read"),
         ("selftest dir", "run file `dir` cannot be read"),
-        ("doctor dir --simulate --hostfile x", "run file `dir` cannot be read"),
+        ("doctor dir --hostfile x", "run file `dir` cannot be read"),
         ("plan dir --gpus 8 --dry-run", "run file `dir` cannot be read"),
         ("plan run.yaml --gpus 1 --dry-run deepspeed=dir", "deepspeed file `dir` cannot be read"),
         ("plan run.yaml --gpus 1 --dry-run deepspeed=latin.yaml", "deepspeed file `latin.yaml` cannot be read"),

@@ -19,7 +19,8 @@ from tests.conftest import ROOT
 
 WITHOUT_CUDA = {
     "checkpoint/tools.py": "digests of files",
-    "cluster/doctor/session.py": "lines of other hosts' processes",
+    "cluster/doctor/host.py": "requests of the doctor",
+    "cluster/doctor/hosts.py": "lines of other hosts' processes",
     "cluster/launch/attempt.py": "lines of ranks",
     "cluster/launch/line_thread.py": "lines of ranks",
     "cluster/launch/run.py": "processes of other hosts",

@@ -1,203 +1,181 @@
-"""The doctor's procedure: ask every host for its facts, build the run's operators, measure the network, and check."""
+"""The doctor's procedure: facts and checks of every host, the run's operators, and the network between the hosts."""
 
 import os
 import secrets
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ds_finetune.cluster.doctor import messages
-from ds_finetune.cluster.doctor.checks import (
-    clock_checks,
-    disk_checks,
-    file_checks,
-    folder_checks,
-    gpu_checks,
-    infiniband_checks,
-    limit_checks,
-    memory_checks,
-    name_checks,
-    network_checks,
-    triton_checks,
+from ds_finetune.cluster.doctor.checks import clock_check, folder_checks, network_checks
+from ds_finetune.cluster.doctor.host import digests
+from ds_finetune.cluster.doctor.hosts import Cluster
+from ds_finetune.cluster.host_checks import (
+    Check,
+    host_checks,
+    meeting_address,
+    other_program_check,
+    port_check,
+    rank_device,
+    world_of,
 )
-from ds_finetune.cluster.doctor.needs import CheckedRun, Need, need_of
-from ds_finetune.cluster.doctor.probe import gather_details
-from ds_finetune.cluster.doctor.session import Cluster
-from ds_finetune.cluster.host_checks import Check, host_checks, meeting_address, port_check, rank_device
 from ds_finetune.cluster.launch.environment import carried_variables, environment_files
 from ds_finetune.cluster.launch.remote import Remote
 from ds_finetune.config.hostfile import Host
 from ds_finetune.console.phase_line import Say
+from ds_finetune.errors import FinetuneError
+from ds_finetune.system.info import HostInfo, gather_host_info
+from ds_finetune.system.versions import check_versions
+from ds_finetune.system.world import World
 
-_START_SECONDS = 45.0
-_QUICK_SECONDS = 20.0
-_BUILD_SECONDS = 1200.0
-_NETWORK_SECONDS = float(messages.JOIN_SECONDS + 2 * messages.EXCHANGE_SECONDS)
+if TYPE_CHECKING:
+    from ds_finetune.trainer.resolve import ResolvedRun
+
+_HOST_SECONDS = 45.0
+_JOIN_SECONDS = 60
+"""How long the agent of a host waits for those of the others, which may still be importing torch."""
+_NETWORK_SECONDS = _JOIN_SECONDS + 90.0
 _MARGIN = 10.0
-_NEEDED_BY_NETWORK = ("address", "interface", "devices")
-"""Checks that must pass before the network can be measured."""
-_SIGILL_EXIT_CODE = -4
-"""Exit code of a process that an illegal instruction ended (SIGILL)."""
 _AGAIN = "correct that and run doctor again"
+_NEEDED_BY_NETWORK = ("address", "interface", "devices", "port")
+"""Checks that must pass before the network can be measured."""
+
+
+Resolve = Callable[[World, str], "ResolvedRun"]
+"""Resolves a run on the ranks of a world and a kind of device; FinetuneError where it cannot be trained so."""
 
 
 @dataclass(frozen=True)
 class DoctorRequest:
-    """What `examine` checks: the hosts, how to reach them, the run if one is given, and the port of rank 0."""
+    """The hosts, how to reach them, the port of rank 0, and what a run needs of them, if one is given."""
 
     hosts: tuple[Host, ...]
     remote: Remote
-    run: CheckedRun | None
     port: int
-
-    @property
-    def environ(self) -> dict[str, str]:
-        """The environment variables of this process that are passed on to the hosts; `launch` passes on the same."""
-        files = environment_files(os.environ, home=Path.home(), directory=Path.cwd())
-        return carried_variables(os.environ, files=files).values
+    folders: dict[str, str]
+    """Folders that hosts may share, by their names in the report."""
+    files: tuple[str, ...] = ()
+    """Files and folders that every host must have."""
+    node_local: bool | None = None
+    """Whether each host has the checkpoints of its own ranks; None where nothing is saved."""
+    resolve: Resolve | None = None
 
 
 def examine(request: DoctorRequest, say: Say) -> list[Check]:
     """All checks of the hosts; `say` prints what takes long."""
-    run = request.run
-    folders, files = (run.folders, run.files) if run is not None else ({"working folder": "."}, ())
-    paths = tuple(folders.values())
-    query = messages.HostQuery(request.environ, request.hosts[0].name, 0, paths, files)
-    with Cluster(request.hosts, request.remote, say) as cluster:
-        first = next(iter(cluster.hosts))
-        queries = {name: replace(query, port=request.port if name == first else 0) for name in cluster.hosts}
-        hosts = cluster.ask(queries, messages.HostDetails, seconds=_START_SECONDS)
-        if not hosts:
-            return cluster.lost
-        # Placed long before they are searched: a network file system shows other hosts' files with a delay.
-        token = secrets.token_hex(4)
-        markers = {name: messages.PlaceMarkers(list(paths), f"{token}-{name}") for name in hosts}
-        cluster.ask(markers, messages.MarkersPlaced, seconds=_QUICK_SECONDS)
-        checks = [Check("ssh", name, "ok", details.hostname) for name, details in hosts.items()]
-        checks += _detail_checks(request, cluster, hosts, gather_details(query))
-        checks += _run_checks(request, cluster, hosts)
-        checks += _network_checks(cluster, hosts, checks, rank_device(hosts, query.environ))
-        checks += _folder_checks(cluster, token, folders, node_local=run.node_local if run is not None else None)
-        return [*cluster.lost, *checks]
+    with closing(Cluster(request.hosts, request.remote)) as cluster:
+        checks = list(_checks(request, cluster, say))
+        return [*cluster.lost.values(), *checks]
 
 
-def _detail_checks(
-    request: DoctorRequest, cluster: Cluster, hosts: Mapping[str, messages.HostDetails], here: messages.HostDetails
-) -> Iterator[Check]:
-    """The checks that need only the facts of the hosts, not the plan of the run."""
-    first, name = next(iter(cluster.hosts)), request.hosts[0].name
-    yield from clock_checks(cluster.clocks())
-    yield from host_checks(cluster.hosts, hosts, here=here, environ=request.environ)
-    if rank_device(hosts, request.environ) == "cuda":
-        yield from gpu_checks(hosts)
-        yield from triton_checks(hosts)
-        yield from infiniband_checks(hosts)
-    if first in hosts:
-        yield port_check(first, hosts[first], request.port)
-    # Hosts that differ only in their ports are containers, whose names mean nothing to each other.
-    if len(cluster.hosts) > 1 and name == first:
-        yield from name_checks(name, hosts)
-    yield from file_checks(here, hosts)
-
-
-def _run_checks(request: DoctorRequest, cluster: Cluster, hosts: Mapping[str, messages.HostDetails]) -> Iterator[Check]:
-    """The checks that depend on the plan: limits, disk, memory and operators."""
-    need = None
-    if request.run is not None:
-        need, planned = need_of(request.run, request.hosts, rank_device(hosts, request.environ))
-        yield planned
-    world_size = sum(host.slots for host in request.hosts)
-    yield from limit_checks(hosts, world_size=world_size, locks_memory=bool(need and "async_io" in need.ops))
-    if need is not None and request.run is not None:
-        yield from disk_checks(hosts, request.run.output_dir, need.disk_bytes)
-        yield from memory_checks(cluster.hosts, hosts, rank_bytes=need.rank_bytes, gpu_bytes=need.gpu_bytes)
-        yield from _op_checks(cluster, need)
-
-
-def _op_checks(cluster: Cluster, need: Need) -> Iterator[Check]:
-    """Build and run the operators on all hosts at once.
-
-    Each has its own process, because an illegal instruction may kill it.
-    """
-    if not need.ops:
+def _checks(request: DoctorRequest, cluster: Cluster, say: Say) -> Iterator[Check]:
+    files = environment_files(os.environ, home=Path.home(), directory=Path.cwd())
+    environ = carried_variables(os.environ, files=files).values
+    infos = _infos(cluster, environ, request.port)
+    if not infos:
         return
-    names = list(need.ops)
-    builds: list[messages.ChildRequest] = [messages.BuildOp(name, dict(need.ops[name])) for name in names]
-    requests = {host: messages.RunInChildren(builds, _BUILD_SECONDS) for host in cluster.sessions}
-    what = f"{' and '.join(names)} of DeepSpeed; a first build takes minutes, {_BUILD_SECONDS / 60:.0f} at most"
-    answers = cluster.ask(requests, messages.ChildReplies, seconds=_BUILD_SECONDS + _MARGIN, what=what)
-    for host, answer in answers.items():
-        for name, reply in zip(names, answer.replies, strict=True):
-            yield op_check(host, name, reply, need.ops[name])
-
-
-def op_check(host: str, name: str, reply: messages.ChildReply, settings: Mapping[str, Any]) -> Check:
-    """The result of building and running an operator; a failure of one that has a substitute is a warning."""
-    if isinstance(reply, messages.OpBuilt):
-        return Check(name, host, "ok", reply.text)
-    if isinstance(reply, messages.RequestRefused):
-        substitute = f"; the run will use {settings['substitute']}" if "substitute" in settings else ""
-        return Check(name, host, "warn" if substitute else "fail", f"{reply.message}{substitute}", reply.hint)
-    assert isinstance(reply, messages.ChildLost)
-    last = ([line for line in reply.stderr.splitlines() if line.strip()] or ["nothing"])[-1]
-    if reply.code is None:
-        hint = (
-            f"if nothing builds there, remove the file `lock` in {name} below TORCH_EXTENSIONS_DIR "
-            "(~/.cache/torch_extensions)"
-        )
-        return Check(name, host, "fail", f"not built and run in {_BUILD_SECONDS:.0f} s; last output: {last}", hint)
-    hint = (
-        f"remove {name} below TORCH_EXTENSIONS_DIR (~/.cache/torch_extensions), which another kind of CPU may "
-        "have built; do not share it"
-    )
-    what = "an illegal instruction" if reply.code == _SIGILL_EXIT_CODE else f"exit code {reply.code}: {last}"
-    return Check(name, host, "fail", f"ended by {what}", hint)
-
-
-def _network_checks(
-    cluster: Cluster, hosts: Mapping[str, messages.HostDetails], checks: list[Check], device: str
-) -> list[Check]:
-    """Measure the network between the hosts, one rank for each GPU or for each CPU host."""
-    names = [name for name in hosts if name in cluster.sessions]
-    counts = {name: cluster.hosts[name].slots if device == "cuda" else 1 for name in names}
-    if sum(counts.values()) < 2:
-        return []
+    checks = [Check("ssh", name, "ok", info.hostname) for name, info in infos.items()]
+    checks += host_checks(cluster.hosts, infos, here=gather_host_info(), environ=environ)
+    if (first := next(iter(cluster.hosts))) in infos:
+        checks.append(port_check(first, infos[first], request.port))
+    yield from checks
+    device, resolved = rank_device(infos, environ), None
+    if request.resolve is not None:
+        resolved, planned = resolve_on(request.resolve, request.hosts, device)
+        yield planned
+    folders = {"folders": list(request.folders.values()), "marker": f".ds_finetune-doctor-{secrets.token_hex(4)}"}
+    cluster.ask({next(iter(infos)): {"place": folders}}, seconds=_HOST_SECONDS)
+    yield from _single_host_checks(request, cluster, resolved, device)
     wrong = [check for check in checks if check.state == "fail" and check.name in _NEEDED_BY_NETWORK]
+    infos = {name: info for name, info in infos.items() if name not in cluster.lost}
     if wrong:
         found = f"not measured: the check `{wrong[0].name}` of {wrong[0].host} fails"
-        return [Check("network", "", "warn", found, _AGAIN)]
-    ports = cluster.ask({names[0]: messages.FreePortRequest()}, messages.FreePortReply, seconds=_QUICK_SECONDS)
-    if names[0] not in ports:
-        return []
-    infos = {cluster.hosts[name]: hosts[name] for name in names}
-    address = meeting_address(list(infos), infos) or "127.0.0.1"
-    host_of_rank = [name for name in names for _ in range(counts[name])]
-    leaders = tuple(host_of_rank.index(name) for name in names)
-    measurements: dict[str, list[messages.ChildRequest]] = {name: [] for name in names}
-    meeting = (len(host_of_rank), address, ports[names[0]].port, device)
-    for rank, name in enumerate(host_of_rank):
-        local_rank = rank - host_of_rank.index(name)
-        device_number = (cluster.hosts[name].devices or range(counts[name]))[local_rank]
-        measurements[name].append(messages.NetworkRank(rank, *meeting, device_number, leaders))
-    requests = {name: messages.RunInChildren(ranks, _NETWORK_SECONDS) for name, ranks in measurements.items()}
-    what = "the network between the hosts"
-    answers = cluster.ask(requests, messages.ChildReplies, seconds=_NETWORK_SECONDS + _MARGIN, what=what)
-    gone = [name for name in names if name not in answers]
-    if gone:
-        return [Check("network", "", "warn", f"not measured: {', '.join(gone)} no longer answers", _AGAIN)]
-    return network_checks(host_of_rank, [reply for name in names for reply in answers[name].replies])
+        yield Check("network", "", "warn", found, _AGAIN)
+    elif device == "cuda" or len(infos) > 1:
+        say("measuring the network")
+        yield from _network_checks(cluster, infos, device)
+    # Long after the marker was placed: a network file system shows the files of other hosts with a delay.
+    replies = cluster.ask({name: {"look": folders} for name in infos}, seconds=_HOST_SECONDS)
+    yield from (clock_check(name, ahead, error) for name, (_, ahead, error) in replies.items())
+    for key, path in request.folders.items():
+        seen = {name: results["look"][path] for name, (results, _, _) in replies.items()}
+        yield from folder_checks(f"{key} {path}", seen, request.node_local if key == "output_dir" else None)
 
 
-def _folder_checks(
-    cluster: Cluster, token: str, folders: Mapping[str, str], *, node_local: bool | None
+def _infos(cluster: Cluster, environ: Mapping[str, str], port: int) -> dict[str, HostInfo]:
+    """The facts of the hosts that answer and have this version of the program; the first host looks at the port."""
+    first, infos = next(iter(cluster.hosts)), {}
+    queries = {name: {"facts": {"environ": environ, "port": port * (name == first)}} for name in cluster.hosts}
+    for name, (results, _, _) in cluster.ask(queries, seconds=_HOST_SECONDS).items():
+        try:
+            infos[name] = HostInfo(**results["facts"])
+        except TypeError:
+            cluster.lost[name] = other_program_check(name)
+    return infos
+
+
+def resolve_on(resolve: Resolve, hosts: Sequence[Host], device: str) -> tuple["ResolvedRun | None", Check]:
+    """The run on all slots of `hosts`, and the check of its plan; None where the plan is refused."""
+    try:
+        check_versions()
+        resolved = resolve(world_of(hosts, "the doctor"), device)
+    except FinetuneError as refused:
+        return None, Check("plan", "", "fail", refused.message, refused.hint)
+    plan = resolved.plan
+    found = f"{plan.mesh}, ZeRO-{plan.zero_stage}, {plan.world.world_size} ranks on {device}"
+    return resolved, Check("plan", "", "ok", found)
+
+
+def _single_host_checks(
+    request: DoctorRequest, cluster: Cluster, resolved: "ResolvedRun | None", device: str
 ) -> Iterator[Check]:
-    """Look in each folder for the marker files that all hosts have left there."""
-    names = list(cluster.sessions)
-    request = messages.FindMarkers(list(folders.values()), [f"{token}-{name}" for name in names])
-    visible = cluster.ask(dict.fromkeys(names, request), messages.MarkersFound, seconds=_QUICK_SECONDS)
-    for name, path in folders.items():
-        by_host = {
-            host: [other.removeprefix(f"{token}-") for other in answer.tokens[path]] for host, answer in visible.items()
-        }
-        yield from folder_checks(name, path, by_host, node_local=node_local if name == "output_dir" else None)
+    """The checks that each host makes by itself, and of the files that it has."""
+    here, queries = digests(request.files if len(request.hosts) > 1 else ()), {}
+    for number, (name, host) in enumerate(cluster.hosts.items()):
+        query: dict[str, Any] = {"digests": {"paths": list(here)}} | ({"gpus": {}} if device == "cuda" else {})
+        if resolved is not None:
+            from ds_finetune.engine.ops.deepspeed_ops import needed_ops
+
+            estimate, plan = resolved.estimate, resolved.plan
+            ops = [op for op in needed_ops(plan) if op != "fused_adam" or not plan.may_take_torch_adam]
+            query["compiler"] = {"operators": ops}
+            need = estimate.disk(ranks=host.slots, is_first_host=number == 0).num_bytes
+            query["disk"] = {"folder": request.folders["output_dir"], "num_bytes": need}
+            query["memory"] = {"host_bytes": host.slots * estimate.host_bytes, "gpu_bytes": estimate.gpu_bytes}
+        queries[name] = query
+    for name, (results, _, _) in cluster.ask(queries, seconds=_HOST_SECONDS).items():
+        rows = [row for group in ("gpus", "compiler", "disk", "memory") for row in results.get(group, ())]
+        for path, there in results["digests"].items():
+            found = "is the same as here" if there == here[path] else "differs from the one here (names or sizes)"
+            hint = "" if there == here[path] else "copy it to the same path, or use a folder that all hosts share"
+            rows.append(
+                ("files", "fail" if hint else "ok", f"{path} {found if there else 'does not exist there'}", hint)
+            )
+        yield from (Check(row[0], name, *row[1:]) for row in rows)
+
+
+def _network_checks(cluster: Cluster, infos: Mapping[str, HostInfo], device: str) -> list[Check]:
+    """Measure the network by a program under torch's elastic agent: a rank for each GPU, or up to two on CPUs."""
+    hosts = {name: cluster.hosts[name] for name in infos}
+    by_host = {hosts[name]: info for name, info in infos.items()}
+    addresses = {
+        name: meeting_address(sorted(by_host, key=lambda other: other != host), by_host) or "127.0.0.1"
+        for name, host in hosts.items()
+    }
+    first, token = next(iter(hosts)), secrets.token_hex(4)
+    port = infos[first].port
+    endpoint = f"[{addresses[first]}]:{port}" if ":" in addresses[first] else f"{addresses[first]}:{port}"
+    queries = {}
+    for name, host in hosts.items():
+        gpus = ",".join(map(str, host.devices or range(host.slots))) if device == "cuda" else ""
+        settings = f"is_host={int(name == first)},join_timeout={_JOIN_SECONDS},read_timeout={_JOIN_SECONDS}"
+        agent = [f"--nnodes={len(hosts)}", f"--nproc-per-node={host.slots if gpus else min(host.slots, 2)}"]
+        agent += ["--max-restarts=0", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={token}"]
+        agent += [f"--rdzv-conf={settings}", f"--local-addr={addresses[name]}"]
+        module = ["torch.distributed.run", *agent, "-m", "ds_finetune.cluster.doctor.measure", name, gpus]
+        queries[name] = {"run": {"module": module, "seconds": _NETWORK_SECONDS}}
+    replies = cluster.ask(queries, seconds=_NETWORK_SECONDS + _MARGIN)
+    if len(replies) < len(hosts):
+        return [Check("network", "", "warn", "not measured: a host no longer answers", _AGAIN)]
+    return list(network_checks({name: results["run"] for name, (results, _, _) in replies.items()}, endpoint))

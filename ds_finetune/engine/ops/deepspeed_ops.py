@@ -1,4 +1,4 @@
-"""DeepSpeed's compiled operators that a run needs: built by all ranks, run once, and compared with torch."""
+"""DeepSpeed's compiled operators that a run needs, which all its ranks build."""
 
 import json
 import os
@@ -7,18 +7,16 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ds_finetune.config.units import GIB
 from ds_finetune.console.phase_line import Say, say_nothing
 from ds_finetune.engine.ops.build_lock import reported_lock
-from ds_finetune.engine.ops.nvme import check_folder, measure_folder, nvme_folders
+from ds_finetune.engine.ops.nvme import nvme_folders
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.plan import Plan
 from ds_finetune.system.world import World
@@ -40,50 +38,19 @@ _CAUSE = re.compile(
     r"error:|cannot find -l|not found|No such file|[Uu]nsupported|does not match|No space left|Killed|Permission denied"
 )
 _LIBAIO = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
-_TOLERANCE = 1e-6
 
 
-def needed_ops(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Names of the operators that a run of `plan` will build, each with its settings for `check_op`.
-
-    The setting `substitute` names the replacement for an operator that cannot be built.
-    """
+def needed_ops(plan: Plan) -> list[str]:
+    """Names of the operators that a run of `plan` will build."""
     name = plan.optimizer
-    found: dict[str, dict[str, Any]] = {}
+    found: list[str] = []
     if plan.offload_optimizer != "none" and name in _OFFLOADED:
-        found[_OFFLOADED[name]] = {}
+        found.append(_OFFLOADED[name])
     elif plan.needs_fused_adam:
-        found["fused_adam"] = {"substitute": "torch's fused AdamW"} if plan.may_take_torch_adam else {}
+        found.append("fused_adam")
     elif plan.device == "cuda" and name in ("lion", "lamb"):
-        found[f"fused_{name}"] = {}
-    folders = nvme_folders(plan)
-    if folders:
-        found["async_io"] = {"folders": folders, "aio": plan.deepspeed_config.get("aio") or {}}
-    return found
-
-
-def check_op(name: str, settings: Mapping[str, Any]) -> str:
-    """Build and run the operator and return the result as text. ConfigError says why it cannot be built, or how its
-    numbers differ.
-
-    The first build takes minutes. `settings` of async_io: `folders` to write in and DeepSpeed's `aio` section.
-    """
-    if name == "async_io":
-        build_op("async_io")
-        return "; ".join(_measure_disk(Path(folder), settings["aio"]) for folder in settings["folders"])
-    build_op(name)
-    if not name.endswith("adam"):
-        return "built"
-    return f"built; three steps are torch's AdamW to {_difference(name):.0e}"
-
-
-def _measure_disk(folder: Path, aio: Mapping[str, Any]) -> str:
-    check_folder(folder, f"probe-{os.getpid()}")
-    write, read = measure_folder(folder, aio)
-    return (
-        f"{folder}: {write / 1e9:.2f} GB/s written, {read / 1e9:.2f} GB/s read, "
-        f"{shutil.disk_usage(folder).free / GIB:,.0f} GiB free"
-    )
+        found.append(f"fused_{name}")
+    return [*found, "async_io"] if nvme_folders(plan) else found
 
 
 def build_op(name: str, say: Say = say_nothing) -> None:
@@ -186,34 +153,6 @@ def _check_libaio() -> None:
             f"DeepSpeed's async_io cannot be built: {true_cause(done.stderr)}",
             hint="install libaio with its headers (Debian: libaio-dev)",
         )
-
-
-def _difference(name: str) -> float:
-    """Largest difference of three steps from torch's AdamW, relative to the largest weight; ConfigError above 1e-6."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-
-    device = "cpu" if name == "cpu_adam" else "cuda"
-    generator = torch.Generator().manual_seed(0)
-    start, *gradients = torch.randn(4, 1024, generator=generator).to(device)
-    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
-    numbers: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    kernel = (
-        DeepSpeedCPUAdam([ours], adamw_mode=True, **numbers)
-        if name == "cpu_adam"
-        else FusedAdam([ours], adam_w_mode=True, **numbers)
-    )
-    reference = torch.optim.AdamW([theirs], **numbers)
-    for gradient in gradients:
-        ours.grad, theirs.grad = gradient.clone(), gradient.clone()
-        kernel.step()
-        reference.step()
-    difference = ((ours - theirs).abs().max() / theirs.abs().max()).item()
-    if not difference <= _TOLERANCE:
-        raise ConfigError(
-            f"DeepSpeed's {name} is {difference:.1e} off torch's AdamW after three steps",
-            hint="remove it from TORCH_EXTENSIONS_DIR to build it again",
-        )
-    return difference
 
 
 Agree = Callable[[str], list[str]]

@@ -1,11 +1,8 @@
 """Checks of disks for NVMe offload: on some, a direct read returns without an error and has read nothing."""
 
 import copy
-import os
-import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -90,31 +87,3 @@ def check_folder(folder: Path, name: str = "probe") -> None:
             "DeepSpeed 0.19.8 would train on stale gradients there",
             hint="use a disk whose direct IO takes unaligned buffers (tmpfs does), or offload to cpu",
         )
-
-
-def measure_folder(folder: Path, aio: Mapping[str, Any]) -> tuple[float, float]:
-    """Bytes a second of writing and of reading 128 MiB in `folder` past the page cache, with DeepSpeed's `aio` section.
-
-    Needs the op built (`check_folder`). ConfigError where the bytes read are not those written.
-    """
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    given = {**_AIO, **{key: value for key, value in aio.items() if key in _AIO}}
-    handle = AsyncIOBuilder().load().aio_handle(*given.values())
-    path = folder / f"speed-{os.getpid()}.swp"
-    like = torch.empty(0, dtype=torch.float32)
-    written, back = (handle.new_cpu_locked_tensor(_MEASURED_BYTES // 4, like) for _ in range(2))
-    written.copy_(torch.arange(_MEASURED_BYTES // 4))
-    back.zero_()
-    began = time.perf_counter()
-    handle.sync_pwrite(written, str(path), 0)
-    middle = time.perf_counter()
-    handle.sync_pread(back, str(path), 0)
-    ended = time.perf_counter()
-    path.unlink()
-    if not torch.equal(written, back):
-        raise ConfigError(
-            f"nvme_path `{folder}` does not read back {_MEASURED_BYTES:,} bytes that were written",
-            hint="use another disk",
-        )
-    return _MEASURED_BYTES / (middle - began), _MEASURED_BYTES / (ended - middle)

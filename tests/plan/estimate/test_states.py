@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_finetune.api import plan_run
-from ds_finetune.cli.doctor import checked_run
-from ds_finetune.cluster.doctor.needs import need_of
+from ds_finetune.cli.doctor import run_needs
+from ds_finetune.cluster.doctor.run import resolve_on
 from ds_finetune.config.hostfile import Host
 from ds_finetune.config.schema import read_config
 from ds_finetune.plan.estimate.states import DiskNeed, ModelSizes, RunEstimate
@@ -53,15 +53,17 @@ def test_train_plan_and_doctor_agree(tmp_path: Path, layout: str) -> None:
     hosts = [Host("a", 3, 1), Host("b", 1, 2)]
     trained = prepare_run(resolve_here(config, World(0, RANKS, 0, 3, "a test"))).estimate
     planned = plan_run(config, gpus=RANKS, gpus_per_node=RANKS).estimate
-    need, check = need_of(checked_run(config), hosts, "cpu")
-    assert need is not None, check
+    resolved, check = resolve_on(run_needs(config)["resolve"], hosts, "cpu")
+    assert resolved is not None, check
+    doctors = resolved.estimate
     assert trained.sizes == planned.sizes
     assert trained.files == planned.files
     assert trained.state_bytes == planned.state_bytes
     assert trained.sizes.total == described_tree(tree).tensors.numel
-    assert (need.rank_bytes, need.gpu_bytes) == (trained.host_bytes, trained.gpu_bytes)
-    disks = [trained.disk(ranks=host.slots, is_first_host=host is hosts[0]).num_bytes for host in hosts]
-    assert list(need.disk_bytes.values()) == disks
+    assert (doctors.host_bytes, doctors.gpu_bytes) == (trained.host_bytes, trained.gpu_bytes)
+    for host in hosts:
+        of_host = {"ranks": host.slots, "is_first_host": host is hosts[0]}
+        assert doctors.disk(**of_host) == trained.disk(**of_host)
     places = {"cpu" if place == "cuda" else place for place in planned.places.values()}
     assert places == {"cpu"}, "a rank without a GPU keeps everything in host memory"
 

@@ -1,0 +1,196 @@
+"""The program that `doctor` starts on each host. A request is a line of JSON with functions of this module to call and
+their arguments; the reply is a line with their results.
+
+The program ends when its standard input does: with the doctor, with ssh or with the connection. It then kills the
+processes that it started and their children, and removes its files.
+"""
+
+import atexit
+import ctypes
+import hashlib
+import json
+import os
+import queue
+import shlex
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ds_finetune.cluster.host_checks import State
+from ds_finetune.config.units import GIB
+from ds_finetune.plan.kernels import triton_problem
+from ds_finetune.system.disk import bytes_below, nearest_existing
+from ds_finetune.system.free_memory import available_bytes
+from ds_finetune.system.info import gather_host_info, query_gpus
+from ds_finetune.system.processes import python_module, with_package
+
+REPLY = b'{"reply":'
+"""The beginning of a reply; a login shell may print other lines."""
+_IDLE_SECONDS = 1800.0
+"""The program ends after this time without a request: a connection may fall silent without being closed."""
+_TAIL_BYTES = 20_000
+_MEMORY_MARGIN = 0.8
+_BECOME_SUBREAPER = 36
+"""PR_SET_CHILD_SUBREAPER of prctl(2): the orphans below this process become its children."""
+_starting = threading.Lock()
+"""Held while a process or a file is made, and for good once the program ends."""
+_made: list[Path] = []
+"""Marker files and temporary folders."""
+Row = tuple[str, State, str, str]
+"""A check of this host: name, state, what was found, and a hint."""
+
+
+def facts(environ: dict[str, str], port: int) -> dict[str, Any]:
+    """The fields of HostInfo; the variables stay set for later requests."""
+    os.environ.update(environ)
+    return asdict(gather_host_info(port))
+
+
+def gpus() -> list[Row]:
+    """GPUs that are in use or admit one process, and what Triton lacks to compile kernels."""
+    listed, rows = query_gpus(), list[Row]()
+    if busy := [str(number) for number, gpu in enumerate(listed) if (gpu.used_bytes or 0) > GIB]:
+        text = f"GPU {', '.join(busy)} has more than 1 GiB in use"
+        rows.append(("gpus", "warn", text, "find the process with nvidia-smi"))
+    if exclusive := [str(number) for number, gpu in enumerate(listed) if gpu.compute_mode.startswith("Exclusive")]:
+        hint = "nvidia-smi -c 0; train.micro_batch_size auto and export.verify start a second process"
+        rows.append(("gpus", "warn", f"GPU {', '.join(exclusive)} admits one process", hint))
+    problem, hint = triton_problem()
+    if problem:
+        rows.append(("kernels", "warn", f"Triton cannot make any: {problem}; auto takes torch's", hint))
+    return rows
+
+
+def compiler(operators: Sequence[str]) -> list[Row]:
+    """The C++ compiler with which torch builds the operators of DeepSpeed that a run needs."""
+    program, names = shlex.split(os.environ.get("CXX", "c++"))[0], " and ".join(operators)
+    if operators and not shutil.which(program):
+        text = f"there is no C++ compiler `{program}` to build {names} of DeepSpeed"
+        return [("kernels", "fail", text, "install one (Debian: g++), or set CXX")]
+    return [("kernels", "ok", f"`{program}` can build {names} of DeepSpeed", "")] if operators else []
+
+
+def memory(host_bytes: int, gpu_bytes: int) -> list[Row]:
+    """Available memory of the host and of its smallest GPU, compared with the state of the run."""
+    totals = [gpu.total_bytes for gpu in query_gpus() if gpu.total_bytes is not None] if gpu_bytes else []
+    rows = list[Row]()
+    for what, needed, room in (("host", host_bytes, available_bytes()), ("GPU", gpu_bytes, min(totals, default=None))):
+        if room is not None:
+            state: State = "fail" if needed > room else "warn" if needed > _MEMORY_MARGIN * room else "ok"
+            text = f"{what}: state of the run {needed / GIB:,.2f} GiB, {room / GIB:,.1f} GiB available"
+            hint = "" if state == "ok" else "more hosts, a higher ZeRO stage, offload, or a smaller model"
+            rows.append(("memory", state, text, hint))
+    return rows
+
+
+def disk(folder: str, num_bytes: int) -> list[Row]:
+    """Whether the run can be written to output_dir; it overwrites an earlier run there."""
+    existing = nearest_existing(Path(folder))
+    held = bytes_below(Path(folder)) if Path(folder, "metrics.jsonl").exists() else 0
+    room = shutil.disk_usage(existing).free + held
+    text, hint = f"{folder} needs {num_bytes / GIB:,.2f} GiB at most, {room / GIB:,.1f} GiB free", ""
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        text, hint = f"{folder} cannot be written in {existing}", "change the permissions, or name another output_dir"
+    elif num_bytes > room:
+        hint = "free some space, name another output_dir, or lower checkpoint.keep"
+    return [("disk", "fail" if hint else "ok", text, hint)]
+
+
+def digests(paths: Sequence[str]) -> dict[str, str]:
+    """A digest of the names and sizes of the files at or below each path; empty for a path that does not exist."""
+    files = {path: sorted(file for file in (Path(path), *Path(path).rglob("*")) if file.is_file()) for path in paths}
+    sizes = {path: "\n".join(f"{file} {file.stat().st_size}" for file in below) for path, below in files.items()}
+    return {path: hashlib.sha256(text.encode()).hexdigest() if text else "" for path, text in sizes.items()}
+
+
+def place(folders: Sequence[str], marker: str) -> None:
+    """Make an empty file in each folder that can be written."""
+    for folder in folders:
+        path = nearest_existing(Path(folder)) / marker
+        with _starting, suppress(OSError):
+            path.touch()
+            _made.append(path)
+
+
+def look(folders: Sequence[str], marker: str) -> dict[str, tuple[bool, bool]]:
+    """Whether each folder can be written, and whether the file is in it that another host has placed."""
+    places = {folder: nearest_existing(Path(folder)) for folder in folders}
+    return {folder: (os.access(top, os.W_OK | os.X_OK), (top / marker).exists()) for folder, top in places.items()}
+
+
+def run(module: Sequence[str], seconds: float) -> tuple[int | None, str]:
+    """Run a Python module: its exit code (None where it was killed after `seconds`), and the end of its output."""
+    with _starting:
+        folder = Path(tempfile.mkdtemp(prefix="ds_finetune-doctor-"))
+        _made.append(folder)
+        # torch's elastic agent leaves folders there.
+        environ, command = {**with_package(os.environ), "TMPDIR": str(folder)}, python_module(*module)
+        with (folder / "output").open("wb") as output:
+            stdin, stderr = subprocess.DEVNULL, subprocess.STDOUT
+            process = subprocess.Popen(command, env=environ, stdin=stdin, stdout=output, stderr=stderr)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    code = process.poll()
+    _kill_children()
+    text = (folder / "output").read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
+    shutil.rmtree(folder)
+    return code, text
+
+
+def _kill_children() -> None:
+    # A process may start another before it is killed, which then becomes a child of this one.
+    while children := psutil.Process().children(recursive=True):
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        if psutil.wait_procs(children, timeout=5)[1]:
+            return
+
+
+def _clean_up() -> None:
+    _starting.acquire()
+    _kill_children()
+    for path in _made:
+        shutil.rmtree(path, ignore_errors=True)
+        path.unlink(missing_ok=True)
+
+
+def _read_requests(lines: "queue.Queue[bytes]") -> None:
+    # Not sys.stdin, whose lock an ending interpreter needs.
+    with open(0, "rb", buffering=0) as file:
+        for line in file:
+            lines.put(line)
+    _clean_up()
+    os._exit(0)
+
+
+def main() -> None:
+    """Answer requests until standard input ends."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).prctl(_BECOME_SUBREAPER, 1, 0, 0, 0)
+    atexit.register(_clean_up)
+    output = os.fdopen(os.dup(1), "w")
+    # Output of libraries goes to standard error. A login shell may have printed text without a newline.
+    os.dup2(2, 1)
+    output.write("\n")
+    lines: queue.Queue[bytes] = queue.Queue()
+    threading.Thread(target=_read_requests, args=(lines,), daemon=True).start()
+    functions = {each.__name__: each for each in (facts, gpus, compiler, memory, disk, digests, place, look, run)}
+    while True:
+        request = json.loads(lines.get(timeout=_IDLE_SECONDS))
+        results = {name: functions[name](**arguments) for name, arguments in request.items()}
+        output.write(f"{REPLY.decode()}{json.dumps([time.time(), results])}}}\n")
+        output.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""One rank that measures all-reduces inside each host, between neighbouring hosts and over all ranks.
+
+The doctor starts it under torch's elastic agent. The first rank of each host prints what it measured, and any rank what
+went wrong, as a line of JSON.
+"""
+
+import json
+import os
+import re
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_finetune.cluster.launch.process_tags import die_with_parent
+from ds_finetune.engine.devices import device_of_rank
+from ds_finetune.errors import FinetuneError
+from ds_finetune.system.info import interface_towards
+
+_TIMEOUT = timedelta(seconds=30)
+"""How long a rank waits in one all-reduce."""
+_SIZES = {"cpu": 1 << 22, "cuda": 1 << 28}
+"""Bytes of an all-reduce."""
+_NUM_REPEATS = 5
+
+
+def measure(host: str, device: torch.device) -> dict[str, Any] | None:
+    """Bus bandwidths in bytes a second, in the default process group; None on all but the first rank of each host."""
+    names: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(names, host)
+    ranks = {name: [rank for rank, other in enumerate(names) if other == name] for name in names}
+    leaders = {name: of_host[0] for name, of_host in ranks.items()}
+    inside, links = bus_bandwidth(list(ranks.values()), device), dict[str, float]()
+    for pairs in rounds(list(ranks)):
+        rate = bus_bandwidth([[leaders[name] for name in pair] for pair in pairs], device)
+        links |= {name: rate for pair in pairs if host in pair for name in pair if name != host}
+    everywhere = bus_bandwidth([list(range(len(names)))], device)
+    result = {"inside": inside, "links": links, "all": everywhere, "ranks": len(names), "bytes": _SIZES[device.type]}
+    return result if dist.get_rank() == leaders[host] else None
+
+
+def rounds(hosts: list[str]) -> list[list[tuple[str, str]]]:
+    """The pairs of neighbours in a ring of hosts, in rounds in which each host is in one pair at most."""
+    ring = list(zip(hosts, [*hosts[1:], hosts[0]], strict=True))[: len(hosts) if len(hosts) > 2 else -1]
+    odd = [ring.pop()] if len(ring) > 1 and len(ring) % 2 else []
+    return [pairs for pairs in (ring[::2], ring[1::2], odd) if pairs]
+
+
+def bus_bandwidth(groups: list[list[int]], device: torch.device) -> float:
+    """Bytes a second that each link carries in an all-reduce of this rank's group, as NCCL's tests count them
+    (nccl-tests, doc/PERFORMANCE.md); 0 where the rank is alone or in no group. RuntimeError where sums are wrong.
+
+    All groups, which share no rank, are measured at the same time. The first all-reduce is not timed: it opens the
+    connections, for which NCCL may take seconds.
+    """
+    group, _ = dist.new_subgroups_by_enumeration(groups, timeout=_TIMEOUT)
+    if group is None:
+        return 0.0
+    count, size, fastest = dist.get_world_size(group), _SIZES[device.type], float("inf")
+    for number in range(1 + _NUM_REPEATS):
+        values = torch.full((size // 4,), dist.get_rank(group) + 1.0, device=device)
+        dist.barrier(group)
+        began = time.perf_counter()
+        dist.all_reduce(values, group=group)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = torch.tensor([time.perf_counter() - began], device=device)
+        if not values.eq(count * (count + 1) / 2).all():
+            raise RuntimeError(f"an all-reduce of {size} bytes over {count} ranks has wrong sums")
+        dist.all_reduce(seconds, dist.ReduceOp.MAX, group)
+        fastest = min(fastest, seconds.item()) if number else fastest
+    return size / fastest * 2 * (count - 1) / count
+
+
+def main(host: str, gpus: str) -> None:
+    """Measure as one rank of `host`; `gpus` has the number of the GPU of each local rank, and nothing for CPUs."""
+    die_with_parent()
+    if interface := interface_towards(os.environ["MASTER_ADDR"]):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    # A rank says itself what failed; otherwise NCCL's watchdog would end the process.
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+    device, is_cause = torch.device("cpu"), True
+    try:
+        if gpus:
+            number = int(gpus.split(",")[int(os.environ["LOCAL_RANK"])])
+            device = torch.device(device_of_rank("cuda", number))
+            torch.cuda.set_device(device)
+        is_cause = False
+        dist.init_process_group("nccl" if gpus else "gloo", timeout=_TIMEOUT)
+        result = measure(host, device)
+        dist.barrier()
+    except (RuntimeError, FinetuneError) as failed:
+        # gloo's messages begin with a line of its source.
+        text = re.sub(r"^\[\S+\] *", "", str(failed).strip().splitlines()[0])
+        sys.stdout.write(f"{json.dumps({'problem': text, 'is_cause': is_cause})}\n")
+        raise SystemExit(1) from None
+    if result is not None:
+        sys.stdout.write(f"{json.dumps(result)}\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
