@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ds_finetune.cli.arguments import Arguments, Commands, add_command, add_overrides, port
@@ -108,9 +108,8 @@ def _table(checks: "Sequence[Check]") -> Table:
     rows: dict[tuple[str, str, str, str], list[str]] = {}
     for check in sorted(checks, key=lambda check: list(_STYLES).index(check.state)):
         rows.setdefault((check.state, check.name, check.found, check.hint), []).append(check.host)
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for head in ("", "check", "hosts", "found", "hint"):
-        table.add_column(head, overflow="fold")
+    columns = (Column(head, overflow="fold") for head in ("", "check", "hosts", "found", "hint"))
+    table = Table(*columns, box=None, padding=(0, 2, 0, 0))
     for (state, name, found, hint), hosts in rows.items():
         more = f" and {len(hosts) - _SHOWN_HOSTS} more" if len(hosts) > _SHOWN_HOSTS else ""
         cells = (name, ", ".join(hosts[:_SHOWN_HOSTS]) + more, found, hint)

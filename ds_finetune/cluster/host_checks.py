@@ -136,7 +136,11 @@ def version_checks(here: HostInfo, infos: Mapping[str, HostInfo]) -> Iterator[Ch
             name for name, pair in other.items() if name != "python" or len({text.split(".")[1] for text in pair}) > 1
         ]
         if not other:
-            same = [f"{name} {info.versions[name]}" for name in ("python", *PACKAGES) if info.versions.get(name)]
+            same = [
+                f"{name} {info.versions[name]}"
+                for name in ("python", *PACKAGES, "CUDA of torch")
+                if info.versions.get(name)
+            ]
             yield Check("versions", host, "ok", ", ".join(same))
             continue
         texts = [f"{name} {theirs or 'missing'} (here {mine or 'missing'})" for name, (mine, theirs) in other.items()]

@@ -3,11 +3,12 @@
 import json
 from collections.abc import Iterator, Mapping
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from ds_finetune.cluster.host_checks import Check, State
 from ds_finetune.config.units import MIB
 
+Key = TypeVar("Key", str, tuple[str, str])
 Ended = tuple[int | None, str]
 """Exit code of a program on a host (None where it was killed after its time), and the end of its output."""
 _CLOCK_WARN_SECONDS, _CLOCK_FAIL_SECONDS = 1, 60
@@ -79,18 +80,20 @@ def rate_checks(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
     A host is slow where the faster one of its links is slow beside the faster ones of others; else a single link is.
     """
     inside = {host: result["inside"] for host, result in results.items() if result["inside"]}
-    links = {(host, to): rate for host, result in results.items() for to, rate in result["links"].items() if host < to}
-    best = {host: max(rate for pair, rate in links.items() if host in pair) for host in results if links}
-    named = {f"{host} and {to}": rate for (host, to), rate in links.items()}
+    both = {(host, to): rate for host, result in results.items() for to, rate in result["links"].items()}
+    links = {(host, to): rate for (host, to), rate in both.items() if host < to}
+    best = {host: max(rate for (end, _), rate in both.items() if end == host) for host in results if both}
     slow = set()
     for where, rates in (("inside", inside), ("to other hosts", best)):
         for host, state, usual in _slow(rates):
             slow.add(host)
             yield Check("links", host, state, f"{_speed(rates[host])} {where}, others {_speed(usual)}", _SLOW_HINT)
-    for pair, state, usual in _slow(named):
-        if not slow & {*pair.split(" and ")}:
-            yield Check("links", pair, state, f"{_speed(named[pair])}, other links {_speed(usual)}", _SLOW_HINT)
-    for where, rates in (("inside hosts", inside), ("between hosts", named)):
+    for (host, to), state, usual in _slow(links):
+        if not slow & {host, to}:
+            found = f"{_speed(links[host, to])} to {to}, other links {_speed(usual)}"
+            yield Check("links", host, state, found, _SLOW_HINT)
+    between = {f"{host} to {to}": rate for (host, to), rate in links.items()}
+    for where, rates in (("inside hosts", inside), ("between hosts", between)):
         if rates:
             low, high = min(rates, key=rates.__getitem__), max(rates, key=rates.__getitem__)
             found = f"{where} {_speed(rates[low])} ({low}) to {_speed(rates[high])} ({high})"
@@ -102,7 +105,7 @@ def rate_checks(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
         yield Check("all-reduce", "", "ok", found, values=values)
 
 
-def _slow(rates: Mapping[str, float]) -> Iterator[tuple[str, State, float]]:
+def _slow(rates: Mapping[Key, float]) -> Iterator[tuple[Key, State, float]]:
     """Hosts or links that are slow or broken beside the median of the others, which is given too."""
     for key, rate in rates.items() if len(rates) > 1 else ():
         usual = median(other for name, other in rates.items() if name != key)

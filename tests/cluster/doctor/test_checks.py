@@ -163,7 +163,7 @@ def test_a_slow_host_is_told_from_a_slow_link() -> None:
     assert wrong({("b", "c"): 1e6, ("a", "c"): 2e6}, "abc") == [
         ("c", "fail", "2.0 MB/s to other hosts, others 1.00 GB/s")
     ]
-    assert wrong({("a", "b"): 1e6}) == [("a and b", "fail", "1.0 MB/s, other links 1.00 GB/s")]
+    assert wrong({("a", "b"): 1e6}) == [("a", "fail", "1.0 MB/s to b, other links 1.00 GB/s")]
     assert wrong({("a", "b"): 1e6}, "ab") == []
 
 

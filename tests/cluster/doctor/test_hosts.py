@@ -62,7 +62,7 @@ def test_nothing_is_left_when_the_doctor_ends(number: int, tmp_path: Path) -> No
         time.sleep(0.05)
     assert (tmp_path / "marker").exists()
     assert list(files.rglob("torchelastic_*")), "the agent's own files"
-    assert len(marked(mark)) == 4, "doctor, program of the host, agent, rank"
+    assert len(marked(mark)) >= 4, "doctor, program of the host, agent, rank"
     started.send_signal(number)
     assert started.wait(120) != 0
     while marked(mark) and time.monotonic() < until:
