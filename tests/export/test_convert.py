@@ -95,6 +95,10 @@ def test_equals_what_transformers_writes(
         wanted = {
             key: tensor if key.endswith("e_score_correction_bias") else tensor.half() for key, tensor in wanted.items()
         }
+    # transformers 5.24 keeps routers in fp32, and neither published checkpoints nor releases before it do.
+    wanted = {
+        key: tensor.to(DTYPES[dtype]) if key.endswith(".mlp.gate.weight") else tensor for key, tensor in wanted.items()
+    }
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[key], tensor) and found[key].dtype == tensor.dtype for key, tensor in wanted.items())
     assert (len(list(out.glob("*.safetensors"))) > 1) == (max_bytes < 10**6)
