@@ -79,7 +79,7 @@ def gather_host_info(port: int = 0) -> HostInfo:
     return HostInfo(
         hostname=socket.gethostname(),
         network_identity=f"{boot_id()} {_link('/proc/self/ns/net')}",
-        versions=_versions(packages := installed_versions()),
+        versions=host_versions(packages := installed_versions()),
         packages=packages,
         gpus=gpu_models(),
         cores=len(os.sched_getaffinity(0)),
@@ -156,7 +156,8 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-def _versions(packages: Mapping[str, str]) -> dict[str, str]:
+def host_versions(packages: Mapping[str, str]) -> dict[str, str]:
+    """Python, this program with a hash of its source, PACKAGES by `packages`, CUDA of torch, NCCL and driver."""
     versions = {"python": platform.python_version(), "ds_finetune": _source_version()}
     versions |= {package: packages.get(package, "") for package in PACKAGES}
     spec = find_spec("torch")

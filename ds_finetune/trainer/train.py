@@ -1,9 +1,7 @@
 """One run from its configuration to its report: the page to read first."""
 
-import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,14 +17,14 @@ from ds_finetune.cluster.watchdog.monitor import Monitor, start_monitor
 from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress, device_progress
 from ds_finetune.config.schedule import seconds_of
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.config.sections import TrainConfig, WatchdogConfig
+from ds_finetune.config.sections import WatchdogConfig
 from ds_finetune.console.phase_line import Say, say_nothing
-from ds_finetune.engine.devices import bf16_support, choose_device, device_of_rank, exchange
+from ds_finetune.engine.devices import device_of_rank, exchange
 from ds_finetune.engine.groups.collectives import all_gather_object
-from ds_finetune.engine.groups.default_group import COLLECTIVE_TIMEOUT, meet, process_group
+from ds_finetune.engine.groups.default_group import meet, process_group
 from ds_finetune.engine.ops.deepspeed_ops import build_ops, use_cores
 from ds_finetune.engine.start_engine import start_engine
-from ds_finetune.errors import ConfigError, RunError
+from ds_finetune.errors import RunError
 from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.model.build.unused_parameters import patterns_of
@@ -34,7 +32,6 @@ from ds_finetune.observers.checkpointing import Checkpointing
 from ds_finetune.observers.record import Observer, StepRecord
 from ds_finetune.observers.stopping import StopSignals
 from ds_finetune.observers.trackers import check_trackers
-from ds_finetune.plan.precision import with_precision
 from ds_finetune.runs.status import RunStatus
 from ds_finetune.system.world import World, check_deepspeed_hostfile
 from ds_finetune.trainer.batches import batches_ahead
@@ -46,7 +43,7 @@ from ds_finetune.trainer.observers import StartedRun, make_observers
 from ds_finetune.trainer.prepare import PreparedRun, prepare_run
 from ds_finetune.trainer.profiling import profiled
 from ds_finetune.trainer.reference import complete_reference, find_reference
-from ds_finetune.trainer.resolve import resolve_here
+from ds_finetune.trainer.resolve import ResolvedRun, resolve_here
 from ds_finetune.trainer.resume import (
     ResumePoint,
     check_not_past_end,
@@ -69,6 +66,7 @@ from ds_finetune.trainer.run_records import (
     record_end,
     report_failure,
 )
+from ds_finetune.trainer.same_choices import check_same_kernels, check_same_precision, check_same_versions
 
 Announce = Callable[[PreparedRun], None]
 
@@ -108,12 +106,11 @@ def train(config: RunConfig, *, announce: Announce, say: Callable[[str], None]) 
         keep_status(folder, log) as status,
     ):
         with start_watchdog(config.watchdog, world, folder, log.add) as (monitor, store):
-            check_same_precision(config.train, world, store)
             if world.rank == 0:
                 # It writes what could replace files; other nodes may have a folder of their own, with checkpoints only.
                 check_only_own_files(Path(config.output_dir), config.inputs(), cache_dir=config.data.cache_dir)
             check_trackers(config.log.trackers)
-            run = finish_plan(prepare_run(resolve_here(config, world)), store, monitor, log.say)
+            run = finish_plan(prepare_run(resolve_on_ranks(config, world, store)), store, monitor, log.say)
             if world.rank == 0:
                 check_server(run)
                 announce(run)
@@ -257,20 +254,13 @@ def start_watchdog(
         yield monitor, store
 
 
-def check_same_precision(section: TrainConfig, world: World, store: dist.Store) -> None:
-    """ConfigError where `train.precision: auto` is not the same on all ranks, because their devices differ."""
-    if section.precision != "auto":
-        return
-    device = choose_device()
-    train, lines = with_precision(section, device=device, support=bf16_support(device, world))
-    mine = json.dumps([train.precision, f"on {socket.gethostname()} {lines[0]}"])
-    found = [json.loads(text) for text in exchange(store, world, "precision", mine, timeout=COLLECTIVE_TIMEOUT)]
-    for rank, (precision, line) in enumerate(found):
-        if precision != found[0][0]:
-            raise ConfigError(
-                f"the devices of ranks differ: {found[0][1]} (rank 0); {line} (rank {rank})",
-                hint="set train.precision to one that all of them compute fast, such as fp32",
-            )
+def resolve_on_ranks(config: RunConfig, world: World, store: dist.Store) -> ResolvedRun:
+    """What `config` means on this rank, once the ranks have compared versions, precision and kernels."""
+    check_same_versions(world, store)
+    check_same_precision(config.train, world, store)
+    resolved = resolve_here(config, world)
+    check_same_kernels(resolved.plan.kernels, resolved.plan.device, world, store)
+    return resolved
 
 
 def finish_plan(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say) -> PreparedRun:

@@ -23,8 +23,8 @@ from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.run import _cases_of_run
 from ds_finetune.system.world import World
 from ds_finetune.trainer.resolve import resolve, resolve_here
+from ds_finetune.trainer.same_choices import check_same_precision
 from ds_finetune.trainer.teach import teach
-from ds_finetune.trainer.train import check_same_precision
 from tests.running import metrics, start, tiny_task
 
 ONE, SECOND_OF_TWO = World(0, 1, 0, 1, "test"), World(1, 2, 1, 2, "test")
@@ -108,7 +108,7 @@ def test_every_start_asks_about_its_own_gpu(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", ["NVIDIA A100", "Tesla V100"].__getitem__)
     monkeypatch.setattr(torch.cuda, "get_device_capability", [(8, 0), (7, 0)].__getitem__)
-    for module in ("resolve", "train", "teach"):
+    for module in ("resolve", "same_choices", "teach"):
         monkeypatch.setattr(f"ds_finetune.trainer.{module}.choose_device", lambda: "cuda")
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
@@ -196,13 +196,14 @@ def test_ranks_whose_devices_differ_are_told_both() -> None:
     store = dist.HashStore()
     mine = "bf16" if cpu_support().is_native else "fp32"
     other = "fp32" if mine == "bf16" else "bf16"
-    store.set("precision/1", json.dumps([other, f"on b train.precision auto is {other}: another CPU"]))
+    key, reason = "train.precision auto", f"train.precision auto is {other}: another CPU"
+    store.set("precision/1", json.dumps(["b", {key: [other, reason]}]))
     with pytest.raises(ConfigError) as caught:
         check_same_precision(config.train, World(0, 2, 0, 2, "test"), store)
-    first = f"the devices of ranks differ: on {socket.gethostname()} train.precision auto is {mine}: this CPU ("
-    assert caught.value.message.startswith(first)
-    assert caught.value.message.endswith(f"; on b train.precision auto is {other}: another CPU (rank 1)")
-    store.set("precision/1", json.dumps([mine, ""]))
+    assert caught.value.message.startswith(f"ranks differ in {key}: {mine} (train.precision auto is {mine}: this CPU (")
+    assert f") on rank 0 ({socket.gethostname()}) and {other}" in caught.value.message
+    assert caught.value.message.endswith(f"{other} ({reason}) on rank 1 (b)")
+    store.set("precision/1", json.dumps(["b", {key: [mine, "another CPU"]}]))
     check_same_precision(config.train, World(0, 2, 0, 2, "test"), store)
 
 

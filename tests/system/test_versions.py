@@ -32,7 +32,7 @@ def _read_again() -> Iterator[None]:
     versions.check_versions.cache_clear()
 
 
-def _install(folder: Path, name: str, version: str, *more: str) -> Path:
+def install(folder: Path, name: str, version: str, *more: str) -> Path:
     """A folder for PYTHONPATH in which a package has this version."""
     metadata = folder / f"{name}-{version}.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
@@ -55,7 +55,7 @@ def _python(*arguments: str, path: str, **environ: str) -> "subprocess.Completed
     ],
 )
 def test_an_untested_version_is_the_first_error(tmp_path: Path, name: str, version: str, wanted: str) -> None:
-    path = f"{_install(tmp_path, name, version)}:{ROOT}"
+    path = f"{install(tmp_path, name, version)}:{ROOT}"
     done = _python("-c", COMMAND, "train", "absent.yaml", path=path)
     assert done.stdout == "2 False\n"
     assert done.stderr.splitlines() == [
@@ -66,7 +66,7 @@ def test_an_untested_version_is_the_first_error(tmp_path: Path, name: str, versi
 
 
 def test_who_wants_another_version_is_warned(tmp_path: Path) -> None:
-    path = f"{_install(tmp_path, 'transformers', '4.57.0')}:{ROOT}"
+    path = f"{install(tmp_path, 'transformers', '4.57.0')}:{ROOT}"
     done = _python("-c", COMMAND, "train", "absent.yaml", path=path, DS_FINETUNE_UNTESTED_VERSIONS="1")
     warning, error = done.stderr.splitlines()[:2]
     assert warning == (
@@ -77,7 +77,7 @@ def test_who_wants_another_version_is_warned(tmp_path: Path) -> None:
 
 
 def test_the_doctor_says_it_before_the_plan(tmp_path: Path) -> None:
-    path = f"{_install(tmp_path, 'transformers', '4.57.0')}:{ROOT}"
+    path = f"{install(tmp_path, 'transformers', '4.57.0')}:{ROOT}"
     run = tmp_path / "run.yaml"
     run.write_text(f"{{model: m, data: {{train: a.jsonl}}, output_dir: {tmp_path / 'run'}}}")
     done = _python("-m", "ds_finetune", "doctor", str(run), "--json", path=path)
@@ -90,7 +90,7 @@ def test_the_doctor_says_it_before_the_plan(tmp_path: Path) -> None:
 
 
 def test_a_package_of_an_extra_matters_where_the_extra_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(_install(tmp_path, "onnx", "1.99.0"))
+    monkeypatch.syspath_prepend(install(tmp_path, "onnx", "1.99.0"))
     versions.check_versions()
     with pytest.raises(DependencyError, match=r"onnx 1\.99\.0 \(tested: >=1\.19,<"):
         versions.check_versions("onnx")
@@ -100,7 +100,7 @@ def test_an_installed_wheel_has_the_ranges_of_its_metadata(tmp_path: Path, monke
     monkeypatch.setattr(versions, "_FILE", tmp_path / "pyproject.toml")
     lines = ("rich<99,>=1", 'onnx<1.24,>=1.19; extra == "onnx"', 'gguf>=0.19; extra == "gguf"')
     more = [*(f"Requires-Dist: {line}" for line in lines), "Provides-Extra: onnx", "Provides-Extra: gguf"]
-    monkeypatch.syspath_prepend(_install(tmp_path, "ds_finetune", "0.1.0", *more))
+    monkeypatch.syspath_prepend(install(tmp_path, "ds_finetune", "0.1.0", *more))
     assert [str(line) for line in versions.requirements_of()] == ["rich<99,>=1"]
     assert [str(line) for line in versions.requirements_of("onnx")] == ['onnx<1.24,>=1.19; extra == "onnx"']
     # A project of another name is beside many installed packages.

@@ -49,14 +49,14 @@ def packs_documents(attention: str, hf_config: PretrainedConfig, *, device: str,
     return not problem
 
 
-_FLASH_3, _FLASH_3_MODULE = "FA3", "flash_attn_interface"
+_FLASH_3, FLASH_3_MODULE = "FA3", "flash_attn_interface"
 """torch's name of FlashAttention 3, and the module that torch takes it from (2.13, nn/attention/_fa3.py:65)."""
 
 
 def problem_of_flash_3(hf_config: PretrainedConfig) -> str:
     """Why this GPU does not attend by FlashAttention 3; empty where it does, if documents are packed."""
     known: list[str] = getattr(attention, "list_flash_attention_impls", list)()
-    is_installed = _FLASH_3 in known and find_spec(_FLASH_3_MODULE) is not None
+    is_installed = _FLASH_3 in known and find_spec(FLASH_3_MODULE) is not None
     capability = torch.cuda.get_device_capability()
     return flash_3_problem(hf_config.to_dict(), capability=capability, is_installed=is_installed)
 

@@ -1,0 +1,67 @@
+"""Ranks compare, before anything is loaded, their versions and what each has chosen by itself from its own host."""
+
+import json
+import socket
+from collections.abc import Mapping
+from importlib.util import find_spec
+
+import torch.distributed as dist
+
+from ds_finetune.config.sections import TrainConfig
+from ds_finetune.engine.devices import bf16_support, choose_device, exchange
+from ds_finetune.engine.groups.default_group import COLLECTIVE_TIMEOUT
+from ds_finetune.errors import ConfigError
+from ds_finetune.model.attention.kernels import FLASH_3_MODULE
+from ds_finetune.plan.kernels import ChosenKernels, triton_problem
+from ds_finetune.plan.precision import with_precision
+from ds_finetune.system.info import host_versions
+from ds_finetune.system.versions import installed_versions
+from ds_finetune.system.world import World
+
+
+def check_same_versions(world: World, store: dist.Store) -> None:
+    """ConfigError where this program, torch, transformers or another package of the computation has another version on
+    another rank; `launch` and `doctor` compare hosts so too.
+    """
+    found = host_versions(installed_versions([""]))
+    compared = {name: (version, "") for name, version in found.items() if name not in ("python", "driver")}
+    _check_same("versions", compared, world, store, hint="install the same versions on every host")
+
+
+def check_same_precision(section: TrainConfig, world: World, store: dist.Store) -> None:
+    """ConfigError where `train.precision: auto` is not the same on all ranks, because their devices differ."""
+    if section.precision != "auto":
+        return
+    train, lines = with_precision(section, device=(device := choose_device()), support=bf16_support(device, world))
+    hint = "set train.precision to one that all of them compute fast, such as fp32"
+    _check_same("precision", {"train.precision auto": (train.precision, lines[0])}, world, store, hint=hint)
+
+
+def check_same_kernels(kernels: ChosenKernels, device: str, world: World, store: dist.Store) -> None:
+    """ConfigError where `model.kernels: auto` is not the same on all ranks, or Triton or FlashAttention 3 is usable on
+    some only, as where one host has no C compiler.
+    """
+    mine = {"model.kernels": (kernels.name, kernels.reason)}
+    if device == "cuda" and kernels.has_others:
+        problem, has_flash_3 = triton_problem()[0], find_spec(FLASH_3_MODULE) is not None
+        mine["Triton"] = ("unusable" if problem else "usable", problem)
+        mine["FlashAttention 3"] = ("installed" if has_flash_3 else "not installed", "")
+    hint = "install on every host what one lacks, or set model.kernels to torch"
+    _check_same("kernels", mine, world, store, hint=hint)
+
+
+def _check_same(topic: str, mine: Mapping[str, tuple[str, str]], world: World, store: dist.Store, *, hint: str) -> None:
+    """ConfigError where ranks have other values than rank zero by the names in `mine`; each has a value and a reason,
+    which may differ.
+    """
+    own = json.dumps([socket.gethostname(), mine])
+    ranks = [json.loads(text) for text in exchange(store, world, topic, own, timeout=COLLECTIVE_TIMEOUT)]
+    for rank, (_, theirs) in enumerate(ranks):
+        for name in ranks[0][1] | theirs:
+            both = {each: (ranks[each][0], *ranks[each][1].get(name, ("", ""))) for each in (0, rank)}
+            if both[0][1] != both[rank][1]:
+                texts = [
+                    f"{value or 'absent'}{reason and f' ({reason})'} on rank {each} ({host})"
+                    for each, (host, value, reason) in both.items()
+                ]
+                raise ConfigError(f"ranks differ in {name}: {' and '.join(texts)}", hint=hint)
