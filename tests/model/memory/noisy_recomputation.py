@@ -1,11 +1,12 @@
 """Models whose recomputation is not bit-equal to their forward, as where ranks add up in another order each time.
 
-As a program two ranks, each with half of the experts; prints each rank's error of the gradients of experts.
+As a program two ranks, each with half of the experts; prints each rank's errors of the gradients of experts.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,25 +24,31 @@ from ds_finetune.model.parallel.expert import (
 from tests.model.tiny import CONFIGS
 
 TOKENS, LAYERS = 256, 4
-NOISE = 2.0**-7
-"""Of hidden states, relative: the rounding of bf16, with which some tokens choose other experts."""
+LARGE, SMALL = 2.0**-7, 2.0**-13
+"""Relative noise of hidden states: the rounding of bf16, with which some tokens would choose other experts, and one with
+which nearly none would.
+"""
 
 
-def model_of(model_type: str, config: Mapping[str, Any]) -> PreTrainedModel:
-    """A randomly initialised model in fp32. What attention and MLPs read is disturbed in every recomputation."""
-    hf_config = AutoConfig.for_model(model_type, **config | {"num_hidden_layers": LAYERS})
+def model_of(model_type: str, config: Mapping[str, Any], noise: float = 0.0) -> PreTrainedModel:
+    """A randomly initialised model in fp32. What attention and MLPs read has `noise` in every recomputation.
+
+    No value is clamped: at a limit the derivative jumps, so that gradients are no smooth function of the noise.
+    """
+    changes = {"num_hidden_layers": LAYERS} | ({"swiglu_limit": 1e6} if "swiglu_limit" in config else {})
+    hf_config = AutoConfig.for_model(model_type, **config | changes)
     lm = build_skeleton(hf_config, attention="sdpa", dtype=torch.float32, device="cpu")
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for tensor in (*lm.parameters(), *(each for each in lm.buffers() if each.is_floating_point())):
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.1 + (tensor.ndim == 1))
-    noise = torch.Generator().manual_seed(1)
+    disturbance = torch.Generator().manual_seed(1)
 
     def disturb(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_recomputing = torch._C._current_graph_task_id() >= 0  # Backward is under way.
         given = args[0] if args else kwargs["hidden_states"]
         if is_recomputing:
-            given = given + given.detach() * NOISE * torch.randn(given.shape, generator=noise)
+            given = given + given.detach() * noise * torch.randn(given.shape, generator=disturbance)
         return ((given, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": given})
 
     for name, module in lm.named_modules():
@@ -60,13 +67,25 @@ def expert_gradients(lm: PreTrainedModel, recomputation: str, first_id: int = 0)
     return [param.grad for name, param in lm.named_parameters() if ".experts." in name and param.grad is not None]
 
 
-def error_of(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """The largest error of a gradient, as a multiple of the disturbance."""
-    return max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)) / NOISE
+def errors_of(build: Callable[[float], PreTrainedModel], first_id: int = 0) -> dict[str, list[float]]:
+    """By recomputation, the largest relative error of a gradient as a multiple of the noise: the large and the small."""
+    expected = expert_gradients(build(0.0), "none", first_id)
+    return {
+        recomputation: [
+            _error_of(expert_gradients(build(noise), recomputation, first_id), expected) / noise
+            for noise in (LARGE, SMALL)
+        ]
+        for recomputation in ("full", "selective")
+    }
 
 
-def _split(lm: PreTrainedModel, rank: int) -> PreTrainedModel:
-    """Leave `rank` its half of the experts."""
+def _error_of(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
+
+
+def _half(family: str, rank: int, noise: float) -> PreTrainedModel:
+    """A model of which `rank` has one half of the experts."""
+    lm = model_of(family, CONFIGS[family], noise)
     for name, module in lm.named_modules():
         if name.endswith(".mlp.experts"):
             for leaf, param in list(module.named_parameters()):
@@ -81,12 +100,9 @@ def _main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     rank = dist.get_rank()
     for family in ("deepseek_v3", "gpt_oss"):
-        expected, *found = (
-            expert_gradients(_split(model_of(family, CONFIGS[family]), rank), recomputation, first_id=rank * TOKENS)
-            for recomputation in ("none", "full", "selective")
-        )
-        for recomputation, gradients in zip(("full", "selective"), found, strict=True):
-            sys.stdout.write(f"rank {rank} {family} {recomputation} {error_of(gradients, expected):.2f}\n")
+        errors = errors_of(partial(_half, family, rank), first_id=rank * TOKENS)
+        for recomputation, (large, small) in errors.items():
+            sys.stdout.write(f"rank {rank} {family} {recomputation} {large} {small}\n")
             sys.stdout.flush()
     dist.destroy_process_group()
 

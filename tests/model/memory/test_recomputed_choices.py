@@ -1,5 +1,6 @@
 """Experts are chosen once: where recomputation differs from forward by a rounding, so do gradients, and no more."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,15 +8,11 @@ import pytest
 
 from ds_finetune.families.configs import COMPRESSED, GROUPED_ROUTING, QWEN3_MOE
 from tests.conftest import ROOT
-from tests.model.memory.noisy_recomputation import LAYERS, error_of, expert_gradients, model_of
+from tests.model.memory.noisy_recomputation import LARGE, LAYERS, errors_of, model_of
 from tests.model.test_experts import WITH_EXPERTS
 from tests.model.tiny import CONFIGS
 from tests.running import start, torchrun
 
-MOST = 2.0 * LAYERS
-"""What disturbs the input of each attention and MLP changes a gradient by about its own size each time. With other
-experts than in forward errors are 10 to 160 times as large as what disturbs.
-"""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, CONFIGS[name]) for name in WITH_EXPERTS}
 MODELS["deepseek_v2 in groups"] = "deepseek_v2", GROUPED_ROUTING | {"topk_method": "group_limited_greedy"}
 MODELS["deepseek_v4"] = "deepseek_v4", COMPRESSED
@@ -24,19 +21,26 @@ _SHARED = {"shared_expert_intermediate_size": 16, "num_local_experts": 4}
 MODELS |= {name: (name, QWEN3_MOE | _SHARED) for name in ("qwen2_moe", "granitemoe")}
 
 
+def _check(large: float, small: float, where: str) -> None:
+    """Where experts are kept, an error grows as the noise does, but for terms of second order: each of two disturbed
+    inputs of a layer changes what the others do by its own size. A token with other experts is an error of any noise.
+    """
+    assert large == pytest.approx(small, rel=2 * LAYERS * LARGE), where
+    # Recomputation was disturbed.
+    assert small > 0.1, where
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_of_experts_are_those_of_forward(name: str) -> None:
-    expected, *found = (expert_gradients(model_of(*MODELS[name]), each) for each in ("none", "full", "selective"))
-    errors = [error_of(gradients, expected) for gradients in found]
-    assert max(errors) < MOST, errors
-    # Recomputation was disturbed.
-    assert min(errors) > MOST / 100, errors
+    for recomputation, (large, small) in errors_of(partial(model_of, *MODELS[name])).items():
+        _check(large, small, where=recomputation)
 
 
 def test_ranks_that_share_experts_exchange_what_they_did_in_forward() -> None:
     worker = Path(__file__).with_name("noisy_recomputation.py")
     done = start(torchrun(str(worker)), {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stdout + done.stderr
-    errors = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("rank")]
-    assert len(errors) == 8, done.stdout
-    assert max(errors) < MOST, done.stdout
+    lines = [line for line in done.stdout.splitlines() if line.startswith("rank")]
+    assert len(lines) == 8, done.stdout
+    for line in lines:
+        _check(*map(float, line.split()[-2:]), where=line)
