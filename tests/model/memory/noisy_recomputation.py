@@ -33,11 +33,12 @@ which nearly none would.
 def model_of(model_type: str, config: Mapping[str, Any], noise: float = 0.0) -> PreTrainedModel:
     """A randomly initialised model in fp32. What attention and MLPs read has `noise` in every recomputation.
 
-    No value is clamped: at a limit the derivative jumps, so that gradients are no smooth function of the noise.
+    But for experts, outputs are a smooth function of the noise: no value is clamped, and indexers choose all tokens.
     """
-    changes = {"num_hidden_layers": LAYERS} | ({"swiglu_limit": 1e6} if "swiglu_limit" in config else {})
-    hf_config = AutoConfig.for_model(model_type, **config | changes)
-    lm = build_skeleton(hf_config, attention="sdpa", dtype=torch.float32, device="cpu")
+    smooth = {name: value for name, value in {"swiglu_limit": 1e6, "index_topk": TOKENS}.items() if name in config}
+    hf_config = AutoConfig.for_model(model_type, **config | smooth | {"num_hidden_layers": LAYERS})
+    # Attention of DeepSeek-V4 and of gpt-oss needs its masks and sinks, which torch's kernel does not take.
+    lm = build_skeleton(hf_config, attention="eager", dtype=torch.float32, device="cpu")
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for tensor in (*lm.parameters(), *(each for each in lm.buffers() if each.is_floating_point())):
