@@ -222,7 +222,9 @@ def test_a_finished_run_that_is_started_again_has_its_last_record(tmp_path: Path
     )
     first = start([sys.executable, str(program)])
     (tmp_path / "run" / "export" / "notes.md").write_text("mine\n")
-    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "run" / "export").iterdir()}
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "run" / "export").iterdir() if path.name != "README.md"}
+    (tmp_path / "run" / "export" / "UNVERIFIED").write_text("not checked: the memory was full\n")
+    (tmp_path / "run" / "exports.json").unlink()
     done = start([sys.executable, str(program)])
     assert first.returncode == done.returncode == 0, first.stderr[-3000:] + done.stderr[-3000:]
     reports = [each.stdout.partition("REPORT")[2] for each in (first, done)]
@@ -231,7 +233,9 @@ def test_a_finished_run_that_is_started_again_has_its_last_record(tmp_path: Path
     assert reports[0] == reports[1]
     assert "the run is finished" in done.stdout
     assert "world_size" not in done.stdout
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run" / "export").iterdir()} == written
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+    (verdict,) = json.loads((tmp_path / "run" / "exports.json").read_text())["exports"]
+    assert (verdict["folder"], verdict["is_verified"]) == ("export", True)
 
 
 @pytest.mark.parametrize(

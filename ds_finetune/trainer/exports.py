@@ -68,17 +68,18 @@ _LONGEST = 2 * PROMPT_TOKENS
 def verify_run_exports(
     output_dir: Path, exports: tuple[Path, ...], interruption: SignalInterruption
 ) -> tuple[VerificationResult, ...]:
-    """Compare the exported folders, and the best weights', with what the run recorded, in one fresh process.
+    """Compare the exported folders, and the best weights', with what the run recorded, in one fresh process, unless they
+    are verified.
 
     VerificationError names the folders where a signal has arrived.
     """
     best = output_dir / "export-best"
-    folders = [*exports, *([best] if (best / RECORD).is_file() and (best / UNVERIFIED).is_file() else [])]
+    folders = [each for each in (*exports, best) if (each / RECORD).is_file() and (each / UNVERIFIED).is_file()]
     if not folders:
         return ()
     interruption.check(folders)
     torch.cuda.empty_cache()
-    twins = [folder for folder in exports if has_same_weights(folder, best)]
+    twins = [folder for folder in folders if folder != best and has_same_weights(folder, best)]
     results = verify_exports(
         [folder for folder in folders if not twins or folder != best], available_bytes=available_bytes()
     )

@@ -117,11 +117,11 @@ def train(config: RunConfig, *, announce: Announce, say: Callable[[str], None]) 
             with open_process_group(run, store, monitor):
                 report = _train_and_export(run, store, monitor, log, status)
         verdicts: tuple[VerificationResult, ...] = ()
-        if world.rank == 0 and config.export.verify and not report.interrupted and not report.was_finished:
+        if world.rank == 0 and config.export.verify and not report.interrupted:
             verdicts = verify_run_exports(folder, report.exports, interruption)
         status.end_without_error(report.interrupted, "" if report.last is None else report.last.stop, verdicts)
     page = report.page
-    if world.rank == 0 and not report.was_finished:
+    if world.rank == 0 and (verdicts or not report.was_finished):
         page = record_end(report.output_dir, verdicts, say, is_interrupted=bool(report.interrupted))
     exports = report.exports
     if world.rank == 0 and exports and not any(verdict.problems for verdict in verdicts):
