@@ -35,6 +35,8 @@ _ROLE_NAMES = {
 ANSWER_ROLES = tuple(name for name, role in _ROLE_NAMES.items() if role in ("assistant", "call"))
 """Names of the role whose messages the model writes."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_VALUE_PARTS = ("reasoning", "text", "tool_call")
+"""LLaMA-Factory's parts of an assistant message, which have a `value`, in the order in which templates write them."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _TRAINED_IF = {
     **dict.fromkeys(("weight", "loss", "loss_scale", "loss_weight", "train", "training"), 1),
@@ -170,6 +172,9 @@ def _message(message: object, what: str, where: str) -> tuple[dict[str, Any], li
             hint=f"roles are {', '.join(_ROLE_NAMES)}",
         )
     content = fields.get("content", fields.get("value"))
+    if role == "assistant" and isinstance(content, list | tuple) and not fields.keys() & {"tool_calls", *_REASONING}:
+        fields |= (read := _value_parts(content, what))
+        content = read.get("content", content)
     if role in ("assistant", "call"):
         return _assistant(fields, content, is_call=role == "call", what=what)
     for key in ("tool_calls", "function_call"):
@@ -253,10 +258,31 @@ def _is_trained(fields: Mapping[str, Any], what: str) -> bool:
 
 
 def _text(content: object, what: str) -> str:
-    """A content as one text; parts are joined by newlines, as vLLM does for templates that expect text."""
+    """A content as one text; parts are joined by newlines, as vLLM does for templates that expect text, and those that
+    have a `value` by nothing, as LLaMA-Factory does.
+    """
     if not isinstance(content, list | tuple):
         return check_text(content, f"{what}: the content")
-    return "\n".join(_part(part, what) for part in content)
+    have_values = all(isinstance(part, dict) and "value" in part for part in content)
+    return ("" if have_values else "\n").join(_part(part, what) for part in content)
+
+
+def _value_parts(parts: Sequence[Any], what: str) -> dict[str, Any]:
+    """The fields in OpenAI's form of an assistant message that has only parts with a `value`; empty for other parts."""
+    kinds = [part.get("type") for part in parts if isinstance(part, dict) and "value" in part]
+    if len(kinds) < len(parts) or not set(kinds) <= set(_VALUE_PARTS):
+        return {}
+    if kinds != sorted(kinds, key=_VALUE_PARTS.index):
+        raise DataError(
+            f"{what} has the parts {', '.join(kinds)}, and no turn is written in this order",
+            hint=f"give them in the order {', '.join(_VALUE_PARTS)}, or what is missing between the two",
+        )
+    texts = {
+        kind: [check_text(part["value"], f"{what}: a {kind} part") for part in parts if part["type"] == kind]
+        for kind in _VALUE_PARTS
+    }
+    calls = [call for text in texts["tool_call"] for call in _calls(text, what)]
+    return {"content": "".join(texts["text"]), "reasoning_content": "".join(texts["reasoning"]), "tool_calls": calls}
 
 
 def _part(part: object, what: str) -> str:
@@ -266,11 +292,8 @@ def _part(part: object, what: str) -> str:
     if not isinstance(part, dict) or kind not in _TEXT_PARTS:
         raise DataError(
             f"{what} has a part of type {kind!r}: {part!r:.60}",
-            hint={"reasoning": "write it as `reasoning_content` of the message", "tool_call": "write `tool_calls`"}.get(
-                kind, "only text is trained; remove rows with media or other parts"
-            ),
+            hint="only text is trained, and parts of an assistant that have a `value`; remove rows with media",
         )
-    # LLaMA-Factory's parts have a `value`.
     return check_text(part.get("text", part.get("value")), f"{what}: a text part")
 
 

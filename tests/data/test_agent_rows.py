@@ -12,6 +12,7 @@ from ds_finetune.errors import DataError
 from tests.data.reading import sample_of
 
 QWEN = "Qwen-Qwen2.5-7B-Instruct.jinja"
+QWEN3 = "qwen3_tokenizer_config.json"
 ASK = "How is the weather in Beijing and Shanghai?"
 CITIES = [{"name": "get_weather", "arguments": {"city": city}} for city in ("Beijing", "Shanghai")]
 CALLS = [{"type": "function", "function": call} for call in CITIES]
@@ -108,6 +109,21 @@ ROWS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         },
         TEXT,
     ),
+    "LLaMA-Factory with typed parts": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "value": ASK[:9]}, {"type": "text", "value": ASK[9:]}]},
+                {"role": "assistant", "content": [
+                    *({"type": "text", "value": text} for text in (SAY[:4], SAY[4:])),
+                    *({"type": "tool_call", "value": call} for call in AS_JSON),
+                ], "loss_weight": 1.0},
+                *({"role": "tool", "content": [{"type": "text", "value": result}]} for result in RESULTS),
+                {"role": "assistant", "content": [{"type": "text", "value": ANSWER}]},
+            ],
+            "tools": json.dumps(TOOLS),
+        },
+        TEXT,
+    ),
     "OpenAI, a message for each call": (
         {
             "messages": [USER, *({"role": "assistant", "tool_calls": [call]} for call in TYPED), *TOOL_TURNS, LAST],
@@ -147,6 +163,19 @@ def test_each_peers_row_is_one_assistant_turn_with_text_and_all_calls(
     supervised = [i for i, is_learnt in zip(tokens.ids, tokens.mask, strict=True) if is_learnt]
     assert chat_tokenizer.decode(supervised) == "".join(wanted)
     assert not tokens.server_prompt_differs
+
+
+def test_reasoning_parts_are_the_reasoning_that_the_template_writes(
+    chat_tokenizer: PreTrainedTokenizerBase, chat_templates: dict[str, str]
+) -> None:
+    parts = [{"type": "reasoning", "value": "I add. "}, {"type": "reasoning", "value": "2+2=4"}, {"type": "text", "value": "4"}]
+    tokens = tokens_of({"messages": [USER, {"role": "assistant", "content": parts}]}, chat_templates[QWEN3], chat_tokenizer)
+    answer = {"role": "assistant", "content": "4", "reasoning_content": "I add. 2+2=4"}
+    rendered = chat_tokenizer.apply_chat_template([USER, answer], chat_template=chat_templates[QWEN3], tokenize=False)
+    assert "I add. 2+2=4\n</think>" in rendered
+    assert chat_tokenizer.decode(tokens.ids) == rendered
+    with pytest.raises(DataError, match="message 2 of `messages` has the parts text, reasoning, reasoning, and no turn"):
+        sample_of({"messages": [USER, {"role": "assistant", "content": [parts[2], *parts[:2]]}]})
 
 
 THINK = {"role": "assistant", "content": "So.", "reasoning_content": "hm"}
