@@ -222,7 +222,9 @@ def test_a_finished_run_that_is_started_again_has_its_last_record(tmp_path: Path
     )
     first = start([sys.executable, str(program)])
     (tmp_path / "run" / "export" / "notes.md").write_text("mine\n")
-    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "run" / "export").iterdir() if path.name != "README.md"}
+    written = {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "run" / "export").iterdir() if path.name != "README.md"
+    }
     (tmp_path / "run" / "export" / "UNVERIFIED").write_text("not checked: the memory was full\n")
     (tmp_path / "run" / "exports.json").unlink()
     done = start([sys.executable, str(program)])

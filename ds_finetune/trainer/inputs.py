@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.row_report import row_notes
 from ds_finetune.data.stream import StreamedRows, open_stream, overlap_notes
 from ds_finetune.data.teacher_scores import StoredScores
-from ds_finetune.data.tokenizer_files import check_beside, load_tokenizer
+from ds_finetune.data.tokenizer_files import check_beside, has_vocabulary, load_tokenizer
 from ds_finetune.errors import ConfigError, DataError
 from ds_finetune.export.fitted_tokenizer import fit_beginning
 from ds_finetune.export.safetensors_folder import CHAT_TEMPLATES, tokenizer_files
@@ -31,6 +32,7 @@ from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, model_class, re
 from ds_finetune.model.loss.score_config import score_settings
 from ds_finetune.model.loss.teacher import check_same_tokens
 from ds_finetune.model.weights.load import weights_digest
+from ds_finetune.model.weights.vocabulary import untrained_rows
 from ds_finetune.objectives.rewards.pool import check_files
 from ds_finetune.objectives.rewards.worker import needs_of
 from ds_finetune.plan.context import extend_tree
@@ -164,8 +166,31 @@ def read_inputs(run: RunSettings, model: ModelPlan) -> RunInputs:
         teacher=teacher_digest(model, scores),
         base=weights_digest(folder) if _has_base(model) else "",
         prompts=prompts,
-        notes=(*train.notes, *held_out_notes, *prompts.notes),
+        notes=(*train.notes, *held_out_notes, *prompts.notes, *untrained_tokens(model, folder, tokenizer, train)),
     )
+
+
+def untrained_tokens(
+    model: ModelPlan, folder: Path, tokenizer: PreTrainedTokenizerBase, rows: PreparedRows | StreamedRows
+) -> Iterator[str]:
+    """A note where adapters are trained on tokens that the base model in `folder` seems not to have trained: those
+    that its own tokenizer does not have, and added ones whose embeddings look untrained.
+    """
+    if model.lora is None or isinstance(rows, StreamedRows):
+        return
+    own = tokenizer
+    # A base whose tokenizer cannot be read may be trained with another one.
+    with suppress(DataError):
+        own = load_tokenizer(str(folder)) if has_vocabulary(folder) else tokenizer
+    named, used = set(own.get_vocab().values()), set(np.unique(rows.documents.ids).tolist())
+    added = sorted(used & tokenizer.added_tokens_decoder.keys() & named)
+    found = [*sorted(used - named), *untrained_rows(folder, added, named)]
+    if found:
+        shown = ", ".join(f"{tokenizer.convert_ids_to_tokens(number)!r} ({number})" for number in found[:5])
+        yield (
+            f"lora trains neither embedding nor head, and the base seems not to have trained those of {len(found)} "
+            f"tokens of the rows: {shown}{', ...' if found[5:] else ''}; train all weights to teach them"
+        )
 
 
 def check_padding(rows: PreparedRows | StreamedRows, model: ModelPlan, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -168,13 +168,21 @@ def test_each_peers_row_is_one_assistant_turn_with_text_and_all_calls(
 def test_reasoning_parts_are_the_reasoning_that_the_template_writes(
     chat_tokenizer: PreTrainedTokenizerBase, chat_templates: dict[str, str]
 ) -> None:
-    parts = [{"type": "reasoning", "value": "I add. "}, {"type": "reasoning", "value": "2+2=4"}, {"type": "text", "value": "4"}]
-    tokens = tokens_of({"messages": [USER, {"role": "assistant", "content": parts}]}, chat_templates[QWEN3], chat_tokenizer)
+    parts = [
+        {"type": "reasoning", "value": "I add. "},
+        {"type": "reasoning", "value": "2+2=4"},
+        {"type": "text", "value": "4"},
+    ]
+    tokens = tokens_of(
+        {"messages": [USER, {"role": "assistant", "content": parts}]}, chat_templates[QWEN3], chat_tokenizer
+    )
     answer = {"role": "assistant", "content": "4", "reasoning_content": "I add. 2+2=4"}
     rendered = chat_tokenizer.apply_chat_template([USER, answer], chat_template=chat_templates[QWEN3], tokenize=False)
     assert "I add. 2+2=4\n</think>" in rendered
     assert chat_tokenizer.decode(tokens.ids) == rendered
-    with pytest.raises(DataError, match="message 2 of `messages` has the parts text, reasoning, reasoning, and no turn"):
+    with pytest.raises(
+        DataError, match="message 2 of `messages` has the parts text, reasoning, reasoning, and no turn"
+    ):
         sample_of({"messages": [USER, {"role": "assistant", "content": [parts[2], *parts[:2]]}]})
 
 

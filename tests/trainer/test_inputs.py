@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ds_finetune.config.schema import read_config
 from ds_finetune.console.tables import OUT
@@ -57,6 +58,35 @@ def test_a_stream_names_files_that_are_in_both(tmp_path: Path) -> None:
     before = inputs.train.fingerprint()
     (tmp_path / "train.jsonl").write_text((tmp_path / "train.jsonl").read_text() + "\n")
     assert inputs.train.fingerprint() != before
+
+
+@pytest.mark.parametrize("how", ["among padding", "as the last", "in another tokenizer"])
+def test_adapters_on_tokens_that_the_base_never_trained_are_noted(how: str, tmp_path: Path, shared_data: Path) -> None:
+    """A token is added to the 512 of a trained model, as users do by transformers; its embedding is transformers' own."""
+    source, base = shared_data / "models" / "stories260K", tmp_path / "base"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(source), AutoTokenizer.from_pretrained(source)
+    tokenizer.save_pretrained(base)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool>"]})
+    tokenizer.save_pretrained(tmp_path / "tokenizer" if how == "in another tokenizer" else base)
+    model.resize_token_embeddings(513 if how == "as the last" else 576, mean_resizing=how == "as the last")
+    model.save_pretrained(base)
+    names = {"path": str(base)} | ({"tokenizer": str(tmp_path / "tokenizer")} if how == "in another tokenizer" else {})
+    notes = []
+    for text in ("Once there was a cat", "Once there was a <tool>"):
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"{text} {n}"}) + "\n" for n in range(8)))
+        run_file = tiny_task(
+            tmp_path,
+            data={"train": str(tmp_path / "rows.jsonl"), "eval": str(tmp_path / "rows.jsonl")},
+            objective="pretrain",
+            lora={"rank": 8},
+        )
+        config = read_config(run_file, ["model=" + json.dumps(names)])
+        plan = make_plan(RunSettings.of(config), world=World(0, 1, 0, 1, "a test"), device="cpu")
+        notes.append([note for note in prepared_run(config, plan).inputs.notes if "lora" in note])
+    of_cat, of_tool = notes
+    assert not any("<tool>" in note for note in of_cat)
+    assert len(of_tool) == 1
+    assert "'<tool>' (512)" in of_tool[0]
 
 
 def test_splits_that_are_left_out_are_named(tmp_path: Path) -> None:

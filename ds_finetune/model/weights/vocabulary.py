@@ -1,7 +1,8 @@
 """A vocabulary larger than the published one: embedding and head keep their rows and get new ones."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from transformers import PretrainedConfig
 from ds_finetune.errors import ModelError
 from ds_finetune.model.build.hub_folder import HubFolder, Shape
 
+_EMBEDDING = re.compile(r"\b(embed_tokens|word_embeddings|embed_in|wte|embed)\.weight$")
+_COMPARED, _MARGIN = 256, 1.25
+"""Embeddings that others are compared with, and the ratio up to which distances of untrained ones differ."""
 _STRIP_NUMEL = 2**20
 """Elements of a published tensor that are in memory at a time, in whole rows."""
 
@@ -36,6 +40,26 @@ def grow_vocabulary(hf_config: PretrainedConfig, ids: int) -> None:
             hint=f"write {pad + hf_config.vocab_size} in config.json",
         )
     hf_config.vocab_size = ids
+
+
+def untrained_rows(folder: Path, candidates: Collection[int], named: Collection[int]) -> list[int]:
+    """Those of the ids `candidates` whose embedding in the weights of `folder` looks untrained: it lies among those of
+    ids without a token, of which `named` has none, or where there are none nearer to the mean of `named` than usual.
+    """
+    hub = HubFolder(folder)
+    table = next((key for key, shape in hub.shapes.items() if _EMBEDDING.search(key) and len(shape) == 2), None)
+    if table is None:
+        return []
+
+    def read(ids: Sequence[int]) -> torch.Tensor:
+        return torch.cat([hub.rows(table, number, number + 1).double() for number in ids])
+
+    unused = [number for number in range(hub.shapes[table][0]) if number not in named][:_COMPARED]
+    usual = sorted({*named} - {*candidates})
+    others = read(unused or usual[:: -(-len(usual) // _COMPARED)])
+    distances = (others - others.mean(0)).norm(dim=1)
+    limit = _MARGIN * distances.max() if unused else distances.median() / 2
+    return [number for number in candidates if (read([number]) - others.mean(0)).norm() <= limit]
 
 
 class GrownFolder(HubFolder):
