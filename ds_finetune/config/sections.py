@@ -329,8 +329,8 @@ def refused_values(**reasons: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-_ALL = "leave it out: all linear modules of attention, MLPs and experts are then adapted"
-_NO_ALL = refused_values(**{"all": _ALL, "all-linear": _ALL})
+ALL_LINEAR = ("all-linear", "all")
+"""Names of peft, and of LLaMA-Factory, for all linear modules but the head."""
 
 
 class LoraConfig(Section):
@@ -340,10 +340,10 @@ class LoraConfig(Section):
     """Rows of A and columns of B; with routed experts it is a multiple of 8."""
     alpha: float = Field(default=32, gt=0)
     """The product B A is multiplied by alpha / rank before it is added."""
-    target_modules: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(as_list), _NO_ALL] | None = None
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(as_list)] | None = None
     """Modules to adapt, by the last part of their names such as `q_proj` or `experts`, or by regular expressions on
-    full names. Left out, all linear modules of attention, MLPs, shared and routed experts are adapted. Routers are
-    adapted only where `gate` is named, embeddings and head never.
+    full names. Left out, all linear modules of attention, MLPs, shared and routed experts are adapted; `all-linear`
+    also adapts routers, as in peft. Else these are adapted only where `gate` is named; embeddings and head never are.
     """
     quantize: Literal["nf4"] | None = None
     """`nf4` holds the frozen weights of attention, dense MLPs and shared experts in four bits, by bitsandbytes."""

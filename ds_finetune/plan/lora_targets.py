@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ds_finetune.config.sections import LoraConfig
+from ds_finetune.config.sections import ALL_LINEAR, LoraConfig
 from ds_finetune.errors import ConfigError
 
 Shape = tuple[int, ...]
@@ -80,6 +80,8 @@ def _targets_named(pattern: str, every: Sequence[LoraTarget]) -> list[LoraTarget
     """Modules whose full name or last part of it equals `pattern`, or whose full name matches it. A router is matched
     only by a pattern that ends in its own name.
     """
+    if pattern in ALL_LINEAR:
+        return [*every]
     exact = [target for target in every if pattern in (target.name, last_name(target.name))]
     try:
         matched = [target for target in every if re.fullmatch(pattern, target.name)]

@@ -31,7 +31,9 @@ OPTIONS = {
     "--optim adamw_torch": "values are overridden as `optim.name=AdamW`",
     "--freeze_router true": "values are overridden as `router.train=false`",
     "--gradient_accumulation_steps 8": "the key is `train.global_batch_size`: rows of one optimizer step over all ranks",
-    "--target_modules all-linear": "the key is `lora.target_modules`: a list of names; left out, all linear modules",
+    "--target_modules all-linear": "values are overridden as `lora.target_modules=all-linear`",
+    "--lora_target all": "values are overridden as `lora.target_modules=all-linear`",
+    "--lora_target q_proj,v_proj": "the key is `lora.target_modules`: `all-linear`, or a list of names; left out, all",
     "--resume": "values are overridden as `checkpoint.resume=VALUE`",
     "--fsdp full_shard": "`--fsdp`: the key is `deepspeed`: docs/reference/run-file.md describes it",
     "--lora_dropout 0.05": "`--lora_dropout`: not available here",
@@ -162,6 +164,7 @@ SHORT = {
     "lora: true": "lora: {}",
     "lora: false": "",
     "lora: 16": "lora: {rank: 16}",
+    "lora: {target_modules: all-linear}": "lora: {target_modules: [all-linear]}",
     "log: {trackers: wandb}": "log: {trackers: [wandb]}",
     "deepspeed: 3": "deepspeed: zero3",
 }
@@ -184,7 +187,6 @@ def test_overrides_reach_into_short_forms(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ("lora: {target_modules: all-linear}", "is 'all-linear': leave it out: all linear modules of attention, MLPs"),
         ("optim: adamw_torch", "write `optim: {name: AdamW}`"),
         ("eval: 0.05", "`data.eval` is a file, folder or data set of rows that are not trained; none is split off"),
         (

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from ds_finetune import export_model
 from ds_finetune.config.sections import LoraConfig
 from ds_finetune.errors import ExportError, ModelError
 from ds_finetune.export.adapter import CONFIG, WEIGHTS
@@ -97,6 +98,9 @@ def test_adapters_are_merged_where_the_base_is_what_they_were_trained_on(
         with pytest.raises(ExportError, match=f"init_lora_weights '{method}'") as refused:
             _export(tmp_path)
         assert refused.value.hint
+        with pytest.raises(ExportError, match=f"init_lora_weights '{method}'"):
+            export_model(tmp_path / "adapter", tmp_path / "served", format="adapter", base=tmp_path / "base")
+        assert not (tmp_path / "served").exists()
         return
     found = _export(tmp_path)
     wanted = dict(theirs.merge_and_unload().named_parameters())

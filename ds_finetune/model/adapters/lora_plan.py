@@ -5,13 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from torch import nn
 from transformers import PretrainedConfig
 
-from ds_finetune.config.sections import LoraConfig
+from ds_finetune.config.sections import ALL_LINEAR, LoraConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.family import layer_of
 from ds_finetune.model.build.meta_model import read_tensors
-from ds_finetune.model.build.skeleton import Task
+from ds_finetune.model.build.skeleton import Task, head_of
+from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.lora_targets import (
     FOUR_BIT,
@@ -87,11 +89,13 @@ class LoraPlan:
 def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causal_lm") -> LoraPlan:
     """The modules that `lora` adapts (those that its patterns name, or all but routers) and quantises.
 
-    ConfigError where a pattern names no module (with the legal names), experts
+    ConfigError where a pattern names no module (with the legal names) or one that cannot be adapted, experts
     are given a rank that grouped products cannot take, or no weight fits four bits.
     """
     tensors = read_tensors(hf_config, task)
     every = targets_among(tensors.shapes())
+    if set(ALL_LINEAR) & set(lora.target_modules or ()):
+        _check_all_linear(hf_config, task, every)
     return LoraPlan(
         section=lora,
         adaptable=every,
@@ -100,6 +104,18 @@ def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causa
         model_params=tensors.numel,
         head_params=sum(tensor.numel for name, tensor in tensors.ends.items() if name == SCORE_HEAD),
     )
+
+
+def _check_all_linear(hf_config: PretrainedConfig, task: Task, every: Sequence[LoraTarget]) -> None:
+    """ConfigError where the model has linear layers, other than its head, that cannot be adapted."""
+    lm = build_meta_model(hf_config, task)
+    linear = {name for name, each in lm.named_modules() if isinstance(each, nn.Linear) and each is not head_of(lm)}
+    if others := sorted({last_name(name) for name in linear - {target.name for target in every}}):
+        raise ConfigError(
+            f"lora.target_modules {ALL_LINEAR[0]} names modules of {hf_config.model_type} that cannot be adapted: "
+            f"{', '.join(others)}",
+            hint="leave it out, or name the modules to adapt",
+        )
 
 
 def check_stages(lora: LoraPlan, stages: Sequence[StageLayers | None], *, ep_size: int) -> None:

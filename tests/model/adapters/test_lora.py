@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import LoraConfig
@@ -55,6 +59,30 @@ def test_forward_and_gradients_are_those_of_peft(family: str, is_named: bool, tm
     for name, gradient in gradients.items():
         assert (gradient - wanted[name]).norm() <= 1e-4 * wanted[name].norm(), name
         assert gradient.norm() > 0, name
+
+
+# peft 0.21 warns of patterns that it has added itself for the parameters of experts.
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_linear_names_what_it_does_in_peft_or_is_refused(family: str) -> None:
+    """peft 0.21 adds routed experts and routers, which transformers 4 had as linear layers, and then leaves dense MLPs
+    and shared experts out; kimi_k2, which it does not know, has the modules of deepseek_v3.
+    """
+    config = hf_config("deepseek_v3" if family == "kimi_k2" else family)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    linear = {name for name, each in model.named_modules() if isinstance(each, nn.Linear)} - {"lm_head"}
+    theirs = get_peft_model(model, PeftConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    wanted = linear | {name.rpartition(".")[0] for name in theirs.targeted_parameter_names}
+    assert set(theirs.targeted_module_names) <= linear
+    every = {target.name for target in plan_lora(hf_config(family), LORA).adaptable}
+    lora = LORA.model_copy(update={"target_modules": ("all-linear",)})
+    if wanted <= every:
+        assert {target.name for target in plan_lora(hf_config(family), lora).targets} == wanted
+        return
+    left = sorted({name.rpartition(".")[2] for name in linear - every})
+    with pytest.raises(ConfigError, match=f"of {family} that cannot be adapted: {', '.join(left)}"):
+        plan_lora(hf_config(family), lora)
 
 
 @pytest.mark.parametrize("shape", [(6, 5), (4, 6, 5)])
