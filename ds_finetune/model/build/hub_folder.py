@@ -50,7 +50,7 @@ _INDEX = ".index.json"
 
 def check_folder(folder: Path) -> None:
     """ModelError where `folder` holds something that is neither file nor folder, a link out of it in place of a file
-    that is copied, or implausible sizes.
+    that is copied, implausible sizes, or two sets of weights.
 
     Reading a FIFO would wait forever. A chat template, vocabulary or configuration that is a link out of the folder
     would render, and export, a private file of this machine. Weights and their index may be links. The sizes are the
@@ -74,6 +74,12 @@ def check_folder(folder: Path) -> None:
             header_bytes(file)
         except ValueError as too_long:
             raise ModelError(f"{file}: {too_long}", hint="it is damaged or harmful; download it again") from too_long
+    index = folder / INDEX
+    if (folder / SINGLE).is_file() and index.is_file() and f'"{SINGLE}"'.encode() not in index.read_bytes():
+        raise ModelError(
+            f"{folder} holds {SINGLE} beside the shards of {INDEX}, and transformers reads only the former",
+            hint="move one of them away: they may be different models",
+        )
     if (folder / "config.json").is_file():
         check_sizes(folder / "config.json")
 
@@ -336,11 +342,6 @@ def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
         raise ModelError(
             f"{index} names files outside its folder: {', '.join(outside[:_SHOWN])}",
             hint="it may be harmful; take another copy",
-        )
-    if (folder / SINGLE).is_file() and SINGLE not in names:
-        raise ModelError(
-            f"{folder} holds {SINGLE} beside the shards of {INDEX}, and transformers reads only the former",
-            hint="move one of them away: they may be different models",
         )
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:

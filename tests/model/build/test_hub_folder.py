@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ds_finetune.cli.main import main
 from ds_finetune.errors import ModelError
-from ds_finetune.model.build.hub_folder import HubFolder
+from ds_finetune.model.build.hub_folder import HubFolder, check_folder
 
 INDEX = "model.safetensors.index.json"
 
@@ -64,12 +65,17 @@ def test_what_the_index_names_must_be_there(folder: Path) -> None:
         HubFolder(folder)
 
 
-def test_whole_weights_beside_an_index_with_shards_are_refused(folder: Path) -> None:
+def test_whole_weights_beside_an_index_with_shards_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save_file({"a": torch.zeros(2, 3)}, folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"holds model\.safetensors beside the shards of .*index\.json") as refused:
-        HubFolder(folder)
+        check_folder(folder)
     assert refused.value.hint
+    assert main(["eval", str(folder), "--data", str(folder / "rows.jsonl")]) == 2
+    assert "beside the shards of" in capsys.readouterr().err
     _index(folder, a="model.safetensors")
+    check_folder(folder)
     assert dict(HubFolder(folder).shapes) == {"a": (2, 3)}
 
 
