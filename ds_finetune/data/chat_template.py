@@ -108,6 +108,7 @@ def placeholder(name: object) -> str:
 
 
 _QUESTION = {"role": "user", "content": "x"}
+_ANSWER = "a \"b\" 'c' <d> & \\ é\nE"
 _IDS = (placeholder("assistant.id"), "abcdefghi")
 _PARAMETERS = {"type": "object", "properties": {}}
 _TOOL = {"type": "function", "function": {"name": placeholder("tool"), "description": "d", "parameters": _PARAMETERS}}
@@ -198,6 +199,8 @@ class Probes:
     """The field that it renders, `reasoning_content` or `thinking`; `tags` if it handles `</think>` in contents."""
     is_named_by_id: bool
     """Whether it names a tool call by its id, as Kimi K2's does, not by the function's name."""
+    changed: str
+    """How an answer is rendered that the template changes, e.g. escapes; empty where it writes answers as they are."""
     fields: frozenset[str]
     """Fields of messages beside role, content, calls and reasoning that are rendered: `user.name`, `tool.name`, ..."""
 
@@ -212,6 +215,7 @@ def _probes(template: ChatTemplate) -> Probes:
     )
     named = _try_render(template, [{**_QUESTION, "name": placeholder("user.name")}])
     calls, object_arguments, no_content = _call_probes(template)
+    written = _try_render(template, [_QUESTION, {"role": "assistant", "content": _ANSWER}])
     known = ("user.name", "tool.name", "tool.tool_call_id", "assistant.id")
     return Probes(
         turn_end=template.turn_end(answer.partition(placeholder(0))[2]),
@@ -221,6 +225,7 @@ def _probes(template: ChatTemplate) -> Probes:
         tools=placeholder("tool") in _try_render(template, [_QUESTION], with_tool=True),
         reasoning=next(thoughts, "tags" if "</think>" in template.source else ""),
         is_named_by_id=bool(calls) and placeholder("call") not in calls,
+        changed="" if not answer or _ANSWER in written else written,
         fields=frozenset(name for name in known if placeholder(name) in calls + named),
     )
 

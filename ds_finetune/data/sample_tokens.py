@@ -226,6 +226,11 @@ class SampleTokeniser:
     def _chat_texts(self, original: Conversation, where: str) -> list[_SampleText]:
         conversation, control_note = self._control.protect(original, where)
         template = self._template_for(conversation)
+        if template.probes.changed:
+            raise DataError(
+                f"{where}: the chat template changes the texts of answers, as in {template.probes.changed!r}",
+                hint="give one that writes them as they are: what it makes of them is not what a model would answer",
+            )
         messages = adapt_messages(conversation, template, self._settings.reasoning)
         unread = (*original.unread, *_unread_fields(conversation, template))
         try:

@@ -186,3 +186,14 @@ def test_templates_that_cannot_be_trained_on(
     with pytest.raises(DataError) as caught:
         templated(r1, turns, template)
     assert message in caught.value.message
+
+
+@pytest.mark.parametrize("written", ["tojson", "e", "replace('\\n', ' ')"])
+def test_a_template_that_changes_answers_is_refused(written: str, llm: PreTrainedTokenizerBase) -> None:
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content | CHANGE }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": 'say "a"\n& go'}]
+    changed = source.replace("CHANGE", written)
+    assert turns[1]["content"] not in llm.apply_chat_template(turns, chat_template=changed, tokenize=False)
+    with pytest.raises(DataError, match="row 1: the chat template changes the texts of answers, as in "):
+        templated(llm, turns, changed)
+    assert supervised_texts(templated(llm, turns, source.replace("CHANGE", "trim")), llm) == [f'say "a"\n& go{EOS}']
