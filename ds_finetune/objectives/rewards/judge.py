@@ -20,6 +20,7 @@ import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 _PLAIN = (bool, int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset)
@@ -37,8 +38,8 @@ _VALUES: Mapping[str, Callable[[Any], tuple[Any, ...]]] = {
 }
 """Types that the process of the tests makes anew, of these arguments."""
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.GeneratorType)
-_HEADER = struct.Struct("=cQQ")
-"""Kind of a message (request or reply), its number, and its length."""
+_HEADER = struct.Struct("=cQ")
+"""Kind of a message (request or reply) and its number."""
 _MOST_BYTES = 2**26
 _FORWARDED = ["getitem", "setitem", "delitem", "len", "iter", "next", "bool", "str", "repr", "float", "int", "round"]
 _FORWARDED += ["abs", "neg", "index", "reversed", "enter", "exit", "hash", "call", "setattr"]
@@ -123,7 +124,7 @@ class _Peer:
     """One end of the pipes between both processes; either may ask, and answers while it waits."""
 
     def __init__(self, reads: int, writes: int, say: Callable[[str], object] | None = None) -> None:
-        self.file, self._writes = os.fdopen(reads, "rb"), writes
+        self.reads, self.writes = Connection(reads, writable=False), Connection(writes, readable=False)
         self.say, self.is_judge = say or str, say is not None
         self.held: list[Any] = []
         self._numbers: dict[int, int] = {}
@@ -193,22 +194,17 @@ class _Peer:
         self._send(b"!", number, reply)
 
     def _send(self, kind: bytes, number: int, body: bytes) -> None:
-        message = memoryview(_HEADER.pack(kind, number, len(body)) + body)
         try:
-            while message:
-                message = message[os.write(self._writes, message) :]
+            self.writes.send_bytes(_HEADER.pack(kind, number) + body)
         except OSError:
             self.end()
 
     def _receive(self) -> tuple[bytes, int, bytes]:
-        header = self.file.read(_HEADER.size)
-        if len(header) < _HEADER.size:
+        try:
+            message = self.reads.recv_bytes(_MOST_BYTES)
+            return *_HEADER.unpack_from(message), message[_HEADER.size :]
+        except (EOFError, OSError, struct.error):
             self.end()
-        kind, number, length = _HEADER.unpack(header)
-        body = self.file.read(length) if length <= _MOST_BYTES else b""
-        if len(body) < length:
-            self.end()
-        return kind, number, body
 
     def _dumps(self, value: object) -> bytes:
         file = io.BytesIO()
@@ -338,7 +334,7 @@ def _judge(peer: _Peer, tests: Sequence[str]) -> None:
 
 def _run(peer: _Peer, folder: str) -> None:
     """Run the program, without tests to its end, else to answer their calls."""
-    program, limits, is_tested = pickle.load(peer.file)
+    program, limits, is_tested = peer.reads.recv()
     for number, (name, flags) in enumerate((("in", os.O_RDONLY), ("out", os.O_WRONLY | os.O_CREAT))):
         os.dup2(os.open(f"{folder}/{name}", flags, 0o600), number)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -379,8 +375,8 @@ def main(folder: str) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     program, tests, limits = pickle.load(sys.stdin.buffer)
     peer = _Peer(said, asks, lambda line: os.write(report, f"{line}\n".encode()))
-    with suppress(BrokenPipeError), os.fdopen(os.dup(asks), "wb") as file:
-        pickle.dump((program, limits, bool(tests)), file)
+    with suppress(BrokenPipeError):
+        peer.writes.send((program, limits, bool(tests)))
     if tests:
         _judge(peer, tests)
     elif os.waitpid(pid, 0)[1] == 0:
