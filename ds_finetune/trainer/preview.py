@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain
 
 from rich.console import Group, RenderableType
@@ -107,11 +108,13 @@ def mark_supervised(ids: list[int], mask: list[bool], tokenizer: PreTrainedToken
 
 def marked_spans(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool]]:
     """The texts of a document's spans, with whether their tokens are supervised."""
-    start = 0
+    decode, start = partial(tokenizer.decode, clean_up_tokenization_spaces=False), 0
     for end in range(1, len(ids) + 1):
         if end < len(ids) and mask[end] == mask[start]:
             continue
-        yield tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False), mask[start]
+        # SentencePiece's decoders leave out the space of a first token.
+        before = ids[max(start - 1, 0) : start]
+        yield decode([*before, *ids[start:end]])[len(decode(before)) :], mask[start]
         start = end
 
 

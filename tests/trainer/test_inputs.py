@@ -16,7 +16,7 @@ from ds_finetune.system.world import World
 from ds_finetune.trainer.batches import mixture_lines
 from ds_finetune.trainer.inputs import RunInputs
 from ds_finetune.trainer.prepare import PreparedRun
-from ds_finetune.trainer.preview import preview_of
+from ds_finetune.trainer.preview import marked_spans, preview_of
 from ds_finetune.trainer.show import show_plan
 from tests.planning import prepared_run
 from tests.running import ROWS, tiny_task
@@ -128,3 +128,11 @@ def test_sources_with_weights_are_named_with_their_passes(tmp_path: Path) -> Non
     empty.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     with pytest.raises(DataError, match=r"gives `.*empty\.jsonl` \(1 files\) a weight, and none of its rows is left"):
         inputs_of(tmp_path, train={train: 3, str(empty): 1})
+
+
+def test_printed_spans_are_the_text_that_is_trained(shared_data: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / "models" / "stories260K")
+    ids, answer = tokenizer("user: q\nassistant:")["input_ids"], tokenizer.encode("  b", add_special_tokens=False)
+    spans = list(marked_spans([*ids, *answer], [False] * len(ids) + [True] * len(answer), tokenizer))
+    assert "".join(text for text, _ in spans) == tokenizer.decode([*ids, *answer])
+    assert spans[1] == ("   b", True)
