@@ -269,7 +269,7 @@ def _text(content: object, what: str) -> str:
 
 def _value_parts(parts: Sequence[Any], what: str) -> dict[str, Any]:
     """The fields in OpenAI's form of an assistant message that has only parts with a `value`; empty for other parts."""
-    kinds = [part.get("type") for part in parts if isinstance(part, dict) and "value" in part]
+    kinds = [str(part.get("type")) for part in parts if isinstance(part, dict) and "value" in part]
     if len(kinds) < len(parts) or not set(kinds) <= set(_VALUE_PARTS):
         return {}
     if kinds != sorted(kinds, key=_VALUE_PARTS.index):
