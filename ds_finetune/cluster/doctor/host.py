@@ -35,7 +35,7 @@ from ds_finetune.system.processes import python_module, with_package
 
 REPLY = b'{"reply":'
 """The beginning of a reply; a login shell may print other lines."""
-_IDLE_SECONDS = 1800.0
+_IDLE_SECONDS = 300.0
 """The program ends after this time without a request: a connection may fall silent without being closed."""
 _TAIL_BYTES = 20_000
 _MEMORY_MARGIN = 0.8

@@ -3,6 +3,7 @@
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_finetune.cluster.doctor.checks import network_checks
 from ds_finetune.cluster.doctor.hosts import Cluster
 from ds_finetune.cluster.doctor.run import DoctorRequest, examine
 from ds_finetune.cluster.launch.remote import Remote
@@ -21,6 +23,7 @@ from tests.conftest import ROOT
 WAITING = """
 import sys
 from contextlib import closing
+from ds_finetune.cluster.doctor.checks import network_checks
 from ds_finetune.cluster.doctor.hosts import Cluster
 from ds_finetune.config.hostfile import Host
 from ds_finetune.cluster.launch.remote import Remote
@@ -33,6 +36,14 @@ with closing(Cluster([Host("localhost", 1, 1)], Remote(directory="."))) as clust
     cluster.ask({"localhost": {"run": {"module": agent, "seconds": 1000}}}, seconds=1000)
 """
 HERE = Host("localhost", 1, 1)
+
+
+@pytest.fixture
+def port() -> int:
+    """A port that is free."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
 
 
 def marked(mark: str) -> list[int]:
@@ -101,6 +112,22 @@ def test_a_program_that_does_not_end_is_killed_after_its_time() -> None:
     with closing(Cluster([HERE], Remote(directory=str(ROOT)))) as cluster:
         sleep = {"module": ["timeit", "-n1", "-r1", "__import__('time').sleep(1000)"], "seconds": 0.5}
         assert cluster.ask({"localhost": {"run": sleep}}, seconds=100)["localhost"][0] == {"run": [None, ""]}
+
+
+def test_what_the_agents_of_hosts_print_that_do_not_meet(port: int) -> None:
+    """One that cannot reach the first host, and the first host, which waits in vain."""
+    with closing(Cluster([HERE, Host("127.0.0.1", 1, 2)], Remote(directory=str(ROOT)))) as cluster:
+        queries = {}
+        for name, settings in (("localhost", (0, 1)), ("127.0.0.1", (1, port))):
+            agent = ["torch.distributed.run", "--nnodes=2", "--max-restarts=0", "--rdzv-backend=c10d", "--rdzv-id=x"]
+            agent.append("--rdzv-conf=is_host={},join_timeout=1,read_timeout=1".format(*settings))
+            agent += ["--rdzv-endpoint=127.0.0.1:{1}".format(*settings), "-m", "timeit", "1"]
+            queries[name] = {"run": {"module": agent, "seconds": 200}}
+        ended = {name: results["run"] for name, (results, _, _) in cluster.ask(queries, seconds=250).items()}
+    assert [check.found for name in ended for check in network_checks({name: ended[name]}, "10.0.0.1:29500")] == [
+        "cannot reach the first host at 10.0.0.1:29500",
+        "waited in vain for the other hosts at 10.0.0.1:29500",
+    ]
 
 
 def _shell(folder: Path, text: str) -> Remote:
