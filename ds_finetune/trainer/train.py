@@ -110,7 +110,7 @@ def train(config: RunConfig, *, announce: Announce, say: Callable[[str], None]) 
                 # It writes what could replace files; other nodes may have a folder of their own, with checkpoints only.
                 check_only_own_files(Path(config.output_dir), config.inputs(), cache_dir=config.data.cache_dir)
             check_trackers(config.log.trackers)
-            run = finish_plan(prepare_run(resolve_on_ranks(config, world, store)), store, monitor, log.say)
+            run = finish_plan(prepare_run(resolve_on_ranks(config, world, store, monitor)), store, monitor, log.say)
             if world.rank == 0:
                 check_server(run)
                 announce(run)
@@ -254,11 +254,14 @@ def start_watchdog(
         yield monitor, store
 
 
-def resolve_on_ranks(config: RunConfig, world: World, store: dist.Store) -> ResolvedRun:
-    """What `config` means on this rank, once the ranks have compared versions, precision and kernels."""
+def resolve_on_ranks(config: RunConfig, world: World, store: dist.Store, monitor: Monitor) -> ResolvedRun:
+    """What `config` means on this rank, once the ranks have compared versions, precision and kernels. A rank may
+    download the model first, for which the others wait.
+    """
     check_same_versions(world, store)
     check_same_precision(config.train, world, store)
     resolved = resolve_here(config, world)
+    monitor.wait_until_prepared(store, "plan")
     check_same_kernels(resolved.plan.kernels, resolved.plan.device, world, store)
     return resolved
 

@@ -6,7 +6,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -125,24 +125,16 @@ class Monitor(threading.Thread):
             self._stacks = None
             stacks.close()
 
-    def wait_until_prepared(self, store: dist.Store) -> None:
-        """Wait, without a limit, until every rank has called this; rank zero prints each minute who has not.
+    def wait_until_prepared(self, store: dist.Store, what: str = "run") -> None:
+        """Wait, without a limit, until every rank has prepared `what` too; rank zero prints each minute who has not.
 
         If another rank fails meanwhile, this thread ends the process and with it the wait.
         """
-        store.set(f"{_PREPARED_KEY}/{self._world.rank}", "")
-        while missing := self._ranks_preparing(store):
+        keys = {rank: f"{_PREPARED_KEY}/{what}/{rank}" for rank in range(self._world.world_size)}
+        store.set(keys[self._world.rank], "")
+        while missing := _unset(keys, store):
             if self._world.rank == 0:
                 _print(f"watchdog: ranks {', '.join(map(str, missing))} are still preparing\n")
-
-    def _ranks_preparing(self, store: dist.Store) -> list[int]:
-        """Ranks that do not finish their preparation within a minute, at most _MAX_NAMED_RANKS of them."""
-        keys = {rank: f"{_PREPARED_KEY}/{rank}" for rank in range(self._world.world_size)}
-        try:
-            store.wait(list(keys.values()), _PREPARED_WAIT)
-        except dist.DistStoreError:
-            return [rank for rank, key in keys.items() if not store.check([key])][:_MAX_NAMED_RANKS]
-        return []
 
     def close(self) -> None:
         """Say goodbye to the coordinator, unless this rank has failed, and stop."""
@@ -314,6 +306,15 @@ class Monitor(threading.Thread):
         if (stacks := self._stacks) is not None and not self._has_written:
             self._has_written = True
             try_to_finish(lambda: stacks.write(self.progress.status()))
+
+
+def _unset(keys: Mapping[int, str], store: dist.Store) -> list[int]:
+    """Ranks whose keys are not set within a minute, at most _MAX_NAMED_RANKS of them."""
+    try:
+        store.wait(list(keys.values()), _PREPARED_WAIT)
+    except dist.DistStoreError:
+        return [rank for rank, key in keys.items() if not store.check([key])][:_MAX_NAMED_RANKS]
+    return []
 
 
 @contextmanager
