@@ -9,6 +9,16 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+EPS = 1e-5
+"""Of Adam, whose first update is lr g / (|g| + eps). With 1e-8, gradients that are rounding alone move weights: those of
+the first layer's streams, which are equal there, are 1e-10 and of either sign in any layout. That moves an indexer's
+scores by 1e-5, and where two of them are 1e-6 apart a query attends to another entry.
+"""
+NEAREST = 1e-5
+"""Least difference of the scores of what is chosen and what is not, entries or experts, relative to the largest score.
+With `EPS` and a learning rate of 1e-2, rounding moves the scores of the second step by 4e-6 at most.
+"""
+
 
 class NearestChoice(TorchFunctionMode):
     """While this is entered, the least distance in any `topk` of the last score that is chosen to the first that is

@@ -20,21 +20,12 @@ from ds_finetune.model.experts import spread_ids
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.reference.selftest.cells import Cell, hf_config, run_tree, samples
 from ds_finetune.reference.selftest.reference_loop import BETAS
-from tests.parity.choices import NearestChoice
+from tests.parity.choices import EPS, NEAREST, NearestChoice
 from tests.parity.mtp_cells import clip
 
 WEIGHT = 0.5
 LR = 1e-2
 STEPS = 2
-EPS = 1e-5
-"""Of Adam, whose first update is lr g / (|g| + eps). With 1e-8, gradients that are rounding alone move weights: those of
-the first layer's streams, which are equal there, are 1e-10 and of either sign in any layout. That moves an indexer's
-scores by 1e-5, and where two of them are 1e-6 apart a query attends to another entry.
-"""
-NEAREST = 1e-5
-"""Least difference of the scores of what is chosen and what is not, entries or experts, relative to the largest score.
-With `EPS`, rounding moves the scores of the second step by 4e-6 at most.
-"""
 _SEEDS = {"glm_moe_dsa_sparse": 32, "deepseek_v4_sparse": 36}
 """With 29 the first has nearer scores, and the second a scalar whose gradient is a small difference of sums, which fp32
 rounds by 1e-4.

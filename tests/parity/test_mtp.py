@@ -14,6 +14,7 @@ import torch
 from ds_finetune.plan.tested_layouts import TESTED_LAYOUTS
 from ds_finetune.reference.selftest.cells import Cell
 from tests.pairwise import pairwise
+from tests.parity.choices import NEAREST
 from tests.parity.mtp_cells import MtpLayout, PlainSteps, plain_steps, write_mtp_model
 from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, asked_for, is_for, launch, relative
 
@@ -201,6 +202,9 @@ def _assert_same_steps(found: dict[str, Any], wanted: PlainSteps) -> None:
 
 @pytest.mark.parametrize("layout", CHOSEN, ids=lambda layout: layout.name)
 def test_layer_equals_plain_loop(layout: MtpLayout, results: Path, mtp_models: Path) -> None:
+    if layout.cell.precision == "fp32" and not layout.cell.balances:
+        nearest = plain_steps(layout, mtp_models).nearest
+        assert nearest > NEAREST, f"{layout.cell.family}: take another seed, whose choices do not depend on rounding"
     _assert_equals_plain_loop(layout, results, mtp_models)
 
 
