@@ -49,6 +49,7 @@ NOTED = {
         "where generation_config.json names the token that ends it as an eos_token_id"
     ),
     "empty_answer": "have an empty answer, of which only the end token is trained",
+    "empty_text": "have an empty text, which is trained as one of its class",
     "joined": (
         "have an answer whose first characters the tokenizer would join with the end of the prompt in one token: the "
         "prompt is tokenised as a server does it, and the answer begins with a token of its own"

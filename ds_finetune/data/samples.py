@@ -103,10 +103,9 @@ def read_row(
 
 
 def _read_mark(label: object, column: str, where: str) -> bool:
-    """Whether an answer is good; DataError for labels other than true, false, 1 and 0, also as texts of numbers."""
-    # The values of a CSV file are texts.
-    if (isinstance(label, int) and label in (0, 1)) or label in ("0", "1"):
-        return bool(int(label))
+    """Whether an answer is good; DataError for labels other than true, false, 1 and 0, also as texts, as CSV has."""
+    if isinstance(label, int | str) and str(label).lower() in ("0", "1", "true", "false"):
+        return str(label).lower() in ("1", "true")
     raise DataError(
         f"{where}: column `{column}` is {shown_value(label)}, which marks no answer as good or bad",
         hint="give true or 1 for a good answer, false or 0 for a bad one",
@@ -137,7 +136,10 @@ def _recognise(record: Record, kind: RowKind, columns: Mapping[str, str], where:
     )
     raise DataError(
         f"{where} has columns {', '.join(sorted(record))}, which fit no layout{others}; {kind.description}",
-        hint=columns_line(record, *wanted)
+        hint=", ".join(
+            f"remove the white space around the name of column {key!r}" for key in record if key != key.strip()
+        )
+        or columns_line(record, *wanted)
         or _other_objective(record, columns)
         or f"name them under data.columns; layouts are {known_layouts(layouts)}",
     )

@@ -295,7 +295,9 @@ def _make_labelled_texts(samples: Sequence[tuple[str, LabelledText]], how: Token
     remarks: list[Tokens] = []
     counts = Counts(read=len(samples))
     for where, sample in samples:
-        remarks.append(Tokens([], [], notes=_control_notes(sample, control, how.settings.control_tokens, where)))
+        notes = _control_notes(sample, control, how.settings.control_tokens, where)
+        notes += ("empty_text",) * (not all(text.strip() for text in (sample.text, sample.text_pair or "x")))
+        remarks.append(Tokens([], [], notes=notes))
         ids, second, lost = encode_labelled(sample, how.tokenizer, how.settings.separator, how.limits.max_seq_len)
         if lost and how.limits.rule(is_text=False) == "drop":
             counts += Counts(too_long_dropped=1)

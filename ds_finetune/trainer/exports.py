@@ -68,8 +68,8 @@ _LONGEST = 2 * PROMPT_TOKENS
 def verify_run_exports(
     output_dir: Path, exports: tuple[Path, ...], interruption: SignalInterruption
 ) -> tuple[VerificationResult, ...]:
-    """Compare the exported folders, and the best weights', with what the run recorded, in one fresh process, unless
-    they are verified.
+    """Compare the exported folders that are not verified, and the best weights', with what the run recorded, in one
+    fresh process.
 
     VerificationError names the folders where a signal has arrived.
     """

@@ -18,6 +18,7 @@ from ds_finetune.data.classes import find_classes
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_kind import RowKind
+from ds_finetune.data.row_report import row_notes
 from ds_finetune.data.stream import open_stream, streaming_batches
 from ds_finetune.data.tokenizer_files import is_encoder_tokenizer, load_tokenizer
 from ds_finetune.errors import ConfigError, DataError
@@ -219,6 +220,17 @@ def test_classes_in_csv_are_texts_of_numbers(tokenizer: PreTrainedTokenizerBase,
     rows = prepare_rows(config, "train", tokenizer=tokenizer, limits=TokenLimits(32, 128), kind=kind_of())
     assert rows.documents.targets.tolist() == [1, 0]
     assert rows.kind == kind
+
+
+def test_an_empty_text_is_noted(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    rows = rows_of(
+        [{"text": text, "label": 1 - n % 2} for n, text in enumerate(("x", " ", "y"))],
+        tokenizer,
+        tmp_path,
+        kind=kind_of(),
+    )
+    (note,) = [note for note in row_notes(rows.counts) if "have an empty text" in note]
+    assert note.startswith("1 of 3 rows")
 
 
 def test_one_label_is_regression(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

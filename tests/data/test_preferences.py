@@ -379,14 +379,17 @@ def test_layouts_of_marked_answers(name: str, tokenizer: PreTrainedTokenizerBase
     assert not rows.counts.unread.entries
 
 
-def test_labels_of_a_csv_file_mark_answers(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text("prompt,completion,label\n2+2?,4,1\n2+2?,5,0\n")
+@pytest.mark.parametrize(("good", "bad"), [("1", "0"), ("True", "False"), ("true", "FALSE")])
+def test_labels_of_a_csv_file_mark_answers(
+    good: str, bad: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.csv").write_text(f"prompt,completion,label\n2+2?,4,{good}\n2+2?,5,{bad}\n")
     config = DataConfig.model_validate({"train": str(tmp_path / "rows.csv"), "cache_dir": str(tmp_path / "cache")})
     rows = prepare_rows(config, "train", tokenizer=tokenizer, limits=TokenLimits(64, 128), kind=MARKED)
     assert rows.documents.targets.tolist() == [1, 0]
 
 
-@pytest.mark.parametrize("label", ["true", "2", "", -1, 2, 1.0, None, float("nan")])
+@pytest.mark.parametrize("label", ["yes", "2", "", -1, 2, 1.0, None, float("nan")])
 def test_a_mark_that_is_none_is_refused(label: object) -> None:
     with pytest.raises(DataError, match=r"row 3: column `kto_tag` is \w+ .*, which marks no answer"):
         read_row({"messages": [ASKED, GOOD], "kto_tag": label}, MARKED, layout="auto", columns={}, where="row 3")

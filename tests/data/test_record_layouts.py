@@ -164,6 +164,7 @@ def test_rows_of_marked_answers(name: str, tokenizer: PreTrainedTokenizerBase, t
         ({"input": "2+2?", "chosen": "4", "rejected": "5"}, "dpo", "`chosen` has no turns", "set data.columns: {prompt: input}"),
         ({"input": "2+2?", "chosen_response": "4", "rejected_response": "5"}, "dpo", "has columns", "set data.columns: {prompt: input, chosen: chosen_response, rejected: rejected_response}"),
         ({"question": "2+2?", "answer": "4"}, "sft", "fit no layout", "set data.columns: {prompt: question, completion: answer}"),
+        ({"prompt": "2+2?", " completion": "4"}, "sft", "fit no layout", "remove the white space around the name of column ' completion'"),
         ({"Problem": "2+2?", "Solution": "4", "prompt_id": 3}, "sft", "fit no layout", "set data.columns: {prompt: Problem, completion: Solution}"),
         ({"prompt": "2+2?", "response": "4", "helpfulness": 4}, "dpo", "has columns", "such rows are for objective sft"),
         ({"messages": [ASKED, {**GOOD, "loss_scale": 0.5}]}, "sft", "has loss_scale 0.5", "weight 1"),
