@@ -34,7 +34,7 @@ def profiled(records: Iterator[StepRecord], started: StartedRun) -> Iterator[Ite
     size = run.plan.world.world_size
     ranks = tuple(range(size)) if settings.ranks == "all" else settings.ranks
     about = ProfiledRun(run.plan.device, str(run.plan.mesh), size, ranks)
-    profiler = StepProfiler(about, started.store, clock=HostClock(), wrap_phases=lambda each: _wrap(started, each))
+    profiler = StepProfiler(about, started.store, clock=HostClock(), wrap=lambda each: _wrap(started, each))
 
     try:
         profiled_steps = _steps(profiler, records, max(first, done + 1), started)

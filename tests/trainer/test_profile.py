@@ -79,7 +79,6 @@ def test_slices_are_complete_and_nest(run: ProfiledRun) -> None:
             assert event["dur"] >= 0, event
             tracks[event["pid"], event["tid"]].append((event["ts"], -event["dur"]))
     assert {pid for pid, _ in tracks} == {0, 1}
-    assert min(event["ts"] for event in run.events if event["ph"] == "X") == 0
     names = {event["pid"]: event["args"]["name"] for event in run.events if event["name"] == "process_name"}
     assert [names[rank].split(" (")[0] for rank in (0, 1)] == ["rank 0", "rank 1"]
     for track, slices in tracks.items():
@@ -195,7 +194,7 @@ def test_a_trace_that_cannot_be_read_is_one_line(
     said: list[str] = []
     try:
         about = RunFacts("cpu", "dp 1", 1, (0,))
-        profiler = StepProfiler(about, dist.HashStore(), clock=HostClock(), wrap_phases=lambda _: nullcontext())
+        profiler = StepProfiler(about, dist.HashStore(), clock=HostClock(), wrap=lambda _: nullcontext())
         profiler.start()
         profiler.begin_step(7)
         profiler.steps.append(7)

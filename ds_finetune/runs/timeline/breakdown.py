@@ -17,34 +17,35 @@ _KIND_OF_PHASE = {
     **dict.fromkeys((FORWARD, BACKWARD, OPTIMIZER, EVALUATION, SAMPLING), COMPUTE),
     **{STEP: OTHER, DATA: DATA, OFFLOAD: OFFLOAD, CHECKPOINT: CHECKPOINT},
 }
-HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
+_HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _TORCHS_OWN = ("gloo:", "nccl:")
 """Prefixes of torch's own slices of collectives, which do not nest on a thread; the program annotates them already."""
 _MATCHED = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "all_to_all", "all_to_allv", "barrier")
 """Names of NCCL's kernels in which all ranks of a group take part; those of messages do not name their ends."""
+_PHASE, _COPY, _COLLECTIVE, _WAIT, _KERNEL = range(5)
+"""Layers of a step: a moment counts as what the highest of them says."""
 Event = dict[str, Any]
 """An event of Chrome's trace format; times are in microseconds."""
-Span = tuple[float, float]
 Meeting = tuple[str, int]
 """What the ranks of a collective call it: its group, and its number in the group."""
+Layer = tuple[int, str, float, float]
+"""One of the layers, the kind of work, begin and end."""
 
 
 @dataclass
 class RankTrace:
-    """The events of one rank on the clock of rank zero, and its spans in them."""
+    """The events of one rank on the clock of rank zero, and its steps, collectives and layers in them."""
 
-    events: list[Event] = field(default_factory=list)
-    steps: dict[int, Span] = field(default_factory=dict)
-    phases: list[tuple[str, Span]] = field(default_factory=list)
-    communication: list[tuple[Meeting | None, Event]] = field(default_factory=list)
-    kernels: list[Span] = field(default_factory=list)
-    copies: list[Span] = field(default_factory=list)
+    events: list[Event]
+    steps: list[tuple[int, float, float]] = field(default_factory=list)
+    collectives: list[tuple[Meeting, Event]] = field(default_factory=list)
+    layers: list[Layer] = field(default_factory=list)
 
     @property
     def starts(self) -> dict[Meeting, float]:
         """When this rank came to each collective."""
-        return {meeting: event["ts"] for meeting, event in reversed(self.communication) if meeting is not None}
+        return {meeting: event["ts"] for meeting, event in reversed(self.collectives)}
 
 
 def read_trace(tree: Mapping[str, Any], rank: int, shift: float, *, is_gpu: bool) -> RankTrace:
@@ -52,61 +53,58 @@ def read_trace(tree: Mapping[str, Any], rank: int, shift: float, *, is_gpu: bool
 
     On a GPU, kernels of NCCL are the communication; on a CPU, the annotated calls, which block the rank.
     """
-    trace, counts = RankTrace(), Counter[str]()
     about = {"process_name": {"name": f"rank {rank}"}, "process_sort_index": {"sort_index": rank}}
-    trace.events = [{"ph": "M", "pid": rank, "tid": 0, "name": name, "args": args} for name, args in about.items()]
+    trace = RankTrace([{"ph": "M", "pid": rank, "tid": 0, "name": name, "args": about[name]} for name in about])
+    counts = Counter[str]()
     events = [event for event in tree["traceEvents"] if isinstance(event["pid"], int)]
     for event in sorted(events, key=lambda event: (event["ts"], -event.get("dur", 0))):
-        category, name, args = event.get("cat"), event["name"], event.get("args", {})
+        category, name = event.get("cat"), event["name"]
         event |= {"pid": rank, "ts": round(event["ts"] + shift, 3)}
         if category == "ac2g":
             event["id"] = f"{rank}.{event['id']}"
-        elif event["ph"] == "M" and not name.startswith("thread_"):
-            continue
         elif category in _DEVICE:
-            _add_device_event(trace, event, args, counts)
+            _add_device_event(trace, event, counts)
         elif category == "user_annotation" and not name.startswith(_TORCHS_OWN):
             _add_annotation(trace, event, is_gpu=is_gpu)
-        elif event["ph"] != "M" and (category not in HOST or name.startswith(_TORCHS_OWN)):
+        elif name.startswith(_TORCHS_OWN) or not (category in _HOST or name.startswith("thread_")):
             continue
         trace.events.append(event)
     return trace
 
 
-def _span(event: Event) -> Span:
-    return event["ts"], event["ts"] + event["dur"]
-
-
 def _add_annotation(trace: RankTrace, event: Event, *, is_gpu: bool) -> None:
-    name = event["name"]
+    name, span = event["name"], (event["ts"], event["ts"] + event["dur"])
     word, _, number = name.partition(" ")
     if word == STEP and number.isdecimal():
-        trace.steps[int(number)] = _span(event)
-    elif name in _KIND_OF_PHASE:
-        trace.phases.append((name, _span(event)))
+        trace.steps.append((int(number), *span))
+    elif kind := _KIND_OF_PHASE.get(name):
+        trace.layers.append((_PHASE, OTHER if is_gpu and kind == COMPUTE else kind, *span))
     elif name == WAIT and not is_gpu:
-        trace.communication.append((None, event))
+        trace.layers.append((_COLLECTIVE, COMMUNICATION, *span))
     elif name.count(SEPARATOR) == 3:
         kind, group, count, num_bytes = name.split(SEPARATOR)
         event |= {"name": kind, "args": {"group": group, "number": int(count), "bytes": int(num_bytes)}}
         if not is_gpu:
-            trace.communication.append(((group, int(count)), event))
+            trace.layers.append((_COLLECTIVE, COMMUNICATION, *span))
+            trace.collectives.append(((group, int(count)), event))
 
 
-def _add_device_event(trace: RankTrace, event: Event, args: Mapping[str, Any], counts: Counter[str]) -> None:
+def _add_device_event(trace: RankTrace, event: Event, counts: Counter[str]) -> None:
+    args, span = event.get("args", {}), (event["ts"], event["ts"] + event["dur"])
     if "Collective name" in args or "nccl" in event["name"].lower():
-        group = str(args.get("Process Group Name", ""))
-        kind = str(args.get("Collective name", "")).removeprefix("_").removesuffix("_base")
-        counts[group] += kind in _MATCHED
-        trace.communication.append(((group, counts[group]) if kind in _MATCHED else None, event))
+        trace.layers.append((_COLLECTIVE, COMMUNICATION, *span))
+        if str(args.get("Collective name", "")).removeprefix("_").removesuffix("_base") in _MATCHED:
+            group = str(args.get("Process Group Name", ""))
+            counts[group] += 1
+            trace.collectives.append(((group, counts[group]), event))
     elif event["cat"] == "gpu_memcpy" and any(way in event["name"] for way in ("HtoD", "DtoH")):
-        trace.copies.append(_span(event))
+        trace.layers.append((_COPY, OFFLOAD, *span))
     else:
-        trace.kernels.append(_span(event))
+        trace.layers.append((_KERNEL, COMPUTE, *span))
 
 
-def mark_waits(trace: RankTrace, starts: Sequence[Mapping[Meeting, float]]) -> list[Span]:
-    """The spans in which this rank waited for the rank that came last to a collective, which the event then names.
+def mark_waits(trace: RankTrace, starts: Sequence[Mapping[Meeting, float]]) -> None:
+    """Add what this rank waited for the rank that came last to a collective, which the event then names.
 
     `starts` are those of all ranks.
     """
@@ -114,38 +112,30 @@ def mark_waits(trace: RankTrace, starts: Sequence[Mapping[Meeting, float]]) -> l
     for rank, each in enumerate(starts):
         for meeting, start in each.items():
             latest[meeting] = max(latest.get(meeting, (start, rank)), (start, rank))
-    waits = []
-    for key, event in trace.communication:
-        begin, end = _span(event)
-        last, rank = latest.get(key, (begin, 0)) if key is not None else (begin, 0)
+    for meeting, event in trace.collectives:
+        begin, (last, rank) = event["ts"], latest[meeting]
         if last > begin:
-            waits.append((begin, min(last, end)))
-            event["args"] = {**event["args"], "waited_us": round(waits[-1][1] - begin, 3), "last_rank": rank}
-    return waits
+            end = min(last, begin + event["dur"])
+            trace.layers.append((_WAIT, WAITING, begin, end))
+            event["args"] = {**event["args"], "waited_us": round(end - begin, 3), "last_rank": rank}
 
 
-def break_down(trace: RankTrace, waits: Sequence[Span], *, is_gpu: bool) -> list[dict[str, Any]]:
+def break_down(trace: RankTrace) -> list[dict[str, Any]]:
     """Seconds of each step by kind, which add up to the step."""
-    # The innermost phase counts, which is shorter than those around it.
-    phases = sorted(trace.phases, key=lambda phase: phase[1][0] - phase[1][1])
-    layers = [(_KIND_OF_PHASE[name], span) for name, span in phases]
-    if is_gpu:
-        layers = [(OTHER if kind == COMPUTE else kind, span) for kind, span in layers]
-    layers += [(OFFLOAD, span) for span in trace.copies]
-    layers += [(COMMUNICATION, _span(event)) for _, event in trace.communication]
-    layers += [(WAITING, span) for span in waits] + [(COMPUTE, span) for span in trace.kernels]
+    # Of phases the innermost counts, which is shorter than those around it.
+    layers = sorted(trace.layers, key=lambda layer: (layer[0], layer[2] - layer[3]))
     return [
-        {"step": number, "seconds": (end - begin) / 1e6, "categories": seconds_by_kind((begin, end), layers)}
-        for number, (begin, end) in sorted(trace.steps.items())
+        {"step": number, "seconds": (end - begin) / 1e6, "categories": seconds_by_kind(begin, end, layers)}
+        for number, begin, end in trace.steps
     ]
 
 
-def seconds_by_kind(step: Span, layers: Iterable[tuple[str, Span]]) -> dict[str, float]:
-    """Seconds of each kind in a step, where a later layer covers earlier ones."""
-    cut = [(kind, np.clip(span, *step)) for kind, span in layers if span[0] < step[1] and span[1] > step[0]]
-    edges = np.unique([*step, *(time for _, span in cut for time in span)])
+def seconds_by_kind(first: float, last: float, layers: Iterable[Layer]) -> dict[str, float]:
+    """Seconds of each kind between two times, where a later layer covers earlier ones."""
+    cut = [(kind, max(begin, first), min(end, last)) for _, kind, begin, end in layers if begin < last and end > first]
+    edges = np.unique([first, last, *(time for _, *span in cut for time in span)])
     kinds = np.full(len(edges) - 1, KINDS.index(OTHER))
-    for kind, (begin, end) in cut:
+    for kind, begin, end in cut:
         kinds[np.searchsorted(edges, begin) : np.searchsorted(edges, end)] = KINDS.index(kind)
     seconds = np.bincount(kinds, np.diff(edges) / 1e6, minlength=len(KINDS))
     return dict(zip(KINDS, seconds.tolist(), strict=True))
@@ -162,4 +152,4 @@ def table_lines(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield f"{'seconds of a step':<18}" + "".join(f"{kind:>14}" for kind in ("all", *KINDS))
     for rank in ranks:
         values = (rank["mean"]["seconds"], *rank["mean"]["categories"].values())
-        yield f"{'rank ' + str(rank['rank']):<18}" + "".join(f"{value:>14.4f}" for value in values)
+        yield f"rank {rank['rank']:<13}" + "".join(f"{value:>14.4f}" for value in values)

@@ -31,18 +31,22 @@ class HostClock:
         return time.time_ns() + self.shift_ns
 
 
-class ClockOffset(NamedTuple):
+class MeasuredOffset(NamedTuple):
     """Nanoseconds to add to a clock for the time of rank zero, and by how many they can be wrong."""
 
     uncertainty: int = 0
     offset: int = 0
 
+    def summary(self) -> dict[str, float]:
+        """Seconds for `summary.json`."""
+        return {"offset_seconds": self.offset / 1e9, "uncertainty_seconds": self.uncertainty / 1e9}
 
-def measure_offset(store: dist.Store, clock: HostClock) -> ClockOffset:
+
+def measure_offset(store: dist.Store, clock: HostClock) -> MeasuredOffset:
     """How far `clock` is from that of rank zero. Collective; the first rank of each host measures for it."""
     rank, hosts = dist.get_rank(), all_gather_object(clock.host)
     leaders = [hosts.index(host) for host in dict.fromkeys(hosts) if host != hosts[0]]
-    mine = ClockOffset()
+    mine = MeasuredOffset()
     if rank == 0:
         _answer(store, leaders, clock)
     elif rank in leaders:
@@ -50,12 +54,12 @@ def measure_offset(store: dist.Store, clock: HostClock) -> ClockOffset:
     return all_gather_object(mine)[hosts.index(hosts[rank])]
 
 
-def _ask(store: dist.Store, trip: str, clock: HostClock) -> ClockOffset:
+def _ask(store: dist.Store, trip: str, clock: HostClock) -> MeasuredOffset:
     asked = clock.now()
     store.set(f"asked/{trip}", "")
     answer = int(store.get(f"answered/{trip}").decode())
     answered = clock.now()
-    return ClockOffset((answered - asked + 1) // 2, answer - (asked + answered) // 2)
+    return MeasuredOffset((answered - asked + 1) // 2, answer - (asked + answered) // 2)
 
 
 def _answer(store: dist.Store, leaders: Sequence[int], clock: HostClock) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +25,8 @@ from ds_finetune.console.phase_line import Say
 from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.phases import STEP
 from ds_finetune.runs.timeline.annotations import Annotations
-from ds_finetune.runs.timeline.breakdown import (
-    HOST,
-    KINDS,
-    RankTrace,
-    Span,
-    break_down,
-    mark_waits,
-    mean_of,
-    read_trace,
-    table_lines,
-)
-from ds_finetune.runs.timeline.clock import ClockOffset, HostClock, measure_offset
+from ds_finetune.runs.timeline.breakdown import KINDS, break_down, mark_waits, mean_of, read_trace, table_lines
+from ds_finetune.runs.timeline.clock import HostClock, measure_offset
 from ds_finetune.system.whole_file import replace_file
 
 TRACE, SUMMARY = "trace.json.gz", "summary.json"
@@ -47,7 +36,8 @@ _PATIENCE = timedelta(hours=12)
 """How long a rank waits for the parts of others; one that is lost is the watchdog's to find."""
 _QUIET_LOG_LEVEL = "6"
 """Above every level of Kineto's log (torch 2.13), which prints a line to standard error whenever a profile ends."""
-_MOST_LINES = 9
+_MOST_RANKS = 8
+WrapPhases = Callable[[Annotations], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -66,21 +56,14 @@ class ProfiledRun:
 
 
 class StepProfiler:
-    """Profiles steps on `run.profiled_ranks`; every rank of the run calls `start` and `finish`, which are collective.
+    """Profiles steps on `run.profiled_ranks`; every rank of the run calls `start` and `finish`.
 
-    Clocks are compared and traces sent through `store`, so that no file system is shared. `wrap_phases` opens a
-    context in which phases are annotated.
+    Clocks are compared and traces sent through `store`, so that no file system is shared. `wrap` opens a context in
+    which phases are annotated.
     """
 
-    def __init__(
-        self,
-        run: ProfiledRun,
-        store: dist.Store,
-        *,
-        clock: HostClock,
-        wrap_phases: Callable[[Annotations], AbstractContextManager[None]],
-    ) -> None:
-        self._run, self._clock, self._wrap_phases = run, clock, wrap_phases
+    def __init__(self, run: ProfiledRun, store: dist.Store, *, clock: HostClock, wrap: WrapPhases) -> None:
+        self._run, self._clock, self._wrap = run, clock, wrap
         self._annotations = Annotations()
         # A connection of its own: one that waits would keep torch's own threads from asking.
         own = store.clone()  # type: ignore[attr-defined] # missing in torch's stubs
@@ -98,7 +81,7 @@ class StepProfiler:
             os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET_LOG_LEVEL)
             gpu = [ProfilerActivity.CUDA] if self._run.device == "cuda" else []
             self._profile = profile(activities=[ProfilerActivity.CPU, *gpu], record_shapes=True)
-            for recorder in (self._profile, self._wrap_phases(self._annotations), self._annotations.on_collectives()):
+            for recorder in (self._profile, self._wrap(self._annotations), self._annotations.on_collectives()):
                 self._recording.enter_context(recorder)
 
     def begin_step(self, number: int) -> None:
@@ -124,24 +107,27 @@ class StepProfiler:
         `say` prints where the files are with the table, or why they could not be written.
         """
         self.end_step()
-        self.stop()
-        self.is_finished = True
+        self._recording.close()
+        self.is_finished, rank = True, dist.get_rank()
         text = f"steps {self.steps[0]} to {self.steps[-1]}" if len(self.steps) > 1 else f"step {self.steps[0]}"
         clock = measure_offset(self._store, self._clock)
         tree, problem = self._read()
-        problems = [f"rank {rank}: {each}" for rank, each in enumerate(all_gather_object(problem)) if each]
+        problems = [f"rank {other}: {each}" for other, each in enumerate(all_gather_object(problem)) if each]
         if problems:
             say(f"the profile of {text} was not written: its trace cannot be read on {problems[0]}")
             return
-        trace = self._align(tree, clock)
-        if self._run.device == "cuda" and trace.steps and not trace.kernels:
+        base = tree["baseTimeNanoseconds"] + self._clock.shift_ns + clock.offset
+        shift, is_gpu = (base - max(all_gather_object(base))) / 1000, self._run.device == "cuda"
+        trace = read_trace(tree, rank, shift, is_gpu=is_gpu)
+        if is_gpu and trace.steps and all(event.get("cat") != "kernel" for event in trace.events):
             say("profile: torch.profiler saw no kernel of the GPU, so nothing counts as compute; is CUPTI installed?")
-        starts = all_gather_object(trace.starts)
-        # A rank that was not profiled may be the one that others wait for.
-        waits = mark_waits(trace, starts) if self._run.knows_waiting else []
-        parts = [part for part in all_gather_object(self._part(trace, waits, clock)) if part["steps"]]
+        if self._run.knows_waiting:
+            mark_waits(trace, all_gather_object(trace.starts))
+        rows = [row for row in break_down(trace) if row["step"] in self.steps]
+        part: dict[str, Any] = {"rank": rank, "host": socket.gethostname(), "clock": clock.summary(), "steps": rows}
+        parts = [part | {"mean": mean_of(part["steps"])} for part in all_gather_object(part) if part["steps"]]
         mine = zlib.compress(",\n".join(map(json.dumps, trace.events)).encode(), level=1)
-        if dist.get_rank():
+        if rank:
             self._send(mine)
             return
         try:
@@ -150,37 +136,22 @@ class StepProfiler:
             say(f"the profile of {text} was not written to {folder}: {full.strerror or full}")
         else:
             say(f"profiled {text}: open {folder / TRACE} in https://ui.perfetto.dev; {folder / SUMMARY}")
-            for line in islice(table_lines(parts), _MOST_LINES):
+            for line in table_lines(parts[:_MOST_RANKS]):
                 say(line)
 
     def _read(self) -> tuple[dict[str, Any], str]:
         """What torch.profiler saw, by way of a temporary file, and why that cannot be read; empty where it can."""
         profiler, self._profile = self._profile, None
+        if profiler is None:
+            return {"traceEvents": [], "baseTimeNanoseconds": 0}, ""
         try:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "trace.json"
-                if profiler is None:
-                    return {"traceEvents": []}, ""
                 profiler.export_chrome_trace(str(path))
                 return json.loads(path.read_text(encoding="utf-8", errors="replace")), ""
         except (OSError, ValueError, RuntimeError) as failed:
             # A full disk: Kineto writes a part of its file, or none, and raises nothing.
             return {}, f"{type(failed).__name__}: {' '.join(str(failed).split())}"
-
-    def _align(self, tree: Mapping[str, Any], clock: ClockOffset) -> RankTrace:
-        """This rank's trace, in microseconds since the first rank began on rank zero's clock."""
-        base = int(tree.get("baseTimeNanoseconds", 0)) + self._clock.shift_ns + clock.offset
-        begins = [base + round(event["ts"] * 1000) for event in tree["traceEvents"] if event.get("cat") in HOST]
-        origin = min(filter(None, all_gather_object(min(begins, default=0))))
-        return read_trace(tree, dist.get_rank(), (base - origin) / 1000, is_gpu=self._run.device == "cuda")
-
-    def _part(self, trace: RankTrace, waits: Sequence[Span], clock: ClockOffset) -> dict[str, Any]:
-        """This rank's row of the summary, without steps where it was not profiled."""
-        rows = break_down(trace, waits, is_gpu=self._run.device == "cuda")
-        rows = [row for row in rows if row["step"] in self.steps]
-        seconds = {"offset_seconds": clock.offset / 1e9, "uncertainty_seconds": clock.uncertainty / 1e9}
-        about = {"rank": dist.get_rank(), "host": socket.gethostname(), "clock": seconds, "steps": rows}
-        return {**about, "mean": mean_of(rows)} if rows else about
 
     def _send(self, mine: bytes) -> None:
         """Send this rank's part of the trace when rank zero asks for it."""

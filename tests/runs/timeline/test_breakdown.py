@@ -31,7 +31,8 @@ def _phases() -> list[dict[str, Any]]:
 
 def _kinds(events: list[dict[str, Any]], *, is_gpu: bool) -> dict[str, float]:
     trace = read_trace({"traceEvents": [*_phases(), *events]}, 0, 0.0, is_gpu=is_gpu)
-    (step,) = break_down(trace, mark_waits(trace, [trace.starts, OTHER_RANK]), is_gpu=is_gpu)
+    mark_waits(trace, [trace.starts, OTHER_RANK])
+    (step,) = break_down(trace)
     assert step["step"] == 7
     assert sum(step["categories"].values()) == pytest.approx(step["seconds"]) == pytest.approx(1e-3)
     return {kind: round(seconds * 1e6, 3) for kind, seconds in step["categories"].items() if seconds}
@@ -74,7 +75,7 @@ def test_a_collective_names_the_rank_that_came_last() -> None:
     trace = read_trace(
         {"traceEvents": [_event("user_annotation", "all_reduce|0|1|4000", 400, 590)]}, 0, 0, is_gpu=False
     )
-    assert mark_waits(trace, [trace.starts, OTHER_RANK, {("0", 1): 500.0}]) == [(400, 540)]
+    mark_waits(trace, [trace.starts, OTHER_RANK, {("0", 1): 500.0}])
     (event,) = (each for each in trace.events if each["ph"] == "X")
     assert event["name"] == "all_reduce"
     assert event["args"] == {"group": "0", "number": 1, "bytes": 4000, "waited_us": 140, "last_rank": 1}
@@ -84,11 +85,11 @@ def test_every_moment_is_the_last_layer_that_covers_it() -> None:
     """Compared with a count of each microsecond."""
     random = np.random.default_rng(0)
     layers = [
-        (KINDS[random.integers(len(KINDS))], tuple(sorted(random.integers(-50, 350, 2).tolist()))) for _ in range(60)
+        (0, KINDS[random.integers(len(KINDS))], *sorted(random.integers(-50, 350, 2).tolist())) for _ in range(60)
     ]
     expected = dict.fromkeys(KINDS, 0)
     for moment in range(300):
-        covers = [kind for kind, (begin, end) in layers if begin <= moment < end]
+        covers = [kind for _, kind, begin, end in layers if begin <= moment < end]
         expected[covers[-1] if covers else "other"] += 1
-    found = seconds_by_kind((0, 300), layers)
+    found = seconds_by_kind(0, 300, layers)
     assert {kind: round(seconds * 1e6, 6) for kind, seconds in found.items()} == expected
