@@ -47,6 +47,7 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.collectives import all_gather_scalar
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
+from ds_finetune.model.build.meta_model import described
 from ds_finetune.model.build.skeleton import read_hf_config
 from ds_finetune.plan.model_shape import RowCost, Shape
 from ds_finetune.plan.plan import make_plan
@@ -69,7 +70,7 @@ def main() -> None:
     if given.rows is not None:
         kinds["file"] = _file_lengths(given.rows, given.tokenizer)
     if world.rank == 0:
-        _print_arithmetic(kinds, Shape.of(given.model))
+        _print_arithmetic(kinds, Shape.of(described(read_hf_config(given.model))))
     with process_group(world, choose_device()):
         for name, documents in kinds.items():
             _measure(name, documents, world)
@@ -183,7 +184,7 @@ def _measure(name: str, documents: Lengths, world: World) -> None:
         AutoConfig.for_model("deepseek_v3", **SMALL_V3).save_pretrained(folder)
         config = _config(folder)
         plan = make_plan(RunSettings.of(config), world=world, device=choose_device())
-        cost = RowCost.of(Shape.of(folder), "none")
+        cost = RowCost.of(Shape.of(described(read_hf_config(folder))), "none")
         in_order = BatchPlan(8, 1, world.rank, world.world_size, 0, shuffle=True, pad_token_id=0, row_len=MEASURED_LEN)
         divided = replace(in_order, row_cost=lambda number: cost.of_row(*rows.sizes(number), row_len=MEASURED_LEN))
         with start_engine(plan, plan_model(read_hf_config(folder), RunSettings.of(config))) as engine:

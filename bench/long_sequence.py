@@ -29,6 +29,8 @@ from typing import Any
 import yaml
 
 from ds_finetune.cli.demo import MODEL, write_demo
+from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.model.build.meta_model import described
 from ds_finetune.plan.estimate.activation_memory import activation_bytes
 
 ROOT = Path(__file__).parents[1]
@@ -116,7 +118,9 @@ def main() -> int:
     given = parser.parse_args()
     is_tiled = not given.whole_mlp
     tokens = given.tokens // given.ranks
-    planned = activation_bytes(SMALL_V3, precision="fp32").peak(tokens, is_tiled=is_tiled)
+    planned = activation_bytes(described(AutoConfig.for_model("deepseek_v3", **SMALL_V3)), precision="fp32").peak(
+        tokens, is_tiled=is_tiled
+    )
     short = measure(tokens=SHORT, ranks=given.ranks, is_tiled=is_tiled)
     long = measure(tokens=given.tokens, ranks=given.ranks, is_tiled=is_tiled)
     assert long["data/tokens_seen"] == given.tokens, long

@@ -7,7 +7,7 @@ from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.build.meta_model import described
 from ds_finetune.model.build.skeleton import Task
 from ds_finetune.model.mtp import set_mtp_layers
-from ds_finetune.plan.model_tensors import DescribedModel
+from ds_finetune.plan.model_tensors import DescribedModel, FullTensor, ModelTensors
 
 
 def described_tree(
@@ -20,3 +20,8 @@ def described_tree(
         hf_config.num_labels = scores
     task: Task = "sequence_classification" if scores else "causal_lm"
     return described(hf_config, task, teacher=None if teacher is None else AutoConfig.for_model(**teacher))
+
+
+def one_tensor(numel: int) -> DescribedModel:
+    """A model with one parameter tensor."""
+    return DescribedModel({"model_type": "llama"}, lambda: ModelTensors({"weight": FullTensor((numel,))}))

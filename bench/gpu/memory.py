@@ -11,6 +11,8 @@ from bench.gpu.results import Recorder, SkippedError
 from bench.gpu.training import OPTIMIZER_ON_HOST, TrainingRun, deepspeed
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.units import GIB
+from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.model.build.meta_model import described
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
@@ -52,4 +54,4 @@ def memory(recorder: Recorder, folder: Path, *, is_tiny: bool) -> None:
 def estimate_of(run: TrainingRun, config: RunConfig) -> MemoryEstimate:
     """The estimate of a run on one rank with the device that is here."""
     plan = make_plan(RunSettings.of(config), world=World(0, 1, 0, 1, "one rank"), device=device().type)
-    return estimate_memory(plan, run.model)
+    return estimate_memory(plan, described(AutoConfig.for_model(**run.model)))

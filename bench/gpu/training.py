@@ -23,6 +23,8 @@ from bench.gpu.models import (
 from bench.gpu.results import Recorder
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.units import GIB
+from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.model.build.meta_model import described
 from ds_finetune.plan.estimate.peaks import gpu_of_device
 from ds_finetune.plan.model_shape import Shape
 
@@ -153,7 +155,7 @@ def flops_per_token(run: TrainingRun) -> float:
     """Training FLOPs of a token by arithmetic; with adapters without the gradients of frozen weights, which makes four
     instead of six for each of the model's weights.
     """
-    shape = Shape.of(dict(run.model))
+    shape = Shape.of(described(AutoConfig.for_model(**run.model)))
     attended = sum(length * length / 2 for length in run.lengths) / sum(run.lengths)
     total = shape.flops_per_token(run.tokens, mean_attended=attended)
     if "lora" not in (run.sections or {}):

@@ -17,11 +17,11 @@ from ds_finetune.families.table import family_of
 from ds_finetune.features.table import features_of
 from ds_finetune.model.attention.kernels import problem_of_flash_3
 from ds_finetune.model.build.model_plan import ModelPlan
-from ds_finetune.plan.estimate.states import RunEstimate, TensorKind, fullest_stage
+from ds_finetune.plan.estimate.rank_weights import TensorKind
+from ds_finetune.plan.estimate.states import RunEstimate
 from ds_finetune.plan.forward import TORCH_ONLY, attention_lines, experts_lines, head_line
 from ds_finetune.plan.mesh import AXES, Mesh
 from ds_finetune.plan.plan import Plan
-from ds_finetune.trainer.rank_tensors import Stages
 from ds_finetune.trainer.resolve import ResolvedRun
 
 _SHOWN_NODES = 4
@@ -33,7 +33,7 @@ class PlannedRun:
 
     plan: Plan = field(repr=False)
     """What was decided: mesh, ZeRO stage, offload, the DeepSpeed JSON (`plan.deepspeed_config`)."""
-    tensors: Stages = field(repr=False)
+    tensors: tuple[tuple[TensorKind, ...], ...] = field(repr=False)
     """The tensors of a rank, by pipeline stage."""
     estimate: RunEstimate
     """Parameters, bytes of a rank of the stage that holds most, and files on disk."""
@@ -44,8 +44,8 @@ class PlannedRun:
 
     @property
     def state_bytes(self) -> Mapping[str, int]:
-        """Bytes a rank keeps for weights, gradients and optimizer, of the stage that holds most."""
-        return self.estimate.state_bytes
+        """Bytes a rank of the stage that holds most has for weights, gradients, optimizer and buffers, by name."""
+        return {row.name: row.num_bytes for row in self.estimate.rows}
 
     def __rich__(self) -> RenderableType:
         table = Table(title="plan", title_justify="left", show_header=False, box=None)
@@ -66,7 +66,11 @@ class PlannedRun:
 
 def planned_run(run: ResolvedRun) -> PlannedRun:
     """The plan of a run with what people read about it; weights and data are not read for it."""
-    lines = (*run.plan.decisions, *model_lines(run.model, run.plan), *_totals(run.tensors, run.estimate))
+    lines = (
+        *run.plan.decisions,
+        *model_lines(run.model, run.plan),
+        *_totals(run.estimate, num_stages=run.plan.mesh.pp),
+    )
     return PlannedRun(run.plan, run.tensors, run.estimate, lines, (*run.notes, *_assumed_classes(run.config.objective)))
 
 
@@ -78,17 +82,17 @@ def _assumed_classes(objective: ObjectiveConfig) -> list[str]:
     return ["2 classes are assumed: their number is found in the training rows, which are not read here"]
 
 
-def _totals(stages: Stages, estimate: RunEstimate) -> list[tuple[str, str]]:
+def _totals(estimate: RunEstimate, *, num_stages: int) -> list[tuple[str, str]]:
     """Parameters of the model and of a rank, the bytes of its state (of the stage that holds most), and the disk."""
-    sizes, files = estimate.sizes, estimate.files
+    files, stage = estimate.files, f" of stage {estimate.stage}" if num_stages > 1 else ""
     parts = [
-        f"{name} {size / GIB:,.2f} GiB{'' if estimate.places[name] == 'cuda' else f' ({estimate.places[name]})'}"
-        for name, size in estimate.state_bytes.items()
+        f"{row.name} {row.num_bytes / GIB:,.2f} GiB{'' if row.place == 'gpu' else f' ({row.place})'}"
+        for row in estimate.rows
+        if row.num_bytes
     ]
-    stage = f" of stage {stages.index(fullest_stage(stages))}" if len(stages) > 1 else ""
     disk = f"{files.num_bytes / GIB:,.2f} GiB: {files.exports} export(s) and {files.checkpoints} checkpoints at most"
     return [
-        ("parameters", f"{sizes.total / 1e9:,.3f} B, {sizes.rank / 1e9:,.3f} B on a rank{stage}"),
+        ("parameters", f"{estimate.total / 1e9:,.3f} B, {estimate.rank / 1e9:,.3f} B on a rank{stage}"),
         (f"state of a rank{stage}", ", ".join(parts)),
         ("disk", disk),
     ]

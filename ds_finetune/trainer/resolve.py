@@ -34,6 +34,7 @@ from ds_finetune.model.loss.score_config import set_classes, set_padding_token, 
 from ds_finetune.model.weights.vocabulary import grow_vocabulary
 from ds_finetune.objectives.objective import make_objective
 from ds_finetune.plan.context import ContextPlan, plan_context
+from ds_finetune.plan.estimate.rank_weights import TensorKind, weights_of_run
 from ds_finetune.plan.estimate.states import RunEstimate, estimate_run
 from ds_finetune.plan.forward import mlp_tiles
 from ds_finetune.plan.kernels import kernels_problem
@@ -44,7 +45,6 @@ from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.versions import check_versions
 from ds_finetune.system.world import AccelerateChoices, World, accelerate_choices
 from ds_finetune.trainer.document_lengths import length_notes
-from ds_finetune.trainer.rank_tensors import Stages, rank_tensors, sizes_of
 
 _CONFIG_FILES = {"files": ("*.json",)}
 """All that is downloaded of a model on the hub where only its configuration is read."""
@@ -79,15 +79,14 @@ class ResolvedRun:
         return dump_config(self.config)
 
     @cached_property
-    def tensors(self) -> Stages:
+    def tensors(self) -> tuple[tuple[TensorKind, ...], ...]:
         """The tensors of a rank, by pipeline stage."""
-        return rank_tensors(self.plan, self.model)
+        return tuple(stage.kinds for stage in weights_of_run(self.plan, self.model.described))
 
     @cached_property
     def estimate(self) -> RunEstimate:
         """What the run needs, from the shapes of the tensors that its ranks hold."""
-        sizes = sizes_of(self.tensors, self.model.lora, self.model.teacher)
-        return estimate_run(self.plan, sizes)
+        return estimate_run(self.plan, self.model.described)
 
 
 R = TypeVar("R", bound=ResolvedRun)

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.plan.estimate.states import ModelSizes, estimate_run
+from ds_finetune.plan.estimate.states import estimate_run
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
+from tests.described import one_tensor
 from tests.parity.inexact_worker import CELLS
 from tests.parity.reference import assert_equals_plain_loop, reference_steps
 from tests.running import start, torchrun
@@ -44,10 +45,9 @@ def test_the_second_weights_of_hierarchical_partitions_are_estimated(results: Pa
     tree |= {"inexact": "hierarchical_partition", "checkpoint": {"every": "never"}}
     config = RunConfig.model_validate(tree)
     plan = make_plan(RunSettings.of(config), world=World(0, 4, 0, 4, "torchrun"), device="cpu")
-    sizes = ModelSizes(result["numel"], result["numel"], -(-result["numel"] // 4))
-    estimated = estimate_run(plan, sizes)
-    assert estimated.state_bytes["second weights"] == pytest.approx(result["second_bytes"], rel=0.02)
-    assert estimated.places["second weights"] == "cpu"
+    rows = {row.name: row for row in estimate_run(plan, one_tensor(result["numel"])).rows}
+    assert rows["second weights"].num_bytes == pytest.approx(result["second_bytes"], rel=0.02)
+    assert rows["second weights"].place == "host"
 
 
 def test_zenflow_is_exact_while_it_warms_up(results: Path, models: Path) -> None:

@@ -6,10 +6,11 @@ import pytest
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.plan.estimate.states import ModelSizes, estimate_run
+from ds_finetune.plan.estimate.states import estimate_run
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
+from tests.described import one_tensor
 
 
 def config_of(stage: int, *, zero: dict[str, Any] | None = None, **train: Any) -> RunConfig:
@@ -105,17 +106,17 @@ def test_ranks_meet_in_each_forward_unless_they_reduce_once() -> None:
 
 @pytest.mark.parametrize(("stage", "own"), [(2, 2 * 500), (3, 2 * 500)])
 def test_the_estimate_counts_what_each_choice_keeps(stage: int, own: int) -> None:
-    sizes = ModelSizes(1000, 1000, 500)
-
     def estimated(**train: Any) -> dict[str, int]:
         config = config_of(stage, **train)
         plan = make_plan(RunSettings.of(config), world=World(0, 2, 0, 2, "torchrun"), device="cpu")
-        return dict(estimate_run(plan, sizes).state_bytes)
+        return {row.name: row.num_bytes for row in estimate_run(plan, one_tensor(1000)).rows}
 
     plain = estimated()
-    assert plain["gradients"] == own
-    assert estimated(**FP32) == plain | {"gradients": 2 * own}
-    assert estimated(**STEP) == plain | {"unreduced gradients": 2 * 1000}
+    part = "gradients of this rank's part"
+    assert plain[part] == own
+    assert estimated(**FP32)[part] == 2 * own
+    assert estimated(**STEP)["gradients until they are reduced"] == 2 * 1000
+    assert "gradients until they are reduced" not in plain
 
 
 @pytest.mark.parametrize(

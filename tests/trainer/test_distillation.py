@@ -210,15 +210,16 @@ def test_the_plan_counts_the_teacher(task: Path) -> None:
         zero = {"zero_optimization": {"stage": stage}}
         run_file = _run_file(task, "planned", teacher | {"teacher_offload": offload}, deepspeed=zero)
         planned = plan_run(read_config(run_file), gpus=4)
-        sizes[stage, offload] = planned.estimate.state_bytes["teacher"], planned.estimate.places["teacher"]
+        (row,) = (row for row in planned.estimate.rows if row.name == "weights of the teacher")
+        sizes[stage, offload] = row.num_bytes, row.place
         held = "whole in GPU memory of each rank" if (stage, offload) == (2, "none") else "over 4 ranks"
         assert held in dict(planned.lines)["teacher"]
     model = AutoModelForCausalLM.from_pretrained(task / "teacher")
     whole = 4 * model.num_parameters()
     assert sizes == {
-        (2, "none"): (whole, "cuda"),
-        (3, "none"): (-(-whole // 4), "cuda"),
-        (2, "cpu"): (-(-whole // 4), "cpu"),
+        (2, "none"): (whole, "gpu"),
+        (3, "none"): (-(-whole // 4), "gpu"),
+        (2, "cpu"): (-(-whole // 4), "host"),
     }
 
 

@@ -1,6 +1,7 @@
 """Layouts for machines that are not here: shapes, ranks and refusals from config.json alone."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,11 @@ from transformers import AutoConfig
 
 from ds_finetune.cli.main import main
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.plan.estimate.rank_weights import weights_of_run
 from ds_finetune.plan.estimate.states import estimate_run
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
-from ds_finetune.trainer.rank_tensors import rank_tensors, sizes_of
 from ds_finetune.trainer.resolve import make_model_plan
 
 
@@ -50,7 +51,7 @@ def test_every_parameter_of_deepseek_v3_is_somewhere(
     config = _config(deepseek_v3, parallel, stage)
     plan = make_plan(RunSettings.of(config), world=World(0, 256, 0, 8, "test"), device="cuda")
     model = make_model_plan(RunSettings.of(config, mesh=plan.mesh))
-    stages = rank_tensors(plan, model)
+    stages = [stage.kinds for stage in weights_of_run(plan, model.described)]
     kinds = [kind for stage in stages for kind in stage]
     assert sum(kind.count * math.prod(kind.whole) for kind in kinds) == 671_026_404_352
     everywhere = sum(kind.numel * plan.mesh.world_size / len(stages) / kind.sharers for kind in kinds)
@@ -61,11 +62,12 @@ def test_every_parameter_of_deepseek_v3_is_somewhere(
     assert cut > 0 or not parallel
     if on_a_rank is not None:
         assert sum(kind.numel for kind in kinds) == on_a_rank
-    sizes = sizes_of(stages, None)
-    assert sizes.total == 671_026_404_352
-    size = estimate_run(plan, sizes).state_bytes
-    assert size["optimizer"] == 12 * sizes.rank_sharded
-    assert (size["weights"] == 2 * sizes.rank) == (stage < 3)
+    estimate = estimate_run(plan, model.described)
+    assert estimate.total == 671_026_404_352
+    size = {row.name: row.num_bytes for row in estimate.rows}
+    share = max(sum(kind.sharded for kind in each) for each in stages)
+    assert size["fp32 weights"] + size["moments"] == 12 * share
+    assert (size["weights"] == 2 * estimate.rank) == (stage < 3)
 
 
 def test_the_command_shows_ranks_shapes_and_deepspeed(
@@ -100,9 +102,9 @@ def test_with_lora_adapters_alone_have_gradients_and_moments(deepseek_v3: Path) 
     adapters = model.lora.num_params
     # Of 61 layers 58 have 256 experts with weights [4096, 7168] and [7168, 2048].
     assert adapters > 58 * 256 * 16 * (4096 + 7168 + 7168 + 2048)
-    stages = rank_tensors(plan, model)
-    whole = estimate_run(plan, sizes_of(stages, None)).state_bytes
-    sizes = estimate_run(plan, sizes_of(stages, model.lora)).state_bytes
-    assert sizes["gradients"] == 2 * -(-adapters // 256)
-    assert sizes["optimizer"] == 12 * -(-adapters // 256)
-    assert sizes["weights"] == whole["weights"] + 2 * -(-adapters // 256)
+    size = {row.name: row.num_bytes for row in estimate_run(plan, model.described).rows}
+    whole = estimate_run(replace(plan, lora=None), model.described)
+    (weights,) = (row.num_bytes for row in whole.rows if row.name == "weights")
+    assert size["gradients of this rank's part"] == 2 * -(-adapters // 256)
+    assert size["fp32 weights"] + size["moments"] == 12 * -(-adapters // 256)
+    assert size["weights"] == weights + 2 * -(-adapters // 256)

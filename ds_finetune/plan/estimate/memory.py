@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, get_args
 
 from ds_finetune.config.objectives import ObjectiveConfig, is_distillation, is_grpo
-from ds_finetune.config.sections import OWN_ATTENTIONS, LoraConfig, ParallelConfig
+from ds_finetune.config.sections import OWN_ATTENTIONS, LoraConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.family import layer_of
@@ -16,10 +16,8 @@ from ds_finetune.plan.estimate.activation_memory import ActivationBytes, Adapted
 from ds_finetune.plan.estimate.rank_weights import (
     RankWeights,
     as_one_stage,
-    count_adapters,
     lora_targets,
     rank_elements,
-    rank_weights,
     remembered,
     weights_of_run,
 )
@@ -35,14 +33,14 @@ from ds_finetune.plan.estimate.rows import (
     held,
     peak,
 )
-from ds_finetune.plan.estimate.states import ModelSizes, estimate_run
-from ds_finetune.plan.estimate.zero_rows import DEFAULT_RULES, gathered_weights, num_persistent, zero_rows
+from ds_finetune.plan.estimate.states import files_of, staging_bytes
+from ds_finetune.plan.estimate.zero_rows import teacher_rows, zero_rows
 from ds_finetune.plan.forward import CPU_TOKENS, DISTILLATION_TOKENS, head_widths, varlen_problem
 from ds_finetune.plan.kernels import SINGLE
 from ds_finetune.plan.model_shape import check_known
-from ds_finetune.plan.model_tensors import EMBEDDING, HEAD, DescribedModel
+from ds_finetune.plan.model_tensors import EMBEDDING, DescribedModel
 from ds_finetune.plan.pipeline import num_held_forwards
-from ds_finetune.plan.plan import Plan, Recomputation, is_teacher_partitioned
+from ds_finetune.plan.plan import Plan, Recomputation
 from ds_finetune.plan.tested_layouts import WEIGHT_BYTES
 
 _WIDE = 4
@@ -208,12 +206,10 @@ def _home(plan: Plan) -> Place:
 
 
 def _file_rows(plan: Plan, model: DescribedModel) -> Iterator[MemoryRow]:
-    total = model.tensors.numel
-    adapters = count_adapters(plan, model) if plan.lora is not None else None
-    run = estimate_run(plan, ModelSizes(total, total, total, adapters=adapters))
-    yield MemoryRow("checkpoints", "disk", run.files.checkpoints * run.files.checkpoint_bytes, "checkpoint.keep")
-    yield MemoryRow("exports", "disk", run.files.exports * run.files.export_bytes, "export.at_end")
-    yield MemoryRow("a checkpoint that is written", "host", run.staging_bytes, "checkpoint.asynchronous")
+    files = files_of(plan, model)
+    yield MemoryRow("checkpoints", "disk", files.checkpoints * files.checkpoint_bytes, "checkpoint.keep")
+    yield MemoryRow("exports", "disk", files.exports * files.export_bytes, "export.at_end")
+    yield MemoryRow("a checkpoint that is written", "host", staging_bytes(plan, files), "checkpoint.asynchronous")
 
 
 def _activation_rows(plan: Plan, model: DescribedModel, weights: RankWeights, number: int) -> Iterator[MemoryRow]:
@@ -386,28 +382,10 @@ def _teacher_rows(plan: Plan, teacher: DescribedModel | None) -> Iterator[Memory
         check_known(teacher)
     except ConfigError as unknown:
         raise ConfigError(f"the teacher {section.teacher}: {unknown.message}", hint=unknown.hint) from None
-    is_cut = is_teacher_partitioned(plan.zero_stage, section.teacher_offload)
-    (weights,) = rank_weights(teacher, ParallelConfig(), zero_ranks=plan.world.world_size if is_cut else 1)
-    home, width, tokens = _home(plan), WEIGHT_BYTES[plan.precision], _tokens_of_rank(plan)
-    place: Place = "host" if section.teacher_offload != "none" else home
-    held = width * sum(kind.sharded for kind in weights.kinds)
-    yield MemoryRow("weights of the teacher", place, held, "objective.teacher_offload")
-    if is_cut:
-        yield from _gathered_teacher_rows(weights, home, width)
+    yield from teacher_rows(plan, teacher)
+    home, tokens = _home(plan), _tokens_of_rank(plan)
     # The forward of one layer at a time, and hidden states until the head of the model has read them.
     activations = _activations(replace(plan, kernels=SINGLE), teacher, 1, 1, None)
     working = max(layer.forward for layer in activations.kinds) + activations.layer_input
     yield MemoryRow("one layer of the teacher", home, working * tokens, _LENGTH, ("teacher",))
     yield MemoryRow("hidden states of the teacher", home, activations.layer_input * tokens, _LENGTH, FORWARD)
-
-
-def _gathered_teacher_rows(weights: RankWeights, home: Place, width: int) -> Iterator[MemoryRow]:
-    """Weights of a partitioned teacher that are whole on a rank, by DeepSpeed's default rules."""
-    kinds = [kind for kind in weights.kinds if kind.name != HEAD]
-    yield MemoryRow("small weights of the teacher, whole", home, width * num_persistent(kinds, DEFAULT_RULES))
-    forward, *_ = gathered_weights(kinds, DEFAULT_RULES, passes=1, home=home)
-    yield MemoryRow("gathered weights of the teacher", home, width * forward.numel, "", ("teacher",))
-    yield MemoryRow("weights of the teacher that arrive", home, width * forward.arriving, "", ("teacher",))
-    sizes = {kind.name: kind.numel for kind in weights.kinds}
-    head = sizes.get(HEAD, sizes[EMBEDDING])
-    yield MemoryRow("head of the teacher, whole", home, width * head, "", ("head",))

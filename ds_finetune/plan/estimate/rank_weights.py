@@ -14,7 +14,6 @@ from pydantic import BaseModel
 from ds_finetune.config.sections import LoraConfig, ParallelConfig
 from ds_finetune.families.family import layer_of
 from ds_finetune.families.table import family_of
-from ds_finetune.plan.estimate.states import TensorKind
 from ds_finetune.plan.layer_stages import stages_of
 from ds_finetune.plan.lora_targets import (
     ROUTED,
@@ -55,6 +54,29 @@ def _content(value: object) -> object:
 
 
 _MOST_REMEMBERED = 4096
+
+
+@dataclass(frozen=True)
+class TensorKind:
+    """Tensors of one shape: name with `N` for the layer, count, and number of ranks among which ZeRO shards each."""
+
+    name: str
+    count: int
+    whole: tuple[int, ...]
+    """Shape in the whole model."""
+    local: tuple[int, ...]
+    """Shape on a rank, before ZeRO shards it."""
+    sharers: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of all these tensors on a rank, before ZeRO shards them."""
+        return self.count * prod(self.local)
+
+    @property
+    def sharded(self) -> int:
+        """Elements of all these tensors on a rank, after ZeRO shards them."""
+        return self.count * -(-prod(self.local) // self.sharers)
 
 
 @dataclass(frozen=True)

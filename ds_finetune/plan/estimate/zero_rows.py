@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
+from ds_finetune.config.objectives import is_distillation
+from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.plan.deepspeed_config import HAS_TORCH_ADAM
 from ds_finetune.plan.deepspeed_config import MOMENTS as OPTIMIZER_MOMENTS
-from ds_finetune.plan.estimate.rank_weights import RankElements, RankWeights
+from ds_finetune.plan.estimate.rank_weights import RankElements, RankWeights, TensorKind, rank_weights
 from ds_finetune.plan.estimate.rows import BACKWARD, MICRO_BATCH, MOMENTS, MemoryRow, Moment, Place
-from ds_finetune.plan.estimate.states import TensorKind, second_parts_of
-from ds_finetune.plan.model_tensors import HEAD
-from ds_finetune.plan.plan import Plan
+from ds_finetune.plan.model_tensors import EMBEDDING, HEAD, DescribedModel
+from ds_finetune.plan.plan import Plan, is_teacher_partitioned
 from ds_finetune.plan.tested_layouts import WEIGHT_BYTES
 
 _WIDE = 4
@@ -143,6 +144,12 @@ def zero_rows(plan: Plan, own: RankElements, weights: RankWeights) -> Iterator[M
     yield MemoryRow("weights", run.home, run.width * own.held, _STAGE)
     yield from _optimizer_rows(run)
     yield from _rows_of_stage_0(run) if plan.zero_stage == 0 else _rows_of_stages_1_and_2(run)
+
+
+def second_parts_of(plan: Plan) -> int:
+    """Ranks that hold a second copy of all weights together (hpZ of ZeRO++); 0 without one."""
+    ranks = int(plan.zero.get("zero_hpz_partition_size", 1))
+    return ranks if ranks > 1 and plan.zero_stage == 3 else 0
 
 
 def place_of(offload: str, home: Place) -> Place:
@@ -345,6 +352,33 @@ def gathered_weights(
         GatheredWeights("head", ("head", "head backward"), with_head, 0),
         GatheredWeights("backward", ("layers", "embedding"), without_head, refetched),
     )
+
+
+def teacher_rows(plan: Plan, teacher: DescribedModel | None) -> Iterator[MemoryRow]:
+    """Rows for the weights of a teacher on a rank that has the head; none without a teacher."""
+    section = plan.objective
+    if not is_distillation(section) or teacher is None:
+        return
+    is_cut = is_teacher_partitioned(plan.zero_stage, section.teacher_offload)
+    (weights,) = rank_weights(teacher, ParallelConfig(), zero_ranks=plan.world.world_size if is_cut else 1)
+    home: Place = "host" if plan.device == "cpu" else "gpu"
+    width, place = WEIGHT_BYTES[plan.precision], place_of(section.teacher_offload, home)
+    held = width * sum(kind.sharded for kind in weights.kinds)
+    yield MemoryRow("weights of the teacher", place, held, "objective.teacher_offload")
+    if is_cut:
+        yield from _gathered_teacher_rows(weights, home, width)
+
+
+def _gathered_teacher_rows(weights: RankWeights, home: Place, width: int) -> Iterator[MemoryRow]:
+    """Weights of a partitioned teacher that are whole on a rank, by DeepSpeed's default rules."""
+    kinds = [kind for kind in weights.kinds if kind.name != HEAD]
+    yield MemoryRow("small weights of the teacher, whole", home, width * num_persistent(kinds, DEFAULT_RULES))
+    forward, *_ = gathered_weights(kinds, DEFAULT_RULES, passes=1, home=home)
+    yield MemoryRow("gathered weights of the teacher", home, width * forward.numel, "", ("teacher",))
+    yield MemoryRow("weights of the teacher that arrive", home, width * forward.arriving, "", ("teacher",))
+    sizes = {kind.name: kind.numel for kind in weights.kinds}
+    head = sizes.get(HEAD, sizes[EMBEDDING])
+    yield MemoryRow("head of the teacher, whole", home, width * head, "", ("head",))
 
 
 def _module_sizes(kinds: Sequence[TensorKind]) -> Counter[str]:

@@ -23,6 +23,7 @@ from ds_finetune.model.parallel.sharding import ModelShard
 from ds_finetune.model.parallel.tensor import local_config
 from ds_finetune.model.weights.load import load_weights, seed_of
 from ds_finetune.model.weights.vocabulary import Growth, grow_vocabulary
+from ds_finetune.plan.estimate.states import estimate_run
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
@@ -30,7 +31,6 @@ from ds_finetune.system.world import World
 from ds_finetune.trainer.dry_run import model_lines
 from ds_finetune.trainer.inputs import config_tree
 from ds_finetune.trainer.preview import preview_of
-from ds_finetune.trainer.rank_tensors import rank_tensors, sizes_of
 from ds_finetune.trainer.resolve import make_model_plan, model_config
 from tests.checking import check, settings_of
 from tests.described import described_tree
@@ -215,7 +215,7 @@ def test_the_plan_counts_the_new_rows(demo: Path) -> None:
     tree = config_tree(demo / "model", model)
     assert tree == json.loads((demo / "model" / "config.json").read_text()) | {"vocab_size": 101}
     published = json.loads((demo / "model" / "config.json").read_text())
-    total = sizes_of(rank_tensors(plan, model), None).total
+    total = estimate_run(plan, model.described).total
     assert total - described_tree(published).tensors.numel == 2 * 5 * CONFIGS["deepseek_v3"]["hidden_size"]
     text = dict(model_lines(model, plan))["vocabulary"]
     assert text.startswith("96 -> 101 tokens; 5 new rows")

@@ -24,8 +24,7 @@ from ds_finetune.model.parallel.expert import build_local_experts
 from ds_finetune.model.parallel.pipeline import PipelineGroup, build_only_layers, install_pipeline_stage
 from ds_finetune.model.parallel.sharding import ModelShard
 from ds_finetune.model.parallel.tensor import local_config
-from ds_finetune.plan.estimate.rank_weights import RankWeights, part_of, rank_elements, weights_of_run
-from ds_finetune.plan.estimate.states import TensorKind
+from ds_finetune.plan.estimate.rank_weights import RankWeights, TensorKind, part_of, rank_elements, weights_of_run
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.settings import RunSettings

@@ -13,7 +13,7 @@ from ds_finetune.cli.doctor import run_needs
 from ds_finetune.cluster.doctor.run import resolve_on
 from ds_finetune.config.hostfile import Host
 from ds_finetune.config.schema import read_config
-from ds_finetune.plan.estimate.states import DiskNeed, ModelSizes, RunEstimate
+from ds_finetune.plan.estimate.states import DiskNeed, RunEstimate
 from ds_finetune.system.world import World
 from ds_finetune.trainer.prepare import prepare_run
 from ds_finetune.trainer.resolve import resolve_here
@@ -22,6 +22,7 @@ from tests.model.tiny import CONFIGS
 from tests.running import tiny_task
 
 RANKS = 4
+STATES = ("weights", "fp32 weights", "moments", "gradients")
 OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
 LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dense, ZeRO-0": ("llama", {"stage": 0}, {}),
@@ -56,22 +57,21 @@ def test_train_plan_and_doctor_agree(tmp_path: Path, layout: str) -> None:
     resolved, check = resolve_on(run_needs(config)["resolve"], hosts, "cpu")
     assert resolved is not None, check
     doctors = resolved.estimate
-    assert trained.sizes == planned.sizes
     assert trained.files == planned.files
-    assert trained.state_bytes == planned.state_bytes
-    assert trained.sizes.total == described_tree(tree).tensors.numel
+    assert [row.num_bytes for row in trained.rows if row.name in STATES] == [
+        row.num_bytes for row in planned.rows if row.name in STATES
+    ]
+    assert trained.total == planned.total == described_tree(tree).tensors.numel
     assert (doctors.host_bytes, doctors.gpu_bytes) == (trained.host_bytes, trained.gpu_bytes)
     for host in hosts:
         of_host = {"ranks": host.slots, "is_first_host": host is hosts[0]}
         assert doctors.disk(**of_host) == trained.disk(**of_host)
-    places = {"cpu" if place == "cuda" else place for place in planned.places.values()}
-    assert places == {"cpu"}, "a rank without a GPU keeps everything in host memory"
+    assert {row.place for row in trained.rows} == {"host"}, "a rank without a GPU keeps everything in host memory"
 
 
 def test_what_each_host_writes() -> None:
     files = DiskNeed(exports=2, export_bytes=10, checkpoints=4, checkpoint_bytes=120)
-    sizes = ModelSizes(total=5, rank=5, rank_sharded=2)
-    shared = RunEstimate(sizes, {}, {}, 0, files, world_size=4, is_node_local=False)
+    shared = RunEstimate(5, 5, 0, (), 0, files, world_size=4, is_node_local=False)
     assert shared.disk(ranks=2, is_first_host=True) == files
     assert shared.disk(ranks=2, is_first_host=False).num_bytes == 0
     local = replace(shared, is_node_local=True)

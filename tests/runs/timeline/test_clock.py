@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from ds_finetune.runs.timeline import clock as timeline_clock
-from ds_finetune.runs.timeline.clock import MeasuredOffset, HostClock, measure_offset
+from ds_finetune.runs.timeline.clock import HostClock, MeasuredOffset, measure_offset
 
 
 def test_shifted_clocks_are_measured_once_for_each_host(monkeypatch: pytest.MonkeyPatch) -> None:
