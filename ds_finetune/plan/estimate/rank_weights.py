@@ -16,7 +16,6 @@ from ds_finetune.families.family import layer_of
 from ds_finetune.families.table import family_of
 from ds_finetune.plan.layer_stages import stages_of
 from ds_finetune.plan.lora_targets import (
-    ROUTED,
     LoraTarget,
     adapted_targets,
     nf4_bytes,
@@ -24,7 +23,15 @@ from ds_finetune.plan.lora_targets import (
     targets_among,
 )
 from ds_finetune.plan.model_shape import Shape
-from ds_finetune.plan.model_tensors import EMBEDDING, DescribedModel, FullTensor, LayerKind, ModelTensors, part_of
+from ds_finetune.plan.model_tensors import (
+    EMBEDDING,
+    SCORE_HEAD,
+    DescribedModel,
+    FullTensor,
+    LayerKind,
+    ModelTensors,
+    part_of,
+)
 from ds_finetune.plan.plan import Plan
 
 P = ParamSpec("P")
@@ -164,20 +171,29 @@ class RankElements:
 
 def rank_elements(plan: Plan, model: DescribedModel, weights: RankWeights) -> RankElements:
     """The numbers of a rank of one pipeline stage."""
-    held, share = weights.numel, sum(kind.sharded for kind in weights.kinds)
-    if plan.lora is not None:
-        return _with_adapters(plan, model, weights)
-    trained = [kind for kind in weights.kinds if is_trained(plan, model, kind)]
-    shares = Counter[int]()
+    lora, adapters, quantised = plan.lora, tuple[TensorKind, ...](), list[tuple[int, ...]]()
+    if lora is None:
+        trained = [kind for kind in weights.kinds if is_trained(plan, model, kind)]
+    else:
+        adapters = _adapter_kinds(model, lora, (plan.mesh.tp, plan.mesh.ep, plan.zero_ranks), weights.layers)
+        trained = [*adapters, *(kind for kind in weights.kinds if kind.name == SCORE_HEAD)]
+        four_bit = quantised_targets(targets_among(model.tensors.shapes()), lora)
+        here = (target for target in four_bit if layer_of(f"{target.name}.") in weights.layers)
+        quantised = [shape for target in here for shape in target.shapes.values()]
+    shares, packed = Counter[int](), sum(map(prod, quantised))
     for kind in trained:
         shares[kind.sharers] += kind.sharded
+    held = (*weights.kinds, *adapters)
     return RankElements(
-        held=held,
-        held_share=share,
+        held=sum(kind.numel for kind in held) - packed,
+        held_share=sum(kind.sharded for kind in held) - packed // plan.zero_ranks,
         trained=sum(kind.numel for kind in trained),
-        trained_share=sum(kind.sharded for kind in trained),
+        trained_share=sum(shares.values()),
         group_share=max(shares.values(), default=0),
         largest=max((kind.numel // kind.count for kind in trained), default=0),
+        packed_bytes=packed // 2,
+        scales_bytes=sum(map(nf4_bytes, quantised)) - packed // 2,
+        dequantised=max(map(prod, quantised), default=0),
     )
 
 
@@ -207,65 +223,22 @@ def is_trained(plan: Plan, model: DescribedModel, kind: TensorKind) -> bool:
     return part != "router" or plan.router is None or plan.router.train
 
 
-def _with_adapters(plan: Plan, model: DescribedModel, weights: RankWeights) -> RankElements:
-    assert plan.lora is not None
-    adapters = _adapters(model, plan.lora, (plan.mesh.tp, plan.mesh.ep), weights.layers)
-    score = sum(kind.numel for kind in weights.kinds if kind.name.startswith("score."))
-    numel, share = weights.numel - adapters.quantised, sum(kind.sharded for kind in weights.kinds)
-    # Ranks of expert parallelism hold experts of their own, as in rank_weights.
-    of_experts = -(-adapters.of_experts * plan.mesh.ep // plan.zero_ranks)
-    of_others = -(-(adapters.numel - adapters.of_experts) // plan.zero_ranks)
-    score_share = -(-score // plan.zero_ranks)
-    return RankElements(
-        held=numel + adapters.numel,
-        held_share=share - adapters.quantised // plan.zero_ranks + of_experts + of_others,
-        trained=adapters.numel + score,
-        trained_share=of_experts + of_others + score_share,
-        group_share=max(of_experts, of_others + score_share),
-        largest=adapters.largest,
-        packed_bytes=adapters.quantised // 2,
-        scales_bytes=adapters.quantised_bytes - adapters.quantised // 2,
-        dequantised=adapters.largest_quantised,
-    )
-
-
-@dataclass(frozen=True)
-class _AdapterElements:
-    numel: int
-    of_experts: int
-    """Elements of the adapters of routed experts that expert parallel ranks divide."""
-    largest: int
-    quantised: int
-    quantised_bytes: int
-    largest_quantised: int
-
-
 @remembered
-def _adapters(
-    model: DescribedModel, lora: LoraConfig, sizes: tuple[int, int], layers: tuple[int, ...]
-) -> _AdapterElements:
-    """The adapters and weights in four bits of these layers on a rank; `sizes` are tp and ep."""
-    tp, ep = sizes
-    found: dict[bool, list[int]] = {False: [], True: []}
-    quantised = [
-        shape
-        for target in quantised_targets(targets_among(model.tensors.shapes()), lora)
-        if layer_of(f"{target.name}.") in layers
-        for shape in target.shapes.values()
-    ]
+def _adapter_kinds(
+    model: DescribedModel, lora: LoraConfig, sizes: tuple[int, int, int], layers: tuple[int, ...]
+) -> tuple[TensorKind, ...]:
+    """The adapters of these layers on a rank; `sizes` are tp, ep, and the ranks that ZeRO shards over."""
+    tp, ep, zero_ranks = sizes
+    found = Counter[TensorKind]()
     for target in lora_targets(model, lora):
         for leaf in target.shapes if layer_of(f"{target.name}.") in layers else ():
-            local = model.tensors.by_name[f"{target.name}.{leaf}"].local(tp=tp, ep=ep)
-            found[ep > 1 and target.kind == ROUTED] += [prod(local[:-2]) * lora.rank * side for side in local[-2:]]
-    sizes_of_experts, others = found[True], found[False]
-    return _AdapterElements(
-        numel=sum(sizes_of_experts + others),
-        of_experts=sum(sizes_of_experts),
-        largest=max(sizes_of_experts + others, default=0),
-        quantised=sum(map(prod, quantised)),
-        quantised_bytes=sum(map(nf4_bytes, quantised)),
-        largest_quantised=max(map(prod, quantised), default=0),
-    )
+            weight = model.tensors.by_name[f"{target.name}.{leaf}"]
+            local = weight.local(tp=tp, ep=ep)
+            for side in (-1, -2):
+                full, own = ((*shape[:-2], lora.rank, shape[side]) for shape in (weight.shape, local))
+                # Ranks of expert parallelism hold experts of their own, as in rank_weights.
+                found[TensorKind(leaf, 0, full, own, zero_ranks // (ep if weight.is_routed else 1))] += 1
+    return tuple(replace(kind, count=count) for kind, count in found.items())
 
 
 def as_one_stage(plan: Plan) -> Plan:
