@@ -1,11 +1,11 @@
 """A row of the table of model families."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ds_finetune.families.layer_rules import ExpertKeys, ModelConfig, entry_tokens, never_sparse
+from ds_finetune.families.layer_rules import ExpertKeys, entry_tokens
 
 
 @dataclass(frozen=True)
@@ -161,9 +161,6 @@ class Family:
     built_as: str | None = None
     """The model type whose classes are used, where transformers does not know this one. The name is kept in
     configurations and exports."""
-
-    is_sparse: Callable[[ModelConfig, int], bool] = never_sparse
-    """Whether layer number i of a config.json has routed experts instead of a dense MLP."""
 
     expert_keys: ExpertKeys | None = None
     """Where config.json has the sizes of its routed experts; None where it has none."""

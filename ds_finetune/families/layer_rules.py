@@ -1,5 +1,5 @@
-"""Which layers of a model have routed experts, indexers and compressors, from its config.json as transformers 5.23
-reads it.
+"""Which layers of a model have indexers and compressors, and the sizes of its experts, from its config.json as
+transformers 5.23 reads it.
 """
 
 from collections.abc import Mapping
@@ -97,49 +97,6 @@ def indexed_layers(c: ModelConfig) -> tuple[int, ...]:
         return tuple(layer for layer, kind in enumerate(types) if kind in ("full", "F"))
     every, offset = max(c.get("index_topk_freq", 1), 1), c.get("index_skip_topk_offset", 2)
     return tuple(layer for layer in range(c["num_hidden_layers"]) if max(layer - offset + 1, 0) % every == 0)
-
-
-def never_sparse(_: ModelConfig, __: int) -> bool:
-    """No layer has routed experts."""
-    return False
-
-
-def always_sparse(_: ModelConfig, __: int) -> bool:
-    """Every layer has routed experts."""
-    return True
-
-
-def sparse_after_first(c: ModelConfig, layer: int) -> bool:
-    """Layers from `first_k_dense_replace` on have routed experts.
-
-    transformers 5.23 does not read `moe_layer_freq` (deepseek_v2/modeling_deepseek_v2.py:427), which is 1 in every
-    published config.
-    """
-    return layer >= (c["first_k_dense_replace"] or 0)  # type: ignore[no-any-return]
-
-
-def sparse_by_type(c: ModelConfig, layer: int) -> bool:
-    """Layers that `mlp_layer_types` calls sparse; without the key all but the first.
-
-    transformers 5.23 does not read `first_k_dense_replace` for such models (configuration_glm4_moe_lite.py), which is
-    1 in GLM-4.7-Flash.
-    """
-    types = c.get("mlp_layer_types")
-    return types[layer] == "sparse" if types else layer > 0
-
-
-def sparse_by_type_or_after_first(c: ModelConfig, layer: int) -> bool:
-    """Layers that `mlp_layer_types` calls sparse; without the key those from `first_k_dense_replace` on."""
-    return sparse_by_type(c, layer) if c.get("mlp_layer_types") else sparse_after_first(c, layer)
-
-
-def sparse_by_step(c: ModelConfig, layer: int) -> bool:
-    """Every `decoder_sparse_step`-th layer has routed experts, except those in `mlp_only_layers`."""
-    return (
-        layer not in (c.get("mlp_only_layers") or ())
-        and QWEN_EXPERTS.number(c) > 0
-        and (layer + 1) % c.get("decoder_sparse_step", 1) == 0
-    )
 
 
 @dataclass(frozen=True)

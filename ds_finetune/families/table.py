@@ -36,11 +36,6 @@ from ds_finetune.families.layer_rules import (
     QWEN_EXPERTS,
     ExpertKeys,
     ModelConfig,
-    always_sparse,
-    sparse_after_first,
-    sparse_by_step,
-    sparse_by_type,
-    sparse_by_type_or_after_first,
 )
 
 _DENSE_AXES = frozenset({"tp", "sp", "pp"})
@@ -79,7 +74,6 @@ _MIXTRAL_EXPERTS = ExpertKeys(number_keys=("num_local_experts",), width_key="int
 _DEEPSEEK_V3 = replace(
     _MIXTURE,
     model_type="deepseek_v3",
-    is_sparse=sparse_after_first,
     expert_keys=ExpertKeys(),
     drops_layers_beyond=True,
     has_mtp=True,
@@ -107,7 +101,6 @@ _ROWS = (
         gguf=Gguf(
             "deepseek2", _SHARED | {"topk_method": ("greedy",), "attention_bias": (False,), "mlp_bias": (False,)}
         ),
-        is_sparse=sparse_after_first,
         expert_keys=ExpertKeys(),
         experts_class="DeepseekV2Experts",
         onnx=OnnxGraph("latent", router="grouped_softmax", is_rotary_interleaved=True),
@@ -132,7 +125,6 @@ _ROWS = (
         _DEEPSEEK_V3,
         model_type="glm4_moe_lite",
         gguf=_DEEPSEEK2,
-        is_sparse=sparse_by_type,
         experts_class="Glm4MoeLiteExperts",
         tiny_models=_tiny(
             "glm4_moe_lite",
@@ -145,7 +137,6 @@ _ROWS = (
         _DEEPSEEK_V3,
         model_type="glm4_moe",
         gguf=Gguf("glm4moe", _SHARED),
-        is_sparse=sparse_after_first,
         experts_class="Glm4MoeExperts",
         onnx=OnnxGraph("grouped_query", router="sigmoid"),
         tiny_models=TinyModels(
@@ -160,7 +151,6 @@ _ROWS = (
     replace(
         _DEEPSEEK_V3,
         model_type="deepseek_v32",
-        is_sparse=sparse_by_type_or_after_first,
         # DeepSeek-V3.2-Exp, inference/model.py:441-444: weights_proj is not quantised.
         fp8_linear=(
             r"\.(self_attn|mlp)\.((?!indexer\.)[\w.]+\.)?\w+_proj(_with_mqa)?\.weight$"
@@ -174,7 +164,6 @@ _ROWS = (
     replace(
         _DEEPSEEK_V3,
         model_type="glm_moe_dsa",
-        is_sparse=sparse_by_type_or_after_first,
         fp8_linear=None,
         indexer=Indexer(rotates_pairs=True, is_shared=True),
         experts_class="GlmMoeDsaExperts",
@@ -198,7 +187,6 @@ _ROWS = (
         _MIXTURE,
         model_type="qwen3_moe",
         gguf=Gguf("qwen3moe", _PLAIN_ATTENTION | _ALL_SPARSE),
-        is_sparse=sparse_by_step,
         expert_keys=QWEN_EXPERTS,
         experts_class="Qwen3MoeExperts",
         tiny_models=_tiny("qwen3_moe", QWEN3_MOE, deep=_DEEP),
@@ -207,7 +195,6 @@ _ROWS = (
         _MIXTURE,
         model_type="mixtral",
         gguf=Gguf("llama", {"sliding_window": (None,)}, rotates_pairs=True),
-        is_sparse=always_sparse,
         expert_keys=_MIXTRAL_EXPERTS,
         published_mlp=MIXTRAL_NAMES,
         fp8_linear=None,
@@ -218,7 +205,6 @@ _ROWS = (
     replace(
         _MIXTURE,
         model_type="olmoe",
-        is_sparse=always_sparse,
         expert_keys=ExpertKeys(number_keys=("num_experts",), width_key="intermediate_size"),
         fp8_linear=None,
         normalises_over_heads=True,
@@ -241,7 +227,6 @@ _ROWS = (
     Family(
         "gpt_oss",
         gguf=Gguf("gpt-oss", {"swiglu_limit": (7.0,), "attention_bias": (True,), "tie_word_embeddings": (False,)}),
-        is_sparse=always_sparse,
         expert_keys=_MIXTRAL_EXPERTS,
         transposed_experts=True,
         fp8_linear=None,
@@ -253,7 +238,6 @@ _ROWS = (
     ),
     Family(
         "deepseek_v4",
-        is_sparse=always_sparse,
         expert_keys=ExpertKeys(),
         fused_experts=True,
         published_mlp=MlpNames(module="ffn", gate="w1", up="w3", down="w2"),

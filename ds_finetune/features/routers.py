@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 
 from ds_finetune.families.table import family_of
 from ds_finetune.features.feature import Feature, RankParts
+from ds_finetune.model.build.meta_model import described
 from ds_finetune.model.build.unused_parameters import patterns_of
 from ds_finetune.model.loss.extra_loss import ExtraLoss
 from ds_finetune.model.loss.forward_rows import ForwardRows
@@ -153,7 +154,7 @@ class RouterFeature(Feature):
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> RouterPlan | None:
         """Where the model has routers."""
-        return plan_routers(run.router, hf_config.to_dict())
+        return plan_routers(run.router, described(hf_config))
 
     def complete(self, plan: Plan) -> Plan:
         """Freeze the weights of routers where the run file says so; a note names them."""

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from ds_finetune.config.objectives import is_grpo
 from ds_finetune.config.sections import OWN_ATTENTIONS
 from ds_finetune.errors import ModelError
-from ds_finetune.families.layer_rules import indexed_layers, longest_window
+from ds_finetune.families.layer_rules import hashed_layers, indexed_layers, longest_window
 from ds_finetune.families.table import FAMILIES, FULLY_TESTED
 from ds_finetune.plan.batch import divisors
 from ds_finetune.plan.forward import problem_of_calls, varlen_problem
 from ds_finetune.plan.kernels import fused_operations
 from ds_finetune.plan.rollout_checks import ROLLOUT_MODEL
-from ds_finetune.plan.routers import has_routers, plan_routers
 from ds_finetune.plan.settings import UNTESTED_TRAINING, Conflict, ModelSettings, Refusal, both, setting
 from ds_finetune.plan.tested_layouts import ROW_BYTES, TESTED_LAYOUTS, WEIGHT_BYTES, wider
 
@@ -222,7 +221,7 @@ _TYPE: tuple[Refusal[ModelSettings], ...] = (
         ModelError,
     ),
     Refusal(
-        lambda run: run.router is not None and not has_routers(run.model_json) and _given_router(run),
+        lambda run: run.family.router is None and _given_router(run),
         "`router` ({given}) with model_type {model_type}, which {what}",
         "leave `router` out; it is for {legal}",
     ),
@@ -257,8 +256,9 @@ def _without_entries(run: ModelSettings) -> dict[str, object] | None:
 def _without_balance(run: ModelSettings) -> dict[str, object] | None:
     if run.router is None or not (run.router.balance or run.router.bias_update):
         return None
-    router = plan_routers(run.router, run.model_json)
-    return _given_router(run) if router is not None and not router.balanced else None
+    reads_ids = run.family.router is not None and run.family.router.reads_ids
+    is_all_by_id = reads_ids and len(hashed_layers(run.model_json)) == run.model_json["num_hidden_layers"]
+    return _given_router(run) if is_all_by_id else None
 
 
 def _compresses(run: ModelSettings) -> bool:

@@ -1,13 +1,14 @@
 """The routers of experts that a model has, how a run changes them, and the lines of the plan about them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from ds_finetune.config.sections import RouterConfig
+from ds_finetune.errors import ConfigError
 from ds_finetune.families.family import RouterKind
 from ds_finetune.families.layer_rules import hashed_layers
 from ds_finetune.families.table import family_of
+from ds_finetune.plan.model_tensors import DescribedModel
 
 
 @dataclass(frozen=True)
@@ -54,24 +55,24 @@ class RouterPlan:
             yield f"but {len(self.by_id)} of the layers choose by token ids, which neither changes"
 
 
-def plan_routers(section: RouterConfig | None, model: Mapping[str, Any]) -> RouterPlan | None:
-    """The routers of the model with this config.json as the run file trains them; None where its family has none, or
-    none that is known.
+def plan_routers(section: RouterConfig | None, model: DescribedModel) -> RouterPlan | None:
+    """The routers of a model as the run file trains them; None where its family has none, or none that is known.
+    ConfigError for a section `router` where no layer has routed experts.
     """
     family = family_of(str(model.get("model_type")))
     kind, keys = family.router, family.expert_keys
-    layers = _routed_layers(model)
-    if kind is None or keys is None or not layers:
+    if kind is None or keys is None:
+        return None
+    layers = tuple(
+        number for number, layer in enumerate(model.tensors.layers) if layer.is_sparse and not layer.is_prediction
+    )
+    if not layers:
+        if section is not None:
+            given = ", ".join(f"{name} {getattr(section, name)}" for name in section.model_fields_set) or "empty"
+            raise ConfigError(
+                f"`router` ({given}) with model_type {family.model_type}, which has no routed experts by this config.json",
+                hint="leave `router` out",
+            )
         return None
     by_id = hashed_layers(model) if kind.reads_ids else ()
     return RouterPlan(kind, layers, keys.number(model), keys.per_token(model), section or RouterConfig(), by_id)
-
-
-def has_routers(model: Mapping[str, Any]) -> bool:
-    """Whether a model has routers that can be trained in a way of their own."""
-    return plan_routers(None, model) is not None
-
-
-def _routed_layers(model: Mapping[str, Any]) -> tuple[int, ...]:
-    family = family_of(str(model.get("model_type")))
-    return tuple(number for number in range(int(model["num_hidden_layers"])) if family.is_sparse(model, number))

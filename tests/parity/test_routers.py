@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from ds_finetune.config.objectives import read_objective
+from ds_finetune.model.build.meta_model import described
 from ds_finetune.plan.routers import RouterPlan, plan_routers
 from ds_finetune.reference.selftest.cells import samples
 from ds_finetune.reference.selftest.reference_loop import Steps, reference_loop
@@ -57,7 +58,7 @@ def rest(models: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest
 
 def _router(layout: RouterLayout, models: Path) -> RouterPlan:
     folder = models / layout.cell.family
-    found = plan_routers(config_of(layout, folder, folder).router, AutoConfig.from_pretrained(folder).to_dict())
+    found = plan_routers(config_of(layout, folder, folder).router, described(AutoConfig.from_pretrained(folder)))
     assert found is not None
     return found
 

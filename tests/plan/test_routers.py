@@ -7,9 +7,11 @@ import pytest
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import FAMILIES
+from ds_finetune.model.build.meta_model import described
 from ds_finetune.plan.routers import RouterPlan, plan_routers
 from ds_finetune.reference.selftest.cells import TINY_MODELS, hf_config
 from tests.checking import check, settings_of
+from tests.described import described_tree
 
 
 def planned(
@@ -19,7 +21,7 @@ def planned(
     tree = {"model": "m", "data": {"train": "t"}, "output_dir": "o", **({"lora": {}} if lora else {})}
     config, model = RunConfig.model_validate(tree | section), TINY_MODELS[family] | (changes or {})
     check(settings_of(config, model_json=model), "type of the model")
-    return plan_routers(config.router, model)
+    return plan_routers(config.router, described_tree(model))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def test_parameters_are_those_of_the_model(family: str) -> None:
     from ds_finetune.model.parallel.pipeline import build_meta_model
 
     lm = build_meta_model(hf_config(family))
-    found = plan_routers(None, hf_config(family).to_dict())
+    found = plan_routers(None, described(hf_config(family)))
     assert found is not None
     for name in found.parameters():
         assert lm.get_parameter(name).shape[0] == found.experts

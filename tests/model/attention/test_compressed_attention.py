@@ -12,6 +12,7 @@ from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.attention import compressed_attention, compressed_layout
 from ds_finetune.model.attention.compressed_layout import RowShards, entries_of, tokens_of
 from ds_finetune.model.attention.indexed_attention import expect_documents, longest_document
+from ds_finetune.model.build.meta_model import described
 from ds_finetune.model.build.skeleton import build_skeleton
 from ds_finetune.model.kept_outputs import layer_contexts
 from ds_finetune.model.loss.forward_rows import ForwardRows, RealTokens, find_real_tokens
@@ -204,7 +205,7 @@ def _count(count: torch.Tensor, *given: Any) -> None:
 def test_choices_of_routers_are_counted(make: Callable[..., Models]) -> None:
     """By the table in the layer that has one, and by scores in the others."""
     ours, plain = make()
-    plan = plan_routers(None, plain.config.to_dict())
+    plan = plan_routers(None, described(plain.config))
     assert plan is not None
     assert plan.layers == (0, 1, 2, 3)
     collector = RouterCollector(ours.lm, plan, device=torch.device("cpu"))
