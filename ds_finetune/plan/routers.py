@@ -70,7 +70,7 @@ def plan_routers(section: RouterConfig | None, model: DescribedModel) -> RouterP
         if section is not None:
             given = ", ".join(f"{name} {getattr(section, name)}" for name in section.model_fields_set) or "empty"
             raise ConfigError(
-                f"`router` ({given}) with model_type {family.model_type}, which has no routed experts by this config.json",
+                f"`router` ({given}) with model_type {family.model_type}, which has no routed experts by config.json",
                 hint="leave `router` out",
             )
         return None
