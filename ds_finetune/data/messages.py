@@ -172,7 +172,8 @@ def _message(message: object, what: str, where: str) -> tuple[dict[str, Any], li
             hint=f"roles are {', '.join(_ROLE_NAMES)}",
         )
     content = fields.get("content", fields.get("value"))
-    if role == "assistant" and isinstance(content, list | tuple) and not fields.keys() & {"tool_calls", *_REASONING}:
+    has_fields = any(fields.get(key) for key in ("tool_calls", *_REASONING))
+    if role == "assistant" and isinstance(content, list | tuple) and not has_fields:
         fields |= (read := _value_parts(content, what))
         content = read.get("content", content)
     if role in ("assistant", "call"):
@@ -269,8 +270,8 @@ def _text(content: object, what: str) -> str:
 
 def _value_parts(parts: Sequence[Any], what: str) -> dict[str, Any]:
     """The fields in OpenAI's form of an assistant message that has only parts with a `value`; empty for other parts."""
-    kinds = [str(part.get("type")) for part in parts if isinstance(part, dict) and "value" in part]
-    if len(kinds) < len(parts) or not set(kinds) <= set(_VALUE_PARTS):
+    kinds: list[Any] = [part.get("type") for part in parts if isinstance(part, dict) and "value" in part]
+    if len(kinds) < len(parts) or not all(kind in _VALUE_PARTS for kind in kinds):
         return {}
     if kinds != sorted(kinds, key=_VALUE_PARTS.index):
         raise DataError(

@@ -41,6 +41,9 @@ from ds_finetune.plan.settings import RunSettings
 from ds_finetune.trainer.document_lengths import check_answers_fit, check_lengths
 from ds_finetune.trainer.resolve import limits_of
 
+_STRIP = 2**24
+"""Tokens that are looked at at a time."""
+
 
 @dataclass(frozen=True)
 class RunInputs:
@@ -178,11 +181,14 @@ def untrained_tokens(
     """
     if model.lora is None or isinstance(rows, StreamedRows):
         return
-    own = tokenizer
-    # A base whose tokenizer cannot be read may be trained with another one.
-    with suppress(DataError):
-        own = load_tokenizer(str(folder)) if has_vocabulary(folder) else tokenizer
-    named, used = set(own.get_vocab().values()), set(np.unique(rows.documents.ids).tolist())
+    own, seen, ids = tokenizer, np.zeros(model.hf_config.vocab_size, dtype=bool), rows.documents.ids
+    if tokenizer.name_or_path != str(folder) and has_vocabulary(folder):
+        # A base whose tokenizer cannot be read may be trained with another one.
+        with suppress(DataError):
+            own = load_tokenizer(str(folder))
+    for start in range(0, len(ids), _STRIP):
+        seen[ids[start : start + _STRIP]] = True
+    named, used = set(own.get_vocab().values()), set(np.flatnonzero(seen).tolist())
     added = sorted(used & tokenizer.added_tokens_decoder.keys() & named)
     found = [*sorted(used - named), *untrained_rows(folder, added, named)]
     if found:

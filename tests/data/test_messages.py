@@ -91,6 +91,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
     ("record", "message"),
     [
         ({"messages": [{"role": "user", "content": [IMAGE]}, SAID]}, "message 1 of `messages` has a part of type 'image_url'"),
+        ({"messages": [ASKED, {"role": "assistant", "content": [{"type": ["text"], "value": "4"}]}]}, "has a part of type ['text']"),
+        ({"messages": [ASKED, {"role": "assistant", "content": [{"type": "tool_call", "value": "4"}]}]}, "has the tool call int 4"),
         ({"messages": [ASKED, SAID], "images": ["x.png"]}, "row 1 has media in column `images`"),
         ({"messages": [ASKED, {**SAID, "weight": 0.5}]}, "message 2 of `messages` has weight 0.5"),
         ({"messages": [ASKED, {"role": "assistant"}]}, "an assistant message has neither content nor tool calls"),

@@ -43,8 +43,8 @@ def grow_vocabulary(hf_config: PretrainedConfig, ids: int) -> None:
 
 
 def untrained_rows(folder: Path, candidates: Collection[int], named: Collection[int]) -> list[int]:
-    """Those of the ids `candidates` whose embedding in the weights of `folder` looks untrained: it lies among those of
-    ids without a token, of which `named` has none, or where there are none nearer to the mean of `named` than usual.
+    """The ids among `candidates` whose embedding in the weights of `folder` looks untrained: it lies among embeddings
+    of ids without a token, of which `named` has none, or where there are none nearer to the mean of `named` than usual.
     """
     hub = HubFolder(folder)
     table = next((key for key, shape in hub.shapes.items() if _EMBEDDING.search(key) and len(shape) == 2), None)
