@@ -22,6 +22,7 @@ from ds_finetune.cluster.launch.process_tags import die_with_parent
 from ds_finetune.config.hostfile import Host, read_hostfile
 from ds_finetune.config.run_file import apply_override, read_yaml, set_key
 from ds_finetune.config.schema import validate_tree
+from ds_finetune.console.tables import show_line
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, LaunchError
 from ds_finetune.runs.metrics import MetricsReader
 from ds_finetune.system.whole_file import replace_file
@@ -119,8 +120,11 @@ class ExperimentRun:
 
         Where this coroutine is cancelled, the run saves and ends first; a second time, it is killed.
         """
-        while (process := self._start(place)) is None:
+        if (process := self._start(place)) is None:
+            show_line(f"{self.folder / RUN} is still written by a run of an earlier process; waiting for its end")
+        while process is None:
             await asyncio.sleep(_POLL_SECONDS)
+            process = self._start(place)
         began, is_stopped = time.monotonic(), False
         try:
             while True:

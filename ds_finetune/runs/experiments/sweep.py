@@ -8,7 +8,6 @@ import math
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,8 +37,7 @@ _STOPPED_CODES = (INTERRUPTED_EXIT_CODE, -signal.SIGTERM, 128 + signal.SIGTERM)
 
 
 def run_sweep(sweep: SweepConfig, say: Say) -> dict[str, Any]:
-    """Run the trials that are left, write the best run file, and train it with several seeds; returns the content of
-    `sweep.json`.
+    """Run the trials that are left, and write the best run file and the report; returns the content of `sweep.json`.
 
     An interrupted sweep resumes its trials in their folders, also after kill -9. JobsInterruptedError after a signal,
     once all runs have saved; RunError where trials fail one after another or none has a value; ConfigError and
@@ -62,11 +60,8 @@ def run_sweep(sweep: SweepConfig, say: Say) -> dict[str, Any]:
         _check_failures(sweep, study)
         tree = write_result(sweep, study)
         if tree["best"] is None:
-            reason = tree["trials"][-1]["reason"]
-            raise RunError(
-                f"none of {len(tree['trials'])} trials has a value of {sweep.metric}: {reason}",
-                hint=f"see {folder / _TRIALS}",
-            )
+            text = f"none of {len(tree['trials'])} trials has a value of {sweep.metric}"
+            raise RunError(f"{text}: {tree['trials'][-1]['reason']}", hint=f"see {folder / _TRIALS}")
         values = sweep.values_of(study.best_trial.params)
         (folder / BEST).write_text(yaml_text(sweep.run_tree(values, folder / "best")), encoding="utf-8")
         write_sweep_page(folder, tree)
@@ -158,10 +153,13 @@ async def _run_trial(sweep: SweepConfig, study: "Study", trial: "Trial", say: Sa
     state, value, reason = ("PRUNED", None, f"after step {reported}") if is_pruned else _outcome(sweep, run)
     trial.set_user_attr(_REASON, reason)
     trial.set_user_attr(_SECONDS, trial.user_attrs.get(_SECONDS, 0.0) + run.seconds)
-    # After its last point GridSampler calls `Study.stop`, which only `optimize` allows; the trial is stored before that
-    # (optuna 5.0.0, samplers/_grid.py, `after_trial`).
-    with suppress(RuntimeError):
+    try:
         study.tell(trial, value, import_optuna().trial.TrialState[state])
+    except RuntimeError as error:
+        # After its last point GridSampler calls `Study.stop`, which only `optimize` allows; the trial is stored before
+        # that (optuna 5.0.0, samplers/_grid.py, `after_trial`).
+        if "Study.stop" not in str(error):
+            raise
     shutil.rmtree(folder / RUN / CHECKPOINTS, ignore_errors=True)
     sampled = ", ".join(f"{key} {value_text(each)}" for key, each in values.items())
     text = f"{sweep.metric} {value}" if state == "COMPLETE" else f"{state.lower()}: {reason}"
