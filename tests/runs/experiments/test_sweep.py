@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from ds_finetune.cli.demo import write_demo
-from ds_finetune.errors import ConfigError, LaunchError, OutputError, RunError
+from ds_finetune.errors import ConfigError, DependencyError, LaunchError, OutputError, RunError
 from ds_finetune.runs.experiments import jobs
 from ds_finetune.runs.experiments.jobs import JobsInterruptedError
 from ds_finetune.runs.experiments.sweep import has_diverged, run_sweep
@@ -283,6 +283,12 @@ def test_wrong_choices_are_refused_before_anything_is_written(
     with pytest.raises(ConfigError, match=said):
         run(sweep_of(tmp_path, run_keys, **keys))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(DependencyError, match=r"optuna, which is not installed\n.*ds_finetune\[sweep\]"):
+        sweep_of(tmp_path)
 
 
 def test_another_space_does_not_go_into_the_same_folder(tmp_path: Path) -> None:
