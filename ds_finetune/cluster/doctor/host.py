@@ -179,16 +179,15 @@ def main() -> None:
         ctypes.CDLL(None).prctl(_BECOME_SUBREAPER, 1, 0, 0, 0)
     atexit.register(_clean_up)
     output = os.fdopen(os.dup(1), "w")
-    # Output of libraries goes to standard error. A login shell may have printed text without a newline.
     os.dup2(2, 1)
-    output.write("\n")
     lines: queue.Queue[bytes] = queue.Queue()
     threading.Thread(target=_read_requests, args=(lines,), daemon=True).start()
     functions = {each.__name__: each for each in (facts, gpus, compiler, memory, disk, digests, place, look, run)}
     while True:
         request = json.loads(lines.get(timeout=_IDLE_SECONDS))
         results = {name: functions[name](**arguments) for name, arguments in request.items()}
-        output.write(f"{REPLY.decode()}{json.dumps([time.time(), results])}}}\n")
+        # A login shell or a library may have printed text without a newline.
+        output.write(f"\n{REPLY.decode()}{json.dumps([time.time(), results])}}}\n")
         output.flush()
 
 

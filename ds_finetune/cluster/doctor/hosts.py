@@ -2,11 +2,11 @@
 
 import json
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from ds_finetune.cluster.doctor.host import REPLY
@@ -15,6 +15,7 @@ from ds_finetune.cluster.launch.remote import Remote
 from ds_finetune.config.hostfile import Host
 from ds_finetune.errors import LaunchError
 
+_PROGRAM = "ds_finetune.cluster.doctor.host"
 _END_SECONDS = 15.0
 """How long a program may take to kill what it has started."""
 
@@ -30,12 +31,9 @@ class Cluster:
         self.hosts, self._remote = {label(host): host for host in hosts}, remote
         self.lost: dict[str, Check] = {}
         self._pool = ThreadPoolExecutor(max_workers=len(hosts))
-        self._errors = {name: tempfile.TemporaryFile() for name in self.hosts}  # noqa: SIM115 - the object's own
         try:
-            self._processes = {
-                name: remote.open(host, "ds_finetune.cluster.doctor.host", stderr=self._errors[name])
-                for name, host in self.hosts.items()
-            }
+            open_host = partial(remote.open, name=_PROGRAM, stderr=subprocess.STDOUT)
+            self._processes = {name: open_host(host) for name, host in self.hosts.items()}
         except FileNotFoundError as absent:
             hint = "install it (Debian: openssh-client)"
             raise LaunchError(f"`{absent.filename}` is not installed here", hint=hint) from None
@@ -49,13 +47,12 @@ class Cluster:
         _end([self._processes[name] for name in late])
         replies = {}
         for name, future in pending.items():
-            if reply := future.result():
+            reply = future.result()
+            if isinstance(reply, str):
+                code = None if name in late else self._processes[name].wait()
+                self.lost[name] = unreachable_check(name, code, reply, self._remote.python)
+            else:
                 replies[name] = reply
-                continue
-            code = None if name in late else self._processes[name].wait()
-            self._errors[name].seek(0)
-            text = self._errors[name].read().decode(errors="replace")
-            self.lost[name] = unreachable_check(name, code, text, self._remote.python)
         return replies
 
     def close(self) -> None:
@@ -77,11 +74,11 @@ def _end(processes: "Iterable[subprocess.Popen[bytes]]") -> None:
         process.wait()
 
 
-def _ask(process: "subprocess.Popen[bytes]", request: Mapping[str, Any]) -> Reply | None:
-    """None where the program ends instead."""
+def _ask(process: "subprocess.Popen[bytes]", request: Mapping[str, Any]) -> Reply | str:
+    """The reply, or the output of a program that ends instead."""
     assert process.stdin
     assert process.stdout
-    began = time.time()
+    began, output = time.time(), b""
     with suppress(OSError):
         process.stdin.write(json.dumps(request).encode() + b"\n")
         process.stdin.flush()
@@ -90,4 +87,5 @@ def _ask(process: "subprocess.Popen[bytes]", request: Mapping[str, Any]) -> Repl
             ended = time.time()
             there, results = json.loads(line)["reply"]
             return results, there - (began + ended) / 2, (ended - began) / 2
-    return None
+        output += line
+    return output.decode(errors="replace")
