@@ -2,18 +2,16 @@
 
 import copy
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from ds_finetune.errors import ConfigError
+from ds_finetune.model.build.model_plan import ModelPlan
+from ds_finetune.model.build.skeleton import build_skeleton
+from ds_finetune.model.parallel.tensor import local_config
 from ds_finetune.plan.plan import Plan, check_largest_slice
 
-if TYPE_CHECKING:
-    from ds_finetune.model.build.model_plan import ModelPlan
-
 _ELEMENTS = 512 * 1024
-_MEASURED_BYTES = 128 * 2**20
 _AIO = {
     "block_size": 1 << 20,
     "queue_depth": 8,
@@ -28,7 +26,7 @@ _OFFSET = 64
 """Elements before the destination: 256 bytes, which is no multiple of a 512-byte sector."""
 
 
-def check_offload(plan: Plan, model: "ModelPlan") -> None:
+def check_offload(plan: Plan, model: ModelPlan) -> None:
     """ConfigError where the plan offloads to a disk that `check_folder` refuses, or to buffers that are too small."""
     for folder in nvme_folders(plan):
         check_folder(Path(folder), f"probe-rank{plan.world.rank}")
@@ -42,12 +40,8 @@ def nvme_folders(plan: Plan) -> list[str]:
     return sorted({str(section["nvme_path"]) for section in sections if section and section.get("device") == "nvme"})
 
 
-def _check_buffers(plan: Plan, model: "ModelPlan") -> None:
+def _check_buffers(plan: Plan, model: ModelPlan) -> None:
     """ConfigError as `check_largest_slice`, for the tensors of a rank's model."""
-    # Imported here, since the doctor's probes measure disks without ever needing a model.
-    from ds_finetune.model.build.skeleton import build_skeleton
-    from ds_finetune.model.parallel.tensor import local_config
-
     if plan.offload_param != "nvme":
         return
     local = copy.deepcopy(local_config(model.hf_config, plan.mesh.tp))
