@@ -1,13 +1,13 @@
-"""Train one step on one document of 131,072 tokens: is the memory of a rank what the arithmetic says?
+"""Train one step on one document of 131,072 tokens: is the memory of a rank what the trace says?
 
     python bench/long_sequence.py [--tokens 131072] [--ranks 2] [--whole-mlp] [--out RESULT.json]
 
 A small DeepSeek-V3 (hidden 256, 4 layers, latent attention, experts) with 4,096 positions is extended by
 `model.context`, and the ranks share the document by `parallel.sp`. Each rank takes one core. Two runs are compared: a
 document of 2,048 tokens, whose peak is that of imports, weights and optimizer, and the long one. Printed are the peak
-resident memory of the largest rank, in GiB, before and after; the activations that `plan/estimate/activation_memory.py`
-computes for the tokens of a rank; and the seconds of the step. The stated limit is the short run's peak plus 1.25
-times the computed activations; the exit code is 1 where the long run needs more.
+resident memory of the largest rank, in GiB, before and after; the activations that a trace
+finds for the tokens of a rank; and the seconds of the step. The stated limit is the short run's peak plus 1.25
+times the traced activations; the exit code is 1 where the long run needs more.
 
 Attention is quadratic: 131,072 tokens are 2.0e13 operations, five minutes of one core at 65 GFLOP/s, which heads of 16
 columns reach.
@@ -29,9 +29,11 @@ from typing import Any
 import yaml
 
 from ds_finetune.cli.demo import MODEL, write_demo
-from ds_finetune.foreign.auto_configs import AutoConfig
-from ds_finetune.model.build.meta_model import described
-from ds_finetune.plan.estimate.activation_memory import activation_bytes
+from ds_finetune.config.schema import read_config
+from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
+from ds_finetune.system.world import World
+from ds_finetune.trainer.tracing.planned import planned_traces
 
 ROOT = Path(__file__).parents[1]
 SHORT = 2048
@@ -108,8 +110,16 @@ def measure(*, tokens: int, ranks: int, is_tiled: bool) -> dict[str, Any]:
     return record | {"peak_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024}
 
 
+def traced(*, tokens: int, ranks: int, is_tiled: bool) -> int:
+    """Bytes of the activations of a rank at most, by a trace."""
+    with tempfile.TemporaryDirectory() as name:
+        run = RunSettings.of(read_config(write_run(Path(name), tokens=tokens, ranks=ranks, is_tiled=is_tiled)))
+        plan = make_plan(run, world=World(0, ranks, 0, ranks, "a trace"), device="cpu")
+        return planned_traces(run, print)(plan).peak
+
+
 def main() -> int:
-    """Measure both runs, print them beside the arithmetic, and return 1 where the long one needs more than stated."""
+    """Measure both runs, print them beside the trace, and return 1 where the long one needs more than stated."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--ranks", type=int, default=2)
@@ -117,10 +127,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="file for the numbers as JSON")
     given = parser.parse_args()
     is_tiled = not given.whole_mlp
-    tokens = given.tokens // given.ranks
-    planned = activation_bytes(described(AutoConfig.for_model("deepseek_v3", **SMALL_V3)), precision="fp32").peak(
-        tokens, is_tiled=is_tiled
-    )
+    planned = traced(tokens=given.tokens, ranks=given.ranks, is_tiled=is_tiled)
     short = measure(tokens=SHORT, ranks=given.ranks, is_tiled=is_tiled)
     long = measure(tokens=given.tokens, ranks=given.ranks, is_tiled=is_tiled)
     assert long["data/tokens_seen"] == given.tokens, long

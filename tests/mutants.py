@@ -43,7 +43,7 @@ MTP, TRAINED_INDEXER = "tests/parity/test_mtp.py", "tests/parity/test_indexer.py
 LOADS = "tests/observers/test_expert_loads.py tests/observers/test_routers.py"
 FP4, CONVERSIONS = "tests/export/test_fp4.py", "tests/export/test_from_checkpoint.py"
 CONTEXT, OFFLOAD = "tests/model/test_context.py", "tests/model/memory/test_activation_offload.py"
-TILES, ACTIVATIONS = "tests/model/memory/test_tiled_mlp.py", "tests/plan/estimate/test_activation_memory.py"
+TILES, TRACE = "tests/model/memory/test_tiled_mlp.py", "tests/trainer/tracing/test_activations.py"
 COMMUNICATION, BALANCE = "tests/engine/groups/test_communication.py", "tests/data/test_balance.py"
 REDUCTION = "tests/parity/test_reduction.py"
 INEXACT, LORA = "tests/parity/test_inexact.py", "tests/parity/test_lora.py"
@@ -254,7 +254,7 @@ MUTANTS = (
     Mutant(
         "weights that stay on the device sent to the host too",
         "model/activation_memory.py",
-        "is_input = saved.data_ptr() == hidden.data_ptr() and saved.shape == hidden.shape",
+        "is_input = _place(saved) == place",
         "is_input = saved.dim() > 0",
         OFFLOAD,
     ),
@@ -280,11 +280,11 @@ MUTANTS = (
         "tests/plan/estimate/test_gathered_weights.py",
     ),
     Mutant(
-        "activations of experts counted for one expert",
-        "plan/estimate/activation_memory.py",
-        "chosen = widths.number * keys.per_token(model)",
-        "chosen = widths.number",
-        ACTIVATIONS,
+        "inputs of layers that are sent to the host kept on the device too",
+        "model/activation_memory.py",
+        "is_input = _place(saved) == place",
+        "is_input = _place(saved) == place and hidden is not None",
+        TRACE,
     ),
     Mutant(
         "scales of the first rows for all of an FP4 matrix",

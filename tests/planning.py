@@ -1,7 +1,11 @@
 """The model of a run file as the engine takes it, a run as the trainer prepares it, and rows with numbers."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.prepared_rows import Row, empty_row
@@ -11,6 +15,7 @@ from ds_finetune.model.loss.score_config import set_classes
 from ds_finetune.objectives.objective import ScoreObjective, make_objective
 from ds_finetune.plan.batch import rows_of_forward
 from ds_finetune.plan.deepspeed_config import given_choices
+from ds_finetune.plan.estimate.traced import TracedLayer, TracedModel, Tracer
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.search.candidates import STAGES, Candidate, Candidates
 from ds_finetune.plan.search.layout import OFFLOADS, Activations, Layout, Offload, Sizes
@@ -18,6 +23,8 @@ from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer.prepare import PreparedRun, read_run
 from ds_finetune.trainer.resolve import ResolvedRun, plan_model
+from ds_finetune.trainer.tracing.activations import trace
+from ds_finetune.trainer.tracing.cache import traced_layout
 
 
 class NumberedRows:
@@ -72,3 +79,35 @@ def layout_of(config: RunConfig | RunSettings) -> Layout:
     activations = Activations(mode, train.tiled_mlp, train.activation_offload)
     sizes = Sizes(parallel.tp, parallel.pp, parallel.sp, parallel.ep)
     return Layout(sizes, int(zero.get("stage", 0)), offload, rows_of_forward(train), activations)
+
+
+def traces_of(tree: Mapping[str, Any]) -> Tracer:
+    """The traces of plans for a model with this config.json, and for a teacher whose folder is here."""
+    text = json.dumps(dict(tree))
+    return lambda plan: _traced(text, plan)
+
+
+_TRACED: dict[str, TracedModel] = {}
+
+
+def _traced(text: str, plan: Plan) -> TracedModel:
+    key = f"{text} {traced_layout(plan)}"
+    if key not in _TRACED:
+        sections = {name: getattr(plan, name) for name in ("lora", "mtp", "router", "indexer", "objective", "rollout")}
+        given = {name: section.model_dump(mode="json") for name, section in sections.items() if section is not None}
+        with TemporaryDirectory() as folder:
+            Path(folder, "config.json").write_text(text)
+            run = {"model": folder, "data": {"train": "t.jsonl"}, "output_dir": "o", "rewards": ["number"], **given}
+            _TRACED[key] = trace(plan, model_of(RunConfig.model_validate(run)))
+    return _TRACED[key]
+
+
+def few_bytes(plan: Plan) -> TracedModel:
+    """Activations as if each layer kept a number for each token and held as many again: for what is asked of states and
+    of the order of layouts.
+    """
+    tokens = plan.batch.micro_batch_size * plan.batch.max_seq_len // (plan.mesh.sp * plan.mesh.tp)
+    kept = {"none": 40, "selective": 20, "full": 0 if plan.activation_offload else 10}[plan.activation_checkpointing]
+    on_host = 10 * tokens if plan.activation_offload else 0
+    layer = TracedLayer(kept * tokens, 20 * tokens, (30 if plan.tiled_mlp else 60) * tokens, on_host, 0.0, 0.0)
+    return TracedModel((layer,) * 64, tokens, tokens, tokens, tokens, tokens, tokens, 0, 0.0)

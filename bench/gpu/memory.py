@@ -1,4 +1,4 @@
-"""The memory of a rank by arithmetic against what torch's allocator gave on a GPU at most."""
+"""The memory of a rank by the estimate against what torch's allocator gave on a GPU at most."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +11,14 @@ from bench.gpu.results import Recorder, SkippedError
 from bench.gpu.training import OPTIMIZER_ON_HOST, TrainingRun, deepspeed
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.units import GIB
+from ds_finetune.console.phase_line import say_nothing
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.build.meta_model import described
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
+from ds_finetune.trainer.tracing.planned import planned_traces
 
 _LIMIT = 0.05
 """Largest difference of planned and measured bytes, relative."""
@@ -53,5 +55,6 @@ def memory(recorder: Recorder, folder: Path, *, is_tiny: bool) -> None:
 
 def estimate_of(run: TrainingRun, config: RunConfig) -> MemoryEstimate:
     """The estimate of a run on one rank with the device that is here."""
-    plan = make_plan(RunSettings.of(config), world=World(0, 1, 0, 1, "one rank"), device=device().type)
-    return estimate_memory(plan, described(AutoConfig.for_model(**run.model)))
+    settings = RunSettings.of(config)
+    plan = make_plan(settings, world=World(0, 1, 0, 1, "one rank"), device=device().type)
+    return estimate_memory(plan, described(AutoConfig.for_model(**run.model)), planned_traces(settings, say_nothing))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ds_finetune.cli.arguments import Arguments, Commands, add_run_command, positive, read_run
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.units import GIB, parse_bytes
+from ds_finetune.console.phase_line import say_nothing
 from ds_finetune.console.tables import OUT, show_note, show_pairs
 from ds_finetune.errors import ConfigError
 
@@ -82,9 +83,10 @@ def _search(arguments: Arguments, config: RunConfig, target: "Target") -> None:
     from ds_finetune.model.build.planned_model import model_of_run
     from ds_finetune.plan.search.search_run import result_notes, result_tree, search_layouts
     from ds_finetune.plan.settings import RunSettings
+    from ds_finetune.trainer.tracing.planned import planned_traces
 
     run = RunSettings.of(config)
-    result = search_layouts(run, target, model_of_run(run))
+    result = search_layouts(run, target, model_of_run(run), planned_traces(run, show_note))
     if arguments.write:
         from ds_finetune.config.edit_run_file import write_run_file
 
@@ -123,9 +125,11 @@ def _show_forecast(config: RunConfig, target: "Target", *, is_json: bool) -> Non
     from ds_finetune.model.build.planned_model import model_of_run
     from ds_finetune.plan.search.forecast import forecast_run
     from ds_finetune.plan.settings import RunSettings
+    from ds_finetune.trainer.tracing.planned import planned_traces
 
     run = RunSettings.of(config)
-    forecast = forecast_run(run, target, model_of_run(run))
+    traces = planned_traces(run, say_nothing if is_json else show_note)
+    forecast = forecast_run(run, target, model_of_run(run), traces)
     if is_json:
         OUT.print_json(json.dumps(forecast.tree()))
         return

@@ -67,7 +67,7 @@ def estimate_of(run: PreparedRun) -> MemoryEstimate | None:
     """The estimate of the run, or None where the arithmetic of its model is not known."""
     try:
         budget = None if run.memory is None else run.memory.free_bytes
-        return estimate_memory(run.plan, run.model.described, budget=budget)
+        return estimate_memory(run.plan, run.model.described, run.traces, budget=budget)
     except FinetuneError:
         return None
 
@@ -75,7 +75,7 @@ def estimate_of(run: PreparedRun) -> MemoryEstimate | None:
 def what_fits(run: PreparedRun, *, budget: int) -> str:
     """The nearest settings that fit into `budget` bytes, as a hint."""
     settings = run.plan
-    changes = fitting_changes(settings, run.plan, run.model.described, budget=budget)
+    changes = fitting_changes(settings, run.plan, run.model.described, run.traces, budget=budget)
     if not changes:
         return "by the estimate no change of the run file fits: take more ranks, or devices with more memory"
     return f"by the estimate these fit, each with its need: {first_texts(changes, _MOST_CHANGES)}"

@@ -61,7 +61,7 @@ def decide_recomputation(
         own = json.dumps(run.memory.total_bytes if run.memory is not None else 0)
         sizes = exchange(store, plan.world, "memory of devices", own, timeout=_TIMEOUT)
         budget = min(map(int, sizes)) or None
-    chosen, reason = chosen_recomputation(plan, run.model.described, budget=budget)
+    chosen, reason = chosen_recomputation(plan, run.model.described, run.traces, budget=budget)
     train = run.config.train.model_copy(update={"activation_checkpointing": chosen})
     config, plan = run.config.model_copy(update={"train": train}), replace(plan, activation_checkpointing=chosen)
     return replace(run, config=config, plan=plan), [("recomputation", f"{chosen} (auto: {reason})")]
@@ -83,7 +83,7 @@ def decide_micro_batch(run: PreparedRun, store: dist.Store, monitor: Monitor, sa
         )
     texts = exchange(store, world, "free memory", json.dumps(asdict(run.memory)), timeout=_TIMEOUT)
     budget = min(json.loads(text)["free_bytes"] for text in texts)
-    estimates = {rows: bytes_of(run.plan, run.model.described, rows) for rows in legal_sizes(run.plan)}
+    estimates = {rows: bytes_of(run.plan, run.model.described, run.traces, rows) for rows in legal_sizes(run.plan)}
     file = _file(run, estimates, [json.loads(text)["total_bytes"] for text in texts])
     # Rank zero decides what is remembered: hosts may have other caches.
     remembered = exchange(
@@ -164,7 +164,7 @@ def _took(tried: TriedSize, budget: int) -> str:
 
 def _nothing_fits(run: PreparedRun, budget: int, tried: str) -> ConfigError:
     plan = plan_with_rows(run.plan, 1)
-    estimate = estimate_memory(plan, run.model.described)
+    estimate = estimate_memory(plan, run.model.described, run.traces)
     need, has = estimate.device_bytes / GIB, budget / GIB
     lines = [
         f"train.micro_batch_size auto: not even forwards of one row leave {SPARE:.0%} of the memory free; a rank needs "

@@ -45,6 +45,7 @@ from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.versions import check_versions
 from ds_finetune.system.world import AccelerateChoices, World, accelerate_choices
 from ds_finetune.trainer.document_lengths import length_notes
+from ds_finetune.trainer.tracing.cache import Traces
 
 _CONFIG_FILES = {"files": ("*.json",)}
 """All that is downloaded of a model on the hub where only its configuration is read."""
@@ -77,6 +78,11 @@ class ResolvedRun:
     def text(self) -> str:
         """The run file with its defaults, as `config.yaml` of the run folder has it."""
         return dump_config(self.config)
+
+    @cached_property
+    def traces(self) -> Traces:
+        """The activations of the model by layout."""
+        return Traces(self.plan, lambda: self.model)
 
     @cached_property
     def tensors(self) -> tuple[tuple[TensorKind, ...], ...]:

@@ -1,7 +1,8 @@
 """Activations of a rank, as `trainer/trace.py` reads them off the program's own modules."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from ds_finetune.plan.plan import Plan
 
@@ -32,6 +33,8 @@ class TracedModel:
 
     layers: tuple[TracedLayer, ...]
     """Layers in the order in which they run; prediction layers are part of the head."""
+    hidden: int
+    """Bytes of the hidden states between two layers."""
     before: int
     """Bytes that are held when the first layer begins: embeddings and positions."""
     embedding: int
@@ -46,6 +49,10 @@ class TracedModel:
     """Bytes at most in the forward of a teacher; 0 without one."""
     head_flops: float
     """FLOPs of forward and backward outside of layers, without those of a teacher."""
+
+    def layers_of(self, numbers: Iterable[int]) -> tuple[TracedLayer, ...]:
+        """The layers with these numbers, without prediction layers."""
+        return tuple(self.layers[number] for number in numbers if number < len(self.layers))
 
     def kept(self, layers: Iterable[TracedLayer] | None = None) -> int:
         """Bytes that layers keep until their backward, and that are held before the first."""
@@ -76,3 +83,28 @@ class TracedModel:
 
 Tracer = Callable[[Plan], TracedModel]
 """From the plan of a run to the activations of its model in that layout."""
+
+
+def by_rows(traces: Tracer) -> Tracer:
+    """Traces of which only those of forwards of one and two rows are computed: others follow, as they are linear in the
+    rows but for chunks of the head, of which they have at least as much.
+    """
+
+    def trace(plan: Plan) -> TracedModel:
+        one, two = (traces(replace(plan, batch=replace(plan.batch, micro_batch_size=rows))) for rows in (1, 2))
+        return _extended(one, two, plan.batch.micro_batch_size)
+
+    return trace
+
+
+def _extended(one: TracedModel, two: TracedModel, rows: int) -> TracedModel:
+    """What forwards of so many rows take, after those of one and two."""
+
+    def numbers(first: Any, second: Any) -> dict[str, Any]:  # noqa: ANN401 - a layer or a model
+        names = (each.name for each in fields(first) if each.name != "layers")
+        pairs = {name: (getattr(first, name), getattr(second, name)) for name in names}
+        return {name: start + (end - start) * (rows - 1) for name, (start, end) in pairs.items()}
+
+    alike = {pair: TracedLayer(**numbers(*pair)) for pair in dict.fromkeys(zip(one.layers, two.layers, strict=True))}
+    layers = tuple(alike[pair] for pair in zip(one.layers, two.layers, strict=True))
+    return TracedModel(layers=layers, **numbers(one, two))

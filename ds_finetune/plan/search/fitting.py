@@ -2,6 +2,7 @@
 changes of a run file with which a run that does not fit would.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +12,7 @@ from ds_finetune.errors import FinetuneError
 from ds_finetune.plan.batch import legal_micro_batches
 from ds_finetune.plan.deepspeed_config import read_choices
 from ds_finetune.plan.estimate.memory import MemoryEstimate, StateBytes, estimate_memory
+from ds_finetune.plan.estimate.traced import Tracer
 from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.pipeline import forwards_together
 from ds_finetune.plan.plan import Plan, Recomputation, make_plan
@@ -20,14 +22,15 @@ SPARE = 0.07
 """Share of the memory that a choice leaves free: for what fragments, and for steps that need more than others."""
 
 
-def largest_micro_batch(plan: Plan, model: DescribedModel, *, budget: int) -> int:
+def largest_micro_batch(plan: Plan, model: DescribedModel, traces: Tracer, *, budget: int) -> int:
     """The most rows of a forward that divide the global batch and leave `SPARE` of `budget` bytes of the device free;
     0 where not even one row does.
 
     `model` is the config.json of the model. Nothing of `plan` but its batch depends on the rows.
     """
-    sizes = reversed(legal_sizes(plan))
-    return next((rows for rows in sizes if fits(bytes_of(plan, model, rows), budget)), 0)
+    sizes = legal_sizes(plan)
+    number = bisect_left(sizes, True, key=lambda rows: not fits(bytes_of(plan, model, traces, rows), budget))
+    return sizes[number - 1] if number else 0
 
 
 def legal_sizes(plan: Plan) -> tuple[int, ...]:
@@ -41,12 +44,14 @@ def fits(num_bytes: int, budget: int) -> bool:
     return num_bytes <= (1 - SPARE) * budget
 
 
-def bytes_of(plan: Plan, model: DescribedModel, rows: int) -> int:
+def bytes_of(plan: Plan, model: DescribedModel, traces: Tracer, rows: int) -> int:
     """Bytes on the device at most with forwards of `rows` rows."""
-    return estimate_memory(plan_with_rows(plan, rows), model).device_bytes
+    return estimate_memory(plan_with_rows(plan, rows), model, traces).device_bytes
 
 
-def chosen_recomputation(plan: Plan, model: DescribedModel, *, budget: int | None) -> tuple[Recomputation, str]:
+def chosen_recomputation(
+    plan: Plan, model: DescribedModel, traces: Tracer, *, budget: int | None
+) -> tuple[Recomputation, str]:
     """What `train.activation_checkpointing: auto` is on devices of `budget` bytes, None where that is not known, and
     the reason. Where the micro-batch is `auto` as well, `plan` has one row.
     """
@@ -56,7 +61,7 @@ def chosen_recomputation(plan: Plan, model: DescribedModel, *, budget: int | Non
         return "full", "the memory of the GPU is not known; selective where it fits"
     rows = plan.batch.micro_batch_size
     try:
-        need = bytes_of(replace(plan, activation_checkpointing="selective"), model, rows)
+        need = bytes_of(replace(plan, activation_checkpointing="selective"), model, traces, rows)
     except FinetuneError:
         return "full", f"the memory of model_type {model['model_type']} is not known"
     text = f"{need / GIB:.1f} of {budget / GIB:.1f} GiB by the estimate at micro-batch {rows}"
@@ -140,6 +145,7 @@ class _Run:
     settings: RunSettings
     plan: Plan
     model: DescribedModel
+    traces: Tracer
     device_bytes: int
     text: str = ""
 
@@ -155,7 +161,8 @@ class _Run:
             settings = replace(self.settings, **updates)
             try:
                 plan = make_plan(settings, world=self.plan.world, device=self.plan.device)
-                yield _Run(settings, plan, self.model, estimate_memory(plan, self.model).device_bytes, text)
+                size = estimate_memory(plan, self.model, self.traces).device_bytes
+                yield _Run(settings, plan, self.model, self.traces, size, text)
             except FinetuneError:
                 # The combination is refused, so it would not help.
                 continue
@@ -163,7 +170,7 @@ class _Run:
     def _keys(self, budget: int) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
         """Text of a change, keys of the section `train`, and keys of DeepSpeed's `zero_optimization`."""
         train, plan = self.settings.train, self.plan
-        rows = largest_micro_batch(plan, self.model, budget=budget) or 1
+        rows = largest_micro_batch(plan, self.model, self.traces, budget=budget) or 1
         if rows < plan.batch.micro_batch_size:
             yield f"train.micro_batch_size {rows}", {"micro_batch_size": rows}, {}
         for stage in range(plan.zero_stage + 1, _HIGHEST_STAGE + 1 if plan.world.world_size > 1 else 0):
@@ -184,14 +191,15 @@ class _Run:
 
 
 def fitting_changes(
-    settings: RunSettings, plan: Plan, model: DescribedModel, *, budget: int
+    settings: RunSettings, plan: Plan, model: DescribedModel, traces: Tracer, *, budget: int
 ) -> tuple[FittingChange, ...]:
     """The single changes with which the run leaves enough of `budget` bytes free; where there is none, the shortest
     sequence of changes, each the one that helps most, that does; empty where nothing does.
 
     A run with a change is one that `make_plan` accepts; none of them changes the loss.
     """
-    run, texts = _Run(settings, plan, model, estimate_memory(plan, model).device_bytes), list[str]()
+    size = estimate_memory(plan, model, traces).device_bytes
+    run, texts = _Run(settings, plan, model, traces, size), list[str]()
     changes = list(run.changes(budget))
     if single := [change for change in changes if fits(change.device_bytes, budget)]:
         return tuple(FittingChange(change.text, change.device_bytes) for change in single)

@@ -9,6 +9,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.plan.batch import AUTO
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.estimate.rank_weights import weights_of_run
+from ds_finetune.plan.estimate.traced import Tracer
 from ds_finetune.plan.forward import attention_lines, head_line, mlp_tiles
 from ds_finetune.plan.indexer import plan_indexer
 from ds_finetune.plan.layer_stages import StageLayers
@@ -121,7 +122,7 @@ def check_described(run: RunSettings, model: DescribedModel) -> None:
     check_known(model)
 
 
-def forecast_run(given: RunSettings, target: Target, model: DescribedModel) -> Forecast:
+def forecast_run(given: RunSettings, target: Target, model: DescribedModel, traces: Tracer) -> Forecast:
     """The run on the machines of `target`; ConfigError or ModelError as `train` raises it before it loads
     anything.
     """
@@ -131,27 +132,27 @@ def forecast_run(given: RunSettings, target: Target, model: DescribedModel) -> F
     text = again = ""
     if run.train.activation_checkpointing == AUTO:
         budget = target.budget.device_bytes if target.budget is not None else None
-        chosen, reason = chosen_recomputation(plan, model, budget=budget)
+        chosen, reason = chosen_recomputation(plan, model, traces, budget=budget)
         again = f"{chosen} (auto: {reason})"
         run = replace(run, train=run.train.model_copy(update={"activation_checkpointing": chosen}))
         plan = replace(plan, activation_checkpointing=chosen)
     if run.train.micro_batch_size == AUTO:
-        number, text = _largest_rows(plan, model, target)
+        number, text = _largest_rows(plan, model, target, traces)
         run = replace(run, train=run.train.model_copy(update={"micro_batch_size": number}))
         plan = make_plan(run, world=target.ranks.world, device=target.ranks.device)
     stages = Candidates(run, model, target.ranks).check(run)
     kinds = (kind for stage in weights_of_run(plan, model) for kind in stage.kinds)
     check_largest_slice(plan, ((kind.numel // kind.count, kind.name) for kind in kinds))
     budget = None if target.budget is None else target.budget.device_bytes
-    memory = estimate_memory(plan, model, budget=budget)
+    memory = estimate_memory(plan, model, traces, budget=budget)
     return Forecast(run, model, plan, stages, memory, target, text, again)
 
 
-def _largest_rows(plan: Plan, model: DescribedModel, target: Target) -> tuple[int, str]:
+def _largest_rows(plan: Plan, model: DescribedModel, target: Target, traces: Tracer) -> tuple[int, str]:
     """The rows of a forward that `auto` stands for on the machines, and how they were found; one where none fits."""
     if target.budget is None:
         return 1, "1 (auto: how many rows fit is known with --gpu NAME)"
-    rows = largest_micro_batch(plan, model, budget=target.budget.device_bytes)
+    rows = largest_micro_batch(plan, model, traces, budget=target.budget.device_bytes)
     if not rows:
         return 1, "1 (auto: not even forwards of one row fit)"
     return (

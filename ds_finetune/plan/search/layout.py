@@ -9,7 +9,7 @@ import yaml
 from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.config.shipped import DS_CONFIGS, shipped_file, shipped_names
 from ds_finetune.plan.deepspeed_config import given_choices
-from ds_finetune.plan.plan import Recomputation
+from ds_finetune.plan.plan import Plan, Recomputation
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.plan.tested_layouts import AXES
 
@@ -64,6 +64,11 @@ class Activations:
     """`train.tiled_mlp`."""
     is_offloaded: bool = False
     """`train.activation_offload`."""
+
+    def of_plan(self, plan: Plan) -> Plan:
+        """The plan with activations held in this way."""
+        train = plan.train.model_copy(update=self.keys())
+        return replace(plan, train=train, activation_checkpointing=self.recomputation)
 
     def keys(self) -> dict[str, object]:
         """The keys of `train`."""

@@ -12,10 +12,11 @@ largest micro-batch. What would need host memory is left out where the same size
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain, product
+from itertools import product
 from math import prod
 
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory, least_bytes_of_stages
+from ds_finetune.plan.estimate.traced import Tracer, by_rows
 from ds_finetune.plan.search.candidates import STAGES, Candidate, Candidates
 from ds_finetune.plan.search.fitting import Budget, largest_micro_batch
 from ds_finetune.plan.search.layout import OFFLOADS, Activations, Layout, Sizes
@@ -56,6 +57,7 @@ class Search:
 
     candidates: Candidates
     budget: Budget
+    traces: Tracer
 
     def run(self) -> SearchResult:
         """The first layouts that fit; none where none does."""
@@ -113,30 +115,32 @@ class Search:
         """
         misfits = []
         for way in self._ways(first.layout.activations.is_offloaded):
-            plan = replace(first.plan, **way.keys())  # type: ignore[arg-type]
-            rows = largest_micro_batch(plan, self.candidates.model, budget=self.budget.device_bytes)
-            found = self._with_rows(replace(first.layout, activations=way), rows)
-            if not self.budget.excess(found.memory):
-                return found
-            misfits.append(found)
+            layout = replace(first.layout, activations=way)
+            # Rows up to the largest micro-batch are as of traces of one and two rows; what is listed has its own trace.
+            extended = by_rows(self.traces)
+            rows = largest_micro_batch(
+                way.of_plan(first.plan), self.candidates.model, extended, budget=self.budget.device_bytes
+            )
+            for candidate in self._with_rows(layout, rows) if rows else ():
+                if self.budget.excess(self._proposal(candidate, extended).memory):
+                    continue
+                if not self.budget.excess((found := self._proposal(candidate, self.traces)).memory):
+                    return found
+            misfits.append(self._proposal(next(self._with_rows(layout, 0)), extended))
         return min(misfits, key=lambda each: self.budget.excess(each.memory))
 
-    def _with_rows(self, layout: Layout, rows: int) -> Proposal:
-        """The layout with the largest legal micro-batch of at most `rows` rows that the host has memory for too; where
-        there is none, with the first legal one.
+    def _with_rows(self, layout: Layout, rows: int) -> Iterator[Candidate]:
+        """The layout with each legal micro-batch of at most `rows` rows, the largest first; without one with all that
+        are legal, the smallest first.
         """
         sizes = self.candidates.micro_batch_sizes(layout.sizes)
         lower = [size for size in reversed(sizes) if size <= rows]
         legal = (self.candidates.find(replace(layout, micro_batch_size=size)) for size in lower or sizes)
-        proposals = (self._estimated(candidate) for candidate in legal if candidate is not None)
-        first = next(proposals)
-        if not lower:
-            return first
-        return next((found for found in chain([first], proposals) if not self.budget.excess(found.memory)), first)
+        return (found for found in legal if found is not None)
 
-    def _estimated(self, candidate: Candidate) -> Proposal:
+    def _proposal(self, candidate: Candidate, traces: Tracer) -> Proposal:
         budget = self.budget.device_bytes
-        return Proposal(candidate, estimate_memory(candidate.plan, self.candidates.model, budget=budget))
+        return Proposal(candidate, estimate_memory(candidate.plan, self.candidates.model, traces, budget=budget))
 
 
 def _extent(sizes: Sizes) -> tuple[int, ...]:

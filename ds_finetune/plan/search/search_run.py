@@ -9,6 +9,7 @@ from ds_finetune.config.units import GIB
 from ds_finetune.errors import ConfigError, FinetuneError
 from ds_finetune.families.table import family_of
 from ds_finetune.plan.batch import rows_of_forward
+from ds_finetune.plan.estimate.traced import Tracer
 from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.search.candidates import Candidate, Candidates, Ranks
@@ -27,7 +28,7 @@ ORDER = (
 _SHORTEST_ROW = 512
 
 
-def search_layouts(given: RunSettings, target: Target, model: DescribedModel) -> SearchResult:
+def search_layouts(given: RunSettings, target: Target, model: DescribedModel, traces: Tracer) -> SearchResult:
     """The first layouts of a run that fit the machines of `target`.
 
     ConfigError where no layout is legal or none fits, with what is missing and what would provide it.
@@ -41,7 +42,7 @@ def search_layouts(given: RunSettings, target: Target, model: DescribedModel) ->
     # One row in a forward where its number is open; the search chooses it.
     run = replace(given, train=given.train.model_copy(update={"micro_batch_size": rows_of_forward(given.train)}))
     check_described(run, model)
-    search = Search(Candidates(run, model, target.ranks), target.budget)
+    search = Search(Candidates(run, model, target.ranks), target.budget, traces)
     result = search.run()
     if result.proposals:
         return result

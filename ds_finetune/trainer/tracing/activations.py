@@ -55,6 +55,7 @@ class _Watch:
         self._hooks = ExitStack()
         self._marks = list[_Mark]()
         self._has_left_layers = False
+        self._hidden = 0
 
     def __enter__(self) -> None:
         self._hooks.callback(register_module_forward_pre_hook(self._before).remove)
@@ -80,8 +81,9 @@ class _Watch:
             self._recorder.depth += 1
         elif number is not None:
             self._mark("forward", number)
-            hidden = given[0] if given else None
-            if number == 0 and isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+            hidden: torch.Tensor = given[0]
+            self._hidden = hidden.nbytes
+            if number == 0 and hidden.requires_grad:
                 hidden.register_hook(lambda _: self._mark("inputs"))
         elif module is self._base:
             self._mark("embedding")
@@ -113,6 +115,7 @@ class _Watch:
 
         return TracedModel(
             layers=tuple(layers[number] for number in stands),
+            hidden=self._hidden,
             before=begin,
             teacher=most("start"),
             embedding=most("embedding"),

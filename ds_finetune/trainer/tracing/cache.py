@@ -1,39 +1,55 @@
-"""Keeps what was traced: the same model in the same layout is traced once."""
+"""Keeps what was traced: a model in a layout is traced once. Reading a trace needs neither torch nor the model."""
 
 import json
+import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 import xxhash
 
 import ds_finetune
-from ds_finetune.checkpoint.run_state import versions
+from ds_finetune.config.objectives import is_distillation
 from ds_finetune.console.phase_line import Say, say_nothing
-from ds_finetune.model.build.model_plan import ModelPlan
+from ds_finetune.plan.config_json import read_config_json
 from ds_finetune.plan.estimate.traced import TracedLayer, TracedModel
+from ds_finetune.plan.kernels import version_of
 from ds_finetune.plan.plan import Plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.whole_file import replace_file
-from ds_finetune.trainer.tracing.activations import trace
+
+if TYPE_CHECKING:
+    from ds_finetune.model.build.model_plan import ModelPlan
 
 
 class Traces:
-    """The activations of `model` by layout, which are kept in memory and below `cache_dir`; `say` tells that one is
-    traced, which takes seconds.
+    """The activations of the model of a run by layout, kept in memory and below `data.cache_dir`. `build` plans the
+    model where one has to be traced, and `say` tells of it, since it takes seconds.
     """
 
-    def __init__(self, model: ModelPlan, cache_dir: Path | str, say: Say = say_nothing) -> None:
-        self._model, self._folder, self._say = model, Path(cache_dir, "traces"), say
+    def __init__(self, run: RunSettings, build: Callable[[], "ModelPlan"], say: Say = say_nothing) -> None:
+        self._run, self._build, self._say = run, build, say
+        self._folder = Path(run.data.cache_dir, "traces")
         self._known: dict[str, TracedModel] = {}
 
     def __call__(self, plan: Plan) -> TracedModel:
         """The activations of a rank of `plan`; ConfigError or ModelError where its model cannot be built so."""
-        key = _digest(plan, self._model)
+        key = xxhash.xxh3_128_hexdigest(f"{self._of_model} {traced_layout(plan)}".encode())
         if key not in self._known:
             self._known[key] = self._read(key) or self._trace(plan, key)
         return self._known[key]
+
+    @cached_property
+    def _of_model(self) -> str:
+        objective = self._run.objective
+        teacher = objective.teacher if is_distillation(objective) else None
+        trees = [read_config_json(path) for path in (self._run.model.path, teacher) if path is not None]
+        packages = {name: version_of(name) for name in ("torch", "transformers", "deepspeed", "liger-kernel")}
+        key = [_of_program(), packages, trees, self._run.model.context, self._run.model.resize_vocabulary]
+        return json.dumps([*key, self._run.features], sort_keys=True, default=repr)
 
     def _read(self, key: str) -> TracedModel | None:
         with suppress(OSError, ValueError, TypeError, KeyError):
@@ -43,8 +59,10 @@ class Traces:
         return None
 
     def _trace(self, plan: Plan, key: str) -> TracedModel:
+        from ds_finetune.trainer.tracing.activations import trace
+
         self._say("computing a forward and backward on tensors without memory, for the estimate of activations")
-        found = trace(plan, self._model)
+        found = trace(plan, self._build())
         layers = list(dict.fromkeys(found.layers))
         tree = asdict(found) | {"layers": list(map(asdict, layers)), "stands": list(map(layers.index, found.layers))}
         # A folder that cannot be written means another trace at the next start.
@@ -54,27 +72,16 @@ class Traces:
         return found
 
 
-def _digest(plan: Plan, model: ModelPlan) -> str:
+def traced_layout(plan: Plan) -> tuple[object, ...]:
+    """All that activations depend on in a plan."""
     mesh, batch = plan.mesh, plan.batch
-    teacher = None if model.teacher is None else model.teacher.hf_config.to_dict()
-    key = [
-        _of_program(),
-        versions(),
-        torch.get_num_threads() if plan.device == "cpu" else 0,
-        model.hf_config.to_dict(),
-        teacher,
-        sorted(map(repr, model.features.items())),
-        list(map(repr, _of_layout(plan))),
-        (mesh.tp, mesh.sp, mesh.ep, mesh.pp > 1, batch.micro_batch_size, batch.max_seq_len),
-    ]
-    return xxhash.xxh3_128_hexdigest(json.dumps(key, sort_keys=True, default=str).encode())
-
-
-def _of_layout(plan: Plan) -> tuple[object, ...]:
-    """What activations depend on, besides mesh and batch."""
+    # Blocks of logits on a CPU depend on its threads.
+    threads = (os.environ.get("OMP_NUM_THREADS"), os.cpu_count()) if plan.device == "cpu" else ()
+    sizes = mesh.tp, mesh.sp, mesh.ep, mesh.pp > 1, batch.micro_batch_size, batch.max_seq_len
     train = (plan.precision, plan.activation_checkpointing, plan.train.activation_offload, plan.train.tiled_mlp)
     kernels = (plan.device, plan.model.attention, plan.loss_kernel, plan.kernels)
-    return (*train, *kernels, plan.frozen, plan.lora, plan.mtp, plan.router, plan.indexer, plan.objective)
+    sections = (plan.frozen, plan.lora, plan.mtp, plan.router, plan.indexer, plan.objective)
+    return sizes, threads, list(map(repr, (*train, *kernels, *sections)))
 
 
 @cache

@@ -104,12 +104,13 @@ class _FourBitProduct(torch.autograd.Function):
 class _FourBitLinear(nn.Module):
     """A linear module whose weight is in four bits, of which bitsandbytes makes no fake tensors."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: Any) -> None:  # noqa: ANN401 - a linear module
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         packed = torch.empty(linear.weight.numel() // 2, 1, dtype=torch.uint8)
         self.weight: Any = nn.Parameter(packed, requires_grad=False)
-        self.weight.quant_state = SimpleNamespace(shape=linear.weight.shape, dtype=linear.weight.dtype)
+        state: Any = self.weight
+        state.quant_state = SimpleNamespace(shape=linear.weight.shape, dtype=linear.weight.dtype)
         self.bias = (
             None if linear.bias is None else nn.Parameter(torch.empty(len(linear.bias), dtype=linear.bias.dtype))
         )
@@ -127,7 +128,7 @@ class _FourBitLinear(nn.Module):
 def _install_four_bit(lm: PreTrainedModel, names: Iterable[str], *, device: str) -> None:
     """`model.quantised.four_bit.install_four_bit`, with modules of fake tensors."""
     for name in names:
-        lm.set_submodule(name, _FourBitLinear(lm.get_submodule(name)))  # type: ignore[arg-type]
+        lm.set_submodule(name, _FourBitLinear(lm.get_submodule(name)))
     for module in lm.modules():
         for leaf, param in module.named_parameters(recurse=False):
             if param.is_meta:
@@ -159,11 +160,16 @@ def silent_group(kind: Any, size: int) -> Any:  # noqa: ANN401 - a RankGroup
     """A group of so many ranks whose communication does nothing; None for one rank."""
     if size == 1:
         return None
-    group = dist.ProcessGroup(0, size)
+    group: Any = dist.ProcessGroup(0, size)  # type: ignore[call-arg]
     backend = dist.ProcessGroup.BackendType.CUSTOM
     group._register_backend(torch.device("cpu"), backend, FakeProcessGroup._create_internal(0, size))
     group._set_default_backend(backend)
     return kind(group, size, 0)
+
+
+def _add_rounded(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """`head_chunks._add_product` on a CPU, with the copy in fp32 that torch makes of the product within the sum."""
+    total += (left @ right).to(total.dtype)
 
 
 @contextmanager
@@ -178,7 +184,7 @@ def stand_ins(device: str, recorder: Recorder) -> Iterator[None]:
             stack.callback(each.cache_clear)
         changes: list[tuple[Any, str, Any]] = [
             (install, "kernels_of", OutputsOnly),
-            (ExpertParallelExperts, "_count_rows", _equal_counts),
+            (ExpertParallelExperts, "_count_rows", _assumed_counts),
             (experts, "_grouped_linear", _grouped_linear),
             (moe, "_grouped_linear", _grouped_linear),
             (activation_memory, "save_on_cpu", lambda **_: _HostCopies(recorder)),
@@ -187,15 +193,22 @@ def stand_ins(device: str, recorder: Recorder) -> Iterator[None]:
             (cross_entropy, "_run_liger_kernel", lambda *_, **__: None),
             (rank_model, "tag_expert", lambda *_, **__: None),
         ]
-        if device != "cpu":
+        if device == "cpu":
+            changes.append((head_chunks, "_add_product", _add_rounded))
+        else:
             changes += [(head_chunks, "_BLOCK_NUMBERS", 2**62), (head_chunks, "_add_product", recorder.add_product)]
         for owner, name, change in changes:
             stack.enter_context(replaced(owner, name, change))
         yield
 
 
-def _equal_counts(module: ExpertParallelExperts, experts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
-    """Rows of each expert and rank, as many of all: `ExpertParallelExperts._count_rows`."""
+EXPERT_IMBALANCE = 1.25
+"""Rows that the experts of a rank get over their mean, where `parallel.ep` ranks divide the experts: assumed."""
+
+
+def _assumed_counts(module: ExpertParallelExperts, experts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
+    """Rows of each expert and rank, as `ExpertParallelExperts._count_rows`: as many for each rank, and more from it."""
     size, rows = module.ep_group.size, len(experts)
-    counts = [rows // size + (rank < rows % size) for rank in range(size)]
-    return experts.new_zeros(module.num_experts * size, dtype=torch.int32), counts, counts
+    sent = [rows // size + (rank < rows % size) for rank in range(size)]
+    arriving = experts.new_zeros(module.num_experts * size, dtype=torch.int32)
+    return arriving, sent, [int(EXPERT_IMBALANCE * number) for number in sent]

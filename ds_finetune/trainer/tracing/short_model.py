@@ -51,6 +51,9 @@ from ds_finetune.trainer.tracing.recorder import Recorder
 _ALIKE = 2
 """Layers of a kind that are computed, beside the last layer of the model: the first one may differ from others too."""
 
+_STORED = 64
+"""Stored log-probabilities of a token, which are few beside the vocabulary."""
+
 
 class ShortModel:
     """The model of a run on fake tensors, as it is within the context, with two layers of each kind, and its rows."""
@@ -195,39 +198,8 @@ def _rows(plan: Plan, objective: Objective, *, has_types: bool) -> ForwardRows:
     wide, examples = of_documents.double(), None
     if objective.documents_per_unit:
         top = None
-        if isinstance(objective, Distillation) and objective.num_scores:
-            scores = torch.zeros(*ids.shape, objective.num_scores + 1, dtype=torch.float16)
-            top = TopLogProbs(scores[..., 1:].int(), scores)
-        known = ids.float()
-        answers = AnswerNumbers(known, known.clone(), known.clone()) if objective.head == "answers" else None
-        examples = Examples(ids, of_documents, of_documents, of_documents, wide, wide, top, answers)
-    return ForwardRows(
-        ids,
-        ids,
-        ids,
-        documents,
-        examples=examples,
-        token_types=ids if has_types else None,
-        next_ids=ids,
-        next_labels=ids,
-        real=RealTokens(places, of_documents),
-        supervised=places,
-        next_supervised=places,
-    )
-
-
-def _rows(plan: Plan, objective: Objective, *, has_types: bool) -> ForwardRows:
-    """The rows of a forward with everything that a loss may ask for."""
-    number, length = plan.batch.micro_batch_size, plan.batch.max_seq_len
-    documents = ((length - length // 2, length // 2) if objective.documents_per_unit == 2 else (length,),) * number
-    ids = torch.zeros(number, -(-length // plan.mesh.sp), dtype=torch.int64)
-    places = torch.zeros(ids.numel(), dtype=torch.int64)
-    of_documents = torch.zeros(sum(map(len, documents)), dtype=torch.int64)
-    wide, examples = of_documents.double(), None
-    if objective.documents_per_unit:
-        top = None
-        if isinstance(objective, Distillation) and objective.num_scores:
-            scores = torch.zeros(*ids.shape, objective.num_scores + 1, dtype=torch.float16)
+        if isinstance(objective, Distillation):
+            scores = torch.zeros(*ids.shape, _STORED + 1, dtype=torch.float16)
             top = TopLogProbs(scores[..., 1:].int(), scores)
         known = ids.float()
         answers = AnswerNumbers(known, known.clone(), known.clone()) if objective.head == "answers" else None

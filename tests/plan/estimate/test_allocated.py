@@ -1,4 +1,4 @@
-"""Memory by arithmetic against what torch's allocator really gave CPU ranks in two steps of DeepSpeed."""
+"""The memory that is estimated, states by arithmetic and activations by a trace, against what torch's allocator really gave CPU ranks in two steps of DeepSpeed."""
 
 import json
 from pathlib import Path
@@ -12,8 +12,10 @@ from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.compare import write_model
 from ds_finetune.system.world import World
+from ds_finetune.trainer.tracing.activations import trace
 from tests.described import described_tree
 from tests.plan.estimate.allocated_cells import DEFAULT, OTHERS, TOKENS, AllocationCell
+from tests.planning import model_of
 from tests.running import start, torchrun
 
 WORKER = Path(__file__).with_name("allocation_worker.py")
@@ -24,7 +26,8 @@ NOT_MEASURED = ("a checkpoint that is written",)
 def estimated(cell: AllocationCell, folder: Path) -> MemoryEstimate:
     config = cell.config(folder)
     plan = make_plan(RunSettings.of(config), world=World(0, RANKS, 0, RANKS, "a test"), device="cpu")
-    return estimate_memory(plan, described_tree(cell.model, mtp_layers=int(config.mtp.train), teacher=cell.teacher))
+    model = described_tree(cell.model, mtp_layers=int(config.mtp.train), teacher=cell.teacher)
+    return estimate_memory(plan, model, lambda plan: trace(plan, model_of(config)))
 
 
 def planned_bytes(cell: AllocationCell, folder: Path) -> int:

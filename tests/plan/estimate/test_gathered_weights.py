@@ -14,6 +14,7 @@ from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from tests.described import described_tree
 from tests.plan.estimate.allocated_cells import LLAMA, AllocationCell
+from tests.planning import few_bytes
 
 TRACED = [
     (50_000_000, 10**9, 10**9, 10.227, 8.654),
@@ -41,13 +42,15 @@ def test_a_teacher_that_is_not_known_is_named(tmp_path: Path) -> None:
     config = cell.config(tmp_path)
     plan = make_plan(RunSettings.of(config), world=World(0, 2, 0, 2, "a test"), device="cpu")
     with pytest.raises(ConfigError, match=r"the teacher .*teacher: .*gemma2"):
-        list(estimate_stages(plan, described_tree(LLAMA, teacher={"model_type": "gemma2", "hidden_size": 8})))
+        list(
+            estimate_stages(plan, described_tree(LLAMA, teacher={"model_type": "gemma2", "hidden_size": 8}), few_bytes)
+        )
 
 
 def test_the_last_stage_has_the_teacher(tmp_path: Path) -> None:
     cell = AllocationCell(1, "bf16", axis="pp", teacher=LLAMA, title="teacher")
     config = cell.config(tmp_path)
     plan = make_plan(RunSettings.of(config), world=World(0, 2, 0, 2, "a test"), device="cpu")
-    first, last = estimate_stages(plan, described_tree(LLAMA, teacher=LLAMA))
+    first, last = estimate_stages(plan, described_tree(LLAMA, teacher=LLAMA), few_bytes)
     names = {row.name for row in last.rows} - {row.name for row in first.rows}
-    assert {"weights of the teacher", "one layer of the teacher", "hidden states of the teacher"} <= names
+    assert {"weights of the teacher", "forward of the teacher"} <= names

@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,13 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.plan.estimate import memory
 from ds_finetune.plan.estimate.memory import estimate_memory
 from ds_finetune.plan.estimate.rank_weights import weights_of_run
+from ds_finetune.plan.estimate.traced import TracedModel
 from ds_finetune.plan.model_tensors import DescribedModel
-from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from tests.described import described_tree
+from tests.planning import few_bytes, traces_of
 
 Tree = dict[str, Any]
 
@@ -30,7 +34,7 @@ def test_states_of_deepseek_v3_over_512_ranks(shared_data: Path) -> None:
     tree |= {"deepspeed": {"zero_optimization": {"stage": 3}}, "train": {"global_batch_size": 512}}
     config = RunConfig.model_validate(tree)
     plan = make_plan(RunSettings.of(config), world=World(0, 512, 0, 8, "a test"), device="cuda")
-    estimate = estimate_memory(plan, published(shared_data, "deepseek-ai--DeepSeek-V3"))
+    estimate = estimate_memory(plan, published(shared_data, "deepseek-ai--DeepSeek-V3"), few_bytes)
     sizes = {row.name: row.num_bytes for row in estimate.rows}
     assert sizes["fp32 weights"] == pytest.approx(4 * 671_026_404_352 / 512, rel=1e-3)
     assert sizes["moments"] == 2 * sizes["fp32 weights"]
@@ -43,19 +47,22 @@ def test_no_torch_is_imported() -> None:
 
 @pytest.mark.parametrize("vpp", [1, 2])
 @pytest.mark.parametrize("recomputes", [True, False])
-def test_the_first_of_equal_stages_needs_most(
-    vpp: int, recomputes: bool, shared_data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_of_equal_stages_needs_most(vpp: int, recomputes: bool, shared_data: Path) -> None:
     tree = {"model": "m", "data": {"train": "t.jsonl"}, "output_dir": "o", "parallel": {"pp": 8, "vpp": vpp}}
     tree |= {"deepspeed": {"zero_optimization": {"stage": 1}}}
     tree |= {"train": {"global_batch_size": 16, "activation_checkpointing": "full" if recomputes else "none"}}
     config = RunConfig.model_validate(tree)
     plan = make_plan(RunSettings.of(config), world=World(0, 8, 0, 8, "a test"), device="cuda")
     model = published(shared_data, "deepseek-ai--DeepSeek-R1-Distill-Qwen-7B")
-    kinds = list(memory.estimate_stages(plan, model))
-    # No stage is known to be equal to another.
-    monkeypatch.setattr(memory, "_held_by_stage", lambda *_: object())
-    every = list(memory.estimate_stages(plan, model))
+    numbers = count()
+
+    def different(plan: Plan) -> TracedModel:
+        """The same with FLOPs by which no layer is equal to another."""
+        found = few_bytes(plan)
+        return replace(found, layers=tuple(replace(layer, flops=float(next(numbers))) for layer in found.layers))
+
+    kinds = list(memory.estimate_stages(plan, model, few_bytes))
+    every = list(memory.estimate_stages(plan, model, different))
     assert len(kinds) < len(every) == 8
     for fullest in (lambda each: each.device_bytes, lambda each: each.host_bytes):
         assert max(map(fullest, kinds)) == max(map(fullest, every))
@@ -73,7 +80,7 @@ def test_hierarchical_partitions_hold_second_weights(shared_data: Path) -> None:
     config = RunConfig.model_validate(tree)
     plan = make_plan(RunSettings.of(config), world=World(0, 4, 0, 4, "a test"), device="cuda")
     model = published(shared_data, "deepseek-ai--DeepSeek-R1-Distill-Qwen-1.5B")
-    (row,) = (row for row in estimate_memory(plan, model).rows if row.name == "second weights")
+    (row,) = (row for row in estimate_memory(plan, model, few_bytes).rows if row.name == "second weights")
     (weights,) = weights_of_run(plan, model)
     assert (row.num_bytes, row.place) == (2 * weights.numel // 2, "gpu")
 
@@ -86,7 +93,7 @@ def test_nvme_needs_buffers_on_the_host(shared_data: Path) -> None:
     tree |= {"deepspeed": {"zero_optimization": zero}, "train": {"global_batch_size": 8, "precision": "bf16"}}
     config = RunConfig.model_validate(tree)
     plan = make_plan(RunSettings.of(config), world=World(0, 8, 0, 8, "a test"), device="cuda")
-    rows = estimate_memory(plan, published(shared_data, "Qwen--Qwen3-8B")).rows
+    rows = estimate_memory(plan, published(shared_data, "Qwen--Qwen3-8B"), few_bytes).rows
     sizes = {row.name: row.num_bytes for row in rows if row.place == "host"}
     assert sizes["buffers between optimizer and NVMe"] == 4 * 4 * 10**9
     assert sizes["buffers between weights and NVMe"] == 2 * 2 * 10**8
@@ -100,7 +107,8 @@ def planned(shared_data: Path, *, ranks: int = 16, stage: int = 2, parallel: Tre
     tree |= {"deepspeed": {"zero_optimization": {"stage": stage}}, "train": {"global_batch_size": 64, **train}}
     config = RunConfig.model_validate(tree)
     plan = make_plan(RunSettings.of(config), world=World(0, ranks, 0, 8, "a test"), device="cuda")
-    estimate = estimate_memory(plan, published(shared_data, "deepseek-ai--DeepSeek-V2-Lite"))
+    lite = published(shared_data, "deepseek-ai--DeepSeek-V2-Lite")
+    estimate = estimate_memory(plan, lite, traces_of(lite))
     return estimate.device_bytes - sum(row.num_bytes for row in estimate.rows if row.name == "communicators")
 
 
@@ -148,6 +156,6 @@ def test_communicators_take_memory_besides_torchs(
     tree |= {"deepspeed": {"zero_optimization": {"stage": 1}}}
     config = RunConfig.model_validate(tree | {"train": {"global_batch_size": 16}})
     plan = make_plan(RunSettings.of(config), world=World(0, ranks, 0, min(ranks, 8), "a test"), device=device)
-    rows = estimate_memory(plan, published(shared_data, "deepseek-ai--DeepSeek-V2-Lite")).rows
+    rows = estimate_memory(plan, published(shared_data, "deepseek-ai--DeepSeek-V2-Lite"), few_bytes).rows
     found = sum(row.num_bytes for row in rows if row.name == "communicators")
     assert found / 2**30 == pytest.approx(gib)

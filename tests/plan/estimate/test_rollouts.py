@@ -25,6 +25,7 @@ from tests.described import described_tree
 from tests.model.tiny import CONFIGS
 from tests.plan.estimate.allocated_cells import LLAMA
 from tests.plan.estimate.allocation_worker import peaks
+from tests.planning import traces_of
 
 LATENT: Mapping[str, Any] = CONFIGS["deepseek_v3"] | {
     "model_type": "deepseek_v3",
@@ -87,7 +88,11 @@ CELLS = {
 
 @pytest.mark.parametrize(("tree", "precision"), CELLS.values(), ids=CELLS)
 def test_memory_is_what_a_batch_takes(tree: Mapping[str, Any], precision: str) -> None:
-    rows = sizes(estimate_memory(planned(precision=precision, rollout={"batch_rows": 2 * GROUP}), described_tree(tree)))
+    rows = sizes(
+        estimate_memory(
+            planned(precision=precision, rollout={"batch_rows": 2 * GROUP}), described_tree(tree), traces_of(tree)
+        )
+    )
     wanted = measured(tree, torch.float32 if precision == "fp32" else torch.bfloat16)
     assert sum(rows.values()) == pytest.approx(wanted, rel=0.1)
 
@@ -98,14 +103,20 @@ CACHED = {"llama": (LLAMA, 4 * 2 * 6 * 64), "qwen3": (QWEN, 4 * 2 * 2 * 64), "la
 
 @pytest.mark.parametrize(("tree", "numbers"), CACHED.values(), ids=CACHED)
 def test_a_cache_has_what_a_kind_of_layer_keeps(tree: Mapping[str, Any], numbers: int) -> None:
-    rows = sizes(estimate_memory(planned(precision="bf16", rollout={"batch_rows": GROUP}), described_tree(tree)))
+    rows = sizes(
+        estimate_memory(planned(precision="bf16", rollout={"batch_rows": GROUP}), described_tree(tree), traces_of(tree))
+    )
     assert rows["keys and values of answers"] == 2 * GROUP * (PROMPT + NEW) * numbers
 
 
 def test_tensor_parallel_ranks_have_a_part_of_the_heads() -> None:
     whole, half = (
         sizes(
-            estimate_memory(planned(rollout={"batch_rows": GROUP}, ranks=tp, parallel={"tp": tp}), described_tree(QWEN))
+            estimate_memory(
+                planned(rollout={"batch_rows": GROUP}, ranks=tp, parallel={"tp": tp}),
+                described_tree(QWEN),
+                traces_of(QWEN),
+            )
         )
         for tp in (1, 2)
     )
@@ -116,7 +127,8 @@ def test_tensor_parallel_ranks_have_a_part_of_the_heads() -> None:
 def test_as_many_rows_as_memory_has_room_for(stage: int) -> None:
     plan, gib = planned(ranks=2, device="cuda", stage=stage, rollout={"prompts_per_step": 256}), 2**30
     found = [
-        estimate_memory(plan, described_tree(LLAMA), budget=budget) for budget in (None, 4 * gib, 5 * gib, 80 * gib)
+        estimate_memory(plan, described_tree(LLAMA), traces_of(LLAMA), budget=budget)
+        for budget in (None, 4 * gib, 5 * gib, 80 * gib)
     ]
     caches = [sizes(each)["keys and values of answers"] for each in found]
     assert caches[1:] == sorted(caches[1:])
@@ -134,21 +146,24 @@ def test_weights_are_whole_where_they_fit() -> None:
     wide = LLAMA | {"num_hidden_layers": 24, "hidden_size": 1536, "intermediate_size": 4096}
     plan = planned(ranks=2, device="cuda", stage=3, precision="bf16", rollout={"batch_rows": 1})
     large, small = (
-        sizes(estimate_memory(plan, described_tree(wide), budget=budget * 2**20)) for budget in (80_000, 8_000)
+        sizes(estimate_memory(plan, described_tree(wide), traces_of(wide), budget=budget * 2**20))
+        for budget in (80_000, 8_000)
     )
     assert large["whole weights, rollout"] > 2**29
     assert "whole weights, rollout" not in small
     assert small["gathered weights, rollout"] > 0
-    assert not {name for name in sizes(estimate_memory(planned(), described_tree(wide))) if "weights" in name}
+    assert not {
+        name for name in sizes(estimate_memory(planned(), described_tree(wide), traces_of(wide))) if "weights" in name
+    }
 
 
 def test_weights_of_the_start_are_kept_on_the_host() -> None:
     kept = planned(device="cuda", precision="bf16", stage=2, objective=GRPO | {"reference": "start"})
-    rows = {row.name: row for row in estimate_memory(kept, described_tree(LLAMA)).rows}
+    rows = {row.name: row for row in estimate_memory(kept, described_tree(LLAMA), traces_of(LLAMA)).rows}
     lm = build_skeleton(AutoConfig.for_model(**LLAMA), attention=BY_DOCUMENT, dtype=torch.float32, device="cpu")
     host, used = rows["weights of the start"], rows["weights of the start, in use"]
     assert (host.place, used.place, used.when) == ("host", "gpu", ("rollout",))
     assert host.num_bytes == used.num_bytes == 2 * lm.num_parameters()
     cut = planned(ranks=2, device="cuda", precision="bf16", stage=3, objective=GRPO | {"reference": "start"})
-    rows = {row.name: row for row in estimate_memory(cut, described_tree(LLAMA)).rows}
+    rows = {row.name: row for row in estimate_memory(cut, described_tree(LLAMA), traces_of(LLAMA)).rows}
     assert rows["weights of the start"].num_bytes == lm.num_parameters()

@@ -18,9 +18,11 @@ from ds_finetune.plan.search.fitting import (
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from tests.described import described_tree
+from tests.planning import traces_of
 
 _WIDE = described_tree(MODEL | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8})
 _LARGE = described_tree(MODEL | {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32})
+_TRACES, _TRACES_OF_LARGE = traces_of(_WIDE), traces_of(_LARGE)
 _RANKS = 4
 
 
@@ -44,63 +46,63 @@ def _plan(config: RunConfig) -> Plan:
 def test_the_largest_micro_batch_is_the_largest_divisor_that_leaves_enough_free(rows: int) -> None:
     config = _config()
     plan = _plan(config)
-    exact = bytes_of(plan, _WIDE, rows)
+    exact = bytes_of(plan, _WIDE, _TRACES, rows)
     needed = _config(rows)
-    assert exact == estimate_memory(_plan(needed), _WIDE).device_bytes
+    assert exact == estimate_memory(_plan(needed), _WIDE, _TRACES).device_bytes
     budget = round(exact / (1 - SPARE)) + 1
-    sizes = [size for size in (1, 2, 3, 4, 6, 8, 12, 24) if fits(bytes_of(plan, _WIDE, size), budget)]
+    sizes = [size for size in (1, 2, 3, 4, 6, 8, 12, 24) if fits(bytes_of(plan, _WIDE, _TRACES, size), budget)]
     assert rows in sizes
-    assert largest_micro_batch(plan, _WIDE, budget=budget) == max(sizes)
+    assert largest_micro_batch(plan, _WIDE, _TRACES, budget=budget) == max(sizes)
 
 
 def test_every_change_that_is_named_fits() -> None:
     config = _config()
     plan = _plan(config)
-    budget = round(0.7 * estimate_memory(plan, _WIDE).device_bytes)
+    budget = round(0.7 * estimate_memory(plan, _WIDE, _TRACES).device_bytes)
     changes = {
         change.text: change.device_bytes
-        for change in fitting_changes(RunSettings.of(config), plan, _WIDE, budget=budget)
+        for change in fitting_changes(RunSettings.of(config), plan, _WIDE, _TRACES, budget=budget)
     }
     assert {"train.micro_batch_size 12", "train.activation_checkpointing full"} <= changes.keys()
     assert all(fits(num_bytes, budget) for num_bytes in changes.values())
     recomputed = _config(activation_checkpointing="full")
-    expected = estimate_memory(_plan(recomputed), _WIDE).device_bytes
+    expected = estimate_memory(_plan(recomputed), _WIDE, _TRACES).device_bytes
     assert changes["train.activation_checkpointing full"] == expected
 
 
 def test_changes_add_up_where_none_is_enough() -> None:
     config = _config(rows=1, max_seq_len=4096)
     plan = _plan(config)
-    whole = estimate_memory(plan, _LARGE).device_bytes
-    single = fitting_changes(RunSettings.of(config), plan, _LARGE, budget=whole)
+    whole = estimate_memory(plan, _LARGE, _TRACES_OF_LARGE).device_bytes
+    single = fitting_changes(RunSettings.of(config), plan, _LARGE, _TRACES_OF_LARGE, budget=whole)
     # No change alone leaves enough of this free.
     budget = min(change.device_bytes for change in single)
-    (both,) = fitting_changes(RunSettings.of(config), plan, _LARGE, budget=budget)
+    (both,) = fitting_changes(RunSettings.of(config), plan, _LARGE, _TRACES_OF_LARGE, budget=budget)
     assert both.text == "train.activation_offload true, offload_optimizer.device cpu"
     assert fits(both.device_bytes, budget)
     zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
     changed = _config(rows=1, max_seq_len=4096, activation_checkpointing="full", activation_offload=True)
     changed = changed.model_copy(update={"deepspeed": {"zero_optimization": zero}})
-    assert both.device_bytes == estimate_memory(_plan(changed), _LARGE).device_bytes
-    assert not fitting_changes(RunSettings.of(config), plan, _LARGE, budget=whole // 20)
+    assert both.device_bytes == estimate_memory(_plan(changed), _LARGE, _TRACES_OF_LARGE).device_bytes
+    assert not fitting_changes(RunSettings.of(config), plan, _LARGE, _TRACES_OF_LARGE, budget=whole // 20)
 
 
 @pytest.mark.parametrize(("spare", "chosen"), [(1, "selective"), (-1, "full")])
 def test_recomputation_is_selective_where_that_fits(spare: int, chosen: str) -> None:
     plan = _plan(_config(activation_checkpointing="auto"))
     assert plan.activation_checkpointing == "full"
-    need = estimate_memory(_plan(_config(activation_checkpointing="selective")), _WIDE).device_bytes
-    assert need > estimate_memory(plan, _WIDE).device_bytes
-    found, reason = chosen_recomputation(plan, _WIDE, budget=round(need / (1 - SPARE)) + spare)
+    need = estimate_memory(_plan(_config(activation_checkpointing="selective")), _LARGE, _TRACES_OF_LARGE).device_bytes
+    assert need > estimate_memory(plan, _LARGE, _TRACES_OF_LARGE).device_bytes
+    found, reason = chosen_recomputation(plan, _LARGE, _TRACES_OF_LARGE, budget=round(need / (1 - SPARE)) + spare)
     assert found == chosen
     assert f"{need / GIB:.1f} of " in reason
 
 
 def test_recomputation_is_full_where_the_memory_is_not_known() -> None:
     plan = _plan(_config(activation_checkpointing="auto"))
-    assert chosen_recomputation(plan, _WIDE, budget=None) == (
+    assert chosen_recomputation(plan, _WIDE, _TRACES, budget=None) == (
         "full",
         "the memory of the GPU is not known; selective where it fits",
     )
     on_cpus = make_plan(RunSettings.of(_config(activation_checkpointing="auto")), world=plan.world, device="cpu")
-    assert chosen_recomputation(on_cpus, _WIDE, budget=2**60) == ("full", "on CPUs")
+    assert chosen_recomputation(on_cpus, _WIDE, _TRACES, budget=2**60) == ("full", "on CPUs")

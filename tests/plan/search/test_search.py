@@ -21,7 +21,7 @@ from ds_finetune.plan.search.search_run import search_layouts
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import hf_config
 from tests.conftest import ROOT
-from tests.planning import all_layouts, layout_of
+from tests.planning import all_layouts, few_bytes, layout_of
 
 PLENTY = 2**50
 TIES = ("ep", "tp", "sp", "pp")
@@ -33,7 +33,7 @@ def _search(tmp_path: Path, name: str, *, ranks: int, per_node: int) -> Search:
     tree["train"] = {"for": "1 steps", "global_batch_size": 8, "max_seq_len": 64, "precision": "bf16"}
     config = RunConfig.model_validate(tree)
     legal = Candidates(RunSettings.of(config), model_of_run(RunSettings.of(config)), Ranks(ranks, per_node, "cuda"))
-    return Search(legal, Budget(PLENTY, PLENTY))
+    return Search(legal, Budget(PLENTY, PLENTY), few_bytes)
 
 
 def _order(layout: Layout) -> tuple[object, ...]:
@@ -58,20 +58,20 @@ def test_the_first_layouts_that_fit_are_found(name: str, ranks: int, per_node: i
     """Beside a comparison of the memory of every legal layout."""
     search = _search(tmp_path, name, ranks=ranks, per_node=per_node)
     model = search.candidates.model
-    every = [(estimate_memory(found.plan, model), found.layout) for found in all_layouts(search.candidates)]
+    every = [(estimate_memory(found.plan, model, few_bytes), found.layout) for found in all_layouts(search.candidates)]
     for found, (memory, layout) in zip(all_layouts(search.candidates), every, strict=True):
         states = least_bytes_of_stages(found.plan, model)
         assert 0 < states.device <= memory.device_bytes, layout
         assert states.host <= memory.host_bytes, layout
     needs = sorted(memory.device_bytes for memory, _ in every)
-    nothing = Search(search.candidates, Budget(needs[0] // 2, PLENTY)).run()
+    nothing = Search(search.candidates, Budget(needs[0] // 2, PLENTY), few_bytes).run()
     assert not nothing.proposals
     assert nothing.nearest is not None
     of_hosts = sorted(memory.host_bytes for memory, _ in every)
     for share, of_host in ((0.0, 1), (0.02, 1), (0.2, 1), (0.7, 1), (1.0, 1), (0.05, 0.2), (0.2, 0.6)):
         device, host = (n[int(s * (len(n) - 1))] / 0.92 for n, s in ((needs, share), (of_hosts, of_host)))
         budget = Budget(int(device), int(host))
-        result = Search(search.candidates, budget).run()
+        result = Search(search.candidates, budget, few_bytes).run()
         groups: dict[tuple[object, ...], list[Layout]] = {}
         for memory, layout in sorted(every, key=lambda each: _order(each[1])):
             fits_without = any(
@@ -120,7 +120,7 @@ def test_few_layouts_of_256_gpus_are_estimated(shared_data: Path) -> None:
     keys = [f"model={model}", "parallel={}", "train.global_batch_size=512"]
     for tokens, tried in ((4096, 20), (32768, MOST_TRIED)):
         run = RunSettings.of(read_config(file, [*keys, f"train.max_seq_len={tokens}"]))
-        result = search_layouts(run, target_of(Request("h100-80g", 256)), model_of_run(run))
+        result = search_layouts(run, target_of(Request("h100-80g", 256)), model_of_run(run), few_bytes)
         assert len(result.proposals) == LISTED
         assert LISTED <= result.num_tried < tried < result.num_compared
 

@@ -17,7 +17,6 @@ from ds_finetune.plan.kernels import ChosenKernels
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
-from ds_finetune.trainer.tracing import cache
 from ds_finetune.trainer.tracing.activations import trace
 from ds_finetune.trainer.tracing.cache import Traces
 from tests.features.toy_feature import ToyFeature
@@ -154,14 +153,20 @@ def test_feature_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, model = planned(tmp_path, tree_of("deepseek_v3"))
-    said = list[str]()
-    first = Traces(model, tmp_path, said.append)(plan)
+    data = {"train": "none.jsonl", "cache_dir": str(tmp_path / "cache")}
+    config = {"model": str(tmp_path), "data": data, "output_dir": str(tmp_path / "run")}
+    run, said = RunSettings.of(RunConfig.model_validate(config)), list[str]()
+    first = Traces(run, lambda: model, said.append)(plan)
     assert len(said) == 1
-    monkeypatch.setattr(cache, "trace", lambda *_: pytest.fail("traced again"))
-    assert Traces(model, tmp_path)(plan) == first
-    assert Traces(model, tmp_path)(replace(plan, mesh=replace(plan.mesh, dp=64))) == first
+    again = Traces(run, lambda: pytest.fail("traced again"))
+    assert again(plan) == first
+    assert again(replace(plan, mesh=replace(plan.mesh, dp=64))) == first
+    for other in (replace(plan, tiled_mlp=True), replace(plan, batch=replace(plan.batch, micro_batch_size=1))):
+        with pytest.raises(pytest.fail.Exception, match="traced again"):
+            again(other)
+    (tmp_path / "config.json").write_text(json.dumps(tree_of("deepseek_v3", vocab_size=4096)))
     with pytest.raises(pytest.fail.Exception, match="traced again"):
-        Traces(model, tmp_path)(replace(plan, tiled_mlp=True))
+        Traces(run, lambda: pytest.fail("traced again"))(plan)
 
 
 def test_a_process_computes_as_before_after_a_trace(tmp_path: Path) -> None:
