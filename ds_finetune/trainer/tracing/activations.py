@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.plan.estimate.traced import TracedLayer, TracedModel
 from ds_finetune.plan.plan import Plan
-from ds_finetune.trainer.tracing.recorder import Recorder
+from ds_finetune.trainer.tracing.recorder import OperationCounts
 from ds_finetune.trainer.tracing.short_model import ShortModel
 
 
@@ -49,7 +49,7 @@ class _Mark(NamedTuple):
 class _Watch:
     """Reads the recorder where parts of a step begin: while the context is open modules tell it."""
 
-    def __init__(self, recorder: Recorder, base: nn.Module, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, recorder: OperationCounts, base: nn.Module, layers: Sequence[nn.Module]) -> None:
         self._recorder, self._base = recorder, base
         self._numbers = {layer: number for number, layer in enumerate(layers)}
         self._hooks = ExitStack()

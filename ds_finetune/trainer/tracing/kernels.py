@@ -20,7 +20,7 @@ from ds_finetune.model.attention import by_document, compressed_layout
 from ds_finetune.model.fused import install
 from ds_finetune.model.loss import cross_entropy, head_chunks
 from ds_finetune.model.parallel.expert import ExpertParallelExperts
-from ds_finetune.trainer.tracing.recorder import Recorder
+from ds_finetune.trainer.tracing.recorder import OperationCounts
 
 
 class OutputsOnly:
@@ -138,7 +138,7 @@ def _install_four_bit(lm: PreTrainedModel, names: Iterable[str], *, device: str)
 class _HostCopies:
     """torch's `save_on_cpu`, whose copies are counted in place of being made."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: OperationCounts) -> None:
         self._recorder = recorder
 
     def pack_hook(self, tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
@@ -173,7 +173,7 @@ def _add_rounded(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
 
 @contextmanager
-def stand_ins(device: str, recorder: Recorder) -> Iterator[None]:
+def stand_ins(device: str, recorder: OperationCounts) -> Iterator[None]:
     """What a rank on `device` does where fake tensors on a CPU do something else, or have no numbers to decide by."""
     split = head_chunks.ChunkBlocks.split
     layouts = (compressed_layout.tokens_of, compressed_layout.entries_of, compressed_layout.parts_of)

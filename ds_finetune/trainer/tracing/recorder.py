@@ -13,7 +13,7 @@ _BACKWARD = 2.5
 """Operations of attention's backward in those of its forward: kernels compute the scores again."""
 
 
-class Recorder(TorchDispatchMode):
+class OperationCounts(TorchDispatchMode):
     """Counts the bytes that operations allocate and that are still held, the most since a mark, and FLOPs: two for each
     multiply-add, and in attention those of the pairs of tokens of a document, later ones left out.
     """
