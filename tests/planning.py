@@ -110,6 +110,6 @@ def few_bytes(plan: Plan) -> TracedModel:
     kept = {"none": 40, "selective": 20, "full": 0 if plan.train.activation_offload else 10}[
         plan.activation_checkpointing
     ]
-    on_host = 10 * tokens if plan.activation_offload else 0
-    layer = TracedLayer(kept * tokens, 20 * tokens, (30 if plan.tiled_mlp else 60) * tokens, on_host, 0.0, 0.0)
+    on_host = 10 * tokens if plan.train.activation_offload else 0
+    layer = TracedLayer(kept * tokens, 20 * tokens, (30 if plan.train.tiled_mlp else 60) * tokens, on_host, 0.0, 0.0)
     return TracedModel((layer,) * 64, tokens, tokens, tokens, tokens, tokens, tokens, 0, 0.0)
