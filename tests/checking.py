@@ -16,7 +16,8 @@ def settings_of(source: Any, **known: Any) -> Any:
     """The settings of a run file with what is `known`: those with a model, with a length, or neither."""
     sections = sections_of(source if isinstance(source, Sections) else read_config(source))
     if "steps" in known:
-        return LengthSettings(**sections, **({"warmup": 0, "rows": None} | known))
+        of_length = {name: value for name, value in known.items() if name in ("steps", "warmup", "rows")}
+        return LengthSettings(**sections, **({"warmup": 0, "rows": None} | of_length))
     if "model_json" in known or "positions" in known or "stages" in known:
         return ModelSettings(**sections, **({"model_json": {}} | known))
     return RunSettings(**sections, **known)
@@ -26,7 +27,7 @@ def with_known(run: Sections, **known: Any) -> Any:
     """The settings with what is `known`, of the stage at which that is."""
     if any(name not in type(run).__dataclass_fields__ for name in known):
         kept = {name: value for name, value in vars(run).items() if name not in sections_of(run)}
-        return settings_of(run, **kept, **known)
+        return settings_of(run, **(kept | known))
     return replace(run, **known)
 
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from ds_finetune.cli.arguments import Arguments, Commands, add_run_command, positive, read_run
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.units import GIB, parse_bytes
-from ds_finetune.console.phase_line import say_nothing
-from ds_finetune.console.tables import OUT, show_note, show_pairs
+from ds_finetune.console.tables import ERR, OUT, show_note, show_pairs
 from ds_finetune.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ def _search(arguments: Arguments, config: RunConfig, target: "Target") -> None:
     from ds_finetune.trainer.tracing.planned import planned_traces
 
     run = RunSettings.of(config)
-    result = search_layouts(run, target, model_of_run(run), planned_traces(run, show_note))
+    result = search_layouts(run, target, model_of_run(run), planned_traces(run, ERR.print))
     if arguments.write:
         from ds_finetune.config.edit_run_file import write_run_file
 
@@ -128,7 +127,7 @@ def _show_forecast(config: RunConfig, target: "Target", *, is_json: bool) -> Non
     from ds_finetune.trainer.tracing.planned import planned_traces
 
     run = RunSettings.of(config)
-    traces = planned_traces(run, say_nothing if is_json else show_note)
+    traces = planned_traces(run, ERR.print)
     forecast = forecast_run(run, target, model_of_run(run), traces)
     if is_json:
         OUT.print_json(json.dumps(forecast.tree()))

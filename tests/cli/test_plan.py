@@ -80,9 +80,9 @@ def test_recomputation_is_decided_by_the_memory(run_file: str, capsys: pytest.Ca
     assert texts["h200-141g"].startswith("selective (auto: it takes ")
     assert texts["h100-80g"].startswith("full (auto: selective would take ")
     assert texts[""] == "full (auto: the memory of the GPU is not known; selective where it fits)"
-    names = {gpu: {row["name"] for row in tree["memory"]["rows"]} for gpu, tree in found.items()}
-    kept = "kept outputs of recomputed layers"
-    assert [gpu for gpu in found if kept in names[gpu]] == ["h200-141g"]
+    rows = {gpu: {row["name"]: row["num_bytes"] for row in tree["memory"]["rows"]} for gpu, tree in found.items()}
+    kept = {gpu: each["kept by layers"] for gpu, each in rows.items()}
+    assert kept["h200-141g"] > kept["h100-80g"] == kept[""]
     assert found["h200-141g"]["fits"]
 
 

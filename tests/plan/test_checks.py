@@ -50,11 +50,8 @@ def _has(run: Sections, name: str) -> bool:
 
 def test_the_defaults_of_the_run_file_are_refused_by_no_check() -> None:
     tree = {"zero_optimization": {"stage": 2}}
-    check(
-        settings_of(RunConfig.model_validate(TREE), deepspeed_config=tree, steps=10, rows=1000),
-        *BEFORE_MODEL,
-        "length of the run",
-    )
+    check(settings_of(RunConfig.model_validate(TREE), deepspeed_config=tree), *BEFORE_MODEL)
+    check(settings_of(RunConfig.model_validate(TREE), steps=10, rows=1000), "length of the run")
 
 
 DISTILL = {"objective": {"name": "distill", "teacher": "t"}}
@@ -103,7 +100,9 @@ def test_settings_are_refused_together(
     settings = RunSettings.of(RunConfig.model_validate(TREE), deepspeed_config={"zero_optimization": {"stage": 2}})
     plain = replace(settings, mesh=mesh or settings.mesh)
     _check_refusal(
-        subject, said, replace(_with_sections(plain, sections), tree={"zero_optimization": {"stage": 2} | zero})
+        subject,
+        said,
+        replace(_with_sections(plain, sections), deepspeed_config={"zero_optimization": {"stage": 2} | zero}),
     )
     check(plain, subject)
 
@@ -293,7 +292,9 @@ def test_a_run_that_does_not_fit_its_model_or_its_length_is_refused(
 
 def _with_sections(settings: RunSettings, sections: dict[str, Any]) -> RunSettings:
     tree = TREE | sections | {"model": {"path": "m"} | sections.get("model", {})}
-    return RunSettings.of(RunConfig.model_validate(tree), mesh=settings.mesh, deepspeed_config=settings.tree)
+    return RunSettings.of(
+        RunConfig.model_validate(tree), mesh=settings.mesh, deepspeed_config=settings.deepspeed_config
+    )
 
 
 def _check_refusal(subject: str, said: str, run: RunSettings) -> None:

@@ -29,8 +29,14 @@ class GatedConfig(LlamaConfig):
     model_type = "gated_llama"
 
 
+def gate(module: Any, _: Any, named: dict[str, Any], given: Any) -> Any:
+    """The outputs of attention, multiplied by a gate of three numbers for each."""
+    states, *rest = given
+    return states * module.g_proj(named["hidden_states"]).unflatten(-1, (3, -1)).sum(-2).sigmoid(), *rest
+
+
 class GatedForCausalLM(LlamaForCausalLM):
-    """Llama whose layers have a projection more."""
+    """Llama with a gate in each attention."""
 
     config_class = GatedConfig
 
@@ -38,6 +44,7 @@ class GatedForCausalLM(LlamaForCausalLM):
         super().__init__(config)
         for layer in self.model.layers:
             layer.self_attn.g_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
+            layer.self_attn.register_forward_hook(gate, with_kwargs=True)
 
 
 @pytest.fixture

@@ -161,7 +161,10 @@ def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     again = Traces(run, lambda: pytest.fail("traced again"))
     assert again(plan) == first
     assert again(replace(plan, mesh=replace(plan.mesh, dp=64))) == first
-    for other in (replace(plan, tiled_mlp=True), replace(plan, batch=replace(plan.batch, micro_batch_size=1))):
+    for other in (
+        replace(plan, train=plan.train.model_copy(update={"tiled_mlp": True})),
+        replace(plan, batch=replace(plan.batch, micro_batch_size=1)),
+    ):
         with pytest.raises(pytest.fail.Exception, match="traced again"):
             again(other)
     (tmp_path / "config.json").write_text(json.dumps(tree_of("deepseek_v3", vocab_size=4096)))
