@@ -14,6 +14,7 @@ import xxhash
 import ds_finetune
 from ds_finetune.config.objectives import is_distillation
 from ds_finetune.console.phase_line import Say, say_nothing
+from ds_finetune.errors import FinetuneError, ModelError
 from ds_finetune.plan.config_json import read_config_json
 from ds_finetune.plan.estimate.traced import TracedLayer, TracedModel
 from ds_finetune.plan.kernels import version_of
@@ -62,7 +63,17 @@ class Traces:
         from ds_finetune.trainer.tracing.activations import trace
 
         self._say("computing a forward and backward on tensors without memory, for the estimate of activations")
-        found = trace(plan, self._build())
+        try:
+            found = trace(plan, self._build())
+        except FinetuneError:
+            raise
+        except Exception as error:
+            # A model or a feature of another package may need numbers where tensors have none.
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise ModelError(
+                f"the activations of {self._run.model.path} cannot be traced: {reason}",
+                hint="the run may train all the same: its memory is known after a short run",
+            ) from error
         layers = list(dict.fromkeys(found.layers))
         tree = asdict(found) | {"layers": list(map(asdict, layers)), "stands": list(map(layers.index, found.layers))}
         # A folder that cannot be written means another trace at the next start.
