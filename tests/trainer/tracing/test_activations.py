@@ -21,6 +21,7 @@ from ds_finetune.trainer.tracing.activations import trace
 from ds_finetune.trainer.tracing.cache import Traces
 from tests.features.toy_feature import ToyFeature
 from tests.model.tiny import CONFIGS
+from tests.plan.estimate.allocated_cells import V4
 from tests.planning import model_of
 from tests.trainer.tracing.tracked import tracked_peak
 
@@ -102,6 +103,19 @@ def test_axes(tmp_path: Path, family: str, axis: str) -> None:
 @pytest.mark.parametrize("family", CONFIGS)
 def test_every_family(tmp_path: Path, family: str, way: str) -> None:
     compare(tmp_path, tree_of(family), is_tracked=True, **WAYS[way])
+
+
+@pytest.mark.parametrize("way", ["full", pytest.param("none", marks=pytest.mark.slow)])
+def test_layers_of_deepseek_v4(tmp_path: Path, way: str) -> None:
+    """Each kind of attention more than twice."""
+    layers = {"num_hidden_layers": 8, "compress_ratios": [0, 4, 128, 4, 128, 4, 128, 0], "num_hash_layers": 1}
+    compare(tmp_path, {**V4, **layers}, **WAYS[way])
+
+
+def test_prediction_layer(tmp_path: Path) -> None:
+    tree = tree_of("deepseek_v3", num_nextn_predict_layers=1)
+    without = trace(*planned(tmp_path, tree, stage=1))
+    assert compare(tmp_path, tree, stage=1, mtp={"train": True}).head > without.head
 
 
 def test_first_layers_without_adapters_keep_nothing(tmp_path: Path) -> None:
