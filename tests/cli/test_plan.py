@@ -44,7 +44,6 @@ def test_a_plan_needs_no_data_and_torch_only_once(run_file: str) -> None:
     assert shown.startswith("fits 512 x h100-80g, with ")
     places = [shown.index(text) for text in ("\nmemory of a rank\n", "moments", "dp 512 x ep 32, ZeRO-3", "671.026 B")]
     assert places == sorted(places)
-    assert shown == first
 
 
 def test_programs_read_a_plan_as_json(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
