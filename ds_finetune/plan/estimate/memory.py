@@ -227,7 +227,8 @@ def _activation_rows(
     if number == plan.mesh.pp - 1:
         yield MemoryRow("head and loss", home, traced.head, "parallel.tp", ("head",))
         yield MemoryRow("backward of the head", home, traced.head_backward, "parallel.tp", ("head backward",))
-        yield MemoryRow("forward of the teacher", home, traced.teacher, _LENGTH, ("teacher",))
+        if traced.teacher:
+            yield MemoryRow("forward of the teacher", home, traced.teacher, _LENGTH, ("teacher",))
     if number == 0:
         yield MemoryRow("gradient of the embedding", home, traced.embedding_backward, "parallel.tp", ("embedding",))
 
