@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import FakeProcessGroup
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import PreTrainedModel
 from transformers.integrations import moe
 
@@ -18,6 +19,7 @@ from ds_finetune.foreign.guard import replaced
 from ds_finetune.model import activation_memory, experts
 from ds_finetune.model.attention import by_document, compressed_layout
 from ds_finetune.model.fused import install
+from ds_finetune.model.kept_outputs import KeptOutputs
 from ds_finetune.model.loss import cross_entropy, head_chunks
 from ds_finetune.model.parallel.expert import ExpertParallelExperts
 from ds_finetune.trainer.tracing.recorder import OperationCounts
@@ -59,9 +61,14 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-        """[rows, in], [experts, in, out] -> [rows, out]."""
+        """[rows, in], [experts, in, out] -> [rows, out], which is kept where that of torch's kernel is."""
         ctx.save_for_backward(rows, weight)
-        return rows.to(weight.dtype) @ weight[0]
+        mode = _get_current_dispatch_mode()
+
+        def compute() -> torch.Tensor:
+            return rows.to(weight.dtype) @ weight[0]
+
+        return mode.keep(compute) if isinstance(mode, KeptOutputs) else compute()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # noqa: ANN401

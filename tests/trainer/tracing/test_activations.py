@@ -88,6 +88,16 @@ def test_few_layers_of_deepseek_v3(tmp_path: Path, way: str) -> None:
     compare(tmp_path, tree_of("deepseek_v3"), **WAYS[way])
 
 
+def test_selective_recomputation_keeps_the_first_product_of_experts(tmp_path: Path) -> None:
+    """Beside what a dense layer keeps: gate and up of each token's experts in bf16."""
+    tree = tree_of("deepseek_v3", first_k_dense_replace=2)
+    full, selective = (trace(*planned(tmp_path, tree, **WAYS[way])).layers for way in ("full", "selective"))
+    dense, sparse = (selective[number].kept - full[number].kept for number in (1, 3))
+    rows = 2 * TOKENS * tree["num_experts_per_tok"]
+    assert dense > 0
+    assert sparse - dense == rows * 2 * tree["moe_intermediate_size"] * 2
+
+
 @pytest.mark.parametrize(("family", "way"), [("qwen3_moe", "full"), ("llama", "none")])
 def test_torch_counts_as_many_bytes(tmp_path: Path, family: str, way: str) -> None:
     compare(tmp_path, tree_of(family), is_tracked=True, **WAYS[way])
