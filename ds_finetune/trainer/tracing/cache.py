@@ -2,6 +2,7 @@
 
 import json
 import os
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -69,7 +70,9 @@ class Traces:
             raise
         except Exception as error:
             # A model or a feature of another package may need numbers where tensors have none.
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            reason = f"{type(error).__name__} at {Path(place.filename).name}:{place.lineno}"
+            reason = ": ".join((reason, *str(error).splitlines()[:1]))
             raise ModelError(
                 f"the activations of {self._run.model.path} cannot be traced: {reason}",
                 hint="the run may train all the same: its memory is known after a short run",

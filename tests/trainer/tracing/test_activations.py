@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.errors import ModelError
 from ds_finetune.features import table
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.plan.estimate.traced import TracedModel
@@ -194,6 +195,19 @@ def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tree_of("deepseek_v3", vocab_size=4096)))
     with pytest.raises(pytest.fail.Exception, match="traced again"):
         Traces(run, lambda: pytest.fail("traced again"))(plan)
+
+
+def test_an_error_of_a_trace_says_what_failed_and_where(tmp_path: Path) -> None:
+    def build() -> ModelPlan:
+        raise KeyError("no_such_key")
+
+    plan, _ = planned(tmp_path, tree_of("llama"))
+    data = {"train": "none.jsonl", "cache_dir": str(tmp_path / "cache")}
+    run = RunSettings.of({"model": str(tmp_path), "data": data, "output_dir": "o"})
+    place = rf"KeyError at test_activations\.py:{build.__code__.co_firstlineno + 1}: 'no_such_key'"
+    with pytest.raises(ModelError, match=place) as raised:
+        Traces(run, build)(plan)
+    assert isinstance(raised.value.__cause__, KeyError)
 
 
 def test_a_process_computes_as_before_after_a_trace(tmp_path: Path) -> None:
