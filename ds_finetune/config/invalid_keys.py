@@ -19,6 +19,7 @@ from ds_finetune.config.objectives import (
 )
 from ds_finetune.config.other_programs import KEY_OF, KEYS_OF_GRPO, MEANINGS, NOT_AVAILABLE, value_of
 from ds_finetune.config.run_file import Lines
+from ds_finetune.config.sections import Section
 from ds_finetune.errors import ConfigError
 
 _NEAR = 0.6
@@ -26,7 +27,7 @@ _NEAR = 0.6
 _BOUNDS = (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"))
 
 
-def explain(invalid: ValidationError, root: type[BaseModel], source: str, lines: Lines) -> ConfigError:
+def explain(invalid: ValidationError, root: type[Section], source: str, lines: Lines) -> ConfigError:
     """The error for values that do not fit the tree of sections below `root`: each key with its line and the nearest
     legal name.
     """
@@ -43,7 +44,7 @@ def explain(invalid: ValidationError, root: type[BaseModel], source: str, lines:
 
 
 def _explain_pasted(
-    unknown: Sequence[Any], others: Sequence[Any], root: type[BaseModel], source: str, lines: Lines
+    unknown: Sequence[Any], others: Sequence[Any], root: type[Section], source: str, lines: Lines
 ) -> ConfigError:
     """The error for several unknown keys, as in a file of another program: a line for each, with the key to write."""
     rows, sections = list[tuple[int, str]](), set()
@@ -106,7 +107,7 @@ def _keys_of(error: Any) -> tuple[str, ...]:  # noqa: ANN401 - pydantic's ErrorD
     return tuple(part for part in parts if part != "str" and "[" not in part)
 
 
-def _explain_one(error: Any, root: type[BaseModel], source: str, lines: Lines) -> tuple[str, str]:  # noqa: ANN401 - pydantic's ErrorDetails
+def _explain_one(error: Any, root: type[Section], source: str, lines: Lines) -> tuple[str, str]:  # noqa: ANN401 - pydantic's ErrorDetails
     path, section = _located(root, _keys_of(error))
     line = lines.get(path)
     where = f"{source} line {line}" if line else source
@@ -121,12 +122,12 @@ def _explain_one(error: Any, root: type[BaseModel], source: str, lines: Lines) -
     # Of a list of a fixed length, the place of a value that is missing is its index.
     is_too_short = error["type"] == "missing" and isinstance(error["loc"][-1], int)
     if error["type"] == "missing" and not is_too_short:
-        return f"{where}: `{name}` is missing", f"add `{name}` to the run file"
+        return f"{where}: `{name}` is missing", f"add it; {root.page} describes `{name}`"
     message = _plain_message(error["msg"])
     field = _field(section, path[-1])
     if field is not None and (is_too_short or error["type"] == "too_long"):
         message = f"it should have {len(get_args(field.annotation))} values"
-    hint = f"give `{name}` a value, or leave it out" if error["input"] is None else _value_hint(name, field)
+    hint = f"give `{name}` a value, or leave it out" if error["input"] is None else _value_hint(name, field, root.page)
     if _is_foreign(error):
         hint = _example(name, error["input"], KEY_OF[name]) or hint
     if isinstance(error["input"], bool) and name in MEANINGS:
@@ -138,10 +139,10 @@ def _field(section: type[BaseModel], key: str) -> FieldInfo | None:
     return next((field for name, field in section.model_fields.items() if key in (name, field.alias)), None)
 
 
-def _value_hint(name: str, field: FieldInfo | None) -> str:
+def _value_hint(name: str, field: FieldInfo | None, page: str) -> str:
     """The range of a key, its default and what it is for."""
     if field is None:
-        return f"docs/reference/run-file.md describes `{name}`"
+        return f"{page} describes `{name}`"
     facts = [f"{word} {getattr(part, key)}" for part in field.metadata for key, word in _BOUNDS if hasattr(part, key)]
     if isinstance(field.default, str | int | float | tuple):
         facts.append(f"by default {json.dumps(field.default)}")

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -33,6 +33,9 @@ OWN_ATTENTIONS = ("sdpa", "by_document", "varlen")
 
 class Section(BaseModel):
     """A part of the run file: frozen, and an unknown key is an error."""
+
+    page: ClassVar[str] = "docs/reference/run-file.md"
+    """Describes all keys of the file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 

@@ -6,8 +6,9 @@ import json
 import math
 import warnings
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -18,7 +19,9 @@ from ds_finetune.config.sections import Section, short_form
 from ds_finetune.errors import ConfigError, DependencyError
 from ds_finetune.system.versions import check_versions
 
-_SEQUENCES = ("BruteForceSampler", "GridSampler", "QMCSampler")
+_LISTS = ("BruteForceSampler", "GridSampler")
+"""Samplers that train each point of a space of lists."""
+_SEQUENCES = (*_LISTS, "QMCSampler")
 """Samplers that walk through one sequence, which their seed sets."""
 _OWN_KEYS = ("output_dir", "launch", "export")
 """Sections that a trial's run file has from the sweep."""
@@ -63,7 +66,13 @@ class Range(Section):
             return optuna.distributions.CategoricalDistribution(tuple(texts))
         is_whole = all(isinstance(number, int) for number in (self.low, self.high, self.step or 1))
         kind = optuna.distributions.IntDistribution if is_whole else optuna.distributions.FloatDistribution
-        return kind(self.low, self.high, log=self.log, **({"step": self.step} if self.step is not None else {}))
+        with warnings.catch_warnings():
+            # optuna would lower `high` to a multiple of the step, and warn.
+            warnings.simplefilter("ignore")
+            made = kind(self.low, self.high, log=self.log, **({"step": self.step} if self.step is not None else {}))
+        if made.high != self.high:
+            raise ValueError(f"whole steps do not lead to `high`; the last value would be {made.high}")
+        return made
 
     def points(self) -> Sequence[Any] | None:
         """All values that optuna may draw; None where they cannot be listed."""
@@ -72,7 +81,10 @@ class Range(Section):
             return drawn.choices
         if drawn.step is None or drawn.log:
             return None
-        return [drawn.low + drawn.step * number for number in range(round((drawn.high - drawn.low) / drawn.step) + 1)]
+        # Sums of floating-point numbers would go beyond `high`: 0.1 + 6 * 0.1 > 0.7.
+        low, step = Decimal(str(drawn.low)), Decimal(str(drawn.step))
+        number = round((drawn.high - drawn.low) / drawn.step) + 1
+        return [type(drawn.low)(low + step * each) for each in range(number)]
 
 
 class Choose(Section):
@@ -84,7 +96,9 @@ class Choose(Section):
 
 
 class SweepConfig(Section):
-    """The keys of a sweep file, which docs/how-to/sweeps.md describes."""
+    """The keys of a sweep file."""
+
+    page: ClassVar[str] = "docs/how-to/sweeps.md"
 
     run: str
     space: Annotated[dict[str, Range], Field(min_length=1)]
@@ -102,10 +116,9 @@ class SweepConfig(Section):
     max_failed: int = Field(default=3, ge=1)
 
     def num_points(self) -> float:
-        """Points of a space that is searched point by point; infinite for other samplers and spaces."""
-        points = [values.points() for values in self.space.values()]
-        is_listed = self.sampler.name in ("BruteForceSampler", "GridSampler") and None not in points
-        return math.prod(len(each or ()) for each in points) if is_listed else math.inf
+        """Points of a space that is searched point by point; infinite for other samplers."""
+        points = [values.points() or () for values in self.space.values()]
+        return math.prod(map(len, points)) if self.sampler.name in _LISTS else math.inf
 
     def values_of(self, drawn: dict[str, Any]) -> dict[str, Any]:
         """Values of the run file for the parameters of a trial of optuna."""
@@ -132,6 +145,11 @@ def read_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepConfig:
         raise ConfigError(
             f"{path} is a run file, and a sweep needs a sweep file that names it",
             hint=f"write one with `run: {path}`, `trials: 12` and `space: {{optim.lr: {{low: 1.0e-6, high: 1.0e-3}}}}`",
+        )
+    if "repeats" in tree:
+        raise ConfigError(
+            f"{path} line {lines.get(('repeats',), '?')}: a sweep no longer trains its best run file again (`repeats`)",
+            hint="leave it out, and compare seeds by a second sweep over train.seed (docs/how-to/sweeps.md)",
         )
     try:
         sweep = SweepConfig.model_validate(tree)
@@ -176,11 +194,11 @@ def make_sampler(sweep: SweepConfig, number: int) -> Any:  # noqa: ANN401 - of o
     Its seed is the sweep's plus `number`, so that a sweep that was interrupted samples what it would have sampled.
     """
     more: dict[str, Any] = {"seed": sweep.seed if sweep.sampler.name in _SEQUENCES else sweep.seed + number}
-    if sweep.sampler.name == "GridSampler":
+    if sweep.sampler.name in _LISTS:
         more["search_space"] = {key: values.points() for key, values in sweep.space.items()}
         if ranges := [key for key, points in more["search_space"].items() if points is None]:
             raise ConfigError(
-                f"`sampler: GridSampler` needs a list of values, and `{ranges[0]}` of the space is a range",
+                f"`sampler: {sweep.sampler.name}` needs lists of values, and `{ranges[0]}` of the space is a range",
                 hint=f"write `choices` for `{ranges[0]}`, or give it a `step`",
             )
     return _make(sweep.sampler, "sampler", more)

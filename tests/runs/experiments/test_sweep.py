@@ -23,6 +23,7 @@ from ds_finetune.runs.experiments.sweep_file import SweepConfig, read_sweep
 from ds_finetune.runs.metrics import MetricsReader
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_program.py")))
+POINTS = ("GridSampler", "BruteForceSampler")
 LR = {"low": 1e-5, "high": 0.1, "log": True}
 
 
@@ -112,11 +113,16 @@ def test_a_list_of_values_ends_the_sweep_when_it_is_used_up(tmp_path: Path) -> N
     assert len(result_of(tmp_path)["trials"]) == 2
 
 
-@pytest.mark.parametrize("sampler", ["GridSampler", "BruteForceSampler"])
+@pytest.mark.parametrize("sampler", POINTS)
 def test_no_point_is_trained_twice_while_others_run(tmp_path: Path, sampler: str) -> None:
     choices = [1e-3, 1e-2, 1e-4, 1e-3]
     run(sweep_of(tmp_path, space={"optim.lr": {"choices": choices}}, sampler=sampler, trials=9, parallel=2))
     assert sorted(each["values"]["optim.lr"] for each in result_of(tmp_path)["trials"]) == sorted(set(choices))
+
+
+def test_points_of_a_step_are_those_that_its_ends_write(tmp_path: Path) -> None:
+    sweep = sweep_of(tmp_path, space={"optim.min_lr_ratio": {"low": 0.1, "high": 0.7, "step": 0.1}})
+    assert sweep.space["optim.min_lr_ratio"].points() == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
 
 
 def test_failed_trials_are_passed_over_until_there_are_too_many(tmp_path: Path) -> None:
@@ -257,7 +263,10 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path: Path) -> None:
         ({"space": {"optim.lr": {"low": 1}}}, "either `choices`, or `low` and `high`"),
         ({"space": {"optim.lr": {"low": 0, "high": 1}}}, r"with `optim.lr: 0`, .*greater than 0"),
         ({"space": {"output_dir": {"choices": ["a"]}}}, "the sweep sets `output_dir` itself"),
+        ({"space": {"lora.rank": {"low": 8, "high": 12, "step": 16}}}, "the last value would be 8\n.*how-to/sweeps.md"),
+        ({"space": {"optim.lr": {"low": 0.001, "high": 0.01, "step": 0.004}}}, "the last value would be 0.009"),
         ({"space": {}}, "space"),
+        ({"repeats": 3}, r"line \d+: a sweep no longer trains its best run file .*`repeats`.\n.*train.seed"),
         ({"metrics": "eval/loss"}, r"sweep.yaml line \d+: unknown key `metrics`"),
         ({"trials": 0}, "trials"),
     ],
@@ -272,7 +281,7 @@ def test_wrong_sweep_files_are_refused(tmp_path: Path, keys: dict[str, object], 
     [
         ({"sampler": "TPE"}, {}, "`sampler: TPE` is not in optuna.samplers"),
         ({"pruner": {"name": "MedianPruner", "startup": 3}}, {}, "`pruner: MedianPruner` does not take"),
-        ({"sampler": "GridSampler"}, {}, "needs a list of values, and `optim.lr`"),
+        *(({"sampler": name}, {}, f"{name}` needs lists of values, and `optim.lr`") for name in POINTS),
         ({"pruner": "MedianPruner"}, {"eval": {"every": None}}, "has no `eval.every`"),
         ({}, {"data": {"eval": ()}, "eval": {"every": None}}, "has no `data.eval`"),
     ],
