@@ -200,7 +200,7 @@ def has_diverged(metrics: MetricsReader, code: int, value: float | None) -> bool
 
 
 def write_result(sweep: SweepConfig, study: "Study") -> dict[str, Any]:
-    """Write `sweep.json`: all trials, the best one, importances of keys, and the repeated trainings. Returns it."""
+    """Write `sweep.json`: all trials and the best one. Returns it."""
     trials = study.get_trials(deepcopy=False)
     is_any = any(trial.state.name == "COMPLETE" for trial in trials)
     tree = {
