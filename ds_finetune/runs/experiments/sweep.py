@@ -17,7 +17,7 @@ import numpy as np
 from ds_finetune.checkpoint.locking import LOCK, lock_folder
 from ds_finetune.config.run_file import read_yaml
 from ds_finetune.console.phase_line import Say
-from ds_finetune.errors import INTERRUPTED_EXIT_CODE, ConfigError, RunError
+from ds_finetune.errors import INTERRUPTED_EXIT_CODE, ConfigError, DependencyError, RunError
 from ds_finetune.export.output_folder import check_out_empty
 from ds_finetune.runs.experiments.jobs import CHECKPOINTS, RUN, ExperimentRun, Job, Place, places, run_jobs, yaml_text
 from ds_finetune.runs.experiments.pages import value_text, write_sweep_page
@@ -56,7 +56,14 @@ def run_sweep(sweep: SweepConfig, say: Say) -> dict[str, Any]:
     with lock_folder(folder, seconds=0.0, say=say):
         study = _open_study(sweep, say)
         say(f"{len(study.trials)} of {sweep.trials} trials begun, {len(hardware)} at once")
-        run_jobs(_trial_jobs(sweep, study, say), hardware)
+        try:
+            run_jobs(_trial_jobs(sweep, study, say), hardware)
+        except ImportError as absent:
+            # optuna imports what a sampler needs when it first learns from trials.
+            raise DependencyError(
+                f"`sampler: {sweep.sampler.name}` needs `{absent.name}`, which is not installed",
+                hint="install it and give the same command again, which continues, or choose another sampler",
+            ) from None
         _check_failures(sweep, study)
         tree = write_result(sweep, study)
         if tree["best"] is None:
@@ -110,6 +117,7 @@ def _trial_jobs(sweep: SweepConfig, study: "Study", say: Say) -> Iterator[Job]:
     from optuna.trial import Trial, TrialState
 
     for frozen in study.get_trials(states=(TrialState.RUNNING,)):
+        study.sampler = make_sampler(sweep, frozen.number)
         yield partial(_run_trial, sweep, study, Trial(study, frozen._trial_id), say)
     while len(begun := study.get_trials(deepcopy=False)) < sweep.trials:
         # While the last points of a grid still run, optuna 5.0.0 would sample one of them again (samplers/_grid.py).
@@ -117,8 +125,7 @@ def _trial_jobs(sweep: SweepConfig, study: "Study", say: Say) -> Iterator[Job]:
             return
         _check_failures(sweep, study)
         study.sampler = make_sampler(sweep, len(begun))
-        space = {key: values.distribution() for key, values in sweep.space.items()}
-        yield partial(_run_trial, sweep, study, study.ask(space), say)
+        yield partial(_run_trial, sweep, study, study.ask(), say)
 
 
 def _check_failures(sweep: SweepConfig, study: "Study") -> None:
@@ -133,7 +140,10 @@ def _check_failures(sweep: SweepConfig, study: "Study") -> None:
 
 async def _run_trial(sweep: SweepConfig, study: "Study", trial: "Trial", say: Say, place: Place) -> None:
     """Train one trial, without exports: report each value to the pruner, and tell the study how it ended."""
-    values, folder = sweep.values_of(trial.params), Path(sweep.output_dir) / _TRIALS / f"{trial.number:04}"
+    # As `Study.ask(space)` does; values that an earlier process has sampled are returned, and it may have been killed
+    # before the last one (optuna 5.0.0, trial/_trial.py).
+    drawn = {key: trial._suggest(key, values.distribution()) for key, values in sweep.space.items()}
+    values, folder = sweep.values_of(drawn), Path(sweep.output_dir) / _TRIALS / f"{trial.number:04}"
     tree = sweep.run_tree({**values, "eval.keep_best": False}, folder / RUN)
     run = ExperimentRun(folder, {**tree, "export": {"at_end": False}})
     reported, is_pruned = max(study.get_trials()[trial.number].intermediate_values, default=-1), False

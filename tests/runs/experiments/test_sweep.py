@@ -300,6 +300,20 @@ def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         sweep_of(tmp_path)
 
 
+def test_a_package_that_a_sampler_lacks_is_named_and_its_trials_continue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "cmaes", None)
+        space = {"optim.lr": LR, "optim.weight_decay": {"low": 0.0, "high": 0.1}}
+        with pytest.raises(DependencyError, match=r"`sampler: CmaEsSampler` needs `cmaes`, which is not installed"):
+            run(sweep_of(tmp_path, space=space, sampler="CmaEsSampler"))
+    # Of the trial in which it was missed optuna has stored no value.
+    run(sweep_of(tmp_path, space=space, sampler="RandomSampler"))
+    trials = result_of(tmp_path)["trials"]
+    assert [(len(each["values"]), each["state"]) for each in trials] == [(2, "complete")] * 3
+
+
 def test_another_space_does_not_go_into_the_same_folder(tmp_path: Path) -> None:
     run(sweep_of(tmp_path))
     before = (tmp_path / "out" / "study.journal").read_bytes()
