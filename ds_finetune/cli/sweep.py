@@ -1,15 +1,13 @@
 """`ds-finetune sweep` and `scaling`: one run file with many values, learning rates, or numbers of ranks."""
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from rich.table import Table
 
 from ds_finetune.cli.arguments import Arguments, Commands, add_command, add_overrides, add_run_command, positive
 from ds_finetune.console.tables import OUT, show_line, show_pairs
-from ds_finetune.errors import INTERRUPTED_EXIT_CODE, ConfigError
+from ds_finetune.errors import ConfigError
 
 
 def add_commands(commands: Commands) -> None:
@@ -52,19 +50,6 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(word for word in text.split(",") if word))
 
 
-@contextmanager
-def _ended_by_signal(note: str = "") -> Iterator[None]:
-    """End with the exit code of an interrupted run where a signal ends the runs inside, and print the `note`."""
-    from ds_finetune.runs.experiments.jobs import JobsInterruptedError
-
-    try:
-        yield
-    except JobsInterruptedError:
-        if note:
-            show_line(note)
-        raise SystemExit(INTERRUPTED_EXIT_CODE) from None
-
-
 def _scaling(arguments: Arguments) -> None:
     from ds_finetune.runs.experiments.pages import write_scaling_page
     from ds_finetune.runs.experiments.scaling import COLUMNS, ScalingRequest, compare_scaling, table_row
@@ -78,8 +63,7 @@ def _scaling(arguments: Arguments) -> None:
         hostfile=arguments.hostfile,
         folder=Path(arguments.out),
     )
-    with _ended_by_signal():
-        compared = compare_scaling(request, show_line)
+    compared = compare_scaling(request, show_line)
     table = Table(*COLUMNS, box=None, padding=(0, 2, 0, 0))
     for row in compared["rows"]:
         table.add_row(*table_row(row))
@@ -100,8 +84,7 @@ def _sweep(arguments: Arguments) -> None:
     from ds_finetune.runs.experiments.sweep_file import read_sweep
 
     sweep = read_sweep(Path(arguments.file), arguments.overrides)
-    with _ended_by_signal(f"interrupted; the same command continues the sweep in {sweep.output_dir}"):
-        tree = run_sweep(sweep, show_line)
+    tree = run_sweep(sweep, show_line)
     best, folder = tree["trials"][tree["best"]], Path(sweep.output_dir)
     values = [(key, value_text(value)) for key, value in best["values"].items()]
     files = [("run file", str(folder / BEST)), ("report", str(folder / REPORT))]
@@ -122,8 +105,7 @@ def _lr_range(arguments: Arguments) -> None:
         ranks=arguments.ranks or 1,
         folder=Path(arguments.out or "lr_range"),
     )
-    with _ended_by_signal():
-        found = run_range_test(request, show_line)
+    found = run_range_test(request, show_line)
     page = write_range_page(request.folder, found)
     hint = "as a hint: rates are often best well below these; compare some by a sweep"
     show_pairs("learning rates", [*range_lines(found), ("use", hint), ("report", str(page))])

@@ -189,8 +189,8 @@ class ExperimentRun:
 Job = Callable[[Place], Awaitable[None]]
 
 
-class JobsInterruptedError(Exception):
-    """A signal came; all runs have saved and ended."""
+class JobsInterruptedError(SystemExit):
+    """A signal came; all runs have saved and ended. The program ends with the exit code of an interrupted run."""
 
 
 def run_jobs(jobs: Iterator[Job], places: Sequence[Place]) -> None:
@@ -204,7 +204,7 @@ def run_jobs(jobs: Iterator[Job], places: Sequence[Place]) -> None:
         for job in jobs:
             await job(place)
 
-    async def work_on_all() -> None:
+    async def work_on_all() -> bool:
         tasks = [asyncio.create_task(work(place)) for place in places]
 
         def cancel(_: int = 0) -> None:
@@ -215,10 +215,9 @@ def run_jobs(jobs: Iterator[Job], places: Sequence[Place]) -> None:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             cancel()
             await asyncio.wait(tasks)
-        errors = [task.exception() for task in tasks if not task.cancelled()]
-        for error in filter(None, errors):
+        for error in filter(None, (task.exception() for task in tasks if not task.cancelled())):
             raise error
-        if len(errors) < len(tasks):
-            raise JobsInterruptedError
+        return any(task.cancelled() for task in tasks)
 
-    asyncio.run(work_on_all())
+    if asyncio.run(work_on_all()):
+        raise JobsInterruptedError(INTERRUPTED_EXIT_CODE)

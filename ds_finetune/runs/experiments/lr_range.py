@@ -5,7 +5,6 @@ with AdamW and warm-up it often points at too high a rate, and it changes with t
 """
 
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -74,7 +73,6 @@ def run_range_test(request: RangeRequest, say: Say) -> dict[str, Any]:
     found = evaluate(rate[: len(loss)][is_number], loss[is_number], is_diverged=is_diverged)
     tree = {"format": 1, "run": str(request.run_file), **found}
     (folder / RESULT).write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
-    shutil.rmtree(folder / RUN / "base", ignore_errors=True)
     return tree
 
 

@@ -55,7 +55,8 @@ def run_sweep(sweep: SweepConfig, say: Say) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     with lock_folder(folder, seconds=0.0, say=say):
         study = _open_study(sweep, say)
-        say(f"{len(study.trials)} of {sweep.trials} trials begun, {len(hardware)} at once")
+        begun = f"{len(study.trials)} of {sweep.trials} trials begun, {len(hardware)} at once"
+        say(f"{begun}; after an interruption, the same command continues the sweep in {folder}")
         try:
             run_jobs(_trial_jobs(sweep, study, say), hardware)
         except ImportError as absent:
