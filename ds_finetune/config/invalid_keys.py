@@ -104,7 +104,7 @@ def written(word: str, value: object, key: str) -> str:
 def _keys_of(error: Any) -> tuple[str, ...]:  # noqa: ANN401 - pydantic's ErrorDetails
     """The keys of an error's place, without indices of lists and pydantic's names of types, as `dict[str,float]`."""
     parts = [part for part in error["loc"] if isinstance(part, str)]
-    return tuple(part for part in parts if part != "str" and "[" not in part)
+    return tuple(part for part in parts if part not in ("str", "int", "float") and "[" not in part)
 
 
 def _explain_one(error: Any, root: type[Section], source: str, lines: Lines) -> tuple[str, str]:  # noqa: ANN401 - pydantic's ErrorDetails
@@ -146,7 +146,7 @@ def _value_hint(name: str, field: FieldInfo | None, page: str) -> str:
     facts = [f"{word} {getattr(part, key)}" for part in field.metadata for key, word in _BOUNDS if hasattr(part, key)]
     if isinstance(field.default, str | int | float | tuple):
         facts.append(f"by default {json.dumps(field.default)}")
-    text = " ".join((field.description or "").split())
+    text = " ".join((field.description or f"see {page}").split())
     text = text if text.endswith("...") else text.removesuffix(".")
     return f"`{name}`{' (' * bool(facts)}{', '.join(facts)}{')' * bool(facts)}: {text}"
 

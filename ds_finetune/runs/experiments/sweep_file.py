@@ -23,8 +23,8 @@ _LISTS = ("BruteForceSampler", "GridSampler")
 """Samplers that train each point of a space of lists."""
 _SEQUENCES = (*_LISTS, "QMCSampler")
 """Samplers that walk through one sequence, which their seed sets."""
-_OWN_KEYS = ("output_dir", "launch", "export")
-"""Sections that a trial's run file has from the sweep."""
+_OWN_KEYS = ("output_dir", "launch", "export", "eval.keep_best")
+"""Sections and keys that a trial's run file has from the sweep."""
 _Choice = bool | int | float | str | None | list[Any] | dict[str, Any]
 
 
@@ -148,7 +148,7 @@ def read_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepConfig:
         )
     if "repeats" in tree:
         raise ConfigError(
-            f"{path} line {lines.get(('repeats',), '?')}: a sweep no longer trains its best run file again (`repeats`)",
+            f"{path}: a sweep no longer trains its best run file again (`repeats`)",
             hint="leave it out, and compare seeds by a second sweep over train.seed (docs/how-to/sweeps.md)",
         )
     try:
@@ -158,12 +158,14 @@ def read_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepConfig:
     base, base_lines = read_yaml(Path(sweep.run))
     _check_metric(sweep, validate_tree(copy.deepcopy(base), base_lines, sweep.run))
     for key, values in sweep.space.items():
-        source, section = f"{path} line {lines.get(('space', key), '?')}", key.split(".")[0]
-        if section in _OWN_KEYS:
+        source = f"{path} line {lines.get(('space', key), '?')}"
+        if own := [each for each in _OWN_KEYS if key in (each, each.split(".")[0]) or key.startswith(f"{each}.")]:
             raise ConfigError(
-                f"{source}: `{key}` is in the space, and the sweep sets `{section}` itself",
+                f"{source}: `{key}` is in the space, and the sweep sets `{own[0]}` itself",
                 hint="leave it out of the space",
             )
+        if inner := [other for other in sweep.space if other.startswith(f"{key}.")]:
+            raise ConfigError(f"{source}: the space has `{key}` and `{inner[0]}` of it", hint="leave one of them out")
         for value in values.choices or (values.low, values.high):
             changed = copy.deepcopy(base)
             set_key(changed, dict(base_lines), key, value, source=source)
