@@ -176,6 +176,11 @@ async def _run_trial(sweep: SweepConfig, study: "Study", trial: "Trial", say: Sa
     text = f"{sweep.metric} {value}" if state == "COMPLETE" else f"{state.lower()}: {reason}"
     say(f"trial {trial.number}: {sampled}: {text} ({run.seconds:.0f} s)")
     write_result(sweep, study)
+    if not run.code and sweep.metric not in run.metrics.curves:
+        raise RunError(
+            f"the sweep's metric is `{sweep.metric}`, and trial {trial.number} ended without a record of it",
+            hint=f"name another output_dir, and one of its metrics: {', '.join(sorted(run.metrics.curves))}",
+        )
 
 
 def _outcome(sweep: SweepConfig, run: ExperimentRun) -> tuple[str, float | None, str]:

@@ -304,6 +304,12 @@ def test_wrong_choices_are_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_metric_that_no_record_has_ends_the_sweep_after_one_trial(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"`eval/los`, and trial 0 ended without a record of it\n.*eval/loss"):
+        run(sweep_of(tmp_path, metric="eval/los"))
+    assert len(result_of(tmp_path)["trials"]) == 1
+
+
 def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(DependencyError, match=r"optuna, which is not installed\n.*ds_finetune\[sweep\]"):
