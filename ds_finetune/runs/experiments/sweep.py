@@ -68,8 +68,12 @@ def run_sweep(sweep: SweepConfig, say: Say) -> dict[str, Any]:
         _check_failures(sweep, study)
         tree = write_result(sweep, study)
         if tree["best"] is None:
-            text = f"none of {len(tree['trials'])} trials has a value of {sweep.metric}"
-            raise RunError(f"{text}: {tree['trials'][-1]['reason']}", hint=f"see {folder / _TRIALS}")
+            last = tree["trials"][-1]
+            raise RunError(
+                f"none of {len(tree['trials'])} trials has ended with a value of {sweep.metric}; "
+                f"trial {last['number']}: {last['state']}, {last['reason']}",
+                hint=f"see {folder / _TRIALS}, or raise `trials`",
+            )
         values = sweep.values_of(study.best_trial.params)
         (folder / BEST).write_text(yaml_text(sweep.run_tree(values, folder / "best")), encoding="utf-8")
         write_sweep_page(folder, tree)

@@ -304,6 +304,12 @@ def test_wrong_choices_are_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_sweep_without_a_value_says_how_its_last_trial_ended(tmp_path: Path) -> None:
+    said = r"none of 2 trials has ended with a value of eval/loss; trial 1: pruned, diverged"
+    with pytest.raises(RunError, match=said):
+        run(sweep_of(tmp_path, space={"optim.lr": {"choices": [0.6, 0.7]}}, sampler="GridSampler"))
+
+
 def test_a_metric_that_no_record_has_ends_the_sweep_after_one_trial(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"`eval/los`, and trial 0 ended without a record of it\n.*eval/loss"):
         run(sweep_of(tmp_path, metric="eval/los"))
