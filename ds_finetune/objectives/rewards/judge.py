@@ -45,17 +45,21 @@ _FORWARDED = ["getitem", "setitem", "delitem", "len", "iter", "next", "bool", "s
 _FORWARDED += ["abs", "neg", "index", "reversed", "enter", "exit", "hash", "call", "setattr"]
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
 _ORDER = ("lt", "le", "gt", "ge")
+_DIFFERENCES = ("add", "sub", "mod", "xor")
+"""Operations that give zero for the value that a test expects."""
+_TO_NUMBERS = ("abs", "bool", "float", "index", "int", "round")
 
 
 class Proxy:
     """An object of the other process."""
 
     # Without `__dict__`, which a pickle could fill.
-    __slots__ = ("_asks", "_number")
+    __slots__ = ("_asks", "_is_difference", "_number")
 
     def __init__(self, asks: Callable[..., Any], number: int) -> None:
         object.__setattr__(self, "_asks", asks)
         object.__setattr__(self, "_number", number)
+        object.__setattr__(self, "_is_difference", False)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the program has
         # Libraries would obey others, as `__array_interface__`.
@@ -78,7 +82,21 @@ class Proxy:
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
-    return lambda self, *given, **named: self._asks(name, self, *given, **named)
+    def forward(self: Proxy, *given: Any, **named: Any) -> Any:  # noqa: ANN401
+        result = _marked(self._asks(name, self, *given, **named), self._is_difference)
+        if self._is_difference and name in _TO_NUMBERS and not isinstance(result, Proxy):
+            # `abs(f(3) - 3.5) < 1e-6` would pass by an object whose differences are 0.
+            raise TypeError(f"{name}() of a difference from an object")
+        return result
+
+    return forward
+
+
+def _marked(result: Any, is_difference: bool) -> Any:  # noqa: ANN401
+    """The result of an operation; objects of the program that come from a difference are marked."""
+    if is_difference and isinstance(result, Proxy):
+        object.__setattr__(result, "_is_difference", True)
+    return result
 
 
 def _operator(name: str, is_reflected: bool) -> Callable[[Proxy, Any], Any]:
@@ -91,6 +109,7 @@ def _operator(name: str, is_reflected: bool) -> Callable[[Proxy, Any], Any]:
         if not isinstance(data, Proxy):
             return _OPERATIONS[name](*((other, data) if is_reflected else (data, other)))
         result = self._asks(name, *((other, self) if is_reflected else (self, other)))
+        result = _marked(result, self._is_difference or name in _DIFFERENCES)
         return result if isinstance(result, Proxy) else NotImplemented
 
     return operate

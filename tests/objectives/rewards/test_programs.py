@@ -105,7 +105,32 @@ def test_an_object_equals_no_value_that_it_is_not(base: str) -> None:
     assert score(program, VALUES) == 0
 
 
+DIFFERENCES = [
+    "assert abs(f(3) - 3.5) < 1e-6",
+    "assert abs(3.5 - f(3)) < 1e-6",
+    "assert abs(-(f(3) + -3.5)) < 1e-6",
+    "assert abs((f(3) - 3.5) / 3.5) < 1e-6",
+    "assert round(f(3) - 3.5, 3) == 0",
+    "assert not f(3) % 2",
+    "assert int(f(3) - 3) == 0",
+    "import math\nassert math.floor(f(3) - 3) == 0",
+]
+
+
+def test_differences_from_an_object_are_no_numbers() -> None:
+    methods = "add sub rsub neg truediv mod xor"
+    program = "class Zero:\n    def _same(self, *others): return self\n    __abs__ = __float__ = lambda self: 0.0\n"
+    program += "    __round__ = __int__ = lambda *_: 0\n    __bool__ = lambda self: False\n"
+    program += "".join(f"    __{name}__ = _same\n" for name in methods.split()) + "f = lambda n: Zero()"
+    assert score(program, DIFFERENCES) == 0
+
+
 HONEST = {
+    "vectors": (
+        "class V:\n    def __init__(self, x): self.x = x\n    def __sub__(self, y): return V(self.x - y)\n"
+        "    def __mul__(self, y): return V(self.x * y)\n    def __abs__(self): return abs(self.x)\n",
+        "assert abs(V(-3) * 2) == 6 and (V(5) - 2).x == 3",
+    ),
     "exceptions": (
         "def f(n):\n    raise ValueError(f'{n} is bad')",
         "try:\n    f(3)\nexcept ValueError as e:\n    assert str(e) == '3 is bad'\nelse:\n    assert False",
