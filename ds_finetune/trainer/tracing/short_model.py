@@ -61,7 +61,7 @@ class ShortModel:
     def __init__(self, plan: Plan, model: ModelPlan, *, is_whole: bool = False) -> None:
         self._plan, self._stack, self._is_whole = plan, ExitStack(), is_whole
         # Stages are layers of the same model, and its weights are not partitioned.
-        one = Mesh(plan.mesh.dp * plan.mesh.pp, plan.mesh.tp, 1, plan.mesh.sp, ep=plan.mesh.ep)
+        one = Mesh(0, plan.mesh.dp * plan.mesh.pp, sp=plan.mesh.sp, tp=plan.mesh.tp, ep=plan.mesh.ep)
         tiles = mlp_tiles(model.hf_config.to_dict()) if plan.train.tiled_mlp else 1
         whole = plan.deepspeed_config | {"zero_optimization": plan.zero | {"stage": 0}}
         self._arranged = replace(plan, mesh=one, deepspeed_config=whole)

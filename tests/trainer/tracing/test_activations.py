@@ -109,6 +109,14 @@ def test_axes(tmp_path: Path, family: str, axis: str) -> None:
     compare(tmp_path, tree_of(family), **AXES[axis])
 
 
+@pytest.mark.parametrize("axis", ["tp", "sp"])
+def test_ranks_of_an_axis_share_products(tmp_path: Path, axis: str) -> None:
+    whole, half = (trace(*planned(tmp_path, tree_of("qwen3"), **settings)) for settings in ({}, AXES[axis]))
+    assert [2 * layer.flops for layer in half.layers] == [layer.flops for layer in whole.layers]
+    assert [2 * layer.attention_flops for layer in half.layers] == [layer.attention_flops for layer in whole.layers]
+    assert 2 * half.head_flops == whole.head_flops
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", CONFIGS)
