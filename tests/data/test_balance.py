@@ -94,7 +94,7 @@ def test_cost_of_a_row_is_that_of_its_documents() -> None:
     assert 2 * cost.of_row(lengths, 50, row_len=None) == pytest.approx(flops)
     # Positions without a label skip the head, of VOCAB x hidden weights.
     skipped = cost.of_row(lengths, 50, row_len=None) - cost.of_row(lengths, 10, row_len=None)
-    assert skipped == 3 * 40 * VOCAB * shape.hidden
+    assert skipped == 3 * 40 * VOCAB * TINY_MODELS["llama"]["hidden_size"]
     # Padding is a document of its own.
     padded = cost.of_row(lengths, 50, row_len=64)
     assert padded == cost.of_row(np.array([20, 30, 14]), 50, row_len=None)
