@@ -10,9 +10,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_finetune.errors import ConfigError
 from ds_finetune.families.layer_rules import compressed_types
-from ds_finetune.families.table import FAMILIES, family_of
+from ds_finetune.families.table import family_of
 from ds_finetune.plan.forward import head_widths
 from ds_finetune.plan.model_tensors import DescribedModel, part_of
 
@@ -20,20 +19,10 @@ _FORWARD_AND_BACKWARD = 3
 """Backward costs twice the forward; a multiply-add is two FLOPs."""
 
 
-def check_known(model: DescribedModel) -> None:
-    """ConfigError for a model whose activations and FLOPs are not known by arithmetic: a type outside the table, an
-    encoder, or a model with tensors of no known part.
-    """
-    family, kind = family_of(str(model.get("model_type"))), model.get("model_type")
-    unknown = "its layers"
-    if not family.is_generic and family.encoder is None:
-        unknown = next((name for name in model.tensors.by_name if not part_of(name)), "")
-    if unknown:
-        known = ", ".join(sorted(name for name, row in FAMILIES.items() if row.encoder is None))
-        raise ConfigError(
-            f"model_type {kind} cannot be planned by arithmetic: the activations of {unknown} are not known",
-            hint=f"`plan --tensors` shows what a rank holds of it but activations; known types: {known}",
-        )
+def is_known(model: DescribedModel) -> bool:
+    """Whether a model is of a family that is no encoder, and the part that each of its tensors belongs to is known."""
+    family = family_of(str(model.get("model_type")))
+    return not family.is_generic and family.encoder is None and all(map(part_of, model.tensors.by_name))
 
 
 @dataclass(frozen=True)
@@ -58,8 +47,8 @@ class Shape:
 
     @classmethod
     def of(cls, model: DescribedModel) -> Self:
-        """The shape of a model; ConfigError as `check_known`."""
-        check_known(model)
+        """The shape of a model that `is_known`."""
+        assert is_known(model)
         tensors, parts = model.tensors, Counter[str]()
         for name, tensor in tensors.by_name.items():
             parts[part_of(name)] += tensor.numel

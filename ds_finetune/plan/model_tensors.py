@@ -9,7 +9,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 EMBEDDING, HEAD, SCORE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
-_LAYER = re.compile(r"(?P<stack>.+?\.layers?)\.(?P<number>\d+)\.(?P<name>.+)")
+_LAYER = re.compile(r"(?P<stack>.+?)\.(?P<number>\d+)\.(?P<name>.+)")
 _PARTS = (
     ("indexer", re.compile(r"\.self_attn\.(compressor\.)?indexer\.")),
     (

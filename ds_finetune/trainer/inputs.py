@@ -36,7 +36,7 @@ from ds_finetune.model.weights.vocabulary import untrained_rows
 from ds_finetune.objectives.rewards.pool import check_files
 from ds_finetune.objectives.rewards.worker import needs_of
 from ds_finetune.plan.context import extend_tree
-from ds_finetune.plan.model_shape import Shape
+from ds_finetune.plan.model_shape import Shape, is_known
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.trainer.document_lengths import check_answers_fit, check_lengths
 from ds_finetune.trainer.resolve import limits_of
@@ -49,7 +49,7 @@ _STRIP = 2**24
 class RunInputs:
     """What a run reads before its process group exists: model folder and plan, tokenizer, training and held-out rows.
 
-    `shape` is None for model types whose parameters are not known by arithmetic.
+    `shape` is None for a model of which `is_known` is false.
     """
 
     folder: Path
@@ -160,7 +160,7 @@ def read_inputs(run: RunSettings, model: ModelPlan) -> RunInputs:
     return RunInputs(
         folder=folder,
         model=model,
-        shape=_shape(model),
+        shape=Shape.of(model.described) if is_known(model.described) else None,
         tokenizer=tokenizer,
         tokenizer_folder=tokenizer_folder,
         train=train,
@@ -240,13 +240,6 @@ def config_tree(folder: Path, model: ModelPlan) -> dict[str, Any]:
         tree |= {key: getattr(hf_config, key) for key in ("id2label", "label2id", "problem_type", "pad_token_id")}
         tree["id2label"] = {str(number): name for number, name in hf_config.id2label.items()}
     return tree
-
-
-def _shape(model: ModelPlan) -> Shape | None:
-    try:
-        return Shape.of(model.described)
-    except ConfigError:
-        return None
 
 
 def check_teacher_tokens(model: ModelPlan, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -188,11 +188,15 @@ def test_a_slice_that_no_nvme_buffer_holds_is_refused(
     assert main(["plan", run_file, *model, *options, "--gpus", "8"]) == 0
 
 
-def test_a_model_that_is_partly_known_names_the_part(
-    run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sizes = {"num_experts": 60, "num_experts_per_tok": 4, "hidden_size": 64, "num_hidden_layers": 2}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_moe", "num_attention_heads": 4, **sizes}))
-    assert main(["plan", run_file, f"model={tmp_path}", "parallel.ep=1", "--gpus", "8"]) == 2
-    printed = capsys.readouterr().err
-    assert "the activations of model.layers.0.mlp.shared_expert.gate_proj.weight are not known" in printed
+def test_a_model_outside_the_table(run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its layers have other names: transformer.h.N, of 12 x 64**2 + 13 x 64 parameters."""
+    tree = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 6, "vocab_size": 512, "n_positions": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    options = [f"model={tmp_path}", "parallel.ep=1", "--gpus", "8", "--gpu", "h100-80g", "--json"]
+    assert main(["plan", run_file, *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    number = 6 * (12 * 64**2 + 13 * 64) + (512 + 4096 + 2) * 64
+    assert found["decisions"]["parameters"] == f"{number / 1e6:.3f} M"
+    sizes = {row["name"]: row["num_bytes"] for row in found["memory"]["rows"]}
+    assert sizes["weights"] == pytest.approx(2 * number / 8, rel=0.01)
+    assert min(sizes["kept by layers"], sizes["one layer in backward"]) > 0

@@ -1,4 +1,4 @@
-"""The memory of a run by arithmetic: what a rank holds on its device, in host memory and on disk, and which option
+"""The memory of a run: what a rank holds on its device, in host memory and on disk, and which option
 lowers it.
 """
 
@@ -8,7 +8,7 @@ from typing import NamedTuple, get_args
 
 from ds_finetune.config.objectives import is_distillation, is_grpo
 from ds_finetune.config.units import GIB
-from ds_finetune.errors import ConfigError
+from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
 from ds_finetune.plan.estimate.rank_weights import RankWeights, as_one_stage, rank_elements, weights_of_run
 from ds_finetune.plan.estimate.rollouts import samples_itself, sampling_rows
@@ -25,7 +25,6 @@ from ds_finetune.plan.estimate.rows import (
 from ds_finetune.plan.estimate.states import files_of, staging_bytes
 from ds_finetune.plan.estimate.traced import TracedLayer, TracedModel, Tracer
 from ds_finetune.plan.estimate.zero_rows import teacher_rows, zero_rows
-from ds_finetune.plan.model_shape import check_known
 from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.pipeline import num_held_forwards
 from ds_finetune.plan.plan import Plan, Recomputation
@@ -76,7 +75,7 @@ def estimate_memory(plan: Plan, model: DescribedModel, traces: Tracer, *, budget
     """What the run of `plan` needs with its model, whose activations `traces` knows. `budget` are the bytes of a rank's
     device: a run that samples answers fills a part of it; with None as if it had no more than steps need.
 
-    ConfigError where the states of a model type are not known.
+    ModelError where the layers of the model cannot be told apart.
     """
     return fullest_stage(estimate_stages(plan, model, traces, budget=budget))
 
@@ -92,8 +91,14 @@ def estimate_stages(
     """What a rank of each pipeline stage needs, in their order; of stages that hold the same, the first alone, which
     has the most forwards in flight. Errors as those of `estimate_memory`.
     """
-    check_known(model)
     stages, traced = weights_of_run(plan, model), traces(plan)
+    known, computed = len(model.tensors.layers) - model.tensors.num_predictions, len(traced.layers)
+    if known != computed:
+        raise ModelError(
+            f"the memory of model_type {model['model_type']} is not known: its tensors are those of {known} layers, "
+            f"and {computed} were computed",
+            hint="the run may train all the same: its memory is known after a short run",
+        )
     files = (*_communicator_rows(plan), *_file_rows(plan, model))
     last = tuple(_teacher_rows(plan, model.teacher))
     seen = set()
@@ -246,14 +251,8 @@ def _tokens_of_rank(plan: Plan) -> int:
 
 
 def _teacher_rows(plan: Plan, teacher: DescribedModel | None) -> Iterator[MemoryRow]:
-    """Rows for the weights of the teacher of a run on a rank that has the head; none where it has no teacher.
-    ConfigError, which names the teacher, where the states of its model type are not known.
-    """
+    """Rows for the weights of the teacher of a run on a rank that has the head; none where it has no teacher."""
     section = plan.objective
     if not is_distillation(section) or teacher is None:
         return
-    try:
-        check_known(teacher)
-    except ConfigError as unknown:
-        raise ConfigError(f"the teacher {section.teacher}: {unknown.message}", hint=unknown.hint) from None
     yield from teacher_rows(plan, teacher)

@@ -22,7 +22,6 @@ from ds_finetune.plan.lora_targets import (
     quantised_targets,
     targets_among,
 )
-from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.model_tensors import (
     EMBEDDING,
     SCORE_HEAD,
@@ -140,10 +139,6 @@ def _stage_tensors(
         for name, tensor in kind.tensors:
             counts[f"{kind.stack}.N.{name}", tensor] += number
     return counts
-
-
-shape_of_model = remembered(Shape.of)
-"""The parameters of a model by part, and the cost of its attention."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A run on machines that need not be here, by arithmetic only: whether it fits, its memory and its layout."""
+"""A run on machines that need not be here: whether it fits, its memory and its layout."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -13,7 +13,7 @@ from ds_finetune.plan.estimate.traced import Tracer
 from ds_finetune.plan.forward import attention_lines, head_line, mlp_tiles
 from ds_finetune.plan.indexer import plan_indexer
 from ds_finetune.plan.layer_stages import StageLayers
-from ds_finetune.plan.model_shape import Shape, check_known
+from ds_finetune.plan.model_shape import Shape, is_known
 from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.plan import Plan, check_largest_slice, make_plan
 from ds_finetune.plan.routers import plan_routers
@@ -63,10 +63,12 @@ class Forecast:
         yield "parameters", self._parameters()
 
     def _parameters(self) -> str:
-        shape = Shape.of(self.model)
-        unit, name = (1e9, "B") if shape.total_params >= 1e9 else (1e6, "M")
-        total, active = shape.total_params / unit, shape.active_params / unit
-        return f"{total:,.3f} {name}, {active:,.3f} {name} of them used for a token"
+        number = self.model.tensors.numel
+        unit, name = (1e9, "B") if number >= 1e9 else (1e6, "M")
+        total = f"{number / unit:,.3f} {name}"
+        if not is_known(self.model):
+            return total
+        return f"{total}, {Shape.of(self.model).active_params / unit:,.3f} {name} of them used for a token"
 
     def notes(self) -> tuple[str, ...]:
         """What a user might not expect."""
@@ -114,21 +116,13 @@ def memory_tree(memory: MemoryEstimate) -> dict[str, Any]:
     return {name: getattr(memory, name) for name in totals} | {"rows": [asdict(row) for row in memory.rows]}
 
 
-def check_described(run: RunSettings, model: DescribedModel) -> None:
-    """ModelError or ConfigError where the memory of the model of a run is not known by arithmetic, or where `train`
-    would refuse the run whatever its layout.
-    """
-    check_run(run, model)
-    check_known(model)
-
-
 def forecast_run(given: RunSettings, target: Target, model: DescribedModel, traces: Tracer) -> Forecast:
     """The run on the machines of `target`; ConfigError or ModelError as `train` raises it before it loads
     anything.
     """
     plan = make_plan(given, world=target.ranks.world, device=target.ranks.device)
     run = given
-    check_described(run, model)
+    check_run(run, model)
     text = again = ""
     if run.train.activation_checkpointing == AUTO:
         budget = target.budget.device_bytes if target.budget is not None else None

@@ -12,9 +12,9 @@ from ds_finetune.plan.batch import rows_of_forward
 from ds_finetune.plan.estimate.traced import Tracer
 from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.plan.search.candidates import Candidate, Candidates, Ranks
+from ds_finetune.plan.search.candidates import Candidate, Candidates, Ranks, check_run
 from ds_finetune.plan.search.fitting import SPARE
-from ds_finetune.plan.search.forecast import UNCONFIRMED, check_described, memory_tree
+from ds_finetune.plan.search.forecast import UNCONFIRMED, memory_tree
 from ds_finetune.plan.search.layout import OFFLOAD_TEXTS, Layout, Sizes
 from ds_finetune.plan.search.machines import GPUS_PER_NODE, Target
 from ds_finetune.plan.search.search import MOST_TRIED, Proposal, Search, SearchResult
@@ -41,7 +41,7 @@ def search_layouts(given: RunSettings, target: Target, model: DescribedModel, tr
         )
     # One row in a forward where its number is open; the search chooses it.
     run = replace(given, train=given.train.model_copy(update={"micro_batch_size": rows_of_forward(given.train)}))
-    check_described(run, model)
+    check_run(run, model)
     search = Search(Candidates(run, model, target.ranks), target.budget, traces)
     result = search.run()
     if result.proposals:

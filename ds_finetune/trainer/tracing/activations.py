@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -29,7 +30,8 @@ def trace(plan: Plan, model: ModelPlan, *, is_whole: bool = False) -> TracedMode
             loss = short.trained(short.rows, short.numbers).loss
             watch.begin_backward()
             loss.backward()
-        return watch.result(short.kinds)
+        found = watch.result(short.kinds)
+    return found if model.teacher else replace(found, teacher=0)
 
 
 class _Mark(NamedTuple):
@@ -82,6 +84,7 @@ class _Watch:
         elif number is not None:
             self._mark("forward", number)
             hidden: torch.Tensor = given[0]
+            assert self._hidden in (0, hidden.nbytes), "hidden states between layers are not of one size"
             self._hidden = hidden.nbytes
             if number == 0 and hidden.requires_grad:
                 hidden.register_hook(lambda _: self._mark("inputs"))

@@ -167,7 +167,10 @@ def _shorten(lm: PreTrainedModel, is_whole: bool, *, is_reached: bool = False) -
             chosen.append(len(remain))
             remain.append(name)
         else:
-            lm.set_submodule(name, missing_layer(lm.config, number))
+            missing = missing_layer(lm.config, number)
+            # Some models read the kind of a layer's attention off the layer.
+            vars(missing).update({key: value for key, value in vars(layer).items() if isinstance(value, str)})
+            lm.set_submodule(name, missing)
         stands.append(chosen[-1])
         is_reached |= any(param.requires_grad for param in layer.parameters())
     return remain, stands

@@ -27,6 +27,7 @@ from tests.planning import model_of
 from tests.trainer.tracing.tracked import tracked_peak
 
 LAYERS, TOKENS = 6, 512
+UNPACKED = {"train": "none.jsonl", "packing": False}
 TEACHER = CONFIGS["llama"] | {"model_type": "llama", "hidden_size": 64, "vocab_size": 4096}
 WAYS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -117,6 +118,21 @@ def test_ranks_of_an_axis_share_products(tmp_path: Path, axis: str) -> None:
     assert 2 * half.head_flops == whole.head_flops
 
 
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "modernbert"])
+def test_encoders_and_types_outside_the_table(tmp_path: Path, model_type: str) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4}
+    tree = {
+        "model_type": model_type,
+        "num_hidden_layers": LAYERS,
+        "vocab_size": 2048,
+        "num_experts": 4,
+        "pad_token_id": 0,
+        **sizes,
+    }
+    encoder = {"objective": {"name": "classification", "labels": ["a", "b"]}, "data": UNPACKED}
+    compare(tmp_path, tree, **(encoder if model_type == "modernbert" else {}))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", CONFIGS)
@@ -171,6 +187,7 @@ def test_flops(tmp_path: Path) -> None:
     attention = 2 * (2 * TOKENS**2 / 2) * 2 * heads * 3.5
     assert {layer.attention_flops for layer in traced.layers} == {attention}
     assert traced.head_flops == 6 * 2048 * hidden * 2 * TOKENS
+    assert traced.teacher == 0
     assert recomputed.layers[0].flops == traced.layers[0].flops
 
 
