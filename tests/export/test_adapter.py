@@ -167,8 +167,8 @@ def _tear(folder: Path, name: str) -> None:
 
 
 def _index(folder: Path) -> None:
-    names = load_file(folder / "base" / "model.safetensors")
-    text = json.dumps({"weight_map": dict.fromkeys(names, "../base/model.safetensors")})
+    part = (folder / "base" / "model.safetensors").rename(folder / "base" / "part.safetensors")
+    text = json.dumps({"weight_map": dict.fromkeys(load_file(part), "../base/part.safetensors")})
     (folder / "base" / "model.safetensors.index.json").write_text(text)
 
 

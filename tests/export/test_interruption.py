@@ -14,6 +14,7 @@ import pytest
 from ds_finetune.config.schema import read_config
 from ds_finetune.errors import VerificationError
 from ds_finetune.export.interruption import SignalInterruption
+from ds_finetune.export.output_folder import RECORD
 from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.export.verify.verify import verify_exports
 from ds_finetune.trainer.exports import verify_run_exports
@@ -91,6 +92,9 @@ def test_a_run_verifies_nothing_after_a_signal_lost_while_its_engine_closed(
 ) -> None:
     config = read_config(str(tiny_task(tmp_path, export={"verify": True})), [])
     out = Path(config.output_dir) / "export"
+    out.mkdir(parents=True)
+    for name in (RECORD, UNVERIFIED):
+        (out / name).write_text("{}")
     said = f"SIGINT ended the verification; written but not verified: {out}"
     with pytest.raises(VerificationError, match=said), SignalInterruption(signal.SIGINT) as interruption:  # noqa: PT012 - the signal is part of it
         _signal_in_a_destructor(monkeypatch)
