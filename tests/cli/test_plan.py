@@ -188,6 +188,15 @@ def test_a_slice_that_no_nvme_buffer_holds_is_refused(
     assert main(["plan", run_file, *model, *options, "--gpus", "8"]) == 0
 
 
+def test_a_refused_layout_is_not_traced(run_file: str, shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = [f"model={shared_data / 'configs' / 'Qwen--Qwen3-8B'}", "parallel.ep=1", "parallel.tp=3"]
+    batch = ["train.global_batch_size=2", "train.max_seq_len=64"]
+    assert main(["plan", run_file, *model, *batch, "deepspeed=zero1", "--gpus", "6", "--gpu", "h100-80g"]) == 2
+    printed = capsys.readouterr().err
+    assert "parallel.tp 3 does not divide the 32 attention heads" in printed
+    assert "computing" not in printed
+
+
 def test_a_model_outside_the_table(run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its layers have other names: transformer.h.N, of 12 x 64**2 + 13 x 64 parameters."""
     tree = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 6, "vocab_size": 512, "n_positions": 4096}

@@ -123,6 +123,8 @@ def forecast_run(given: RunSettings, target: Target, model: DescribedModel, trac
     plan = make_plan(given, world=target.ranks.world, device=target.ranks.device)
     run = given
     check_run(run, model)
+    # A layout that is refused is not traced.
+    Candidates(run, model, target.ranks).check(run)
     text = again = ""
     if run.train.activation_checkpointing == AUTO:
         budget = target.budget.device_bytes if target.budget is not None else None
