@@ -99,7 +99,8 @@ class _Watch:
             self._recorder.depth -= 1
             return
         number = self._numbers.get(module)
-        if number is None:
+        if number is None or out is None:
+            # A forward that has raised an error has no output.
             return
         hidden = out[0] if isinstance(out, tuple) else out
         if hidden.requires_grad:
