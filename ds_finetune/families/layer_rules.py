@@ -4,7 +4,7 @@ transformers 5.23 reads it.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 ModelConfig = Mapping[str, Any]
 """The contents of a config.json."""
@@ -27,12 +27,6 @@ def compressed_types(c: ModelConfig) -> tuple[str, ...]:
     return tuple(kinds[: c["num_hidden_layers"]])
 
 
-def attention_type(c: ModelConfig, layer: int) -> str:
-    """The kind of attention of layer number `layer` of DeepSeek-V4; of layers after the last one, the last one's."""
-    kinds = compressed_types(c)
-    return kinds[min(layer, len(kinds) - 1)]
-
-
 def longest_window(c: ModelConfig) -> int:
     """Tokens of the longest window that a layer of DeepSeek-V4 compresses into an entry; 0 where none does."""
     return max((_rate(c, kind) for kind in compressed_types(c) if kind in RATES), default=0)
@@ -42,21 +36,6 @@ def hashed_layers(c: ModelConfig) -> tuple[int, ...]:
     """Numbers of the layers of DeepSeek-V4 whose routers choose experts by the ids of tokens."""
     kinds = c.get("mlp_layer_types") or ["hash_moe"] * c.get("num_hash_layers", 0)
     return tuple(layer for layer, kind in enumerate(kinds[: c["num_hidden_layers"]]) if kind == "hash_moe")
-
-
-class Window(NamedTuple):
-    """The windows whose tokens a layer of DeepSeek-V4 compresses into entries."""
-
-    tokens: int
-    series: int
-    """2 where an entry also holds the tokens of the window before."""
-    has_indexer: bool
-
-
-def window_of(c: ModelConfig, kind: str) -> Window | None:
-    """The windows of a layer with this kind of attention; None where it has none."""
-    is_sparse = kind == _SPARSE
-    return Window(_rate(c, kind), 1 + is_sparse, is_sparse) if kind in RATES else None
 
 
 def entry_tokens(c: ModelConfig) -> int:

@@ -2,7 +2,7 @@
 lowers it.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, get_args
 
@@ -77,11 +77,7 @@ def estimate_memory(plan: Plan, model: DescribedModel, traces: Tracer, *, budget
 
     ModelError where the layers of the model cannot be told apart.
     """
-    return fullest_stage(estimate_stages(plan, model, traces, budget=budget))
-
-
-def fullest_stage(stages: Iterable[MemoryEstimate]) -> MemoryEstimate:
-    """The estimate of the stage that needs most on its device."""
+    stages = estimate_stages(plan, model, traces, budget=budget)
     return max(stages, key=lambda estimate: estimate.device_bytes)
 
 
