@@ -136,7 +136,8 @@ def _lengths(micro: MicroBatch) -> list[int]:
 def test_the_fingerprint_of_a_stream_changes_with_its_rows(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     """By all that makes rows of records: a checkpoint counts rows, which would be others."""
     path, template = write(tmp_path / "rows.jsonl", 3), tmp_path / "template.jinja"
-    template.write_text("{{ messages[0].content }}")
+    written = "{% for each in messages %}{{ each.role }}: {{ each.content }}\n{% endfor %}"
+    template.write_text(written)
 
     def fingerprint(limits: TokenLimits = LIMITS, **settings: object) -> str:
         config = DataConfig.model_validate({"train": str(path)} | settings)
@@ -151,7 +152,7 @@ def test_the_fingerprint_of_a_stream_changes_with_its_rows(tokenizer: PreTrained
         {"template": str(template)},
     )
     found = [fingerprint(TokenLimits(32, 128)), *(fingerprint(**settings) for settings in others)]
-    template.write_text("{{ messages[0].content }}!")
+    template.write_text(f"{written}!")
     found += [fingerprint(template=str(template))]
     assert len(set(found)) == len(found)
     assert fingerprint(max_dropped_ratio=0.5, cache_dir="elsewhere") == found[1]
