@@ -136,7 +136,7 @@ def _lengths(micro: MicroBatch) -> list[int]:
 def test_the_fingerprint_of_a_stream_changes_with_its_rows(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     """By all that makes rows of records: a checkpoint counts rows, which would be others."""
     path, template = write(tmp_path / "rows.jsonl", 3), tmp_path / "template.jinja"
-    written = "{% for each in messages %}{{ each.role }}: {{ each.content }}\n{% endfor %}"
+    written = "{% for each in messages %}{{ each.role }}: {{ each.content }}{{ eos_token if each.role == 'assistant' }}{% endfor %}"
     template.write_text(written)
 
     def fingerprint(limits: TokenLimits = LIMITS, **settings: object) -> str:

@@ -204,7 +204,9 @@ def test_weights_may_be_links(tmp_path: Path, published: Path) -> None:
 
 
 def test_files_of_models_are_copied_in_one_place() -> None:
-    """`link_folder` copies an export that this process has just written, and the demo its own files."""
+    """`link_folder` copies an export that this process has just written, `kept_edits` what a user has changed in one,
+    and the demo its own files.
+    """
     copying = {
         str(path.relative_to(ROOT / "ds_finetune"))
         for path in (ROOT / "ds_finetune").rglob("*.py")
@@ -213,6 +215,7 @@ def test_files_of_models_are_copied_in_one_place() -> None:
     assert copying == {
         "model/build/hub_folder.py",
         "export/safetensors_folder.py",
+        "export/kept_edits.py",
         "cli/demo.py",
         "checkpoint/commit.py",
     }
