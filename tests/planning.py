@@ -16,6 +16,7 @@ from ds_finetune.objectives.objective import ScoreObjective, make_objective
 from ds_finetune.plan.batch import rows_of_forward
 from ds_finetune.plan.deepspeed_config import given_choices
 from ds_finetune.plan.estimate.traced import TracedLayer, TracedModel, Tracer
+from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.search.candidates import STAGES, Candidate, Candidates
 from ds_finetune.plan.search.layout import OFFLOADS, Activations, Layout, Offload, Sizes
@@ -102,14 +103,21 @@ def _traced(text: str, plan: Plan) -> TracedModel:
     return _TRACED[key]
 
 
-def few_bytes(plan: Plan) -> TracedModel:
-    """Activations as if each layer kept a number for each token and held as many again: for what is asked of states and
-    of the order of layouts.
+def few_bytes(model: DescribedModel) -> Tracer:
+    """Activations as if each layer of `model` kept a number for each token and held as many again: for what is asked of
+    states and of the order of layouts.
     """
-    tokens = plan.batch.micro_batch_size * plan.batch.max_seq_len // (plan.mesh.sp * plan.mesh.tp)
-    kept = {"none": 40, "selective": 20, "full": 0 if plan.train.activation_offload else 10}[
-        plan.activation_checkpointing
-    ]
-    on_host = 10 * tokens if plan.train.activation_offload else 0
-    layer = TracedLayer(kept * tokens, 20 * tokens, (30 if plan.train.tiled_mlp else 60) * tokens, on_host, 0.0, 0.0)
-    return TracedModel((layer,) * 64, tokens, tokens, tokens, tokens, tokens, tokens, 0, 0.0)
+    layers = len(model.tensors.layers) - model.tensors.num_predictions
+
+    def trace(plan: Plan) -> TracedModel:
+        train, tokens = (
+            plan.train,
+            plan.batch.micro_batch_size * plan.batch.max_seq_len // (plan.mesh.sp * plan.mesh.tp),
+        )
+        kept = {"none": 40, "selective": 20, "full": 0 if train.activation_offload else 10}
+        on_host = 10 * tokens if train.activation_offload else 0
+        backward = (30 if train.tiled_mlp else 60) * tokens
+        layer = TracedLayer(kept[plan.activation_checkpointing] * tokens, 20 * tokens, backward, on_host, 0.0, 0.0)
+        return TracedModel((layer,) * layers, tokens, tokens, tokens, tokens, tokens, tokens, 0, 0.0)
+
+    return trace

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.config.sections import ParallelConfig
-from ds_finetune.errors import ConfigError
 from ds_finetune.plan.estimate.memory import estimate_stages
 from ds_finetune.plan.estimate.rank_weights import rank_weights
 from ds_finetune.plan.estimate.zero_rows import DEFAULT_RULES, gathered_weights
@@ -37,20 +36,11 @@ def test_as_many_as_were_traced(bucket: int, live: int, reuse: int, forward: flo
     assert in_backward.numel == pytest.approx(backward * 1e6, rel=0.06)
 
 
-def test_a_teacher_that_is_not_known_is_named(tmp_path: Path) -> None:
-    cell = AllocationCell(2, "bf16", teacher=LLAMA, title="teacher")
-    config = cell.config(tmp_path)
-    plan = make_plan(RunSettings.of(config), world=World(0, 2, 0, 2, "a test"), device="cpu")
-    with pytest.raises(ConfigError, match=r"the teacher .*teacher: .*gemma2"):
-        list(
-            estimate_stages(plan, described_tree(LLAMA, teacher={"model_type": "gemma2", "hidden_size": 8}), few_bytes)
-        )
-
-
 def test_the_last_stage_has_the_teacher(tmp_path: Path) -> None:
     cell = AllocationCell(1, "bf16", axis="pp", teacher=LLAMA, title="teacher")
     config = cell.config(tmp_path)
     plan = make_plan(RunSettings.of(config), world=World(0, 2, 0, 2, "a test"), device="cpu")
-    first, last = estimate_stages(plan, described_tree(LLAMA, teacher=LLAMA), few_bytes)
+    model = described_tree(LLAMA, teacher=LLAMA)
+    first, last = estimate_stages(plan, model, few_bytes(model))
     names = {row.name for row in last.rows} - {row.name for row in first.rows}
-    assert {"weights of the teacher", "forward of the teacher"} <= names
+    assert "weights of the teacher" in names

@@ -33,7 +33,7 @@ def _search(tmp_path: Path, name: str, *, ranks: int, per_node: int) -> Search:
     tree["train"] = {"for": "1 steps", "global_batch_size": 8, "max_seq_len": 64, "precision": "bf16"}
     config = RunConfig.model_validate(tree)
     legal = Candidates(RunSettings.of(config), model_of_run(RunSettings.of(config)), Ranks(ranks, per_node, "cuda"))
-    return Search(legal, Budget(PLENTY, PLENTY), few_bytes)
+    return Search(legal, Budget(PLENTY, PLENTY), few_bytes(legal.model))
 
 
 def _order(layout: Layout) -> tuple[object, ...]:
@@ -58,20 +58,22 @@ def test_the_first_layouts_that_fit_are_found(name: str, ranks: int, per_node: i
     """Beside a comparison of the memory of every legal layout."""
     search = _search(tmp_path, name, ranks=ranks, per_node=per_node)
     model = search.candidates.model
-    every = [(estimate_memory(found.plan, model, few_bytes), found.layout) for found in all_layouts(search.candidates)]
+    every = [
+        (estimate_memory(found.plan, model, search.traces), found.layout) for found in all_layouts(search.candidates)
+    ]
     for found, (memory, layout) in zip(all_layouts(search.candidates), every, strict=True):
         states = least_bytes_of_stages(found.plan, model)
         assert 0 < states.device <= memory.device_bytes, layout
         assert states.host <= memory.host_bytes, layout
     needs = sorted(memory.device_bytes for memory, _ in every)
-    nothing = Search(search.candidates, Budget(needs[0] // 2, PLENTY), few_bytes).run()
+    nothing = Search(search.candidates, Budget(needs[0] // 2, PLENTY), search.traces).run()
     assert not nothing.proposals
     assert nothing.nearest is not None
     of_hosts = sorted(memory.host_bytes for memory, _ in every)
     for share, of_host in ((0.0, 1), (0.02, 1), (0.2, 1), (0.7, 1), (1.0, 1), (0.05, 0.2), (0.2, 0.6)):
         device, host = (n[int(s * (len(n) - 1))] / 0.92 for n, s in ((needs, share), (of_hosts, of_host)))
         budget = Budget(int(device), int(host))
-        result = Search(search.candidates, budget, few_bytes).run()
+        result = Search(search.candidates, budget, search.traces).run()
         groups: dict[tuple[object, ...], list[Layout]] = {}
         for memory, layout in sorted(every, key=lambda each: _order(each[1])):
             fits_without = any(
@@ -119,7 +121,8 @@ def test_few_layouts_of_256_gpus_are_estimated(shared_data: Path) -> None:
     file = ROOT / "ds_configs" / "runs" / "deepseek_v3.yaml"
     keys = [f"model={model}", "parallel={}", "train.global_batch_size=512"]
     run = RunSettings.of(read_config(file, keys))
-    result = search_layouts(run, target_of(Request("h100-80g", 256)), model_of_run(run), few_bytes)
+    described = model_of_run(run)
+    result = search_layouts(run, target_of(Request("h100-80g", 256)), described, few_bytes(described))
     assert len(result.proposals) == LISTED
     assert LISTED <= result.num_tried < 20 < result.num_compared
 
