@@ -13,6 +13,7 @@ import socket
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
@@ -158,7 +159,7 @@ def free_port() -> int:
 
 def host_versions(packages: Mapping[str, str]) -> dict[str, str]:
     """Python, this program with a hash of its source, PACKAGES by `packages`, CUDA of torch, NCCL and driver."""
-    versions = {"python": platform.python_version(), "ds_finetune": _source_version()}
+    versions = {"python": platform.python_version(), "ds_finetune": source_version()}
     versions |= {package: packages.get(package, "") for package in PACKAGES}
     spec = find_spec("torch")
     about = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
@@ -171,8 +172,9 @@ def host_versions(packages: Mapping[str, str]) -> dict[str, str]:
     return versions
 
 
-def _source_version() -> str:
-    """The version of ds_finetune and a hash of its files, because hosts may have one version with different files."""
+@cache
+def source_version() -> str:
+    """The version of ds_finetune and a hash of its files, because one version may have different files."""
     folder = Path(ds_finetune.__file__).parent
     content = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py"))))
     return f"{ds_finetune.__version__} (source {content.hexdigest()[:_DIGITS]})"

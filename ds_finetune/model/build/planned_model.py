@@ -15,6 +15,7 @@ from ds_finetune.config.objectives import is_distillation
 from ds_finetune.plan.config_json import read_config_json
 from ds_finetune.plan.model_tensors import DescribedModel, FullTensor, ModelTensors
 from ds_finetune.plan.settings import RunSettings
+from ds_finetune.system.info import source_version
 from ds_finetune.system.whole_file import replace_file
 
 
@@ -34,7 +35,7 @@ def _read(
     path: str, folder: Path, *, mtp_layers: int = 0, scores: int = 0
 ) -> tuple[dict[str, Any], Callable[[], ModelTensors]]:
     """The configuration of a model as transformers completes it, and what gives the model's tensors."""
-    packages = [version(name) for name in ("ds_finetune", "torch", "transformers")]
+    packages = [source_version(), version("torch"), version("transformers")]
     text = json.dumps([read_config_json(path), mtp_layers, scores, packages], sort_keys=True)
     file = folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
     with suppress(OSError, ValueError, LookupError, TypeError):

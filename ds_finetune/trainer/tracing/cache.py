@@ -6,13 +6,12 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xxhash
 
-import ds_finetune
 from ds_finetune.config.objectives import is_distillation
 from ds_finetune.console.phase_line import Say, say_nothing
 from ds_finetune.errors import FinetuneError, ModelError
@@ -21,6 +20,7 @@ from ds_finetune.plan.estimate.traced import TracedLayer, TracedModel
 from ds_finetune.plan.kernels import version_of
 from ds_finetune.plan.plan import Plan
 from ds_finetune.plan.settings import RunSettings
+from ds_finetune.system.info import source_version
 from ds_finetune.system.whole_file import replace_file
 
 if TYPE_CHECKING:
@@ -50,11 +50,11 @@ class Traces:
         teacher = objective.teacher if is_distillation(objective) else None
         trees = [read_config_json(path) for path in (self._run.model.path, teacher) if path is not None]
         packages = {name: version_of(name) for name in ("torch", "transformers", "deepspeed", "liger-kernel")}
-        key = [_of_program(), packages, trees, self._run.model.context, self._run.model.resize_vocabulary]
+        key = [source_version(), packages, trees, self._run.model.context, self._run.model.resize_vocabulary]
         return json.dumps([*key, self._run.features], sort_keys=True, default=repr)
 
     def _read(self, key: str) -> TracedModel | None:
-        with suppress(OSError, ValueError, TypeError, KeyError):
+        with suppress(OSError, ValueError, TypeError, LookupError):
             tree = json.loads((self._folder / f"{key}.json").read_text(encoding="utf-8"))
             layers = [TracedLayer(**layer) for layer in tree["layers"]]
             return TracedModel(**tree | {"layers": tuple(layers[number] for number in tree.pop("stands"))})
@@ -96,13 +96,3 @@ def traced_layout(plan: Plan) -> tuple[object, ...]:
     kernels = (plan.device, plan.model.attention, plan.loss_kernel, plan.kernels)
     sections = (plan.frozen, plan.lora, plan.mtp, plan.router, plan.indexer, plan.objective)
     return sizes, threads, list(map(repr, (*train, *kernels, *sections)))
-
-
-@cache
-def _of_program() -> str:
-    """A digest of the source of this program that models are built and traced by."""
-    folder, found = Path(ds_finetune.__file__).parent, xxhash.xxh3_128()
-    for part in ("model", "features", "foreign", "engine", "objectives", "trainer/tracing"):
-        for file in sorted((folder / part).rglob("*.py")):
-            found.update(file.read_bytes())
-    return found.hexdigest()

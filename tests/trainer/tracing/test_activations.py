@@ -217,6 +217,10 @@ def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(pytest.fail.Exception, match="traced again"):
             again(other)
+    (file,) = (tmp_path / "cache" / "traces").iterdir()
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"stands": [99]}))
+    with pytest.raises(pytest.fail.Exception, match="traced again"):
+        Traces(run, lambda: pytest.fail("traced again"))(plan)
     (tmp_path / "config.json").write_text(json.dumps(tree_of("deepseek_v3", vocab_size=4096)))
     with pytest.raises(pytest.fail.Exception, match="traced again"):
         Traces(run, lambda: pytest.fail("traced again"))(plan)
