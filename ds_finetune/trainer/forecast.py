@@ -2,7 +2,7 @@
 
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from ds_finetune.config.units import GIB
 from ds_finetune.console.phase_line import Say
@@ -20,9 +20,12 @@ _MOST_CHANGES = 5
 
 
 def forecast_lines(run: PreparedRun) -> list[tuple[str, str]]:
-    """Lines of the plan about memory, for people; none of what is not known."""
-    memory = estimate_of(run)
-    lines = [("memory of a rank", _memory_text(run, memory))] if memory is not None else []
+    """Lines of the plan about memory, for people."""
+    try:
+        text = _memory_text(run, _estimate(run))
+    except FinetuneError as unknown:
+        text = f"not known: {unknown.message}"
+    lines = [("memory of a rank", text)]
     if run.plan.device == "cuda" and allocator_settings():
         lines.append(("allocator", allocator_settings()))
     return lines
@@ -64,12 +67,15 @@ def memory_table(estimate: MemoryEstimate) -> list[str]:
 
 
 def estimate_of(run: PreparedRun) -> MemoryEstimate | None:
-    """The estimate of the run, or None where the arithmetic of its model is not known."""
-    try:
-        budget = None if run.memory is None else run.memory.free_bytes
-        return estimate_memory(run.plan, run.model.described, run.traces, budget=budget)
-    except FinetuneError:
-        return None
+    """The estimate of the run; None where there is none, whose reason `forecast_lines` says."""
+    with suppress(FinetuneError):
+        return _estimate(run)
+    return None
+
+
+def _estimate(run: PreparedRun) -> MemoryEstimate:
+    budget = None if run.memory is None else run.memory.free_bytes
+    return estimate_memory(run.plan, run.model.described, run.traces, budget=budget)
 
 
 def what_fits(run: PreparedRun, *, budget: int) -> str:

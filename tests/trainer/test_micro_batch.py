@@ -23,15 +23,17 @@ import torch
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.data.documents import Documents, KeptDocument
 from ds_finetune.data.prepared_rows import PreparedRows
-from ds_finetune.errors import ConfigError
+from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.observers.performance import MEASURED_STEPS
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.plan.search.fitting import legal_sizes
+from ds_finetune.plan.search.fitting import chosen_recomputation, legal_sizes
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import AccelerateChoices, World
 from ds_finetune.trainer import trial_process
+from ds_finetune.trainer.forecast import forecast_lines
 from ds_finetune.trainer.micro_batch import trial_section
-from ds_finetune.trainer.resolve import ResolvedRun
+from ds_finetune.trainer.prepare import prepare_run
+from ds_finetune.trainer.resolve import ResolvedRun, resolve_here
 from ds_finetune.trainer.trial import DONE, END, ENDED, FAILED, OUT_OF_MEMORY, TrialEnd, judge, longest_rows, rows_again
 from tests.forks import Forkserver
 from tests.json_files import change_json
@@ -301,3 +303,19 @@ def test_sampled_answers_are_tried_as_full_rows(tmp_path: Path) -> None:
     assert "trying train.micro_batch_size 16: " in done.stdout
     assert _plan_text(tmp_path).startswith("16 (auto: tried on the longest rows, ")
     assert len(_losses(tmp_path)) == 1
+
+
+def test_a_run_says_why_its_memory_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = resolve_here(read_config(tiny_task(tmp_path)), World(0, 1, 0, 1, "a test"))
+
+    def fail(plan: Plan) -> NoReturn:
+        raise ModelError("the activations of M cannot be traced: KeyError", hint="")
+
+    monkeypatch.setattr(ResolvedRun, "traces", staticmethod(fail))
+    prepared = prepare_run(run)
+    assert ("memory of a rank", "not known: the activations of M cannot be traced: KeyError") in forecast_lines(
+        prepared
+    )
+    gpu = replace(prepared.plan, device="cuda")
+    chosen = chosen_recomputation(gpu, prepared.model.described, fail, budget=2**30)
+    assert chosen == ("full", "its memory is not known: the activations of M cannot be traced: KeyError")

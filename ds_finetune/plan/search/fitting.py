@@ -62,8 +62,8 @@ def chosen_recomputation(
     rows = plan.batch.micro_batch_size
     try:
         need = bytes_of(replace(plan, activation_checkpointing="selective"), model, traces, rows)
-    except FinetuneError:
-        return "full", f"the memory of model_type {model['model_type']} is not known"
+    except FinetuneError as unknown:
+        return "full", f"its memory is not known: {unknown.message}"
     text = f"{need / GIB:.1f} of {budget / GIB:.1f} GiB by the estimate at micro-batch {rows}"
     if fits(need, budget):
         return "selective", f"it takes {text}"
