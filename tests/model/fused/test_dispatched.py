@@ -9,20 +9,26 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.foreign.torch_nn import fake_tensors
 from ds_finetune.model.activation_memory import recompute_layers
+from ds_finetune.model.build.skeleton import build_skeleton
 from ds_finetune.model.fused import formulas, install
-from ds_finetune.model.loss.token_loss import LossHead, TrainedModel
+from ds_finetune.model.loss.cross_entropy import chunked_cross_entropy
+from ds_finetune.model.loss.forward_rows import ForwardRows
+from ds_finetune.model.loss.token_loss import LossHead, TrainedModel, install_loss_head
 from ds_finetune.model.parallel.expert import compute_shared_experts_ahead
-from tests.plan.estimate import tracked
+from ds_finetune.plan.forward import head_chunk
 
 NOT_LAUNCHED = {"prim::device", "aten::_unsafe_view", "aten::detach"}
 DENSE, LITE = "deepseek-ai--DeepSeek-R1-Distill-Qwen-7B", "deepseek-ai--DeepSeek-V2-Lite"
@@ -81,18 +87,22 @@ def ligers_launches(counted: OneLaunch, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 def launches(tree: dict[str, Any], counted: OneLaunch, fused: Any) -> tuple[Counter[str], Counter[str]]:
     """Of a forward and its backward with the kernels `fused`, or None."""
-    # Within `gpu_kernels`, which has kernels of its own that compute nothing.
-    with fake_tensors(), tracked.gpu_kernels(), patch.object(install, "kernels_of", lambda _: fused):
-        lm = tracked._with_head(tree, "bf16", None, LossHead.objective)
+    hf_config = AutoConfig.for_model(**tree)
+    kernel = partial(chunked_cross_entropy, chunk=head_chunk(hf_config.vocab_size, precision="bf16", device="cuda"))
+    with fake_tensors(), patch.object(install, "kernels_of", lambda _: fused):
+        lm = build_skeleton(hf_config, attention="sdpa", dtype=torch.bfloat16, device="cpu")
+        install_loss_head(lm, kernel=kernel, objective=LossHead.objective)
         lm.train()
         install.install_fused(lm, "torch" if fused is None else "a test")
         recompute_layers(lm, is_selective=False)
         compute_shared_experts_ahead(lm)
         model = TrainedModel(lm)
         model.packs_documents = True
+        ids = torch.zeros(1, 256, dtype=torch.int64)
+        rows = ForwardRows(ids, ids, ids, ((64, 192),), supervised=ids.flatten())
         with Launches() as forward:
             counted.now = forward
-            loss = model(tracked._rows([(64, 192)], None)).loss
+            loss = model(rows).loss
         with Launches() as backward:
             counted.now = backward
             loss.backward()
