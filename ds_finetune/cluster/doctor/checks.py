@@ -59,15 +59,15 @@ def network_checks(ended: Mapping[str, Ended], endpoint: str) -> Iterator[Check]
         problem = next((line for line in lines if "problem" in line), None)
         if problem is not None:
             (causes if problem["is_cause"] else consequences)[host] = problem["problem"]
+        elif lines:
+            results[host] = lines[-1]
         elif "RendezvousConnectionError" in output:
             causes[host] = f"cannot reach the first host at {endpoint}"
         elif "RendezvousTimeoutError" in output or code is None:
             consequences[host] = f"waited in vain for the other hosts at {endpoint}"
-        elif code or not lines:
+        else:
             last = next((line for line in reversed(output.splitlines()) if line.strip(" =-")), "no output")
             causes[host] = f"ended with exit code {code}: {last}"
-        else:
-            results[host] = lines[-1]
     for host, found in (causes or consequences).items():
         yield Check("network", host, "fail", found, _UNREACHED)
     if not causes and not consequences:
