@@ -1,7 +1,6 @@
 """Exports are verified by forks of a process that has imported transformers, and nothing of the package, before.
 
-The process that verifies takes 4 s to import transformers, and some thirty tests start one. The process that tries a
-micro-batch is a fork of the ranks' server, where its address is in the environment.
+The process that verifies takes 4 s to import transformers, and some thirty tests start one.
 """
 
 import os
@@ -16,8 +15,6 @@ from tests.launched import SOCKET
 ADDRESS = ADDRESSES[True]
 """In the environment. Without it processes are started as the package starts them."""
 _LAUNCHED = str(Path(__file__).with_name("launched.py"))
-_TRIAL = ["-m", "ds_finetune.trainer.trial_process"]
-_TRIAL_FILE = Path(__file__).parents[1] / "ds_finetune" / "trainer" / "trial_process.py"
 _start = subprocess.Popen.__init__
 
 
@@ -27,8 +24,6 @@ def _start_or_fork(self: Any, args: Any, *others: Any, **options: Any) -> None:
     if address and is_verifying:
         args = [sys.executable, _LAUNCHED, args[2], PARENT, *args[4:]]
         options["env"] = {**options["env"], SOCKET: address}
-    elif SOCKET in os.environ and isinstance(args, list) and args[1:3] == _TRIAL:
-        args = [sys.executable, _LAUNCHED, str(_TRIAL_FILE), PARENT, *args[4:]]
     _start(self, args, *others, **options)
 
 

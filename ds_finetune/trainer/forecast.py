@@ -13,6 +13,7 @@ from ds_finetune.observers.performance import MemoryCheck
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.estimate.zero_rows import bucket_bytes
 from ds_finetune.plan.search.fitting import first_texts, fitting_changes
+from ds_finetune.system.whole_file import replace_file
 from ds_finetune.trainer.prepare import PreparedRun
 
 _SHOWN_ROWS = 3
@@ -97,7 +98,22 @@ def explain_out_of_memory(run: PreparedRun) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, FinetuneError) or not is_out_of_memory(error):
             raise
-        raise _out_of_memory(run, error, run.memory) from error
+        told = _out_of_memory(run, error, run.memory)
+        told.hint = "; ".join(filter(None, [_remember(run), told.hint]))
+        raise told from error
+
+
+def _remember(run: PreparedRun) -> str:
+    """Let the next start take half of an `auto` micro-batch; returns the sentence that says so."""
+    rows = run.plan.batch.micro_batch_size
+    if run.failed_size is None or rows == 1:
+        return ""
+    try:
+        run.failed_size.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(run.failed_size, f"{rows}\n")
+    except OSError as error:
+        return f"set train.micro_batch_size to at most {rows // 2} ({rows} could not be remembered: {error})"
+    return f"the same command takes at most {rows // 2} for train.micro_batch_size auto, since {rows} failed"
 
 
 def _out_of_memory(run: PreparedRun, error: Exception, device: DeviceMemory | None) -> OutOfMemoryError:

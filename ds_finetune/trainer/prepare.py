@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,8 @@ class PreparedRun(ResolvedRun):
     """What this rank's device had free once the run was prepared; None where the system does not say."""
     peak: PeakMemory | None = None
     """The most that this rank has taken of its device since then."""
+    failed_size: Path | None = None
+    """The file that remembers a micro-batch that ran out of memory, where the micro-batch was `auto`."""
 
 
 def prepare_run(resolved: ResolvedRun) -> PreparedRun:

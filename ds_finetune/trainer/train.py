@@ -271,7 +271,7 @@ def finish_plan(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say)
     optimizer's operators. The forecast of the run is added to its plan.
     """
     run, lines = decide_recomputation(run, store, monitor)
-    run = compile_operators(decide_micro_batch(run, store, monitor, say), store, monitor, say)
+    run = compile_operators(decide_micro_batch(run, store, monitor), store, monitor, say)
     return replace(run, plan=replace(run.plan, decisions=(*run.plan.decisions, *lines, *forecast_lines(run))))
 
 

@@ -153,5 +153,5 @@ def _largest_rows(plan: Plan, model: DescribedModel, target: Target, traces: Tra
         return 1, "1 (auto: not even forwards of one row fit)"
     return (
         rows,
-        f"{rows} (auto: the largest that leaves {SPARE:.0%} of the device free by this estimate; train tries it)",
+        f"{rows} (auto: the largest that leaves {SPARE:.0%} of the device free by this estimate)",
     )
