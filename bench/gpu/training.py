@@ -152,13 +152,8 @@ def speeds(run: TrainingRun, records: Sequence[Mapping[str, Any]]) -> dict[str, 
 
 
 def flops_per_token(run: TrainingRun) -> float:
-    """Training FLOPs of a token by arithmetic; with adapters without the gradients of frozen weights, which makes four
-    instead of six for each of the model's weights.
-    """
+    """Training FLOPs of a token by arithmetic."""
     shape = Shape.of(described(AutoConfig.for_model(**run.model)))
     attended = sum(length * length / 2 for length in run.lengths) / sum(run.lengths)
-    total = shape.flops_per_token(run.tokens, mean_attended=attended)
-    if "lora" not in (run.sections or {}):
-        return total
-    products = shape.flops_per_token(run.tokens, mean_attended=0)
-    return products * 4 / 6 + total - products
+    has_adapters = "lora" in (run.sections or {})
+    return shape.flops_per_token(run.tokens, mean_attended=attended, has_adapters=has_adapters)

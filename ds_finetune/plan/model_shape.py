@@ -87,7 +87,7 @@ class Shape:
         """
         return 0 if self.has_scores else self.parts["embedding" if self.tied else "head"]
 
-    def flops_per_token(self, seq_len: int, *, mean_attended: float | None = None) -> float:
+    def flops_per_token(self, seq_len: int, *, mean_attended: float | None = None, has_adapters: bool = False) -> float:
         """Training FLOPs of one token: 6 x (parameters it is multiplied with + layers x attention_width x positions it
         attends to).
 
@@ -95,13 +95,15 @@ class Shape:
         documents. In causal attention over one document of `seq_len` tokens, a token attends to `seq_len / 2` positions
         on average. For documents packed into a row, pass `mean_attended`: sum(n * n / 2) / sum(n) over document
         lengths n. The window of a layer and `index_topk` are upper limits of that mean. With a multi-token prediction
-        layer the head counts once more, also where the layer does not train it.
+        layer the head counts once more, also where the layer does not train it. With adapters the gradients of frozen
+        weights are not computed: 4 x these parameters.
         """
         matmul = self.multiplied + self.logits * (1 + self.mtp_layers)
         attended = seq_len / 2 if mean_attended is None else mean_attended
         limits = self.attended_limits or (None,) * self.layers
         positions = sum(attended if limit is None else min(attended, limit) for limit in limits)
-        return 2 * _FORWARD_AND_BACKWARD * (matmul + self.attention_width * positions)
+        products = 2 * (_FORWARD_AND_BACKWARD - has_adapters) * matmul
+        return products + 2 * _FORWARD_AND_BACKWARD * self.attention_width * positions
 
 
 def _attended_limits(model: DescribedModel) -> tuple[int | None, ...]:

@@ -215,11 +215,11 @@ def _evaluates_every(section: EvalConfig) -> int:
 def _utilisation(run: PreparedRun) -> list[Observer]:
     plan, shape, rows = run.plan, run.inputs.shape, run.inputs.train
     gpu = gpu_of_device(torch.cuda.get_device_name()) if plan.device == "cuda" else None
-    # The formula counts the FLOPs of training every weight.
-    if shape is None or gpu is None or run.config.lora is not None:
+    if shape is None or gpu is None:
         return []
     attended = None if isinstance(rows, StreamedRows) else rows.mean_attended
-    flops = shape.flops_per_token(plan.batch.max_seq_len, mean_attended=attended)
+    has_adapters = run.config.lora is not None
+    flops = shape.flops_per_token(plan.batch.max_seq_len, mean_attended=attended, has_adapters=has_adapters)
     return [Utilisation(flops, gpu.peak(plan.precision), plan.world.world_size)]
 
 

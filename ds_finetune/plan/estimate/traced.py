@@ -1,4 +1,4 @@
-"""Activations of a rank, as `trainer/trace.py` reads them off the program's own modules."""
+"""Activations of a rank, as `trainer/tracing` reads them off the program's own modules."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
@@ -9,7 +9,7 @@ from ds_finetune.plan.plan import Plan
 
 @dataclass(frozen=True)
 class TracedLayer:
-    """Bytes and FLOPs of one layer for the rows of a forward."""
+    """Bytes of one layer for the rows of a forward."""
 
     kept: int
     """Bytes on the device from its forward to its backward, with its output."""
@@ -19,10 +19,6 @@ class TracedLayer:
     """Bytes at most in its backward, beside what earlier layers keep."""
     on_host: int
     """Bytes in host memory from its forward to its backward."""
-    flops: float
-    """FLOPs of forward and backward without attention; what recomputation repeats is not counted."""
-    attention_flops: float
-    """FLOPs of attention, forward and backward, to the earlier tokens of rows of one document."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +43,6 @@ class TracedModel:
     """Bytes at most after the backward of layers."""
     teacher: int
     """Bytes at most in the forward of a teacher; 0 without one."""
-    head_flops: float
-    """FLOPs of forward and backward outside of layers, without those of a teacher."""
 
     def layers_of(self, numbers: Iterable[int]) -> tuple[TracedLayer, ...]:
         """The layers with these numbers, without prediction layers."""

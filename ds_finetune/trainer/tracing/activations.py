@@ -1,4 +1,4 @@
-"""Reads activations and FLOPs of a rank off one forward and backward of the program's own modules."""
+"""Reads activations of a rank off one forward and backward of the program's own modules."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.plan.estimate.traced import TracedLayer, TracedModel
 from ds_finetune.plan.plan import Plan
-from ds_finetune.trainer.tracing.recorder import OperationCounts
+from ds_finetune.trainer.tracing.recorder import HeldBytes
 from ds_finetune.trainer.tracing.short_model import ShortModel
 
 
@@ -23,10 +23,8 @@ def trace(plan: Plan, model: ModelPlan, *, is_whole: bool = False) -> TracedMode
     all layers are computed, to no other result.
     """
     with ShortModel(plan, model, is_whole=is_whole) as short:
-        recorder, documents = short.recorder, short.rows.documents or ()
-        recorder.pairs = sum(length**2 for row in documents for length in row) / 2
-        watch = _Watch(recorder, short.lm.base_model, [short.lm.get_submodule(name) for name in short.layers])
-        with recorder, watch:
+        watch = _Watch(short.recorder, short.lm.base_model, [short.lm.get_submodule(name) for name in short.layers])
+        with short.recorder, watch:
             loss = short.trained(short.rows, short.numbers).loss
             watch.begin_backward()
             loss.backward()
@@ -44,19 +42,17 @@ class _Mark(NamedTuple):
     """Bytes at most in the part before."""
     held: int
     on_host: int
-    flops: float
-    attention_flops: float
 
 
 class _Watch:
     """Reads the recorder where parts of a step begin: while the context is open modules tell it."""
 
-    def __init__(self, recorder: OperationCounts, base: nn.Module, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, recorder: HeldBytes, base: nn.Module, layers: Sequence[nn.Module]) -> None:
         self._recorder, self._base = recorder, base
         self._numbers = {layer: number for number, layer in enumerate(layers)}
         self._hooks = ExitStack()
         self._marks = list[_Mark]()
-        self._has_left_layers = False
+        self._has_left_layers = self._is_backward = False
         self._hidden = 0
 
     def __enter__(self) -> None:
@@ -71,17 +67,17 @@ class _Watch:
     def begin_backward(self) -> None:
         """Say that the loss is there."""
         self._mark("loss")
-        self._recorder.is_backward = True
+        self._is_backward = True
 
     def _mark(self, part: str, layer: int = -1) -> None:
         own = self._recorder
-        self._marks.append(_Mark(part, layer, own.since_mark(), own.held, own.on_host, own.flops, own.attention_flops))
+        self._marks.append(_Mark(part, layer, own.since_mark(), own.held, own.on_host))
 
     def _before(self, module: nn.Module, given: tuple[Any, ...]) -> None:
         number = self._numbers.get(module)
-        if self._recorder.is_backward:
-            self._recorder.depth += 1
-        elif number is not None:
+        if self._is_backward:
+            return
+        if number is not None:
             self._mark("forward", number)
             hidden: torch.Tensor = given[0]
             assert self._hidden in (0, hidden.nbytes), "hidden states between layers are not of one size"
@@ -95,11 +91,8 @@ class _Watch:
             self._mark("head")
 
     def _after(self, module: nn.Module, _: object, out: Any) -> None:  # noqa: ANN401
-        if self._recorder.is_backward:
-            self._recorder.depth -= 1
-            return
         number = self._numbers.get(module)
-        if number is None or out is None:
+        if self._is_backward or number is None or out is None:
             # A forward that has raised an error has no output.
             return
         hidden = out[0] if isinstance(out, tuple) else out
@@ -112,7 +105,6 @@ class _Watch:
         parts = {(mark.part, mark.layer): (mark, then) for mark, then in pairwise(self._marks)}
         layers = [self._layer(parts, number) for number in range(len(self._numbers))]
         begin, last = parts["forward", 0][0].held, parts["head", -1][0].held
-        total, inside = self._marks[-1], sum(each.flops + each.attention_flops for each in layers)
 
         def most(part: str, beside: int = 0) -> int:
             return parts[part, -1][1].peak - beside if (part, -1) in parts else 0
@@ -126,7 +118,6 @@ class _Watch:
             head=most("head", last),
             head_backward=most("loss", last),
             embedding_backward=most("inputs"),
-            head_flops=total.flops + total.attention_flops - inside - parts["embedding", -1][0].flops,
         )
 
     def _layer(self, parts: Mapping[tuple[str, int], tuple[_Mark, _Mark]], number: int) -> TracedLayer:
@@ -137,6 +128,4 @@ class _Watch:
             forward=after.peak - begin.held,
             backward=both[1][1].peak - begin.held if len(both) > 1 else 0,
             on_host=after.on_host - begin.on_host,
-            flops=sum(end.flops - start.flops for start, end in both),
-            attention_flops=sum(end.attention_flops - start.attention_flops for start, end in both),
         )

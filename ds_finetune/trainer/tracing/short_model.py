@@ -46,7 +46,7 @@ from ds_finetune.plan.forward import mlp_tiles, varlen_problem
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.plan import Plan
 from ds_finetune.trainer.tracing.kernels import silent_group, stand_ins
-from ds_finetune.trainer.tracing.recorder import OperationCounts
+from ds_finetune.trainer.tracing.recorder import HeldBytes
 
 _ALIKE = 2
 """Layers of a kind that are computed, beside the last layer of the model: the first one may differ from others too."""
@@ -66,7 +66,7 @@ class ShortModel:
         whole = plan.deepspeed_config | {"zero_optimization": plan.zero | {"stage": 0}}
         self._arranged = replace(plan, mesh=one, deepspeed_config=whole)
         self._model = replace(model, stages=(None,), mlp_tiles=tiles)
-        self.recorder = OperationCounts()
+        self.recorder = HeldBytes()
         self.teacher: HiddenStates | None = None
 
     def __enter__(self) -> "ShortModel":
