@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ds_finetune.export.formats import ExportResult
     from ds_finetune.export.verify.verify import VerificationResult
     from ds_finetune.objectives.objective import DocumentObjective
+    from ds_finetune.observers.record import Observer
     from ds_finetune.trainer.dry_run import PlannedRun
     from ds_finetune.trainer.run_dir import Rows
     from ds_finetune.trainer.train import Report
@@ -39,13 +40,19 @@ EvalRows: TypeAlias = "PathLike | Sequence[PathLike] | Rows"
 
 
 def train(
-    config: ConfigSource, overrides: Sequence[str] = (), *, rows: "Rows | None" = None, eval_rows: "Rows | None" = None
+    config: ConfigSource,
+    overrides: Sequence[str] = (),
+    *,
+    rows: "Rows | None" = None,
+    eval_rows: "Rows | None" = None,
+    observers: "Sequence[Observer]" = (),
 ) -> "Report":
     """Fine-tune as `config` says, print what `ds-finetune train` prints, and return a report of the run.
 
     `config` is the path of a run file, its nested dictionary, or a RunConfig; `overrides` as on the command line.
     `rows` replace `data.train`, and `eval_rows` replace `data.eval`: dictionaries in any layout that a file may have,
     as a list or a `datasets.Dataset`. They are written into `output_dir`, so that its config.yaml repeats the run.
+    `observers` get the record of each step on every rank, and may add values or end the run.
 
     Without a launcher this function trains on one device of this machine; with a launcher, every rank has to call it.
     A process may call it again after it has returned. SIGINT (Ctrl-C), SIGHUP, SIGTERM and SIGUSR1 save a checkpoint
@@ -65,7 +72,7 @@ def train(
     with _unchanged_environment(world), begun_with_rows(Path(run.output_dir), given, is_first=world.rank == 0) as files:
         if files:
             run = run.model_copy(update={"data": run.data.model_copy(update=files)})
-        report = train_run(run, announce=show_plan, say=show_line)
+        report = train_run(run, announce=show_plan, say=show_line, observers=observers)
     if world.rank == 0:
         show_report(report)
         show_verifications(report.verdicts)

@@ -437,6 +437,8 @@ class LogConfig(Section):
     """Steps between progress lines."""
     trackers: Annotated[tuple[str, ...], BeforeValidator(as_list)] = ("tensorboard",)
     """Names of trackers that accelerate knows: tensorboard, wandb, mlflow, ..."""
+    observers: Annotated[tuple[str, ...], BeforeValidator(as_list)] = ()
+    """Observers that installed packages offer; each looks at every step and may end the run."""
 
 
 _PROFILED = re.compile(r"(\d+)(?:-(\d+))?")

@@ -18,10 +18,12 @@ from ds_finetune.data.batches import BatchPlan, MicroBatch, eval_baseline, eval_
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.stream import StreamedRows
 from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.results import HeldOutScores
 from ds_finetune.engine.sampling.answers import SamplingLimits
 from ds_finetune.observers.checkpointing import Checkpointing, CheckpointPolicy
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matches
+from ds_finetune.observers.outside import OutsideObservers
 from ds_finetune.observers.performance import Utilisation
 from ds_finetune.observers.progress import ANSWERS, EVALUATION, EXPORT, SAVE, ProgressLine, TimeLeft
 from ds_finetune.observers.record import Observer, Resumable
@@ -101,6 +103,8 @@ def make_observers(started: StartedRun, signals: StopSignals, rollouts: RolloutS
         evaluation, best = _evaluation(started, left, signals, samples, rollouts)
         observers += [evaluation, best]
         resumable |= {"evaluation": evaluation, "best": best}
+    if started.run.observers:
+        observers.append(OutsideObservers(started.run.observers, all_gather_object))
     restore_observers(resumable, started.resume_point)
     observers += [*([] if samples is None else [samples]), *_expert_table(started)]
     if started.saver is not None:

@@ -1,6 +1,6 @@
 """Prepares a run from its configuration, before any process group: plan, model, rows and learning rate."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.stream import StreamedRows
 from ds_finetune.engine.devices import DeviceMemory, PeakMemory, read_device_memory
 from ds_finetune.objectives.objective import Objective
+from ds_finetune.observers.record import Observer
 from ds_finetune.plan.checks import check_length, length_notes
 from ds_finetune.plan.plan import Plan
 from ds_finetune.plan.settings import LengthSettings, RunSettings, sections_of
@@ -35,6 +36,8 @@ class PreparedRun(ResolvedRun):
     """What this rank's device had free once the run was prepared; None where the system does not say."""
     peak: PeakMemory | None = None
     """The most that this rank has taken of its device since then."""
+    observers: Sequence[Observer] = ()
+    """Observers of users and of other packages."""
     failed_size: Path | None = None
     """The file that remembers a micro-batch that ran out of memory, where the micro-batch was `auto`."""
 

@@ -29,6 +29,7 @@ from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.model.build.unused_parameters import patterns_of
 from ds_finetune.observers.checkpointing import Checkpointing
+from ds_finetune.observers.outside import load_observers
 from ds_finetune.observers.record import Observer, StepRecord
 from ds_finetune.observers.stopping import StopSignals
 from ds_finetune.observers.trackers import check_trackers
@@ -90,8 +91,10 @@ class Report:
     """Whether an earlier start had finished the run, so that this one had nothing to do."""
 
 
-def train(config: RunConfig, *, announce: Announce, say: Callable[[str], None]) -> Report:
-    """Fine-tune as `config` says and return what happened.
+def train(
+    config: RunConfig, *, announce: Announce, say: Callable[[str], None], observers: Sequence[Observer] = ()
+) -> Report:
+    """Fine-tune as `config` says and return what happened. `observers` look at each step beside those of the run file.
 
     Rank zero calls `announce` once the run is prepared, before the model is built.
     """
@@ -110,7 +113,9 @@ def train(config: RunConfig, *, announce: Announce, say: Callable[[str], None]) 
                 # It writes what could replace files; other nodes may have a folder of their own, with checkpoints only.
                 check_only_own_files(Path(config.output_dir), config.inputs(), cache_dir=config.data.cache_dir)
             check_trackers(config.log.trackers)
+            outside = [*load_observers(config.log.observers), *observers]
             run = finish_plan(prepare_run(resolve_on_ranks(config, world, store, monitor)), store, monitor, log.say)
+            run = replace(run, observers=outside)
             if world.rank == 0:
                 check_server(run)
                 announce(run)

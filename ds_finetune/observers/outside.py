@@ -1,0 +1,75 @@
+"""Observers of users and of other packages, which look at each step and may end the run."""
+
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
+
+from ds_finetune.errors import ConfigError, FinetuneError, RunError
+from ds_finetune.observers.record import Observer, StepRecord
+
+ENTRY_POINTS = "ds_finetune.observers"
+"""Group of the entry points that `log.observers` names: each refers to a callable without arguments that returns an
+observer.
+"""
+
+
+def load_observers(names: Sequence[str]) -> list[Observer]:
+    """The observers that installed packages offer by `names`. ConfigError for a name that none offers, and where one
+    cannot be made.
+    """
+    found = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+    for name in names:
+        if name not in found:
+            known = ", ".join(sorted(found)) or "none"
+            hint = f"installed: {known}; install the package whose entry point of {ENTRY_POINTS} it is"
+            raise ConfigError(f"log.observers names `{name}`, which no installed package offers", hint=hint)
+    observers = list[Observer]()
+    for name in names:
+        try:
+            observers.append(found[name].load()())
+        except Exception as error:
+            raise ConfigError(
+                f"log.observers `{name}` ({found[name].value}) cannot be made: {type(error).__name__}: {error}",
+                hint="its entry point must refer to a callable without arguments",
+            ) from error
+    return observers
+
+
+class OutsideObservers(Observer):
+    """Lets observers look at each record, in their order. A reason to stop that any rank gives ends the run on all.
+
+    `gather` returns the text of every rank. RunError where an observer raises an error, returns something else than a
+    record or None, or changes values.
+    """
+
+    def __init__(self, observers: Sequence[Observer], gather: Callable[[str], Sequence[str]]) -> None:
+        self._observers, self._gather = observers, gather
+
+    def after_step(self, record: StepRecord) -> StepRecord:
+        """Collective: the ranks agree on the reason to stop of the lowest rank that has one."""
+        for observer in self._observers:
+            record = _seen(observer, record)
+        reason = next(filter(None, self._gather(record.stop)), "")
+        return record.stopping(reason)
+
+    def close(self) -> None:
+        """Close the observers that have a `close`."""
+        for observer in self._observers:
+            if hasattr(observer, "close"):
+                observer.close()
+
+
+def _seen(observer: Observer, record: StepRecord) -> StepRecord:
+    name, where = type(observer).__name__, f"after step {record.step}"
+    try:
+        returned = observer.after_step(record)
+    except FinetuneError:
+        raise
+    except Exception as error:
+        hint = "correct it; the same command resumes from the last checkpoint"
+        raise RunError(f"observer {name} failed {where}: {type(error).__name__}: {error}", hint=hint) from error
+    if returned is None:
+        return record
+    if not isinstance(returned, StepRecord) or not returned.values.items() >= record.values.items():
+        hint = "return None, or the record by its `with_values` or `stopping`; values may be added under new names"
+        raise RunError(f"observer {name} returned {returned!r:.200} {where}", hint=hint)
+    return returned
