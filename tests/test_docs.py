@@ -18,8 +18,6 @@ import yaml
 from ds_finetune.cli import main as cli
 from ds_finetune.cli.demo import write_demo
 from ds_finetune.config.schema import read_config
-from ds_finetune.families.table import FAMILIES
-from ds_finetune.plan.tested_layouts import AXES, TESTED_LAYOUTS
 from ds_finetune.runs.experiments.sweep_file import SweepConfig
 from tests.conftest import ROOT
 from tests.running import start
@@ -42,7 +40,6 @@ GPU_ROWS = {
     "R1-Distill-Qwen-1.5B": "deepseek-ai--DeepSeek-R1-Distill-Qwen-1.5B",
     "DeepSeek-V2-Lite (16B)": "deepseek-ai--DeepSeek-V2-Lite",
 }
-README_MODELS = ("R1-Distill-Qwen-1.5B", "R1-Distill-Qwen-32B", "DeepSeek-V3 (671B)")
 GPU_COLUMNS = (
     ("1", "deepspeed=zero3"),
     ("8", "deepspeed=zero3"),
@@ -255,23 +252,6 @@ def _row(page: str, first: str) -> list[str]:
     lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
     row = next(line for line in lines if line.startswith(f"| {first} |"))
     return [cell.strip() for cell in row.strip("|").split("|")]
-
-
-@pytest.mark.parametrize("family", [name for name, row in FAMILIES.items() if row.parallel_axes])
-def test_the_readmes_layouts_are_the_programs(family: str) -> None:
-    rows = [row for row in TESTED_LAYOUTS if family in row.families]
-    with_stages = {
-        stages: [" x ".join(axis for axis in AXES if axis in row.axes) for row in rows if row.stages == stages]
-        for stages in ((0, 1, 2, 3), (0, 1))
-    }
-    assert sum(map(len, with_stages.values())) == len(rows)
-    cells = _row("README.md", "with experts" if "ep" in FAMILIES[family].parallel_axes else "dense")
-    assert cells[1:3] == [", ".join(["dp", *with_stages[0, 1, 2, 3]]), ", ".join(with_stages[0, 1])]
-
-
-@pytest.mark.parametrize("row", README_MODELS)
-def test_the_readmes_memory_is_that_of_the_page(row: str) -> None:
-    assert _row("README.md", row) == _row("docs/how-to/choose-layout.md", row)
 
 
 @pytest.mark.parametrize("row", GPU_ROWS)
