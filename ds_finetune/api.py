@@ -75,7 +75,7 @@ def train(
         report = train_run(run, announce=show_plan, say=show_line, observers=observers)
     if world.rank == 0:
         show_report(report)
-        show_verifications(report.verdicts)
+        show_verifications(report.verdicts, is_short=not run.log.verbose)
         check_verified(report.verdicts)
         show_next(report)
     return report

@@ -68,7 +68,7 @@ def train_answers(folder: Path, rows: Sequence[Mapping[str, Any]], **sections: A
         "optim": {"lr": 5e-3},
         "eval": {"keep_best": False},
         "deepspeed": {"zero_optimization": {"stage": 0}},
-        "log": {"trackers": []},
+        "log": {"trackers": [], "seconds": 0},
         "output_dir": str(folder / "run"),
     }
     for key, values in sections.items():

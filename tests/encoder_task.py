@@ -45,7 +45,7 @@ def encoder_task(folder: Path, *, dropout: float = 0.0, name: str = "bert", **se
         "optim": {"lr": 1e-3},
         "eval": {"keep_best": False},
         "deepspeed": {"zero_optimization": {"stage": 2}},
-        "log": {"trackers": []},
+        "log": {"trackers": [], "seconds": 0},
         "export": {"verify": False},
         "output_dir": str(folder / "run"),
     }

@@ -64,7 +64,7 @@ def tiny_task(folder: Path, **sections: Any) -> Path:
     }
     tree["eval"] = {"keep_best": False}
     tree["deepspeed"] = {"zero_optimization": {"stage": 2}}
-    tree["log"] = {"trackers": []}
+    tree["log"] = {"trackers": [], "seconds": 0}
     tree["export"] = {"verify": False}
     for name, values in sections.items():
         tree[name] = tree.get(name, {}) | values if isinstance(values, dict) and name != "deepspeed" else values

@@ -43,7 +43,7 @@ def sums_task(folder: Path, **sections: Any) -> Path:
         "optim": {"lr": 3e-4},
         "eval": {"keep_best": False},
         "deepspeed": {"zero_optimization": {"stage": 0}},
-        "log": {"trackers": []},
+        "log": {"trackers": [], "seconds": 0},
         "export": {"verify": False},
         "output_dir": str(folder / "run"),
     }

@@ -23,7 +23,9 @@ from ds_finetune.system.world import World
 
 def add_commands(commands: Commands) -> None:
     """Add `train` and `teach`."""
-    add_run_command(commands, "train", "fine-tune a model as RUN.yaml says", _train)
+    train = add_run_command(commands, "train", "fine-tune a model as RUN.yaml says", _train)
+    text = "print every decision and detail, as log.verbose=true does"
+    train.add_argument("--verbose", action="store_true", help=text)
     text = "store a teacher's distributions of the next token for a run's training rows"
     teach = add_command(commands, "teach", text, _teach)
     add_local_rank(teach)
@@ -36,6 +38,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _train(arguments: Arguments) -> None:
+    arguments.overrides += ["log.verbose=true"] if arguments.verbose else []
     config = read_run(arguments)
     quiet_packages()
     if not World.from_environment(os.environ).rank:

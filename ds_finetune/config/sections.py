@@ -434,7 +434,13 @@ class LogConfig(Section):
     """What is written while training beside `metrics.jsonl`."""
 
     every: int = Field(default=1, ge=1)
-    """Steps between progress lines."""
+    """Steps between progress lines, in `log.txt` all of them."""
+    seconds: float = Field(default=5.0, ge=0)
+    """Least time between progress lines on standard output; 0 prints all. Evaluations, notices and the last step are
+    always printed.
+    """
+    verbose: bool = False
+    """Print what is else in `log.txt` only: kernels, rewritten keys, what exports were compared in."""
     trackers: Annotated[tuple[str, ...], BeforeValidator(as_list)] = ("tensorboard",)
     """Names of trackers that accelerate knows: tensorboard, wandb, mlflow, ..."""
     observers: Annotated[tuple[str, ...], BeforeValidator(as_list)] = ()

@@ -2,6 +2,7 @@
 and the remaining time that it shows.
 """
 
+import math
 import sys
 import time
 from collections import deque
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TextIO
 
+from ds_finetune.config.sections import LogConfig
 from ds_finetune.console.phase_line import CLEAR_LINE, time_text, write_now
 from ds_finetune.observers.record import StepRecord
 
@@ -94,12 +96,14 @@ class ProgressLine:
         self,
         *,
         steps: int,
-        every: int,
+        section: LogConfig,
         left: TimeLeft,
         out: TextIO | None = None,
         log: Callable[[str], None] | None = None,
     ) -> None:
-        self._steps, self._every, self._left, self._log = steps, every, left, log
+        self._steps, self._section, self._left, self._log = steps, section, left, log
+        self._printed = -math.inf
+        """When the last line was printed, by the clock of `time.monotonic`."""
         self._out = out or sys.stdout
         self._live = self._out.isatty()
 
@@ -113,13 +117,17 @@ class ProgressLine:
             or record.is_last
             or any(name in record.values for name in ("eval/loss", "eval/reward"))
         )
-        is_due = must_print or record.step % self._every == 0
+        is_due = must_print or record.step % self._section.every == 0
         if not is_due and not self._live:
             return record
         line = self._line(record)
         if is_due and self._log is not None:
             self._log(line)
-        write_now(self._out, CLEAR_LINE + line + ("\n" if must_print else "") if self._live else line + "\n")
+        if self._live:
+            write_now(self._out, CLEAR_LINE + line + ("\n" if must_print else ""))
+        elif must_print or time.monotonic() - self._printed >= self._section.seconds:
+            write_now(self._out, line + "\n")
+            self._printed = time.monotonic()
         return record
 
     def close(self) -> None:
@@ -141,6 +149,8 @@ class ProgressLine:
         parts += [f"eta {time_text(self._left.seconds(record.step))}"] if record.step < self._steps else []
         parts += [f"skipped {v['train/skipped_steps']:.0f}"] if v["train/skipped_steps"] else []
         parts += [f"{name} {v[name]:.4f}" for name in v if _is_shown(name)]
+        if "eval/loss" in v and record.best_step:
+            parts += ["the best so far" if record.best_step == record.step else f"the best is step {record.best_step}"]
         parts += [f"SKIPPED: {record.notice}"] if record.notice else []
         parts += [f"SLOW: {record.slow}"] if record.slow else []
         parts += [f"STOP: {record.stop}"] if record.stop else []

@@ -304,7 +304,9 @@ def _kept_files(run: RunSettings) -> KeptFiles:
 def _decisions(plan: Plan) -> tuple[tuple[str, str], ...]:
     """Name and text of each decision, as printed before anything is loaded."""
     model, batch = plan.model, plan.batch
-    offloads = f"offload optimizer {plan.offload_optimizer}, param {plan.offload_param}"
+    offloads = {"optimizer": plan.offload_optimizer, "parameters": plan.offload_param}
+    offloaded = "".join(f", {name} on {place}" for name, place in offloads.items() if place != "none")
+    weights = "random weights" if model.weights == "random" else "its weights"
     rows = f"{batch.global_batch_size} rows = "
     rows += (
         f"micro x accumulation x dp {plan.dp}, micro as large as fits (auto)"
@@ -314,9 +316,9 @@ def _decisions(plan: Plan) -> tuple[tuple[str, str], ...]:
     tokens = f"{batch.max_seq_len} tokens a row at most{', packed' if batch.is_packed else ''}"
     tokens += ", for both sides of a pair together" if plan.objective.unit == "pairs" else ""
     return (
-        ("model", f"{model.path} ({model.weights} weights, {plan.precision})"),
+        ("model", f"{model.path} ({weights}, {plan.precision})"),
         ("ranks", f"{plan.world.world_size} on {plan.device}, started by {plan.world.launcher}"),
-        ("layout", f"{plan.mesh}, ZeRO-{plan.zero_stage}, {offloads}"),
+        ("layout", f"{plan.mesh}, ZeRO-{plan.zero_stage}{offloaded}"),
         ("batch", f"{rows}, {tokens}"),
         *_communication(plan, plan.train.reduction_dtype),
         *((("inexact", ", ".join(plan.inexact)),) if plan.inexact else ()),

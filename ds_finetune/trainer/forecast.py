@@ -16,7 +16,6 @@ from ds_finetune.plan.search.fitting import first_texts, fitting_changes
 from ds_finetune.system.whole_file import replace_file
 from ds_finetune.trainer.prepare import PreparedRun
 
-_SHOWN_ROWS = 3
 _MOST_CHANGES = 5
 
 
@@ -44,12 +43,10 @@ def forecast_check(run: PreparedRun, *, say: Say, log: Say) -> MemoryCheck:
 
 
 def _memory_text(run: PreparedRun, memory: MemoryEstimate) -> str:
-    """The peak of the device against what is free, and the largest parts."""
-    rows = sorted((row for row in memory.rows if row.place == memory.device), key=lambda row: -row.num_bytes)
-    parts = ", ".join(f"{row.name} {row.num_bytes / GIB:.3f}" for row in rows[:_SHOWN_ROWS])
+    """The peak of the device against what is free."""
     free = "" if run.memory is None else f" of {run.memory.free_bytes / GIB:.3f} GiB that are free"
     stage = f" (stage {memory.stage})" if run.plan.mesh.pp > 1 else ""
-    return f"{memory.device_bytes / GIB:.3f} GiB at most{stage}{free}, predicted; {parts}"
+    return f"{memory.device_bytes / GIB:.3f} GiB at most{stage}{free}, predicted"
 
 
 class OutOfMemoryError(RunError):

@@ -199,7 +199,7 @@ def _writers(started: StartedRun, left: TimeLeft, rollouts: RolloutSource | None
         *([] if rollouts is None else [RolloutSamples(run.output_dir, rollouts, say)]),
         *([RankTimesFile(run.output_dir / "ranks.jsonl", say)] if run.plan.world.world_size > 1 else []),
         Trackers.open(run.config.log.trackers, run.output_dir, run.tree, say, is_resumed=is_resumed),
-        ProgressLine(steps=run.schedule.steps, every=run.config.log.every, left=left, log=started.log),
+        ProgressLine(steps=run.schedule.steps, section=run.config.log, left=left, log=started.log),
     ]
 
 

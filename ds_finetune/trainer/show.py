@@ -1,7 +1,7 @@
 """Shows a run on the console: its plan, its summary, its verified exports, and the next command."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ds_finetune.console.tables import OUT, show_line, show_pairs
@@ -12,15 +12,42 @@ if TYPE_CHECKING:
     from ds_finetune.trainer.train import Report
 
 
+_FIRST = ("model", "parameters", "lora", "objective", "ranks", "layout", "memory of a rank", "data", "held-out data")
+"""Lines of the plan that a reader looks for, in their order; `batch`, `length` and the others follow."""
+_DETAILS = {"communication", "loss", "recomputation", "attention", "experts", "kernels", "logits", "allocator"}
+"""Lines of the plan that only `log.txt` has, with those that are indented, and the console with `log.verbose`."""
+
+
 def show_plan(run: "PreparedRun") -> None:
     """Print the plan and the training data of a run; rank 0 calls this before anything is loaded."""
+    is_verbose, shown = run.config.log.verbose, plan_lines(run)
+    lines = [(name, text) for name, text in shown if is_verbose or not (name in _DETAILS or name.startswith(" "))]
+    show_pairs("plan", sorted(lines, key=lambda line: _FIRST.index(line[0]) if line[0] in _FIRST else len(_FIRST)))
+    if run.inputs.model.has_random_weights:
+        OUT.print(
+            f"[bold]RANDOM WEIGHTS[/bold]: {run.inputs.model.path} is built from its config.json; nothing "
+            "pre-trained is loaded"
+        )
+    for note in plan_notes(run):
+        if is_verbose or not note.startswith("rewritten: "):
+            OUT.print(note, markup=False)
+
+
+def plan_notes(run: "PreparedRun") -> "Iterable[str]":
+    """Lines about what a user might not expect of the plan or the data."""
+    return (*run.plan.notes, *run.inputs.notes, *run.inputs.data_notes())
+
+
+def plan_lines(run: "PreparedRun") -> list[tuple[str, str]]:
+    """Name and text of everything that is decided about a run."""
     import torch
 
     from ds_finetune.data.row_report import server_prompt_line
     from ds_finetune.trainer.batches import mixture_lines
     from ds_finetune.trainer.dry_run import model_lines
 
-    inputs, rows = run.inputs, list(run.plan.decisions)
+    inputs = run.inputs
+    rows = [(name, _length(run) if name == "length" else text) for name, text in run.plan.decisions]
     shape = inputs.shape
     if shape is not None:
         rows.append(
@@ -37,14 +64,18 @@ def show_plan(run: "PreparedRun") -> None:
             rows.append(("evaluation", f"the first {limit:,} of {len(held_out):,} rows (eval.limit)"))
     if run.config.objective.name != "classification" and inputs.train.counts.server_prompt_differs:
         rows.append(("prompts", server_prompt_line(inputs.train.counts)))
-    show_pairs("plan", rows)
-    if inputs.model.has_random_weights:
-        OUT.print(
-            f"[bold]RANDOM WEIGHTS[/bold]: {inputs.model.path} is built from its config.json; nothing "
-            "pre-trained is loaded"
-        )
-    for note in (*run.plan.notes, *inputs.notes, *inputs.data_notes()):
-        OUT.print(note, markup=False)
+    return rows
+
+
+def _length(run: "PreparedRun") -> str:
+    from ds_finetune.data.stream import StreamedRows
+
+    schedule, inputs = run.schedule, run.inputs
+    rows = schedule.steps * run.plan.batch.global_batch_size
+    epochs = "" if isinstance(inputs.train, StreamedRows) else f" ({rows / inputs.train.rows_per_epoch:.3g} epochs)"
+    rate = f"learning rate {schedule.lr:g}, {schedule.name}, {schedule.warmup_steps} of warm-up"
+    every = run.config.eval.every or "at the end"
+    return f"{schedule.steps:,} steps{epochs}, {rate}" + (f", evaluation {every}" if inputs.held_out else "")
 
 
 def show_report(report: "Report") -> None:
@@ -88,12 +119,16 @@ def show_next(report: "Report") -> None:
     show_line(f"next: {shlex.join(command)}{sent}")
 
 
-def show_verifications(results: "Sequence[VerificationResult]") -> None:
-    """Print the results of verifying exported folders, once for those that share their files."""
+def show_verifications(results: "Sequence[VerificationResult]", *, is_short: bool = False) -> None:
+    """Print the results of verifying exported folders, once for those that share their files; with `is_short` of what
+    was compared only how far logits are apart, where nothing is wrong.
+    """
     said: dict[tuple[str, ...], list[str]] = {}
     for result in results:
         state = "verified" if result.is_verified else "not checked" if result.skipped else "UNVERIFIED"
-        texts = (*result.lines, *result.problems, *([result.skipped] if result.skipped else []))
+        logits = [line for line in result.lines if "logits" in line]
+        compared = logits[-1:] if is_short and result.is_verified and logits else result.lines
+        texts = (*compared, *result.problems, *([result.skipped] if result.skipped else []))
         said.setdefault((state, *texts), []).append(str(result.folder))
     for (state, *lines), folders in said.items():
         show_line(f"{state}: {', '.join(folders)}\n  {'; '.join(lines)}")

@@ -68,6 +68,7 @@ from ds_finetune.trainer.run_records import (
     report_failure,
 )
 from ds_finetune.trainer.same_choices import check_same_kernels, check_same_precision, check_same_versions
+from ds_finetune.trainer.show import plan_lines, plan_notes
 
 Announce = Callable[[PreparedRun], None]
 
@@ -119,6 +120,7 @@ def train(
             if world.rank == 0:
                 check_server(run)
                 announce(run)
+                log.add("\n".join([*(f"{name}: {text}" for name, text in plan_lines(run)), *plan_notes(run)]))
             with open_process_group(run, store, monitor):
                 report = _train_and_export(run, store, monitor, log, status)
         verdicts: tuple[VerificationResult, ...] = ()

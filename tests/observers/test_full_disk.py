@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from ds_finetune.config.sections import LogConfig
 from ds_finetune.console import tables
 from ds_finetune.console.tables import show_line
 from ds_finetune.observers import trackers, writers
@@ -123,7 +124,7 @@ def test_tensorboard_has_every_step_after_a_full_disk(
 
 def test_lines_on_a_full_standard_output_do_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     full = Path("/dev/full").open("w")  # noqa: SIM115 - closing it writes what is left, and fails
-    line = ProgressLine(steps=2, every=1, left=TimeLeft(2, {}), out=full)
+    line = ProgressLine(steps=2, section=LogConfig(seconds=0), left=TimeLeft(2, {}), out=full)
     assert line.after_step(record(1)).step == 1
     # A console of its own: rich prints what could not be written once more with the next line.
     monkeypatch.setattr(tables, "OUT", Console(file=full))

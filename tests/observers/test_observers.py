@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.config.sections import EvalConfig
+from ds_finetune.config.sections import EvalConfig, LogConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.data.batches import Batch, BatchPlan, MicroBatch, eval_batches
 from ds_finetune.data.prepared_rows import Row
@@ -103,7 +103,7 @@ def test_named_sets_have_metrics_and_lines_of_their_own() -> None:
         "eval/new/exact_match": 1.0,
     }
     out = io.StringIO()
-    ProgressLine(steps=1, every=1, left=TimeLeft(1, {}), out=out).after_step(found)
+    ProgressLine(steps=1, section=LogConfig(seconds=0), left=TimeLeft(1, {}), out=out).after_step(found)
     shown = [word for word in out.getvalue().split() if word.startswith("eval/")]
     assert shown == ["eval/loss", "eval/accuracy", "eval/exact_match", "eval/new/loss"]
 
@@ -178,7 +178,7 @@ def test_metrics_file_is_json_also_for_nan(tmp_path: Path) -> None:
 
 def test_progress_lines_elsewhere_than_on_a_terminal() -> None:
     out = io.StringIO()
-    line = ProgressLine(steps=10, every=4, left=TimeLeft(10, {}), out=out)
+    line = ProgressLine(steps=10, section=LogConfig(every=4, seconds=0), left=TimeLeft(10, {}), out=out)
     for step in range(1, 9):
         line.after_step(StepRecord(step, values(**{"perf/mfu": 0.4}), notice="w on rank 1" if step == 3 else ""))
     line.after_step(record(9, **{"eval/loss": 1.5, "eval/accuracy": 0.5}))
@@ -189,6 +189,19 @@ def test_progress_lines_elsewhere_than_on_a_terminal() -> None:
     for part in ("loss 2.5000", "grad_norm 1.25", "lr 0.001", "500 tokens/s", "mfu 40.0%", "GiB", "eta "):
         assert part in lines[1]
     assert "eval/loss 1.5000" in lines[3]
+
+
+def test_lines_on_standard_output_keep_their_distance_and_the_log_has_all() -> None:
+    out, log = io.StringIO(), list[str]()
+    section = LogConfig(every=2, seconds=3600)
+    line = ProgressLine(steps=10, section=section, left=TimeLeft(10, {}), out=out, log=log.append)
+    for step in range(1, 11):
+        numbers = {"eval/loss": 1.5} if step in (5, 9) else {}
+        line.after_step(replace(record(step, **numbers), is_last=step == 10, best_step=5))
+    lines = out.getvalue().splitlines()
+    assert [text.split()[1] for text in lines] == ["2/10", "5/10", "9/10", "10/10"]
+    assert [text.split("  ")[-1] for text in lines[1:3]] == ["the best so far", "the best is step 5"]
+    assert [text.split()[1] for text in log] == ["2/10", "4/10", "5/10", "6/10", "8/10", "9/10", "10/10"]
 
 
 def test_the_time_left_holds_evaluations_saves_export_and_verification() -> None:
@@ -277,7 +290,7 @@ def test_progress_stays_in_place_on_a_terminal() -> None:
             return True
 
     out = Terminal()
-    line = ProgressLine(steps=2, every=1, left=TimeLeft(2, {}), out=out)
+    line = ProgressLine(steps=2, section=LogConfig(seconds=0), left=TimeLeft(2, {}), out=out)
     line.after_step(record(1))
     line.after_step(record(2, last=True))
     assert out.getvalue().count("\n") == 1
@@ -287,7 +300,7 @@ def test_progress_stays_in_place_on_a_terminal() -> None:
 def test_the_line_of_pairs_has_accuracy_and_margin_and_the_last_one_no_time_left() -> None:
     out = io.StringIO()
     left = TimeLeft(2, {}, export_bytes=2e9, verifies=True)
-    line = ProgressLine(steps=2, every=1, left=left, out=out)
+    line = ProgressLine(steps=2, section=LogConfig(seconds=0), left=left, out=out)
     pairs = {"train/reward_accuracy": 0.75, "train/reward_margin": 1.5, "train/logp_chosen": -9.0}
     line.after_step(record(1, **pairs))
     line.after_step(record(2, last=True, **pairs))

@@ -161,7 +161,7 @@ def test_a_plan_decides_by_the_accelerator_that_it_is_made_for(
     file = str(_run_file(tmp_path, shared_data / "configs" / "deepseek-ai--DeepSeek-R1-Distill-Qwen-1.5B"))
     assert main(["plan", file, "--gpus", "1", "--gpu", "h100-80g"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "(load weights, bf16)" in shown
+    assert "(its weights, bf16)" in shown
     assert "train.precision auto is bf16: h100-80g has products in bf16" in shown
     assert main(["plan", file, "--gpus", "8", "--gpu", "v100-32g"]) == 2
     shown = " ".join(capsys.readouterr().err.split())

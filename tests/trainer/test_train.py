@@ -48,7 +48,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         train={"for": "2 epochs", "precision": "bf16"},
         eval={"every": "4 steps", "keep_best": True, "generate": {"prompts": 3, "max_new_tokens": 4}},
         export={"max_shard_size": "20KB", "verify": True},
-        log={"trackers": ["tensorboard", *(["mlflow"] if request.param == 2 and HAS_MLFLOW else [])]},
+        log={"seconds": 0, "trackers": ["tensorboard", *(["mlflow"] if request.param == 2 and HAS_MLFLOW else [])]},
     )
     done = start(torchrun("ds_finetune/train.py", str(run_file)), {"MLFLOW_DISABLE_TELEMETRY": "true"})
     assert done.returncode == 0, done.stdout + done.stderr

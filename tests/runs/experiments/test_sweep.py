@@ -371,7 +371,7 @@ def test_real_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "data": {"train": "demo/train.jsonl", "eval": "demo/eval.jsonl"},
         "train": {"for": "6 steps", "global_batch_size": 4, "max_seq_len": 256, "precision": "fp32"},
         "eval": {"every": "3 steps", "limit": 4},
-        "log": {"trackers": []},
+        "log": {"trackers": [], "seconds": 0},
         "output_dir": "unused",
     }
     Path("run.yaml").write_text(yaml.safe_dump(tree))
