@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 before="${VIRTUAL_ENV:-}"
-. scripts/install.sh ""
+. scripts/install.sh pages
 ranks="$(python -c 'import torch; print(torch.cuda.device_count() or 2)')"
 folder="${1:-runs/quickstart-$(date +%Y%m%d-%H%M%S)}"
 ds-finetune demo "$folder" --ranks "$ranks"

@@ -171,6 +171,7 @@ _IMPORTED += (
     "ds_finetune.cli.main",
     "ds_finetune.console.tables",
     "ds_finetune.runs.report.write",
+    "ds_finetune.runs.report.figures",
     "matplotlib.backends.backend_agg",
     "matplotlib.ticker",
     "ds_finetune.trainer.train",

@@ -5,6 +5,7 @@ from pathlib import Path
 from ds_finetune.cli.arguments import Arguments, Commands, add_allowed_hosts, add_command, port
 from ds_finetune.console.tables import show_line
 from ds_finetune.errors import ConfigError
+from ds_finetune.system.versions import require_extra
 
 _PORT = 7117
 
@@ -37,7 +38,8 @@ def _report(arguments: Arguments) -> None:
 
 
 def _watch(arguments: Arguments) -> None:
-    from ds_finetune.runs.watch.app import watch
+    require_extra("pages", "`ds-finetune watch`")
+    from ds_finetune.runs.watch import watch
 
     folder, names = Path(arguments.folder), arguments.allow_host
     watch(folder, host=arguments.host, port=arguments.port, show=show_line, allowed_hosts=names)

@@ -8,6 +8,7 @@ from rich.table import Table
 from ds_finetune.cli.arguments import Arguments, Commands, add_command, add_overrides, add_run_command, positive
 from ds_finetune.console.tables import OUT, show_line, show_pairs
 from ds_finetune.errors import ConfigError
+from ds_finetune.system.versions import require_extra
 
 
 def add_commands(commands: Commands) -> None:
@@ -51,6 +52,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _scaling(arguments: Arguments) -> None:
+    require_extra("pages", "the page of `ds-finetune scaling`")
     from ds_finetune.runs.experiments.pages import write_scaling_page
     from ds_finetune.runs.experiments.scaling import COLUMNS, ScalingRequest, compare_scaling, table_row
 
@@ -92,6 +94,7 @@ def _sweep(arguments: Arguments) -> None:
 
 
 def _lr_range(arguments: Arguments) -> None:
+    require_extra("pages", "the page of --lr-range")
     from ds_finetune.runs.experiments.lr_range import RangeRequest, range_lines, run_range_test
     from ds_finetune.runs.experiments.pages import write_range_page
 

@@ -1,5 +1,5 @@
 """The progress line of training, one line that stays in place on a terminal and a line every so many steps elsewhere,
-and the remaining time that it shows.
+and the remaining time, `perf/eta_seconds`, which the line and pages show as `eta`.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import TextIO
 
 from ds_finetune.config.sections import LogConfig
 from ds_finetune.console.phase_line import CLEAR_LINE, time_text, write_now
-from ds_finetune.observers.record import StepRecord
+from ds_finetune.observers.record import Observer, StepRecord
 
 EVALUATION, ANSWERS, SAVE, EXPORT = "evaluation", "answers", "save", "export"
 _RECENT_STEPS = 50
@@ -22,8 +22,8 @@ _LOADING_SECONDS = 15.0
 """The fresh process that verifies imports torch and transformers first."""
 
 
-class TimeLeft:
-    """Sums the remaining work by measured times, and by estimates before the first measurement.
+class TimeLeft(Observer):
+    """Adds `perf/eta_seconds`: the remaining work by measured times, and by estimates before the first measurement.
 
     `every` is the number of steps between evaluations and between saves (0: only at the last step), for those that
     the run has. Until the first evaluation one counts as `evaluation_steps` steps. `export_bytes` is the size of all
@@ -44,9 +44,10 @@ class TimeLeft:
         self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._measured: dict[str, list[float]] = {}
 
-    def count_step(self, seconds: float) -> None:
-        """Record the duration of a step."""
-        self._step_seconds.append(seconds)
+    def after_step(self, record: StepRecord) -> StepRecord:
+        """Count the duration of the step, and add the time from its end to the end of the run."""
+        self._step_seconds.append(record.values["perf/step_seconds"])
+        return record.with_values({"perf/eta_seconds": self.seconds(record.step)})
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -97,11 +98,10 @@ class ProgressLine:
         *,
         steps: int,
         section: LogConfig,
-        left: TimeLeft,
         out: TextIO | None = None,
         log: Callable[[str], None] | None = None,
     ) -> None:
-        self._steps, self._section, self._left, self._log = steps, section, left, log
+        self._steps, self._section, self._log = steps, section, log
         self._printed = -math.inf
         """When the last line was printed, by the clock of `time.monotonic`."""
         self._out = out or sys.stdout
@@ -109,7 +109,6 @@ class ProgressLine:
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Write the line when it is due, and always for a notice, an evaluation or the end of the run."""
-        self._left.count_step(record.values["perf/step_seconds"])
         must_print = (
             record.slow
             or record.notice
@@ -146,7 +145,7 @@ class ProgressLine:
         ]
         parts += [f"mfu {v['perf/mfu']:.1%}"] if "perf/mfu" in v else []
         parts += [f"mem {v['memory/peak_gib']:.2f} GiB"] if "memory/peak_gib" in v else []
-        parts += [f"eta {time_text(self._left.seconds(record.step))}"] if record.step < self._steps else []
+        parts += [f"eta {time_text(v['perf/eta_seconds'])}"] if record.step < self._steps else []
         parts += [f"skipped {v['train/skipped_steps']:.0f}"] if v["train/skipped_steps"] else []
         parts += [f"{name} {v[name]:.4f}" for name in v if _is_shown(name)]
         if "eval/loss" in v and record.best_step:

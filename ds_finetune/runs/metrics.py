@@ -17,7 +17,7 @@ from ds_finetune.runs.status import parse_object
 
 METRICS, SAMPLES, ROLLOUTS = "metrics.jsonl", "samples.jsonl", "rollouts.jsonl"
 _CHUNK_BYTES, _MOST_BYTES = 4 * MIB, 8 * MIB
-_TAIL_BYTES, _LINE_BYTES = 64 * 1024, 8 * 1024
+_TAIL_BYTES = 64 * 1024
 _KEPT_BYTES = 256
 _STEP = "step"
 _MOST_INTEGER = 2**53
@@ -156,20 +156,6 @@ def last_record(path: Path) -> Mapping[str, Any]:
     """
     lines = reversed(read_tail(path, _TAIL_BYTES).splitlines())
     return next((record for line in lines if (record := _record_of(line)) is not None), {})
-
-
-def sampled_values(path: Path, name: str, most: int) -> list[float]:
-    """About `most` values of a metric at even distances through the file, in order, without reading all of it."""
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            places = [size * place // most for place in range(most)]
-            pieces = [os.pread(file.fileno(), _LINE_BYTES, place) for place in dict.fromkeys(places)]
-    except OSError:
-        return []
-    lines = dict.fromkeys(line for piece in pieces for line in piece.split(b"\n", 2)[1:2])
-    values = [_number(record[name]) for line in lines if (record := _record_of(line)) is not None and name in record]
-    return [value for value in values if value is not None]
 
 
 def _record_of(line: bytes) -> dict[str, Any] | None:

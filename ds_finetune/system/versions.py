@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
+from importlib.util import find_spec
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -15,7 +16,7 @@ from ds_finetune.errors import DependencyError
 
 UNTESTED = "DS_FINETUNE_UNTESTED_VERSIONS"
 """Environment variable that, as 1, turns the refusal of versions outside the tested ranges into a warning."""
-EXTRAS = ("compressed", "eval", "gguf", "gpu", "math", "onnx", "quantize", "serve", "sweep", "track")
+EXTRAS = ("compressed", "eval", "gguf", "gpu", "math", "onnx", "pages", "quantize", "serve", "sweep", "track")
 """Extras whose packages compute, write or serve something."""
 _PROJECT = "ds_finetune"
 _FILE = Path(__file__).resolve().parents[2] / "pyproject.toml"
@@ -23,8 +24,9 @@ _FILE = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 @cache
 def requirements_of(extra: str = "") -> tuple[Requirement, ...]:
-    """What `extra` requires, or the program itself: by the pyproject.toml of a checkout, whose metadata is as old as
-    its installation, else by the metadata of the installed package. Empty where there is neither.
+    """What `extra` requires, with the extras that it names, or the program itself: by the pyproject.toml of a checkout,
+    whose metadata is as old as its installation, else by the metadata of the installed package. Empty where there is
+    neither.
     """
     lines: list[str] | None = None
     if _FILE.is_file():
@@ -39,8 +41,10 @@ def requirements_of(extra: str = "") -> tuple[Requirement, ...]:
         assert not extra or extra in metadata(_PROJECT).get_all("Provides-Extra", ())
         is_of_extra = {line: "extra" in str(line.marker) for line in known}
         lines = [str(line) for line in known if is_of_extra[line] == bool(extra)]
-    parsed = map(Requirement, lines)
-    return tuple(line for line in parsed if line.marker is None or line.marker.evaluate({"extra": extra}))
+    parsed = [each for each in map(Requirement, lines) if each.marker is None or each.marker.evaluate({"extra": extra})]
+    named = [name for line in parsed if line.name.replace("-", "_") == _PROJECT for name in sorted(line.extras)]
+    others = [line for line in parsed if line.name.replace("-", "_") != _PROJECT]
+    return (*others, *(line for name in named for line in requirements_of(name)))
 
 
 def installed_versions(extras: Sequence[str] = ("", *EXTRAS)) -> dict[str, str]:
@@ -88,6 +92,19 @@ def check_versions(extra: str = "") -> None:
             hint = f"{pip_install(*wrong.values())}; or set {UNTESTED}=1 to compute with versions that no test has seen"
             raise DependencyError(text, hint=hint)
         _warn(f"{text}; no test has seen these versions ({UNTESTED}=1)")
+
+
+def require_extra(extra: str, what: str) -> None:
+    """DependencyError where a package of an extra is not installed, without which there is no `what`, or is outside its
+    tested range.
+    """
+    missing = [line.name for line in requirements_of(extra) if find_spec(line.name) is None]
+    if missing:
+        raise DependencyError(
+            f"{what} needs {', '.join(missing)}, which is not installed: the extra `{extra}` is missing",
+            hint=f"pip install 'ds_finetune[{extra}]'",
+        )
+    check_versions(extra)
 
 
 def _warn(text: str) -> None:

@@ -195,11 +195,12 @@ def _writers(started: StartedRun, left: TimeLeft, rollouts: RolloutSource | None
     run, say = started.run, started.say
     is_resumed = started.resume_point.progress.step > 0
     return [
+        left,
         MetricsFile(run.output_dir / "metrics.jsonl", say),
         *([] if rollouts is None else [RolloutSamples(run.output_dir, rollouts, say)]),
         *([RankTimesFile(run.output_dir / "ranks.jsonl", say)] if run.plan.world.world_size > 1 else []),
         Trackers.open(run.config.log.trackers, run.output_dir, run.tree, say, is_resumed=is_resumed),
-        ProgressLine(steps=run.schedule.steps, section=run.config.log, left=left, log=started.log),
+        ProgressLine(steps=run.schedule.steps, section=run.config.log, log=started.log),
     ]
 
 

@@ -10,7 +10,7 @@ from ds_finetune.config.sections import LogConfig
 from ds_finetune.console import tables
 from ds_finetune.console.tables import show_line
 from ds_finetune.observers import trackers, writers
-from ds_finetune.observers.progress import ProgressLine, TimeLeft
+from ds_finetune.observers.progress import ProgressLine
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.trackers import Trackers
 from ds_finetune.observers.writers import MetricsFile, Outage
@@ -23,6 +23,7 @@ VALUES = dict.fromkeys(
         "optim/lr",
         "perf/tokens_per_second",
         "perf/step_seconds",
+        "perf/eta_seconds",
         "memory/peak_gib",
         "train/skipped_steps",
     ),
@@ -124,7 +125,7 @@ def test_tensorboard_has_every_step_after_a_full_disk(
 
 def test_lines_on_a_full_standard_output_do_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     full = Path("/dev/full").open("w")  # noqa: SIM115 - closing it writes what is left, and fails
-    line = ProgressLine(steps=2, section=LogConfig(seconds=0), left=TimeLeft(2, {}), out=full)
+    line = ProgressLine(steps=2, section=LogConfig(seconds=0), out=full)
     assert line.after_step(record(1)).step == 1
     # A console of its own: rich prints what could not be written once more with the next line.
     monkeypatch.setattr(tables, "OUT", Console(file=full))

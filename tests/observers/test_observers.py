@@ -41,7 +41,13 @@ def values(**more: float) -> dict[str, float]:
     )
     return (
         step_values(result, seconds=2.0, waited=0.5)
-        | {"optim/lr": 1e-3, "data/tokens_seen": 1000, "train/skipped_steps": 0, "memory/peak_gib": 0.5}
+        | {
+            "optim/lr": 1e-3,
+            "data/tokens_seen": 1000,
+            "train/skipped_steps": 0,
+            "memory/peak_gib": 0.5,
+            "perf/eta_seconds": 9.0,
+        }
         | more
     )
 
@@ -103,7 +109,9 @@ def test_named_sets_have_metrics_and_lines_of_their_own() -> None:
         "eval/new/exact_match": 1.0,
     }
     out = io.StringIO()
-    ProgressLine(steps=1, section=LogConfig(seconds=0), left=TimeLeft(1, {}), out=out).after_step(found)
+    ProgressLine(steps=1, section=LogConfig(seconds=0), out=out).after_step(
+        found.with_values({"perf/eta_seconds": 0.0})
+    )
     shown = [word for word in out.getvalue().split() if word.startswith("eval/")]
     assert shown == ["eval/loss", "eval/accuracy", "eval/exact_match", "eval/new/loss"]
 
@@ -178,7 +186,7 @@ def test_metrics_file_is_json_also_for_nan(tmp_path: Path) -> None:
 
 def test_progress_lines_elsewhere_than_on_a_terminal() -> None:
     out = io.StringIO()
-    line = ProgressLine(steps=10, section=LogConfig(every=4, seconds=0), left=TimeLeft(10, {}), out=out)
+    line = ProgressLine(steps=10, section=LogConfig(every=4, seconds=0), out=out)
     for step in range(1, 9):
         line.after_step(StepRecord(step, values(**{"perf/mfu": 0.4}), notice="w on rank 1" if step == 3 else ""))
     line.after_step(record(9, **{"eval/loss": 1.5, "eval/accuracy": 0.5}))
@@ -194,7 +202,7 @@ def test_progress_lines_elsewhere_than_on_a_terminal() -> None:
 def test_lines_on_standard_output_keep_their_distance_and_the_log_has_all() -> None:
     out, log = io.StringIO(), list[str]()
     section = LogConfig(every=2, seconds=3600)
-    line = ProgressLine(steps=10, section=section, left=TimeLeft(10, {}), out=out, log=log.append)
+    line = ProgressLine(steps=10, section=section, out=out, log=log.append)
     for step in range(1, 11):
         numbers = {"eval/loss": 1.5} if step in (5, 9) else {}
         line.after_step(replace(record(step, **numbers), is_last=step == 10, best_step=5))
@@ -206,7 +214,7 @@ def test_lines_on_standard_output_keep_their_distance_and_the_log_has_all() -> N
 
 def test_the_time_left_holds_evaluations_saves_export_and_verification() -> None:
     left = TimeLeft(10, {EVALUATION: 4, SAVE: 0}, evaluation_steps=0.5, export_bytes=2e9, verifies=True)
-    left.count_step(2.0)
+    left.after_step(record(1, **{"perf/step_seconds": 2.0}))
     # 9 steps, evaluations at 4, 8 and 10, and 2 GB at 200 MB/s twice, once in a process that takes 15 s to start.
     assert left.seconds(1) == pytest.approx(9 * 2 + 3 * 1 + 10 + 10 + 15)
     left._measured = {EVALUATION: [6.0, 8.0], SAVE: [3.0], EXPORT: [20.0]}
@@ -290,7 +298,7 @@ def test_progress_stays_in_place_on_a_terminal() -> None:
             return True
 
     out = Terminal()
-    line = ProgressLine(steps=2, section=LogConfig(seconds=0), left=TimeLeft(2, {}), out=out)
+    line = ProgressLine(steps=2, section=LogConfig(seconds=0), out=out)
     line.after_step(record(1))
     line.after_step(record(2, last=True))
     assert out.getvalue().count("\n") == 1
@@ -300,10 +308,11 @@ def test_progress_stays_in_place_on_a_terminal() -> None:
 def test_the_line_of_pairs_has_accuracy_and_margin_and_the_last_one_no_time_left() -> None:
     out = io.StringIO()
     left = TimeLeft(2, {}, export_bytes=2e9, verifies=True)
-    line = ProgressLine(steps=2, section=LogConfig(seconds=0), left=left, out=out)
+    line = ProgressLine(steps=2, section=LogConfig(seconds=0), out=out)
     pairs = {"train/reward_accuracy": 0.75, "train/reward_margin": 1.5, "train/logp_chosen": -9.0}
-    line.after_step(record(1, **pairs))
-    line.after_step(record(2, last=True, **pairs))
+    assert left.after_step(record(1)).values["perf/eta_seconds"] == left.seconds(1) > 35
+    line.after_step(left.after_step(record(1, **pairs)))
+    line.after_step(left.after_step(record(2, last=True, **pairs)))
     first, last = out.getvalue().splitlines()
     assert first.endswith("train/reward_accuracy 0.7500  train/reward_margin 1.5000")
     assert ("  eta " in first, "  eta " in last) == (True, False)

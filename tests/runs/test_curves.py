@@ -1,15 +1,9 @@
 """Drawing a curve with fewer points keeps every spike, dip and gap."""
 
-import json
-import shutil
-import subprocess
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from ds_finetune.runs.curves import drawn_points, smooth
-from tests.conftest import ROOT
 
 
 def test_short_curves_keep_all_points() -> None:
@@ -59,17 +53,3 @@ def test_smoothing_passes_over_gaps_and_forgets_a_spike() -> None:
     smoothed = smooth(np.array([2.0, np.nan, 4.0, 1e25, 1.0, 0.5, 0.5]), 1)
     assert np.isnan(smoothed).tolist() == [False, True, *[False] * 5]
     assert smoothed[[0, 5, 6]].tolist() == pytest.approx([2.0, 2 / 3, 0.5])
-
-
-def test_the_page_of_watch_smooths_as_reports_do(tmp_path: Path) -> None:
-    node = shutil.which("node")
-    if node is None:
-        pytest.skip("no node: apt install nodejs")
-    source = (ROOT / "ds_finetune" / "runs" / "watch" / "static" / "charts.js").read_text()
-    start = source.index("export function smoothed")
-    script = source[start : source.index("\n}\n", start) + 2].removeprefix("export ")
-    values = [6.0, None, 3.0, 9.0, 1.0, 4.0, 2.0]
-    (tmp_path / "smooth.js").write_text(f"{script}\nconsole.log(JSON.stringify(smoothed({json.dumps(values)}, 2 / 3)))")
-    done = subprocess.run([node, str(tmp_path / "smooth.js")], capture_output=True, text=True, check=True, timeout=60)
-    wanted = smooth(np.array([np.nan if value is None else value for value in values]), 2)
-    assert json.loads(done.stdout) == pytest.approx([None if np.isnan(value) else value for value in wanted])

@@ -94,6 +94,9 @@ def test_a_package_of_an_extra_matters_where_the_extra_is_used(tmp_path: Path, m
     versions.check_versions()
     with pytest.raises(DependencyError, match=r"onnx 1\.99\.0 \(tested: >=1\.19,<"):
         versions.check_versions("onnx")
+    monkeypatch.syspath_prepend(install(tmp_path / "pages", "bokeh", "2.4.3"))
+    with pytest.raises(DependencyError, match=r"bokeh 2\.4\.3 \(tested: >=3\.7,<4\)"):
+        versions.require_extra("pages", "a page")
 
 
 def test_an_installed_wheel_has_the_ranges_of_its_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from ds_finetune.runs.experiments.lr_range import range_lines
 from ds_finetune.runs.experiments.scaling import COLUMNS, table_row
 from ds_finetune.runs.report.blocks import Chart, Charts, DataTable, Facts, Page, ReportSection, Tile, duration_text
 from ds_finetune.runs.report.blocks import number_text as number
-from ds_finetune.runs.report.charts import CoordinateAxis, Line, NumberAxis, line_plot, parallel_plot
+from ds_finetune.runs.report.charts import CoordinateAxis, Line, LinePlot, ParallelPlot
 from ds_finetune.runs.report.write import write_page
 
 REPORT = "report.html"
@@ -63,7 +63,7 @@ def _parallel_chart(tree: dict[str, Any]) -> Chart:
         + [trial["value"]]
         for trial in valued
     ]
-    plot = parallel_plot([*axes, CoordinateAxis(tree["metric"])], rows, is_maximized=tree["direction"] == "maximize")
+    plot = ParallelPlot([*axes, CoordinateAxis(tree["metric"])], rows, is_maximized=tree["direction"] == "maximize")
     note = "A line is a trial; blue ones are best. Drag along an axis to keep only trials within a range."
     summary = f"{len(valued)} trials; the best is trial {tree['best']}"
     return Chart("Trials by their values", plot, summary, is_wide=True, height=340, note=note)
@@ -83,7 +83,7 @@ def write_range_page(folder: Path, found: dict[str, Any]) -> Path:
         Line("steepest fall", (found["steepest"],) * 2, ends, role="dashed", colour=2),
         Line("least loss", (found["lowest"],) * 2, ends, role="dashed", colour=4),
     ]
-    plot = line_plot(lines, NumberAxis("learning rate", is_log=True, is_whole=False))
+    plot = LinePlot(lines, "learning rate", has_log_x=True)
     summary = f"steepest fall at {found['steepest']:.2e}, least loss at {found['lowest']:.2e}"
     note = "A range test sets nothing. With AdamW and warm-up it often points at too high a rate."
     chart = Chart("Loss over the learning rate", plot, summary, is_wide=True, height=380, note=note)
@@ -107,12 +107,12 @@ def write_scaling_page(folder: Path, tree: dict[str, Any]) -> Path:
             )
             x, y = zip(*own, strict=True)
             lines.append(Line(layout or "measured", x, y, role="points", colour=colour))
-        charts.append(Chart("Speed-up", line_plot(lines, NumberAxis("ranks")), f"up to {fastest['speedup']:.2f}"))
+        charts.append(Chart("Speed-up", LinePlot(lines, "ranks"), f"up to {fastest['speedup']:.2f}"))
     curves = [
         Line(row["name"], np.arange(1, len(row["losses"]) + 1), row["losses"], colour=colour)
         for colour, row in enumerate(rows)
     ]
-    charts.append(Chart("train/loss", line_plot(curves), f"curves differ by at most {off}"))
+    charts.append(Chart("train/loss", LinePlot(curves), f"curves differ by at most {off}"))
     table = DataTable("Relative to the first row", COLUMNS, [table_row(row) for row in rows])
     section = ReportSection("table", "Comparison", [table, Charts(charts)])
     tiles = [

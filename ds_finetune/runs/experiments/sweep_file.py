@@ -16,8 +16,8 @@ from ds_finetune.config.invalid_keys import explain
 from ds_finetune.config.run_file import apply_override, read_yaml, set_key
 from ds_finetune.config.schema import RunConfig, validate_tree
 from ds_finetune.config.sections import Section, short_form
-from ds_finetune.errors import ConfigError, DependencyError
-from ds_finetune.system.versions import check_versions
+from ds_finetune.errors import ConfigError
+from ds_finetune.system.versions import require_extra
 
 _LISTS = ("BruteForceSampler", "GridSampler")
 """Samplers that train each point of a space of lists."""
@@ -29,14 +29,10 @@ _Choice = bool | int | float | str | None | list[Any] | dict[str, Any]
 
 
 def import_optuna() -> Any:  # noqa: ANN401 - a module
-    """The package optuna; DependencyError where it is not installed."""
-    try:
-        import optuna
-    except ImportError:
-        raise DependencyError(
-            "sweeps need optuna, which is not installed", hint="pip install 'ds_finetune[sweep]'"
-        ) from None
-    check_versions("sweep")
+    """The package optuna; DependencyError where the extra `sweep` is not installed."""
+    require_extra("sweep", "a sweep")
+    import optuna
+
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 

@@ -1,6 +1,7 @@
-"""What a page is made of: sections of blocks, for each kind of which the template has a part, and texts of numbers."""
+"""What a page is made of: sections of blocks, and texts of numbers."""
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -10,6 +11,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ds_finetune.config.units import GIB, MIB, share_text
+from ds_finetune.runs.report.charts import Line, LinePlot, MapPlot, ParallelPlot
 
 TEMPLATES = Path(__file__).parent / "templates"
 Row = tuple[str, ...]
@@ -18,11 +20,11 @@ NONE = "-"
 
 
 class Block:
-    """A part of a section."""
+    """A part of a section, for which the template has a macro."""
 
     @property
     def kind(self) -> str:
-        """The name under which the template has a part for it."""
+        """The name by which the template finds the macro."""
         return type(self).__name__
 
 
@@ -46,15 +48,15 @@ class DataTable(Block):
 
 
 @dataclass(frozen=True)
-class Chart(Block):
-    """A chart, with what `runs/report/charts.py` made for `templates/plots.js` to draw.
+class Chart:
+    """Lines, a heat map or parallel coordinates, which report/figures.py draws.
 
     `number` says how numbers are printed: `number`, `percent`, `seconds`, `gib` or `ratio`. `summary` is read by screen
     readers in place of the picture.
     """
 
     title: str
-    plot: Mapping[str, Any]
+    plot: LinePlot | MapPlot | ParallelPlot
     summary: str
     number: str = "number"
     is_wide: bool = False
@@ -62,6 +64,16 @@ class Chart(Block):
     height: int = 260
     """In pixels."""
     note: str = ""
+
+    @property
+    def lines(self) -> Sequence[Line]:
+        """The lines that it has; those of a running run grow."""
+        return self.plot.lines if isinstance(self.plot, LinePlot) else ()
+
+    @property
+    def legend(self) -> dict[str, str]:
+        """The colour of each name."""
+        return {line.name: line.hex_colour for line in self.lines}
 
 
 @dataclass(frozen=True)
@@ -99,19 +111,20 @@ class Remark(Block):
 
 
 @dataclass(frozen=True)
-class Points(Block):
-    """Sentences below each other."""
-
-    texts: Sequence[str]
-
-
-@dataclass(frozen=True)
 class Code(Block):
-    """Text as it is typed or stored."""
+    """Text as it is typed or stored; `is_tail` shows its end."""
 
     title: str
     text: str
     is_folded: bool = False
+    is_tail: bool = False
+
+
+@dataclass(frozen=True)
+class RunTable(Block):
+    """The runs of a folder with links to their pages; two or more that are ticked are compared."""
+
+    rows: Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -147,11 +160,15 @@ class Page:
     warnings: Sequence[str] = field(default_factory=tuple)
 
     @property
+    def tone(self) -> str:
+        """How the state is coloured."""
+        return state_tone(self.state)
+
+    @property
     def charts(self) -> list[Chart]:
         """All charts in the order of the page."""
-        blocks = [block for section in self.sections for block in section.blocks]
-        nested = [list(block.charts) if isinstance(block, Charts) else [block] for block in blocks]
-        return [block for group in nested for block in group if isinstance(block, Chart)]
+        blocks = [block for section in self.sections for block in section.blocks if isinstance(block, Charts)]
+        return [chart for block in blocks for chart in block.charts]
 
 
 def render_template(template: str, *, is_escaped: bool, **values: object) -> str:
@@ -202,6 +219,16 @@ def duration_text(seconds: float) -> str:
     return f"{days} d {hours} h" if days else f"{hours} h {minutes} min"
 
 
-def time_text(seconds: float) -> str:
+def state_tone(state: str) -> str:
+    """How the state of a run is coloured: `good`, `bad` or `plain`."""
+    return {"finished": "good", "failed": "bad", "hung": "bad"}.get(state, "plain")
+
+
+def ago_text(moment: float) -> str:
+    """How long ago a moment was that is given in seconds since 1970."""
+    return f"{duration_text(max(time.time() - moment, 0.0))} ago" if moment else NONE
+
+
+def moment_text(seconds: float) -> str:
     """A moment given in seconds since 1970."""
     return datetime.fromtimestamp(seconds, tz=UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

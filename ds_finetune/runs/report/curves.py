@@ -4,19 +4,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ds_finetune.runs.curves import drawn_points, smooth
 from ds_finetune.runs.report.blocks import Chart, number_text
-from ds_finetune.runs.report.charts import Line, line_plot
-from ds_finetune.runs.report.run import MOST_POINTS, ReportedRun
+from ds_finetune.runs.report.charts import Line, LinePlot
+from ds_finetune.runs.report.run import ReportedRun
 
+MOST_POINTS = 1200
+"""Points of a drawn curve at most."""
 _SMOOTHED_SHARE, _MOST_REACH = 40, 100
 """A smoothed curve averages over a fortieth of the run before and after each step, and over 100 steps at most."""
 _LEAST_SMOOTHED = 30
 """Shorter curves are not smoothed."""
 _PAGE_POINTS, _LEAST_POINTS = 60_000, 16
 """Points of all lines of a page, and of a line however many there are; a smoothed line adds half as many."""
-_MOST_OTHERS = 24
+_MOST_OTHERS, _MOST_RANKS, _LATE_RECORDS = 24, 8, 10
+
+
+LOSS = "Loss"
+"""Title of the chart of losses."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +48,25 @@ GROUPS = (
         is_smoothed=True,
     ),
     CurveGroup(
+        "Length of sampled answers (tokens)",
+        {
+            "rollout/answer_tokens": "mean",
+            "rollout/answer_tokens_min": "shortest",
+            "rollout/answer_tokens_max": "longest",
+        },
+    ),
+    CurveGroup(
         "Groups of sampled answers",
         {"rollout/all_right": "all right", "rollout/all_wrong": "all wrong", "rollout/no_spread": "equal rewards"},
         "percent",
         is_smoothed=True,
     ),
-    CurveGroup("Loss", _trained_and_held_out("loss"), is_smoothed=True, can_be_logarithmic=True),
+    CurveGroup("Reward accuracy", _trained_and_held_out("reward_accuracy"), "percent", is_smoothed=True),
+    CurveGroup("Reward margin", _trained_and_held_out("reward_margin"), is_smoothed=True),
+    CurveGroup(LOSS, _trained_and_held_out("loss"), is_smoothed=True, can_be_logarithmic=True),
     CurveGroup(
         "Accuracy", _trained_and_held_out("accuracy") | {"eval/exact_match": "exact match"}, "percent", is_smoothed=True
     ),
-    CurveGroup("Reward accuracy", _trained_and_held_out("reward_accuracy"), "percent", is_smoothed=True),
-    CurveGroup("Reward margin", _trained_and_held_out("reward_margin"), is_smoothed=True),
     CurveGroup("Gradient norm", {"train/grad_norm": "before clipping"}, is_smoothed=True, can_be_logarithmic=True),
     CurveGroup("Learning rate", {"optim/lr": "learning rate"}),
     CurveGroup(
@@ -89,16 +104,13 @@ _WITHOUT_CHART = (
     "perplexity",
     "predicted_gib",
     "measured_gib",
+    "eta_seconds",
 )
 """Last parts of the names of metrics that are told elsewhere on the page, or follow from another."""
 
 
-_Series = tuple[str, ReportedRun, str]
-"""A line of a chart: its name, and the run and the metric that it shows."""
-
-
-def run_charts(run: ReportedRun, markers: Sequence[tuple[int, str]]) -> list[Chart]:
-    """The charts of a run; `markers` are steps with a word, such as restarts."""
+def run_charts(run: ReportedRun, markers: Sequence[tuple[int, str]] = ()) -> list[Chart]:
+    """The charts of a run, those of its objective first; `markers` are steps with a word, such as restarts."""
     most = _points_of_a_line([run])
     return [
         _chart(group, group.title, [(label, run, name) for name, label in group.labels.items()], most, markers)
@@ -115,6 +127,34 @@ def overlay_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
             title = group.title if len(group.labels) == 1 else f"{group.title}: {label}"
             charts.append(_chart(group, title, [(of_run, run, name) for of_run, run in named], most))
     return charts
+
+
+def rank_chart(run: ReportedRun) -> list[Chart]:
+    """The time of each rank outside of collectives: of all ranks up to eight, else of three; none for one rank."""
+    times = run.rank_times
+    if times is None or times[1].shape[1] < 2:
+        return []
+    steps, seconds = times
+    kept = drawn_points(seconds.max(axis=1), MOST_POINTS)
+    named = named_times(seconds)
+    # This file may be written some steps later than the metrics.
+    reach = int(steps[-1] - steps[-_LATE_RECORDS:][0])
+    lines = [
+        Line(name, steps[kept], each[kept], colour=colour, reach=reach)
+        for colour, (name, each) in enumerate(named.items())
+    ]
+    slowest = int(seconds[-1].argmax())
+    summary = f"at the last step rank {slowest} is the slowest, with {number_text(seconds[-1, slowest], 'seconds')}"
+    return [Chart("Step seconds of each rank, without collectives", LinePlot(lines), summary, "seconds", note=summary)]
+
+
+def named_times(seconds: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
+    """Step times [records] by the name of the line that shows them; `seconds` are [records, ranks]."""
+    ranks = seconds.shape[1]
+    if ranks <= _MOST_RANKS:
+        return {f"rank {rank}": seconds[:, rank] for rank in range(ranks)}
+    slowest, median, fastest = seconds.max(axis=1), np.median(seconds, axis=1), seconds.min(axis=1)
+    return {"slowest rank": slowest, "median": median, "fastest rank": fastest}
 
 
 def _points_of_a_line(runs: Sequence[ReportedRun]) -> int:
@@ -138,26 +178,30 @@ def _groups_of(runs: Sequence[ReportedRun]) -> list[CurveGroup]:
 
 def _label_in(group: CurveGroup, name: str) -> str:
     """The label of a metric in a group; empty where it is not of the group. Each held-out set has its own metrics."""
-    place, *of_set, metric = name.split("/")
-    whole = f"{place}/{metric}"
-    label = group.labels.get(whole, "") if place == "eval" or not of_set else ""
+    part, *of_set, metric = name.split("/")
+    label = group.labels.get(f"{part}/{metric}", "") if part == "eval" or not of_set else ""
     return f"{label} {'/'.join(of_set)}" if of_set and label else label
 
 
 def _chart(
-    group: CurveGroup, title: str, series: Sequence[_Series], most: int, markers: Sequence[tuple[int, str]] = ()
+    group: CurveGroup,
+    title: str,
+    series: Sequence[tuple[str, ReportedRun, str]],
+    most: int,
+    markers: Sequence[tuple[int, str]] = (),
 ) -> Chart:
+    """A chart with a line for each of `series`: its name, its run and the metric that it shows."""
+    runs = list(dict.fromkeys(id(run) for _, run, _ in series))
     lines: list[Line] = []
     texts = []
     for colour, (label, run, name) in enumerate(series):
         if name in run.curves:
-            smoothed = "smoothed" if run is series[0][1] is series[-1][1] else label
-            line = Line(label, *run.drawn(name, most), colour=colour)
-            lines += _lines_of(run, name, line, smoothed=smoothed * group.is_smoothed, most=most)
+            smoothed = ("smoothed" if len(runs) == 1 else label) * group.is_smoothed
+            lines += _lines_of(run, name, Line(label, (), (), "", colour, runs.index(id(run))), smoothed, most)
             texts.append(f"{label}: {_course(run, name, group.number)}")
     values = np.concatenate([np.asarray(line.y) for line in lines])
     can_be_logarithmic = group.can_be_logarithmic and bool((values[np.isfinite(values)] > 0).all())
-    plot = line_plot(lines, markers=markers)
+    plot = LinePlot(lines, markers=markers)
     return Chart(title, plot, "; ".join(texts), group.number, can_be_logarithmic=can_be_logarithmic)
 
 
@@ -171,24 +215,21 @@ def run_labels(runs: Sequence[ReportedRun]) -> list[str]:
         depth += 1
 
 
-def _lines_of(run: ReportedRun, name: str, line: Line, *, smoothed: str, most: int) -> list[Line]:
+def _lines_of(run: ReportedRun, name: str, line: Line, smoothed: str, most: int) -> list[Line]:
     """What is drawn of a metric: points of an evaluation or save, else a line, faint behind one named `smoothed`."""
+    curve = run.curves[name]
+    steps, values = curve.steps, curve.values
+    kept = drawn_points(values, most)
+    line = replace(line, x=steps[kept], y=values[kept], role="line")
     if name.startswith(("eval/", "checkpoint/")):
         return [replace(line, role="points")]
-    curve = run.curves[name]
     if not smoothed or len(curve) < _LEAST_SMOOTHED:
         return [line]
-    values = smooth(curve.values, max(1, min(_MOST_REACH, len(curve) // _SMOOTHED_SHARE)))
-    kept = drawn_points(values, most // 2)
-    return [replace(line, role="faint"), Line(smoothed, curve.steps[kept], values[kept], "line", line.colour)]
-
-
-def loss_lines(run: ReportedRun) -> list[Line]:
-    """The loss of training, smoothed where it is long enough, and of evaluations."""
-    names = [name for name in ("train/loss", "eval/loss") if name in run.curves]
-    lines = [Line(name, *run.drawn(name), colour=colour) for colour, name in enumerate(names)]
-    drawn = [_lines_of(run, line.name, line, smoothed=f"{line.name}, smoothed", most=MOST_POINTS) for line in lines]
-    return [line for of_metric in drawn for line in of_metric]
+    reach = max(1, min(_MOST_REACH, len(curve) // _SMOOTHED_SHARE))
+    means = smooth(values, reach)
+    kept = drawn_points(means, most // 2)
+    changed = int(steps[-1] - steps[-1 - reach])
+    return [replace(line, role="faint"), replace(line, name=smoothed, x=steps[kept], y=means[kept], reach=changed)]
 
 
 def _course(run: ReportedRun, name: str, number: str) -> str:

@@ -5,8 +5,13 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
+
+import numpy as np
 
 from ds_finetune import __version__
+from ds_finetune.console.phase_line import time_text
+from ds_finetune.runs.curves import rounded
 from ds_finetune.runs.report.blocks import (
     NONE,
     TEMPLATES,
@@ -17,21 +22,23 @@ from ds_finetune.runs.report.blocks import (
     Page,
     ReportSection,
     Tile,
+    ago_text,
     duration_text,
     number_text,
     render_template,
 )
-from ds_finetune.runs.report.charts import PLOTS, bokehjs
+from ds_finetune.runs.report.charts import Line
 from ds_finetune.runs.report.curves import overlay_charts, run_labels
 from ds_finetune.runs.report.run import ReportedRun
 from ds_finetune.runs.report.sections import SECTIONS, repeat_command
-from ds_finetune.runs.status import State
+from ds_finetune.runs.status import RunStatus, State
+from ds_finetune.system.versions import require_extra
 
 _UNKNOWN_FORM = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, OSError)
 """What files that another version wrote, or that cannot be read, raise in the functions of `SECTIONS`."""
 
 
-def run_page(run: ReportedRun, *, state: State | None = None) -> Page:
+def run_page(run: ReportedRun, *, state: State | None = None, is_live: bool = False) -> Page:
     """The report of one run; `state` is that of a run which ends now, whose folder may not tell it yet."""
     status = run.folder.status
     if state is not None and status.state in ("running", "unknown"):
@@ -39,13 +46,16 @@ def run_page(run: ReportedRun, *, state: State | None = None) -> Page:
     sections, unknown = _sections(run)
     is_told = status.reason and status.state not in ("finished", "unknown")
     subtitle = str(run.folder.plan.get("model", run.folder.path))
+    warnings = [*_warnings(run), *unknown]
+    if status.state == "running" and not is_live:
+        warnings.append("the run was still running when this page was written; make it again for later steps")
     return Page(
         run.name,
         f"{subtitle}: {status.reason}" if is_told else subtitle,
         status.state if status.state != "unknown" else "",
-        _tiles(run),
+        _tiles(run, status),
         sections,
-        [*_warnings(run, status.state), *unknown],
+        warnings,
     )
 
 
@@ -85,7 +95,7 @@ def overlay_page(runs: Sequence[ReportedRun]) -> Page:
         *([ReportSection("curves", "Curves", [Charts(charts)], "Click a name to hide its line.")] if charts else []),
         ReportSection("repeat", "How to repeat the runs", [Facts([(n, repeat_command(run)) for n, run in named])]),
     ]
-    warnings = [f"{label}: {text}" for label, run in named for text in _warnings(run, run.folder.status.state)]
+    warnings = [f"{label}: {text}" for label, run in named for text in _warnings(run)]
     return Page(f"{len(runs)} runs compared", ", ".join(labels), "", [], sections, warnings)
 
 
@@ -96,26 +106,55 @@ def _differences(parts: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
-def render_page(page: Page) -> str:
+def render_page(page: Page, *, positions: Sequence[str] | None = None, known: Sequence[int] = ()) -> str:
     """The page as HTML that needs nothing else: styles, scripts and the plot library are in it.
 
-    A policy in it forbids every request, and every script but these two.
+    A policy in it forbids every request, and every script but these two. For `watch`, `positions` say up to where each
+    run is read: the page then loads its scripts, and asks for later steps. `known` are the last steps of each run that
+    the browser has: later ones are all that the page has of charts.
+
+    Raises:
+        DependencyError: the extra `pages` is not installed.
     """
-    script = "".join(path.read_text(encoding="utf-8") for path in (PLOTS, TEMPLATES / "report.js"))
-    library = bokehjs().read_text(encoding="utf-8") if page.charts else ""
-    charts = [{"plot": chart.plot, "number": chart.number} for chart in page.charts]
+    charts, library = [], ""
+    if page.charts:
+        require_extra("pages", "a page with charts")
+        from ds_finetune.runs.report.figures import UNITS, bokehjs, chart_item
+
+        for chart in page.charts:
+            scales = (False, True)[: 1 + chart.can_be_logarithmic]
+            figures = [] if known else [chart_item(chart, is_log=is_log) for is_log in scales]
+            lines = [_points(line, known[line.run] if known else None) for line in chart.lines]
+            unit = UNITS.get(chart.number, "")
+            charts.append({"title": chart.title, "unit": unit, "figures": figures, "lines": lines})
+        library = bokehjs().read_text(encoding="utf-8") if positions is None else ""
+    script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
+    data = json.dumps({"charts": charts, "positions": positions}, separators=(",", ":"), allow_nan=False)
     return render_template(
-        "report.html.j2",
+        "page.html.j2",
         is_escaped=True,
         page=page,
         version=__version__,
-        style=(TEMPLATES / "report.css").read_text(encoding="utf-8"),
+        is_live=positions is not None,
+        style=(TEMPLATES / "page.css").read_text(encoding="utf-8"),
         script=script,
         library=library,
         hashes=[_hash(text) for text in (library, script) if text],
         # HTML's parser looks for `</script` and `<!--` also in JSON.
-        charts=json.dumps(charts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+        data=data.replace("<", "\\u003c"),
     )
+
+
+def _points(line: Line, known: int | None) -> dict[str, Any]:
+    """The numbers of a line, values with six significant digits: all, or those later than `since`, up to which the
+    browser keeps what it has.
+    """
+    x, y = np.asarray(line.x), np.asarray(line.y, dtype=np.float64)
+    since = None if known is None else known - line.reach
+    if since is not None:
+        x, y = x[later := x > since], y[later]
+    numbers = x.tolist() if np.issubdtype(x.dtype, np.integer) else rounded(x.tolist())
+    return {"name": line.name, "role": line.role, "since": since, "x": numbers, "y": rounded(y.tolist())}
 
 
 def _hash(script: str) -> str:
@@ -123,29 +162,37 @@ def _hash(script: str) -> str:
     return f"'sha256-{digest}'"
 
 
-def _tiles(run: ReportedRun) -> list[Tile]:
+_TILES = (
+    ("train/loss", "train loss", "number", "at the last step"),
+    ("rollout/reward", "reward", "number", "of the last rollout"),
+    ("rollout/answer_tokens", "answer length", "number", "tokens, last rollout"),
+    ("train/reward_accuracy", "reward accuracy", "percent", "at the last step"),
+    ("train/reward_margin", "reward margin", "number", "at the last step"),
+    ("eval/reward", "eval reward", "number", "greedy answers, last evaluation"),
+    ("eval/accuracy", "eval accuracy", "percent", "last evaluation"),
+    ("eval/exact_match", "exact match", "percent", "last evaluation"),
+    ("memory/peak_gib", "peak memory", "gib", "of rank 0"),
+)
+"""Metrics whose last value has a tile, with its label, kind of number and note."""
+
+
+def _tiles(run: ReportedRun, status: RunStatus) -> list[Tile]:
     steps = run.metrics.last_step
-    planned = run.starts[-1].get("steps", 0) if run.starts else run.folder.status.steps
+    planned = run.starts[-1].get("steps", 0) if run.starts else status.steps
     best, seen, seconds = run.best("eval/loss"), run.last("data/tokens_seen"), run.seconds
-    speed = f"{_short(seen / seconds)} tokens/s" if seen and seconds else ""
-    tiles: list[Tile | None] = [
-        Tile("steps", f"{steps:,}", f"of {planned:,}" if planned and planned != steps else ""),
-        _last_tile(run, "train/loss", "train loss", "number", "at the last step"),
-        Tile("best eval loss", number_text(best[1]), f"at step {best[0]:,}") if best is not None else None,
-        _last_tile(run, "rollout/reward", "reward", "number", "of the last rollout"),
-        _last_tile(run, "eval/reward", "eval reward", "number", "greedy answers, last evaluation"),
-        _last_tile(run, "eval/accuracy", "eval accuracy", "percent", "last evaluation"),
-        _last_tile(run, "eval/exact_match", "exact match", "percent", "last evaluation"),
-        Tile("tokens", _short(seen), "without padding") if seen else None,
-        Tile("training time", duration_text(seconds), speed) if seconds else None,
-        _last_tile(run, "memory/peak_gib", "peak memory", "gib", "of rank 0"),
+    tiles = [Tile("steps", f"{steps:,}", f"of {planned:,}" if planned and planned != steps else "")]
+    if status.state == "running" and (eta := run.last("perf/eta_seconds")) is not None:
+        phase = f"{status.phase}, " if status.phase not in ("", "step") else ""
+        tiles.append(Tile("eta", time_text(eta), f"{phase}last sign {ago_text(status.updated_at)}"))
+    tiles += [
+        Tile(label, number_text(value, kind), note)
+        for name, label, kind, note in _TILES
+        if (value := run.last(name)) is not None
     ]
-    return [tile for tile in tiles if tile is not None]
-
-
-def _last_tile(run: ReportedRun, metric: str, label: str, kind: str, note: str) -> Tile | None:
-    value = run.last(metric)
-    return None if value is None else Tile(label, number_text(value, kind), note)
+    tiles += [Tile("best eval loss", number_text(best[1]), f"at step {best[0]:,}")] if best is not None else []
+    tiles += [Tile("tokens", _short(seen), "without padding")] if seen else []
+    speed = f"{_short(seen / seconds)} tokens/s" if seen and seconds else ""
+    return [*tiles, Tile("training time", duration_text(seconds), speed)] if seconds else tiles
 
 
 def _short(number: float) -> str:
@@ -156,8 +203,8 @@ def _short(number: float) -> str:
     return f"{number:.0f}"
 
 
-def _warnings(run: ReportedRun, state: str) -> list[str]:
-    """What the reader must know about the folder: problems of its files, another version, a run that is not done."""
+def _warnings(run: ReportedRun) -> list[str]:
+    """What the reader must know about the folder: problems of its files, another version, no steps."""
     warnings = [text for text in (run.metrics.problem, *run.folder.problems) if text]
     written = run.versions.get("ds_finetune", "")
     if written not in ("", "not installed", __version__):
@@ -167,8 +214,6 @@ def _warnings(run: ReportedRun, state: str) -> list[str]:
         )
     if not run.curves:
         warnings.append("no step is recorded yet")
-    if state == "running":
-        warnings.append("the run was still running when this page was written; make it again for later steps")
     return warnings
 
 

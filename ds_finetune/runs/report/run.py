@@ -8,15 +8,13 @@ from typing import Any
 
 import numpy as np
 import yaml
+from numpy.typing import NDArray
 
 from ds_finetune.config.dotted_keys import values_by_key
 from ds_finetune.errors import OutputError
-from ds_finetune.runs.curves import drawn_points
-from ds_finetune.runs.folder import RunFolder, is_run
-from ds_finetune.runs.metrics import Curve, MetricsReader
+from ds_finetune.runs.folder import CONFIG, PLAN, RANK_TIMES, RunFolder, is_run
+from ds_finetune.runs.metrics import METRICS, Curve, MetricsReader, read_rank_times
 
-MOST_POINTS = 1200
-"""Points of a drawn curve at most."""
 _LONGEST = 160
 """Characters of a value of the run file at most."""
 
@@ -30,16 +28,29 @@ class ReportedRun:
 
     @classmethod
     def read(cls, path: Path) -> "ReportedRun":
-        """Read a run, which may be one that another process is writing; OutputError where `path` is no run folder."""
+        """Read a run, which may be one that another process is writing.
+
+        Raises:
+            OutputError: `path` is no run folder, or no line of its metrics has a step.
+        """
         if not is_run(path):
             raise OutputError(
-                f"`{path}` holds no run: neither metrics.jsonl nor config.yaml with plan.json",
+                f"`{path}` holds no run: neither {METRICS} nor {CONFIG} with {PLAN}",
                 hint="name the output_dir of a run",
             )
-        folder = RunFolder(path.absolute())
-        reader = MetricsReader(path / "metrics.jsonl")
-        reader.update_all()
-        return cls(folder, reader)
+        return cls.of(RunFolder(path.absolute()), MetricsReader(path / METRICS))
+
+    @classmethod
+    def of(cls, folder: RunFolder, metrics: MetricsReader) -> "ReportedRun":
+        """The run in `folder`, with what was added to its metrics; OutputError where no line of them has a step."""
+        if folder.file(METRICS) is not None:
+            metrics.update_all()
+        if metrics.problem and not metrics.curves:
+            raise OutputError(
+                f"`{folder.path}` is no run of this version: {metrics.problem}",
+                hint="each line of metrics.jsonl needs the key `step` with a whole number",
+            )
+        return cls(folder, metrics)
 
     @property
     def name(self) -> str:
@@ -82,12 +93,11 @@ class ReportedRun:
         """The summary of the training data; empty for a run of an earlier version."""
         return self.folder.recorded("data.json")
 
-    def drawn(self, name: str, most: int = MOST_POINTS) -> tuple[Any, Any]:
-        """Steps and values [at most `most`] of a metric, thinned without losing a spike."""
-        curve = self.curves[name]
-        steps, values = curve.steps, curve.values
-        kept = drawn_points(values, most)
-        return steps[kept], values[kept]
+    @cached_property
+    def rank_times(self) -> tuple[NDArray[np.int64], NDArray[np.float64]] | None:
+        """Steps [n] and seconds without collectives [n, ranks]; None where they were not recorded."""
+        path = self.folder.file(RANK_TIMES)
+        return None if path is None else read_rank_times(path)
 
     def last(self, name: str) -> float | None:
         """The last value of a metric; None where there is none."""

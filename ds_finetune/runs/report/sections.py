@@ -21,16 +21,15 @@ from ds_finetune.runs.report.blocks import (
     DataTable,
     Facts,
     MarkedText,
-    Points,
     PromptAnswers,
     Remark,
     ReportSection,
+    moment_text,
     number_text,
     size_text,
-    time_text,
 )
-from ds_finetune.runs.report.charts import load_map_plot, value_map_plot
-from ds_finetune.runs.report.curves import run_charts
+from ds_finetune.runs.report.charts import load_map, value_map
+from ds_finetune.runs.report.curves import rank_chart, run_charts
 from ds_finetune.runs.report.run import ReportedRun
 
 _COMMUNICATION = "comm/"
@@ -76,9 +75,9 @@ def curve_section(run: ReportedRun) -> ReportSection | None:
     every = run_charts(run, markers)
     if not every:
         return None
-    charts = [chart for chart in every if not chart.title.startswith(_COMMUNICATION)]
+    charts = [chart for chart in every if not chart.title.startswith(_COMMUNICATION)] + rank_chart(run)
     folded = [chart for chart in every if chart.title.startswith(_COMMUNICATION)]
-    lead = "Points are evaluations on held-out data. Click a name to hide it; Ctrl and the wheel enlarge a part."
+    lead = "Points are evaluations on held-out data. Click a name to hide it; drag over a part to enlarge it."
     blocks: list[Block] = [Charts(charts)]
     evaluations = _evaluation_table(run)
     blocks += [] if evaluations is None else [evaluations]
@@ -116,7 +115,7 @@ def _metric_table(run: ReportedRun) -> DataTable:
 
 
 def event_section(run: ReportedRun) -> ReportSection | None:
-    """Starts, skipped steps and stragglers, and why the run ended."""
+    """Starts, skipped steps and stragglers."""
     blocks: list[Block] = [_start_table(run)] if run.starts else []
     skipped, slow = run.metrics.notices, run.metrics.slow
     if skipped:
@@ -130,8 +129,6 @@ def event_section(run: ReportedRun) -> ReportSection | None:
     if quiet:
         text = ", ".join(quiet)
         blocks.append(Remark(f"{text[0].upper()}{text[1:]}.", "good"))
-    report = run.folder.watchdog_report()
-    blocks += [Code("Report of the watchdog", _shortened(report, _LONGEST_FILE))] if report else []
     return ReportSection("events", "Starts, skipped steps and stragglers", blocks) if blocks else None
 
 
@@ -142,7 +139,7 @@ def _event_table(caption: str, column: str, events: Sequence[tuple[int, str]]) -
 def _start_table(run: ReportedRun) -> DataTable:
     rows = [
         (
-            time_text(start["time"]) if isinstance(start.get("time"), int | float) else NONE,
+            moment_text(start["time"]) if isinstance(start.get("time"), int | float) else NONE,
             f"{start.get('after_step', 0):,}",
             f"{start.get('ranks', 0):,}",
             *(str(start.get(name, NONE)) for name in ("launcher", "host", "device")),
@@ -223,6 +220,14 @@ def rollout_section(run: ReportedRun) -> ReportSection | None:
     return ReportSection("rollouts", "Sampled answers and their rewards", blocks, lead) if blocks else None
 
 
+def log_section(run: ReportedRun) -> ReportSection | None:
+    """The last lines of the log, and the watchdog's report of a failure."""
+    log, report = run.folder.log_tail(), run.folder.watchdog_report()
+    blocks = [Code("Report of the watchdog", _shortened(report, _LONGEST_FILE))] if report else []
+    blocks += [Code("End of log.txt", log, is_tail=True)] if log else []
+    return ReportSection("log", "Log", blocks) if blocks else None
+
+
 def checkpoint_section(run: ReportedRun) -> ReportSection | None:
     """The checkpoints that the folder holds."""
     rows = [
@@ -245,7 +250,7 @@ def export_section(run: ReportedRun) -> ReportSection | None:
         blocks.append(Remark(f"{name}: {state}", {"verified": "good", "not verified": "plain"}.get(state, "bad")))
         lines = [str(line) for key in ("lines", "problems") for line in result.get(key, [])]
         lines += [str(result["skipped"])] if result.get("skipped") else []
-        blocks += [Points(lines)] * bool(lines)
+        blocks += [Code(f"What verifying {name} found", "\n".join(lines))] * bool(lines)
     return ReportSection("export", "Export and its verification", blocks) if blocks else None
 
 
@@ -331,18 +336,18 @@ def expert_section(run: ReportedRun) -> ReportSection | None:
     tenth = max(len(counts) // 10, 1)
     row = _ROW_PIXELS if len(layers) <= _MANY_ROWS else _ROW_PIXELS_OF_MANY
     height = int(np.clip(_FRAME_PIXELS + row * len(layers), _LEAST_PIXELS, _MOST_PIXELS))
-    blocks: list[Block] = []
+    charts: list[Chart] = []
     parts = {"first": slice(0, tenth), "last": slice(len(counts) - tenth, len(counts))}
     if len(layers) * counts.shape[2] <= _MOST_CELLS:
         for word, part in parts.items():
             span = f"steps {steps[part][0]:,} to {steps[part][-1]:,}" if tenth > 1 else f"step {steps[part][0]:,}"
-            blocks.append(_load_map(f"Load of each expert, {word} tenth ({span})", counts[part], layers, height))
-    blocks.append(_violation_map(counts, layers, steps, height))
+            charts.append(_load_map(f"Load of each expert, {word} tenth ({span})", counts[part], layers, height))
+    charts.append(_violation_map(counts, layers, steps, height))
     lead = (
         "The load of an expert is the number of tokens sent to it. Colours show it relative to the mean load of its "
         "layer: grey is the mean, blue less and orange more."
     )
-    return ReportSection("experts", "Load of experts", blocks, lead)
+    return ReportSection("experts", "Load of experts", [Charts(charts)], lead)
 
 
 def relative_loads(counts: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -362,19 +367,19 @@ def _load_map(title: str, counts: NDArray[np.float64], layers: list[int], height
         f"The busiest expert is {expert} of layer {layers[row]}, with {loads.max():.2f} times the mean load; "
         f"{int((loads == 0).sum()):,} of {loads.size:,} experts had no token."
     )
-    return Chart(title, load_map_plot(loads, layers), summary, "ratio", is_wide=True, height=height, note=summary)
+    return Chart(title, load_map(loads, layers), summary, "ratio", is_wide=True, height=height, note=summary)
 
 
 def _violation_map(counts: NDArray[np.float64], layers: list[int], steps: NDArray[Any], height: int) -> Chart:
     """MaxVio of each layer (equation 4 of arXiv 2408.15664) over spans of steps."""
     spans = np.array_split(np.arange(len(counts)), min(len(counts), _MOST_COLUMNS))
-    values = np.array([relative_loads(counts[span]).max(axis=1) - 1 for span in spans])
-    least_even = int(values[-1].argmax())
+    values = np.array([relative_loads(counts[span]).max(axis=1) - 1 for span in spans]).T
+    least_even = int(values[:, -1].argmax())
     summary = (
         f"At the end layer {layers[least_even]} is the least even one: its busiest expert has "
-        f"{values[-1].max() + 1:.2f} times the mean load."
+        f"{values[:, -1].max() + 1:.2f} times the mean load."
     )
-    plot = value_map_plot(np.maximum(values, 0.0), layers, [int(steps[span[0]]) for span in spans])
+    plot = value_map(np.maximum(values, 0.0), layers, [int(steps[span[0]]) for span in spans])
     title = "Busiest expert of each layer over the run (largest load over the mean, less 1)"
     return Chart(title, plot, summary, "number", is_wide=True, height=height, note=summary)
 
@@ -383,6 +388,7 @@ SECTIONS: tuple[Callable[[ReportedRun], ReportSection | None], ...] = (
     curve_section,
     plan_section,
     event_section,
+    log_section,
     profile_section,
     expert_section,
     data_section,

@@ -4,15 +4,13 @@ import shlex
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import OutputError
 from ds_finetune.runs.report.blocks import Page
-from ds_finetune.runs.report.charts import PALETTE
-from ds_finetune.runs.report.curves import loss_lines
+from ds_finetune.runs.report.curves import LOSS
 from ds_finetune.runs.report.model_card import write_model_cards
 from ds_finetune.runs.report.page import overlay_page, render_page, run_page
 from ds_finetune.runs.report.run import ReportedRun
@@ -22,14 +20,6 @@ from ds_finetune.system.whole_file import replace_file
 REPORT, PICTURE = "report.html", "loss.png"
 _MARK = b'<meta name="generator" content="ds_finetune '
 _HEAD_BYTES = 1024
-_PICTURE_INCHES, _DOTS_PER_INCH = (8.0, 4.5), 150
-"""The picture has 1200 x 675 pixels."""
-_STYLES: dict[str, dict[str, Any]] = {
-    "line": {},
-    "faint": {"linewidth": 1, "alpha": 0.35},
-    "points": {"marker": "o", "linewidth": 1},
-}
-"""How `loss.png` draws lines of each role."""
 
 
 def write_run_report(run_folder: Path, *, state: State | None = None) -> Path:
@@ -45,8 +35,8 @@ def write_run_report(run_folder: Path, *, state: State | None = None) -> Path:
     _check_replaceable(path)
     # Cards first: they are what a failure of the others must not leave out.
     write_model_cards(run)
-    write_page(run_page(run, state=state), path)
-    write_loss_plot(run, run_folder / PICTURE)
+    write_page(page := run_page(run, state=state), path)
+    write_loss_plot(page, run_folder / PICTURE)
     return path
 
 
@@ -101,30 +91,27 @@ def _check_replaceable(path: Path) -> None:
         raise OutputError(f"`{path}` exists and is not a report", hint="name another file, or move that one away")
 
 
-def write_loss_plot(run: ReportedRun, path: Path) -> bool:
-    """Draw `train/loss`, smoothed, with the evaluations; returns False where the run has no loss.
-
-    The picture replaces the file at once. matplotlib's global state is not touched: the figure belongs to no window.
-    """
+def write_loss_plot(page: Page, path: Path) -> bool:
+    """Draw a page's chart of losses as a picture of 1200 x 675 pixels; returns False where it has no finite loss."""
+    # Without pyplot the figure belongs to no window.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    curve = run.curves.get("train/loss")
-    if curve is None or not np.isfinite(curve.values).any():
+    lines = next((chart.lines for chart in page.charts if chart.title == LOSS), ())
+    if not any(np.isfinite(line.y).any() for line in lines):
         return False
-    figure = Figure(figsize=_PICTURE_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
+    figure = Figure(figsize=(8.0, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for line in loss_lines(run):
-        # A line through one point would not be seen.
-        style = _STYLES[line.role] | ({"marker": "."} if len(curve) == 1 and line.role == "line" else {})
-        axes.plot(line.x, line.y, color=PALETTE[line.colour], label=line.name, **style)
+    for line in lines:
+        marker = "o" if line.role == "points" or np.size(line.x) == 1 else None
+        alpha = 0.35 if line.role == "faint" else 1.0
+        axes.plot(line.x, line.y, color=line.hex_colour, label=line.name, alpha=alpha, marker=marker)
     # A name may have a dollar sign, which begins a formula elsewhere.
-    axes.set_title(run.name, parse_math=False)
+    axes.set_title(page.title, parse_math=False)
     axes.set(xlabel="step", ylabel="loss")
     axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False)
     picture = BytesIO()

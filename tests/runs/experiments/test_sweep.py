@@ -21,6 +21,7 @@ from ds_finetune.runs.experiments.jobs import JobsInterruptedError
 from ds_finetune.runs.experiments.sweep import has_diverged, run_sweep
 from ds_finetune.runs.experiments.sweep_file import SweepConfig, read_sweep
 from ds_finetune.runs.metrics import MetricsReader
+from tests.runs.report.test_page import PageParser
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_program.py")))
 POINTS = ("GridSampler", "BruteForceSampler")
@@ -63,6 +64,13 @@ def run(sweep: SweepConfig) -> tuple[dict[str, Any], list[str]]:
     return tree["trials"][tree["best"]], said
 
 
+def _named(tree: Any, name: str) -> list[Any]:
+    """The models of that name in the JSON of a figure."""
+    inner = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    own = [tree] if isinstance(tree, dict) and tree.get("attributes", {}).get("name") == name else []
+    return own + [each for part in inner for each in _named(part, name)]
+
+
 def test_the_best_run_file_a_table_and_a_plot_are_written(tmp_path: Path) -> None:
     best, _ = run(sweep_of(tmp_path, trials=5, parallel=2))
     trials = result_of(tmp_path)["trials"]
@@ -79,8 +87,12 @@ def test_the_best_run_file_a_table_and_a_plot_are_written(tmp_path: Path) -> Non
     assert "export" not in written
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count('class="plot"') == 1
-    (axis, _) = json.JSONDecoder().raw_decode(page, page.index('"axes":') + 7)[0]
-    assert axis == {"name": "optim.lr", "is_log": True, "choices": [], "ends": [1e-5, 0.1]}
+    (figure,) = json.loads(PageParser(page).scripts[0])["charts"][0]["figures"]
+    (trials_data,) = _named(figure, "trials")
+    columns = dict(trials_data["attributes"]["data"]["entries"])
+    heights = [(np.log10(each["values"]["optim.lr"]) + 5) / 4 for each in trials]
+    assert [ys[0] for ys in columns["ys"]] == pytest.approx(heights), "a logarithmic axis from 1e-5 to 0.1"
+    assert columns["value"] == [each["value"] for each in trials]
     assert all(f"{each['value']:.4f}" in page for each in trials)
 
 
@@ -318,7 +330,7 @@ def test_a_metric_that_no_record_has_ends_the_sweep_after_one_trial(tmp_path: Pa
 
 def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(DependencyError, match=r"optuna, which is not installed\n.*ds_finetune\[sweep\]"):
+    with pytest.raises(DependencyError, match=r"optuna, which is not installed.*`sweep`.*\n.*ds_finetune\[sweep\]"):
         sweep_of(tmp_path)
 
 

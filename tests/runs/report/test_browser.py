@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ds_finetune.runs.report.blocks import Chart, Charts, Page, ReportSection
-from ds_finetune.runs.report.charts import CoordinateAxis, Line, line_plot, parallel_plot
+from ds_finetune.runs.report.charts import CoordinateAxis, Line, LinePlot, ParallelPlot
 from ds_finetune.runs.report.write import write_page, write_run_report
 from tests.browser import NEEDS_BROWSER, open_browser, resize, use_dark_theme
 from tests.runs.report.made_runs import make_run
@@ -24,7 +24,7 @@ const colours = canvas => {
 };
 const canvases = node => [...node.querySelectorAll("*")].flatMap(each =>
   each.tagName === "CANVAS" ? [each] : each.shadowRoot ? canvases(each.shadowRoot) : []);
-return [...document.querySelectorAll(".plot")].map(plot => Math.max(...canvases(plot).map(colours)))
+return [...document.querySelectorAll(".plot")].map(plot => Math.max(0, ...canvases(plot).map(colours)))
 """
 """The number of colours in each chart, of which some are drawn in layers."""
 
@@ -40,7 +40,11 @@ def test_charts_are_drawn_in_both_themes_and_nothing_is_wider_than_a_phone(brows
     use_dark_theme(browser, is_dark=False)
     resize(browser, WIDE)
     browser.get(page.as_uri())
-    _wait(browser, lambda: min(browser.execute_script(DRAWN)) > 5)
+    # Charts are drawn once they come into sight.
+    browser.execute_script("document.querySelectorAll('details').forEach(each => each.open = true)")
+    for chart in range(browser.execute_script("return document.querySelectorAll('.plot').length")):
+        browser.execute_script("document.querySelectorAll('.plot')[arguments[0]].scrollIntoView()", chart)
+        _wait(browser, lambda chart=chart: browser.execute_script(DRAWN)[chart] > 5)
     assert len(browser.execute_script(DRAWN)) > 8
     light = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
     use_dark_theme(browser, is_dark=True)
@@ -61,7 +65,7 @@ class Pointer:
 
     def __init__(self, browser: Any, chart: int) -> None:
         self._browser, self._chart = browser, chart
-        box = "const r = document.querySelectorAll('.canvas')[arguments[0]].getBoundingClientRect(); return [r.x, r.y, r.width, r.height]"
+        box = "const r = document.querySelectorAll('.plot')[arguments[0]].getBoundingClientRect(); return [r.x, r.y, r.width, r.height]"
         self._box = browser.execute_script(box, chart)
 
     def __call__(self, kind: str, across: float, down: float, **details: Any) -> None:
@@ -70,8 +74,9 @@ class Pointer:
         self._browser.execute_cdp_cmd("Input.dispatchMouseEvent", place | details)
 
     def told(self) -> list[str]:
-        script = "return document.querySelectorAll('.tip')[arguments[0]].innerText"
-        return self._browser.execute_script(script, self._chart).split("\n")
+        """Each name of the legend with its value at the pointer."""
+        script = "return [...document.querySelectorAll('.chart')[arguments[0]].querySelectorAll('.entry')].map(each => `${each.textContent}: ${each.dataset.value}`)"
+        return self._browser.execute_script(script, self._chart)
 
 
 @pytest.fixture
@@ -79,8 +84,8 @@ def two_charts(browser: Any, tmp_path: Path) -> tuple[Pointer, Pointer]:
     steps = list(range(1, 101))
     lines = [Line("one <b>", steps, [step / 100 for step in steps]), Line("two", [50], [0.5], "points", 1)]
     axes = [CoordinateAxis("lr", is_log=True), CoordinateAxis("kind", choices=("a", "b")), CoordinateAxis("loss")]
-    trials = parallel_plot(axes, [[1e-4, "a", 1.0], [1e-2, "b", 2.0]], is_maximized=False)
-    charts = [Chart("Lines", line_plot(lines), "two lines"), Chart("Trials", trials, "two trials")]
+    trials = ParallelPlot(axes, [[1e-4, "a", 1.0], [1e-2, "b", 2.0]], is_maximized=False)
+    charts = [Chart("Lines", LinePlot(lines), "two lines"), Chart("Trials", trials, "two trials")]
     page = Page("charts", "", "", [], [ReportSection("drawn", "Drawn", [Charts(charts)])])
     use_dark_theme(browser, is_dark=False)
     resize(browser, WIDE)
@@ -97,24 +102,30 @@ def _wait(browser: Any, is_so: Callable[[], Any]) -> None:
 
 def test_readers_see_values_hide_lines_and_enlarge_parts(browser: Any, two_charts: tuple[Pointer, Pointer]) -> None:
     pointer, _ = two_charts
-    pointer("mouseMoved", 0.52, 0.5)
-    _wait(browser, lambda: pointer.told()[0].startswith("step "))
-    middle = next(share for share in (0.5 + n / 1000 for n in range(50)) if _step(pointer, share) == 50)
-    pointer("mouseMoved", middle, 0.5)
-    _wait(browser, lambda: pointer.told() == ["step 50", "one <b>0.5", "two0.5"])
-    browser.execute_script("document.querySelectorAll('.entry')[1].click()")
-    pointer("mouseMoved", middle, 0.4)
-    _wait(browser, lambda: pointer.told() == ["step 50", "one <b>0.5"])
-    assert _step(pointer, 0.93) > 90
-    pointer("mouseWheel", 0.5, 0.5, deltaX=0, deltaY=-800, modifiers=2)
-    _wait(browser, lambda: _step(pointer, 0.93) < 90)
-    assert browser.execute_script("return scrollY") == 0
-    assert browser.get_log("browser") == [], "errors in the console"
+    assert pointer.told() == ["one <b>: undefined", "two: undefined"]
+    assert _step(browser, pointer, 0.93) > 90
+    assert pointer.told()[1] == "two: 0.5 at 50"
+    hidden = "const each = document.querySelectorAll('.entry')[1]; each.click(); return each.ariaPressed"
+    assert browser.execute_script(hidden) == "false"
+    before = browser.execute_script(DRAWN)[0]
+    pointer("mousePressed", 0.3, 0.5, button="left", clickCount=1, buttons=1)
+    for across in (0.4, 0.6):
+        pointer("mouseMoved", across, 0.5, button="left", buttons=1)
+    pointer("mouseReleased", 0.6, 0.5, button="left", clickCount=1)
+    _wait(browser, lambda: _step(browser, pointer, 0.93) < 70)
+    for count in (1, 2):
+        for kind in ("mousePressed", "mouseReleased"):
+            pointer(kind, 0.5, 0.5, button="left", clickCount=count)
+    _wait(browser, lambda: _step(browser, pointer, 0.93) > 90)
+    assert browser.execute_script(DRAWN)[0] == before
+    assert _errors(browser) == []
 
 
-def _step(pointer: Pointer, across: float) -> int:
+def _step(browser: Any, pointer: Pointer, across: float) -> int:
+    """The step that the legend tells of the first line."""
     pointer("mouseMoved", across, 0.5)
-    return int(pointer.told()[0].removeprefix("step "))
+    _wait(browser, lambda: " at " in pointer.told()[0])
+    return int(pointer.told()[0].rpartition(" ")[2])
 
 
 def test_readers_narrow_an_axis_of_trials(browser: Any, two_charts: tuple[Pointer, Pointer]) -> None:

@@ -2,9 +2,6 @@
 
 import json
 import math
-import re
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,12 +10,11 @@ import pytest
 from huggingface_hub import ModelCard
 from PIL import Image
 
-from ds_finetune.errors import DependencyError
-from ds_finetune.runs.report.charts import bokehjs
+from ds_finetune.runs.report.figures import bokehjs
 from ds_finetune.runs.report.model_card import write_card_of_source, write_model_cards
+from ds_finetune.runs.report.page import run_page
 from ds_finetune.runs.report.run import ReportedRun
 from ds_finetune.runs.report.write import write_loss_plot
-from tests.conftest import ROOT
 from tests.runs.report.made_runs import make_run
 
 
@@ -28,14 +24,14 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_the_loss_is_drawn(run: Path) -> None:
-    assert write_loss_plot(ReportedRun.read(run), run / "loss.png")
+    assert write_loss_plot(run_page(ReportedRun.read(run)), run / "loss.png")
     with Image.open(run / "loss.png") as picture:
         assert (picture.format, picture.size) == ("PNG", (1200, 675))
         pixels = np.asarray(picture.convert("RGB")).reshape(-1, 3)
     for colour in ((0x3B, 0x7D, 0xDD), (0xE0, 0x70, 0x1A)):
         assert (pixels == colour).all(axis=1).sum() > 200, "lines of training and of evaluations"
     (run / "metrics.jsonl").write_text("")
-    assert not write_loss_plot(ReportedRun.read(run), run / "none.png")
+    assert not write_loss_plot(run_page(ReportedRun.read(run)), run / "none.png")
     assert not (run / "none.png").exists()
 
 
@@ -90,28 +86,3 @@ def test_an_export_of_a_checkpoint_has_the_card_of_its_run(run: Path, tmp_path: 
 
 def test_the_chart_library_is_that_of_the_installed_package() -> None:
     assert f'"{version("bokeh")}"' in bokehjs().read_text()
-
-
-def test_the_chart_library_is_found_without_an_import_of_its_package() -> None:
-    code = "import sys; from ds_finetune.runs.report.charts import bokehjs; bokehjs(); sys.exit('bokeh' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("version", "reason"),
-    [
-        ("2.4.3", "charts need bokeh >=3.7,<4, and 2.4.3 is installed"),
-        ("4.0.0", "charts need bokeh >=3.7,<4, and 4.0.0 is installed"),
-        ("3.9.2", "bokeh 3.9.2 is installed without"),
-    ],
-)
-def test_another_chart_library_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, reason: str
-) -> None:
-    folder = tmp_path / f"bokeh-{version}.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: bokeh\nVersion: {version}\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(DependencyError, match=re.escape(reason)) as refused:
-        bokehjs()
-    assert refused.value.hint.startswith("pip install 'bokeh>=3.7,<4'")

@@ -11,16 +11,17 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ds_finetune.cli.main import main
 from ds_finetune.errors import OutputError
+from ds_finetune.runs.report.blocks import TEMPLATES
 from ds_finetune.runs.report.page import overlay_page, render_page, run_page
 from ds_finetune.runs.report.run import ReportedRun
 from ds_finetune.runs.report.sections import expert_section, repeat_command
 from ds_finetune.runs.report.write import try_run_report, write_report, write_run_report
 from ds_finetune.trainer.run_records import report_failure
-from tests.conftest import ROOT
 from tests.runs.report.made_runs import CONFIG, HOSTILE, make_run, metric_lines
 
 MOST_BYTES = 3_000_000
@@ -117,21 +118,42 @@ def test_the_page_fetches_nothing_and_runs_its_own_scripts_alone(run: Path, page
 
 
 def test_the_curves_have_the_numbers_of_the_run_and_restarts(page: PageParser) -> None:
-    charts = json.loads(page.scripts[0])
-    loss = charts[0]["plot"]["lines"]
+    charts = _charts(page)
+    loss = charts[0]["lines"]
     names = [line["name"] for line in loss]
     assert names == ["train", "smoothed", "eval", "eval math"]
-    assert loss[0]["points"][0] == [1, 6.0]
-    assert loss[2]["points"][:2] == [[10, 2.65], [20, 2.45]]
-    assert charts[0]["plot"]["markers"] == [[20, "restart"]]
-    norms = next(chart for chart in charts if chart["plot"]["lines"][0]["name"] == "before clipping")
-    assert norms["plot"]["lines"][0]["points"][4] == [5, None], "a step without a finite value is a gap"
+    assert (loss[0]["x"][0], loss[0]["y"][0]) == (1, 6.0)
+    assert (loss[2]["x"][:2], loss[2]["y"][:2]) == ([10, 20], [2.65, 2.45])
+    assert '"restart"' in json.dumps(charts[0]["figures"])
+    norms = next(chart for chart in charts if chart["lines"][0]["name"] == "before clipping")
+    assert norms["lines"][0]["y"][4] is None, "a step without a finite value is a gap"
+
+
+def _charts(page: PageParser) -> list[dict[str, Any]]:
+    return json.loads(page.scripts[0])["charts"]
 
 
 def test_the_smoothed_loss_does_not_lag_behind_the_loss(page: PageParser) -> None:
-    train, smoothed = json.loads(page.scripts[0])[0]["plot"]["lines"][:2]
-    assert smoothed["points"][-1] == train["points"][-1]
-    assert smoothed["points"][29][1] == pytest.approx(train["points"][29][1], rel=1e-3)
+    train, smoothed = _charts(page)[0]["lines"][:2]
+    assert (smoothed["x"][-1], smoothed["y"][-1]) == (train["x"][-1], train["y"][-1])
+    assert smoothed["y"][29] == pytest.approx(train["y"][29], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "titles"),
+    [
+        (("train/reward_accuracy", "train/reward_margin"), ["Reward accuracy", "Reward margin", "Loss"]),
+        (("rollout/reward", "rollout/answer_tokens"), ["Reward of sampled answers", "Length of sampled answers (tokens)", "Loss"]),
+    ],
+)  # fmt: skip
+def test_curves_of_the_objective_come_first(tmp_path: Path, metrics: tuple[str, ...], titles: list[str]) -> None:
+    run = make_run(tmp_path / "run")
+    records = [json.loads(line) | dict.fromkeys(metrics, 0.5) for line in metric_lines(3)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    page = run_page(ReportedRun.read(run))
+    assert [chart.title for chart in page.charts][:3] == titles
+    labels = [tile.label for tile in page.tiles]
+    assert all(label in labels for label in ("reward accuracy", "reward margin")[: 2 * ("train" in metrics[0])])
 
 
 def test_tokens_used_are_told_beside_those_of_the_data(page: PageParser) -> None:
@@ -148,36 +170,21 @@ def test_charts_of_collectives_have_to_be_opened(tmp_path: Path) -> None:
     assert "comm/all_gather_mib" in folded
     assert "mtp/loss" not in folded
     assert html.count('<span class="chart-title">comm/') == 1
-    assert len(json.loads(PageParser(html).scripts[0])) == html.count('class="plot"')
+    assert len(_charts(PageParser(html))) == html.count('class="plot"')
 
 
-@pytest.mark.parametrize("path", ["runs/report/templates/report.css", "runs/watch/static/style.css"])
-def test_words_on_coloured_ground_can_be_read(path: str) -> None:
+def test_words_on_coloured_ground_can_be_read() -> None:
     """Badges and messages have the contrast of 4.5 that WCAG 2.1 (1.4.3) asks for, in each theme."""
-    style = (ROOT / "ds_finetune" / path).read_text()
+    style = (TEMPLATES / "page.css").read_text()
     themes = [dict(re.findall(r"--([\w-]+): (#\w{6})", block)) for block in re.findall(r":root[^{]*\{([^}]*)\}", style)]
     assert len(themes) == 3
     low = {
         (word, number): ratio
         for number, theme in enumerate(themes)
-        for word, ground in _grounds(theme, style)
-        if (ratio := _contrast(theme[word], ground)) < 4.5
+        for word, ground in (("good", "good-back"), ("bad", "bad-back"), ("mark-text", "mark"))
+        if (ratio := _contrast(theme[word], theme[ground])) < 4.5
     }
     assert not low
-
-
-def _grounds(theme: dict[str, str], style: str) -> list[tuple[str, str]]:
-    """Names of the colours of words, and the grounds that they are on."""
-    shares = re.findall(r"color-mix\(in srgb, var\(--shade\) (\d+)%, transparent\)", style)
-    if not shares:
-        return [(word, theme[f"{word}-back"]) for word in ("good", "bad")] + [("mark-text", theme["mark"])]
-    words, papers = ("accent", "good", "warn", "bad", "calm"), (theme["panel"], theme["back"])
-    return [(word, _mixed(theme[word], paper, int(shares[0]) / 100)) for word in words for paper in papers]
-
-
-def _mixed(colour: str, paper: str, share: float) -> str:
-    parts = [(int(colour[at : at + 2], 16), int(paper[at : at + 2], 16)) for at in (1, 3, 5)]
-    return "#" + "".join(f"{round(share * top + (1 - share) * below):02x}" for top, below in parts)
 
 
 def _contrast(one: str, other: str) -> float:
@@ -194,11 +201,12 @@ def _luminance(colour: str) -> float:
 def test_a_heat_map_has_the_loads_relative_to_the_mean(run: Path) -> None:
     section = expert_section(ReportedRun.read(run))
     assert section is not None
-    first, last, course = (chart.plot["cells"] for chart in section.blocks)  # type: ignore[union-attr]
-    assert {cell[3] for cell in first} == {1.0}
-    assert [cell for cell in last if cell[3] == 8.0] == [[5, 1, 2.0, 8.0]], "expert, row of layer 2, colour, load"
-    assert course[0][3] == 0.0
-    assert course[-2][3] == 7.0, "the row of layer 2 in the last column"
+    (charts,) = section.blocks
+    first, last, course = (chart.plot for chart in charts.charts)  # type: ignore[attr-defined]
+    assert (first.values == 1.0).all()
+    assert np.argwhere(last.values == 8.0).tolist() == [[1, 5]], "row of layer 2, expert"
+    assert (last.shades[1, 5], last.shades[1, 0]) == (2.0, -2.0)
+    assert (course.values[0, 0], course.values[1, -1]) == (0.0, 7.0), "the row of layer 2 in the last column"
 
 
 @pytest.mark.parametrize("steps", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
@@ -209,7 +217,8 @@ def test_a_long_run_stays_small_and_keeps_its_spike(tmp_path: Path, steps: int) 
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     html = render_page(run_page(ReportedRun.read(run)))
     assert len(html.encode()) < MOST_BYTES
-    assert "[4322,99.5]" in html
+    norm = next(chart for chart in _charts(PageParser(html)) if chart["title"] == "Gradient norm")["lines"][0]
+    assert dict(zip(norm["x"], norm["y"], strict=True))[4322] == 99.5
 
 
 def test_long_texts_and_many_curves_are_shortened(tmp_path: Path) -> None:
@@ -375,7 +384,7 @@ def test_runs_are_overlaid_with_the_differences_of_their_configuration(tmp_path:
     assert "output_dir" not in cells
     assert "train.for" not in cells, "it is the same in both"
     assert cells["steps"] == ["60", "40"]
-    loss = json.loads(page.scripts[0])[0]["plot"]["lines"]
+    loss = _charts(page)[0]["lines"]
     assert [line["name"] for line in loss] == ["x/run", "x/run", "y/run", "y/run"], "faint, and smoothed"
-    assert {len(line["points"]) for line in loss} == {60, 40}
+    assert {len(line["x"]) for line in loss} == {60, 40}
     assert main(["report", *map(str, runs), "-o", str(out)]) == 0, "a report may be written again"

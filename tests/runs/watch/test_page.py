@@ -1,4 +1,5 @@
-"""The page in headless Chromium: it loads, shows new steps, works by keyboard and at a phone's width, without an error.
+"""The served page in headless Chromium: it shows new steps in the charts that are there, and works by keyboard and at a
+phone's width, without an error.
 
 Debian's packages chromium and chromium-driver have what these tests need.
 """
@@ -13,33 +14,35 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import pytest
 
-from tests.browser import NEEDS_BROWSER, open_browser
+from tests.browser import NEEDS_BROWSER, open_browser, resize
 from tests.conftest import ROOT
+from tests.runs.report.made_runs import metric_lines
 from tests.runs.test_folder import make_run, own_status
 from tests.runs.watch.test_app import ODD
 
 pytestmark = NEEDS_BROWSER
 PATIENCE_SECONDS = 120.0
-PHONE = 390
+PHONE, WIDE = 390, 1200
+POINTS = """
+return Bokeh.documents.flatMap(each => each.roots()).flatMap(plot => [...plot.references()])
+  .filter(each => each.type === "ColumnDataSource").map(each => Array.from(each.data.x))
+"""
+"""The steps that each line of the charts in sight has."""
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     for name in ("a", "b", ODD):
-        make_run(root / name, steps=30)
+        make_run(root / name, steps=40)
     (root / "b" / "config.yaml").write_text("optim: {lr: 0.002}\n")
     (root / "a" / "log.txt").write_text(
         "".join(f"step {step} with a long line of output {'x' * 90}\n" for step in range(90))
     )
     own_status().write(root / "a")
-    answer = {"text": "<b>5</b>", "reward": 1.0, "parts": {"number": 1.0}, "advantage": 0.5, "finish": "stop"}
-    lines = [{"step": step, "prompt": "2 + 3 =", "answers": [answer]} for step in (1, 2)]
-    (root / "a" / "rollouts.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     (root / "b" / "status.json").write_text(json.dumps({"state": "hung", "reason": "rank 1 does not answer" * 6}))
     return root
 
@@ -65,7 +68,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def page(browser: Any, address: str) -> Iterator["Page"]:
     shown = Page(browser, address)
-    shown.resize(1200)
+    resize(browser, WIDE)
     shown.open()
     yield shown
     assert browser.get_log("browser") == [], "errors in the console"
@@ -78,9 +81,7 @@ class Page:
         self.browser, self.address = browser, address
 
     def open(self, path: str = "") -> None:
-        self.browser.get("about:blank")
         self.browser.get(self.address + path)
-        self.wait_for(lambda: self.text("#link-state") == "live")
 
     def run(self, script: str, *arguments: Any) -> Any:
         return self.browser.execute_script(script, *arguments)
@@ -91,18 +92,11 @@ class Page:
     def texts(self, selector: str) -> list[str]:
         return self.run("return [...document.querySelectorAll(arguments[0])].map(each => each.textContent)", selector)
 
-    def focused(self) -> str:
-        return self.run("const e = document.activeElement; return e.id || e.ariaLabel || e.textContent.trim()")
-
     def press(self, *keys: str) -> None:
         from selenium.webdriver import ActionChains
 
         for key in keys:
             ActionChains(self.browser).send_keys(key).perform()
-
-    def resize(self, width: int) -> None:
-        metrics = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
-        self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
     def wait_for(self, is_so: Callable[[], Any]) -> None:
         until = time.monotonic() + PATIENCE_SECONDS
@@ -110,109 +104,115 @@ class Page:
             assert time.monotonic() < until, self.run("return document.body.innerText")[:3000]
             time.sleep(0.02)
 
-
-def test_a_run_shows_its_latest_sampled_answers_as_text(page: Page) -> None:
-    page.open("#run=a")
-    page.wait_for(lambda: page.texts(".samples dd"))
-    assert page.texts(".samples .sub") == ["before step 2"]
-    assert page.texts(".samples dd") == ["2 + 3 =", "<b>5</b>", "reward 1.0 (number 1.0), advantage 0.5, stop"]
+    def wait_for_charts(self, number: int = 1) -> None:
+        self.wait_for(lambda: int(self.run("return document.documentElement.dataset.drawn")) >= number)
 
 
-def test_the_list_shows_runs_as_text_and_new_ones(page: Page, runs: Path) -> None:
-    assert sorted(page.texts(".runs .name a")) == sorted(["a", "b", ODD])
-    assert page.texts(".runs .badge")[1:] == ["hung", "unknown"]
+def test_the_table_shows_runs_as_text_and_new_ones(page: Page, runs: Path) -> None:
+    assert sorted(page.texts("tbody a")) == sorted(["a", "b", ODD])
     assert page.run("return document.querySelectorAll('main img').length") == 0
+    page.run("document.querySelector('[value=b]').click(); document.querySelector('[value=b]').focus()")
     make_run(runs / "later")
-    page.wait_for(lambda: "later" in page.texts(".runs .name a"))
+    page.wait_for(lambda: "later" in page.texts("tbody a"))
     shutil.rmtree(runs / "later")
-    page.wait_for(lambda: "later" not in page.texts(".runs .name a"))
+    page.wait_for(lambda: "later" not in page.texts("tbody a"))
+    assert page.run("return document.querySelector('[value=b]').checked"), "what is ticked stays"
+    assert page.run("return document.activeElement.value") == "b", "what is in focus stays"
 
 
-def test_a_new_step_appears_in_the_curve(page: Page, runs: Path) -> None:
-    page.open("#run=a")
-    page.wait_for(lambda: page.run("return document.querySelectorAll('.chart .bk-Plot').length"))
-    assert page.text("[data-metric='train/loss'] .last") == "0.1"
-    assert page.text("pre.log").endswith("x\n")
+def test_new_steps_are_added_to_the_charts_that_are_there(page: Page, runs: Path) -> None:
+    page.open("run?run=a")
+    page.wait_for_charts()
+    assert page.run(POINTS)[0] == list(range(1, 41))
+    assert page.run("const tail = document.querySelector('pre.tail'); return tail.scrollTop > 0")
+    page.run("window.isSame = true; document.querySelectorAll('details')[0].open = true")
     with (runs / "a" / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 31, "train/loss": 0.0625, "train/later": 1}) + "\n")
-    page.wait_for(lambda: page.text("[data-metric='train/loss'] .last") == "0.0625")
-    page.wait_for(lambda: "31 of 9 steps" in page.text(".facts"))
+        file.write('{"step": 41, "train/loss": 0.0625, "perf/eta_seconds": 90.0}\n')
+    page.wait_for(lambda: page.run(POINTS)[0] == list(range(1, 42)))
+    page.wait_for(lambda: "0.0625" in page.text(".tiles"))
+    assert "2 min" in page.text(".tiles")
+    assert page.run("return window.isSame && document.querySelectorAll('details')[0].open"), "it was not loaded again"
+    # A metric that is new has a chart of its own, with which the page is loaded again.
+    with (runs / "a" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 42, "train/loss": 0.05, "train/later": 1}\n')
+    page.wait_for(lambda: "train/later" in page.texts(".chart-title"))
 
 
-def test_runs_that_are_compared_are_asked_for_once_or_twice(page: Page) -> None:
-    counted = "return performance.getEntriesByType('resource').filter(e => e.name.includes(arguments[0])).length"
-    page.open(f"#run=a&run=b&run={quote(ODD)}")
-    page.wait_for(lambda: page.run(counted, "/api/run?") >= 6)
-    time.sleep(0.5)
-    assert page.run(counted, "/api/run?") == 6
-    assert page.run(counted, "/api/curves") <= 3
-
-
-@pytest.mark.slow
 def test_a_failure_and_its_reason_are_shown_at_once(page: Page, runs: Path) -> None:
     make_run(runs / "c")
     own_status().write(runs / "c")
-    page.wait_for(lambda: "c" in page.texts(".runs .name a"))
-    page.open("#run=c")
+    page.wait_for(lambda: "c" in page.texts("tbody a"))
+    page.open("run?run=c")
     (runs / "c" / "status.json").write_text('{"state": "failed", "reason": "rank 1 <b>met</b> OSError"}')
-    page.wait_for(lambda: page.text("p.reason") == "rank 1 <b>met</b> OSError")
-    assert page.text("h2 .badge") == "failed"
+    page.wait_for(lambda: "rank 1 <b>met</b> OSError" in page.text(".subtitle"))
+    assert page.text("h1 .state") == "failed"
     shutil.rmtree(runs / "c")
-    page.wait_for(lambda: "there is no run" in page.text(".problem"))
+    page.wait_for(lambda: "there is no run" in page.text("#link"))
     # The browser itself reports the answer 404.
-    assert all("404" in entry["message"] for entry in page.browser.get_log("browser"))
     page.open()
+    assert all("404" in entry["message"] for entry in page.browser.get_log("browser"))
 
 
-def test_the_page_works_by_keyboard(page: Page) -> None:
+def test_runs_are_filtered_and_compared_by_keyboard(page: Page) -> None:
     from selenium.webdriver.common.keys import Keys
 
-    page.press("/", "b", Keys.ESCAPE)
-    page.press("/")
-    assert page.focused() == "filter"
-    page.press("b")
-    page.wait_for(lambda: page.text(".count").startswith("1 of 3 runs"))
-    page.press(Keys.ESCAPE)
     page.run("document.querySelector('#filter').focus()")
-    page.press(Keys.TAB)
-    assert page.focused() == "Compare a"
-    page.press(Keys.SPACE, Keys.TAB, Keys.TAB)
-    assert page.focused() == "Compare b"
-    page.press(Keys.SPACE)
-    assert page.text("#compare") == "Compare 2"
-    page.press("c")
-    page.wait_for(lambda: page.texts(".rest td") == ["optim.lr", "0.001", "0.002"])
-    assert page.texts(".head td a") == ["a", "b"]
-    page.press(Keys.ESCAPE)
-    page.wait_for(lambda: page.text("#compare") == "Compare 2")
-    page.run("document.querySelector('.runs .name a').focus()")
+    page.press("h", "u", "n", "g")
+    shown = "return [...document.querySelectorAll('tbody tr')].filter(each => !each.hidden).length"
+    assert page.run(shown) == 1
+    page.press(*[Keys.BACKSPACE] * 4)
+    assert page.run(shown) == 3
+    for name in ("a", "b"):
+        page.run("document.querySelector(`[value=${arguments[0]}]`).focus()", name)
+        page.press(Keys.SPACE)
+    page.run("document.querySelector('form button').focus()")
     page.press(Keys.ENTER)
-    page.wait_for(lambda: page.text("h2").startswith("a "))
-    page.press(Keys.TAB)
-    assert page.focused() == "back", "the focus is moved to what is shown"
+    page.wait_for(lambda: page.text("h1") == "2 runs compared")
+    assert "optim.lr0.0010.002" in page.text("[data-live='differences 1']").replace("\n", "").replace(" ", "")
+    page.wait_for_charts()
 
 
 def test_nothing_is_wider_than_a_phone(page: Page) -> None:
-    page.resize(PHONE)
-    page.wait_for(lambda: page.texts(".runs a"))
-    assert page.run("return document.documentElement.scrollWidth") == PHONE
-    wide = "return [...document.querySelectorAll('main a, main .badge, figure')].filter(e => e.getBoundingClientRect().right > innerWidth && !e.closest('.scroll')).map(e => e.outerHTML)"
-    assert page.run(wide) == []
-    for path in ("#run=a", "#run=a&run=b"):
-        page.run("location.hash = arguments[0]", path)
+    resize(page.browser, PHONE)
+    for path in ("", "run?run=a", "run?run=a&run=b"):
+        page.open(path)
         page.wait_for(lambda: page.texts("h2"))
         assert page.run("return document.documentElement.scrollWidth") == PHONE, path
-        assert page.run(wide) == [], path
+
+
+def test_a_run_of_many_steps_and_ranks_has_few_points_in_the_browser(page: Page, runs: Path) -> None:
+    """Also after it has grown: a chart is drawn again with each step, which takes time by its points."""
+    steps, ranks = 5_000, 8
+    lines = metric_lines(steps, every=100)
+    run = make_run(runs / "large")
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    seconds = [
+        {"step": step, "seconds": [0.2 + (step * rank) % 7 / 70 for rank in range(ranks)]}
+        for step in range(1, steps + 1)
+    ]
+    (run / "ranks.jsonl").write_text("".join(json.dumps(record) + "\n" for record in seconds))
+    own_status().write(run)
+    page.wait_for(lambda: "large" in page.texts("tbody a"))
+    page.open("run?run=large")
+    charts = page.run("return document.querySelectorAll('.plot').length")
+    for chart in range(charts):
+        page.run("document.querySelectorAll('.plot')[arguments[0]].scrollIntoView()", chart)
+        page.wait_for_charts(chart + 1)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(json.loads(lines[-1]) | {"step": steps + 1}) + "\n")
+    page.wait_for(lambda: steps + 1 in page.run(POINTS)[0])
+    sizes = [len(points) for points in page.run(POINTS)]
+    assert len(sizes) > 20
+    assert max(sizes) <= 1_201
+    shutil.rmtree(run)
 
 
 @pytest.mark.slow
 def test_colours_follow_the_button_and_stay(page: Page) -> None:
-    def is_dark() -> bool:
-        return page.run("return getComputedStyle(document.body).backgroundColor") == "rgb(16, 21, 29)"
-
-    before = is_dark()
+    colour = "return getComputedStyle(document.body).backgroundColor"
+    before = page.run(colour)
     page.run("document.querySelector('#theme').click()")
-    assert is_dark() != before
-    page.open("#run=a")
-    assert is_dark() != before
+    assert page.run(colour) != before
+    page.open("run?run=a")
+    assert page.run(colour) != before
     page.run("localStorage.clear()")

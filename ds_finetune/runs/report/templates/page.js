@@ -1,0 +1,193 @@
+// The page of runs: charts that are drawn once they come into sight, their legends, the theme, and later steps.
+"use strict";
+(() => {
+  const MOST_POINTS = 4000, LEAST_PAUSE = 2000;
+  const root = document.documentElement;
+  let { charts, positions } = JSON.parse(document.getElementById("numbers").textContent);
+  const boxes = [...document.querySelectorAll(".plot")];
+  const prefersDark = matchMedia("(prefers-color-scheme: dark)");
+  const drawings = boxes.map((box, at) => ({ box, chart: charts[at], hidden: new Set(), isLog: 0, plot: null, done: Promise.resolve() }));
+
+  // The colours of the theme, and which lines are shown.
+  function adorn({ plot, hidden }) {
+    const style = getComputedStyle(root);
+    const [muted, line] = ["--muted", "--line"].map((name) => style.getPropertyValue(name).trim());
+    const colours = { axis_label_text_color: muted, major_label_text_color: muted, axis_line_color: line, major_tick_line_color: line, grid_line_color: line };
+    for (const model of plot.references()) {
+      for (const [name, colour] of Object.entries(colours)) if (name in model) model[name] = colour;
+      if (model.type === "GlyphRenderer" && model.name) model.visible = !hidden.has(model.name);
+    }
+  }
+
+  function fill({ plot, chart }) {
+    chart.lines.forEach(({ x, y }, at) => {
+      const source = plot.select_one(`line ${at}`);
+      if (source.data.x !== x) source.data = { x, y: y.map((value) => value ?? NaN) };
+    });
+  }
+
+  // Writes the values at the pointer into the legend: of each name the value at the nearest number of the last line.
+  function tell({ box, chart: { lines, unit } }, at) {
+    const digits = new Intl.NumberFormat("en", { maximumSignificantDigits: 5 });
+    for (const entry of box.parentElement.querySelectorAll(".entry")) {
+      const { x, y } = lines.findLast(({ name }) => name === entry.dataset.name);
+      const near = x.reduce((best, each, place) => (Math.abs(each - at) < Math.abs(x[best] - at) ? place : best), 0);
+      const value = y[near] === null ? "not finite" : digits.format(y[near] * (unit === "%" ? 100 : 1)) + unit;
+      entry.dataset.value = at === null || !x.length ? "" : `${value} at ${digits.format(x[near])}`;
+    }
+  }
+
+  function draw(drawing) {
+    drawing.done = drawing.done.then(async () => {
+      drawing.plot?.document.remove_root(drawing.plot);
+      const content = Bokeh.require("document").Document.from_json(drawing.chart.figures[drawing.isLog].doc);
+      const [plot] = content.roots();
+      drawing.plot = plot;
+      fill(drawing);
+      adorn(drawing);
+      // A finger that is dragged scrolls the page.
+      if (matchMedia("(pointer: coarse)").matches) plot.toolbar.active_drag = null;
+      await Bokeh.embed.add_document_standalone(content, drawing.box);
+      plot.on_event("doubletap", () => plot.reset.emit());
+      for (const event of ["mousemove", "tap"]) plot.on_event(event, ({ x }) => tell(drawing, x));
+      plot.on_event("mouseleave", () => tell(drawing, null));
+      if (plot.select_one("trials")) narrow(plot, plot.select_one("trials"));
+      root.dataset.drawn = String(drawings.filter((each) => each.plot).length);
+    });
+  }
+
+  // Keeps the trials that pass through the ranges that are dragged, one for each axis; a double click keeps all.
+  function narrow(plot, source) {
+    const kept = new Map();
+    const { ys } = source.data;
+    const dim = () => {
+      const isKept = (row) => [...kept].every(([at, { bottom, top }]) => row[at] >= bottom && row[at] <= top);
+      source.data = { ...source.data, alpha: ys.map((row) => (isKept(row) ? 0.8 : 0.06)) };
+    };
+    plot.on_event("selectiongeometry", ({ geometry: { x0, x1, y0, y1 }, final }) => {
+      const at = Math.round((x0 + x1) / 2);
+      if (!final || at < Math.min(x0, x1) - 0.2 || at > Math.max(x0, x1) + 0.2 || !(at in ys[0])) return;
+      if (kept.has(at)) kept.get(at).visible = false;
+      kept.set(at, new Bokeh.Models.BoxAnnotation({ left: at - 0.04, right: at + 0.04, bottom: Math.min(y0, y1), top: Math.max(y0, y1) }));
+      plot.add_layout(kept.get(at));
+      dim();
+    });
+    plot.on_event("doubletap", () => {
+      for (const box of kept.values()) box.visible = false;
+      kept.clear();
+      dim();
+    });
+  }
+
+  const sight = new IntersectionObserver((entries) => entries.filter((entry) => entry.isIntersecting).forEach(({ target }) => {
+    sight.unobserve(target);
+    draw(drawings[boxes.indexOf(target)]);
+  }), { rootMargin: "300px" });
+  if (drawings.length) Bokeh.logger.set_level("error");
+  for (const drawing of drawings) {
+    const figure = drawing.box.parentElement;
+    sight.observe(drawing.box);
+    figure.querySelector(".logarithmic")?.addEventListener("click", ({ target }) => {
+      drawing.isLog = 1 - drawing.isLog;
+      target.ariaPressed = String(Boolean(drawing.isLog));
+      draw(drawing);
+    });
+    for (const entry of figure.querySelectorAll(".entry")) entry.addEventListener("click", () => {
+      if (!drawing.hidden.delete(entry.dataset.name)) drawing.hidden.add(entry.dataset.name);
+      entry.ariaPressed = String(!drawing.hidden.has(entry.dataset.name));
+      if (drawing.plot) adorn(drawing);
+    });
+  }
+
+  const button = document.getElementById("theme");
+  const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : prefersDark.matches);
+  function recolour() {
+    button.textContent = isDark() ? "Light" : "Dark";
+    button.setAttribute("aria-label", `Switch to the ${button.textContent.toLowerCase()} theme`);
+    drawings.filter(({ plot }) => plot).forEach(adorn);
+  }
+  function store(theme) {
+    try { return theme ? localStorage.setItem("theme", theme) : localStorage.getItem("theme"); } catch { return null; }
+  }
+  if (positions && store()) root.dataset.theme = store();
+  button.hidden = false;
+  button.addEventListener("click", () => {
+    root.dataset.theme = isDark() ? "light" : "dark";
+    store(root.dataset.theme);
+    recolour();
+  });
+  prefersDark.addEventListener("change", recolour);
+  root.dataset.drawn = "0";
+  recolour();
+
+  const showEnds = () => document.querySelectorAll("pre.tail").forEach((tail) => { tail.scrollTop = tail.scrollHeight; });
+  function filterRuns() {
+    const words = (document.getElementById("filter")?.value ?? "").toLowerCase().split(/\s+/);
+    for (const row of document.querySelectorAll("form tbody tr")) {
+      row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
+    }
+  }
+  showEnds();
+  document.addEventListener("input", filterRuns);
+  if (!positions) return;
+
+  // Takes over the texts of a newer page; what is open, ticked or in focus stays.
+  function takeTexts(newer) {
+    for (const part of document.querySelectorAll("[data-live]")) {
+      const later = newer.querySelector(`[data-live="${CSS.escape(part.dataset.live)}"]`);
+      later.querySelectorAll("details").forEach((each, at) => { each.open = part.querySelectorAll("details")[at]?.open ?? false; });
+      const ticked = [...part.querySelectorAll("input:checked")].map(({ value }) => value);
+      const focused = part.contains(document.activeElement) ? document.activeElement.id : "";
+      if (later.querySelector("tbody") && part.querySelector("#filter")) {
+        part.querySelector("tbody").replaceWith(later.querySelector("tbody"));
+      } else if (later.innerHTML !== part.innerHTML) part.replaceChildren(...later.childNodes);
+      for (const box of part.querySelectorAll("[name=run]")) box.checked = ticked.includes(box.value);
+      if (focused) document.getElementById(focused)?.focus();
+    }
+    filterRuns();
+    showEnds();
+  }
+
+  // Joins later points to those of the lines; where there are many, the server is asked for fewer next time.
+  function takePoints(later) {
+    later.forEach(({ lines }, at) => lines.forEach(({ since, x, y }, which) => {
+      const line = charts[at].lines[which];
+      if (since !== null && !x.length) return;
+      const kept = since === null ? 0 : line.x.filter((each) => each <= since).length;
+      line.x = [...line.x.slice(0, kept), ...x];
+      line.y = [...line.y.slice(0, kept), ...y];
+    }));
+    drawings.filter(({ plot }) => plot).forEach(fill);
+  }
+
+  const shapeOf = (page, all) => JSON.stringify([[...page.querySelectorAll("[data-live]")].map(({ dataset }) => dataset.live),
+    all.map(({ title, lines }) => [title, lines.map(({ name, role }) => [name, role])])]);
+  async function look() {
+    const query = new URLSearchParams(location.search);
+    const isLong = charts.some(({ lines }) => lines.some(({ x }) => x.length > MOST_POINTS));
+    for (const position of isLong ? [] : positions) query.append("after", position);
+    const answer = await fetch(`${location.pathname}?${query}`);
+    const newer = new DOMParser().parseFromString(await answer.text(), "text/html");
+    if (!answer.ok) throw new Error(newer.body.textContent);
+    const data = JSON.parse(newer.getElementById("numbers").textContent);
+    if (shapeOf(newer, data.charts) !== shapeOf(document, charts)) return location.reload();
+    takePoints(data.charts);
+    takeTexts(newer);
+    positions = data.positions;
+  }
+
+  async function follow() {
+    const began = performance.now();
+    const link = document.getElementById("link");
+    if (!document.hidden) {
+      try {
+        await look();
+        link.textContent = "live";
+      } catch (error) {
+        link.textContent = error instanceof TypeError ? "connection lost, trying again" : error.message;
+      }
+    }
+    setTimeout(follow, Math.max(LEAST_PAUSE, 10 * (performance.now() - began)));
+  }
+  setTimeout(follow, LEAST_PAUSE);
+})();

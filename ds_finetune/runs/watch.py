@@ -1,0 +1,298 @@
+"""`ds-finetune watch`: serves the pages of the runs in a folder, which ask for later steps, and a table of the runs."""
+
+import hmac
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ds_finetune.console.phase_line import time_text
+from ds_finetune.errors import OutputError, ServeError
+from ds_finetune.runs.folder import RunFolder, base_model, find_runs
+from ds_finetune.runs.metrics import METRICS, MetricsReader, last_record
+from ds_finetune.runs.report.blocks import (
+    NONE,
+    TEMPLATES,
+    Page,
+    Remark,
+    ReportSection,
+    RunTable,
+    Tile,
+    ago_text,
+    number_text,
+    state_tone,
+)
+from ds_finetune.runs.report.figures import bokehjs
+from ds_finetune.runs.report.page import overlay_page, render_page, run_page
+from ds_finetune.runs.report.run import ReportedRun
+from ds_finetune.serving.http_guard import BoundedProtocol, HostRules, foreign_host, is_loopback
+
+MOST_COMPARED = 20
+"""Runs whose curves are kept in memory and shown together at most: 16 MB for a run of 100,000 steps."""
+_SEARCH_SECONDS = 2.0
+_CLOSING_SECONDS = 2
+_POSITION = re.compile(r"(\d{1,9})-(\d{1,16})", re.ASCII)
+COOKIE = "ds_finetune_watch"
+_HEADERS = {
+    "Content-Security-Policy": (
+        # BokehJS puts style elements into its charts.
+        "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    ),
+    "Cache-Control": "no-cache",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+
+
+@dataclass(frozen=True)
+class AccessRules(HostRules):
+    """Hosts that are allowed, and the token, which is empty where only this machine reaches the page."""
+
+    token: str = ""
+
+    def has_token(self, given: str) -> bool:
+        """Whether a text is the token."""
+        return hmac.compare_digest(given.encode(), self.token.encode())
+
+
+class AccessCheck:
+    """Refuses requests that the rules do not allow, before the application sees them.
+
+    The token comes once in the address (`?token=`). The answer puts it into a cookie and leads to the address without
+    it, so that it stays neither in the address bar nor in the history.
+    """
+
+    def __init__(self, app: ASGIApp, rules: AccessRules) -> None:
+        self._app, self._rules = app, rules
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or refuse it."""
+        if scope["type"] != "http":
+            return
+
+        async def send_confined(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        await (self._refusal(Request(scope)) or self._app)(scope, receive, send_confined)
+
+    def _refusal(self, request: Request) -> ASGIApp | None:
+        if not self._rules.allows(request.headers):
+            return foreign_host()
+        if not self._rules.token or self._rules.has_token(request.cookies.get(COOKIE, "")):
+            return None
+        if not self._rules.has_token(request.query_params.get("token", "")):
+            text = "The page needs its token: open the address that `ds-finetune watch` has printed.\n"
+            return PlainTextResponse(text, status_code=401)
+        answer = RedirectResponse("/", status_code=303)
+        answer.set_cookie(COOKIE, self._rules.token, httponly=True, samesite="strict")
+        return answer
+
+
+def watch(
+    folder: Path, *, host: str, port: int, show: Callable[[str], None], allowed_hosts: Sequence[str] = ()
+) -> None:
+    """Serve the pages of the runs in `folder` until SIGINT or SIGTERM; `show` prints a line.
+
+    Requests may name the server by `host`, by the names of this machine, and by `allowed_hosts`.
+
+    ServeError where `folder` is no folder, or the address cannot be used.
+    """
+    if not folder.is_dir():
+        raise ServeError(f"`{folder}` is not a folder", hint="name the folder of a run, or one with runs below it")
+    token = "" if is_loopback(host) else secrets.token_urlsafe(24)
+    rules = AccessRules(host, token, allowed=tuple(allowed_hosts))
+    with _listen(host, port) as listener:
+        show(f"watching {folder.resolve()}")
+        show(f"open {_url(rules, listener.getsockname()[1])}   (Ctrl-C ends it)")
+        if rules.token:
+            show("other machines reach this page: whoever has this address can read the runs")
+        config = uvicorn.Config(
+            make_app(folder, rules),
+            http=BoundedProtocol,
+            ws="none",
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=_CLOSING_SECONDS,
+        )
+        with suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run(sockets=[listener])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server((str(address[0]), port), family=family)
+    except OSError as refused:
+        raise ServeError(
+            f"cannot listen on {host} port {port}: {refused.strerror or refused}",
+            hint="give another --port (0 takes a free one) or --host",
+        ) from refused
+
+
+def _url(rules: AccessRules, port: int) -> str:
+    shown = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(rules.host, rules.host)
+    address = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/"
+    return f"{address}?token={rules.token}" if rules.token else address
+
+
+def make_app(folder: Path, rules: AccessRules) -> AccessCheck:
+    """The application over the runs of `folder`."""
+    runs = _Runs(folder)
+    files = {path.name: path for path in (TEMPLATES / "page.js", bokehjs())}
+
+    def script(request: Request) -> Response:
+        if request.path_params["name"] not in files:
+            raise HTTPException(404)
+        return FileResponse(files[request.path_params["name"]], media_type="text/javascript")
+
+    routes = [Route("/", runs.table), Route("/run", runs.page), Route("/static/{name}", script)]
+    return AccessCheck(Starlette(routes=routes, middleware=[Middleware(GZipMiddleware)]), rules)
+
+
+class _Runs:
+    """The runs below a folder. Requests are answered by threads, one at a time, so that a reader of metrics has one
+    user.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root.resolve()
+        self._runs: dict[str, _WatchedRun] = {}
+        self._readers: dict[str, MetricsReader] = {}
+        self._searched_at = 0.0
+        self._lock = threading.Lock()
+
+    def table(self, _: Request) -> Response:
+        """The page with the table of all runs, those that run first."""
+        with self._lock:
+            self._search()
+            rows = [_row_of(name, run) for name, run in self._runs.items()]
+        rows.sort(key=lambda row: (row["state"] != "running", -row["updated_at"]))
+        running = sum(row["state"] == "running" for row in rows)
+        tiles = [Tile("runs", f"{len(rows):,}"), Tile("running", f"{running:,}")]
+        nothing = Remark("There is no run in this folder yet. A run appears here once its model is loaded.")
+        section = ReportSection("runs", "Runs", [RunTable(rows) if rows else nothing])
+        page = Page("Runs", str(self._root), "", tiles, [section])
+        return _html(render_page(page, positions=[]))
+
+    def page(self, request: Request) -> Response:
+        """The page of one run, or of several over each other; with `after`, only later points of its charts."""
+        names = list(dict.fromkeys(request.query_params.getlist("run")))
+        if not 1 <= len(names) <= MOST_COMPARED:
+            raise HTTPException(400, f"{len(names)} runs are named, and 1 to {MOST_COMPARED} are allowed")
+        with self._lock:
+            runs = [self._read(name) for name in names]
+            page = run_page(runs[0], is_live=True) if len(runs) == 1 else overlay_page(runs)
+            positions = [f"{run.metrics.generation}-{run.metrics.last_step}" for run in runs]
+            known = _known_steps(request.query_params.getlist("after"), positions)
+            return _html(render_page(page, positions=positions, known=known))
+
+    def _read(self, name: str) -> ReportedRun:
+        """A run that was found below the folder, with its metrics read; those not used for longest are dropped."""
+        self._search()
+        if name not in self._runs:
+            raise HTTPException(404, f"there is no run {name!r} in {self._root}")
+        folder = self._runs[name].folder
+        folder.problems.clear()
+        reader = self._readers.pop(name, None) or MetricsReader(folder.path / METRICS)
+        self._readers = {**dict([*self._readers.items()][1 - MOST_COMPARED :]), name: reader}
+        try:
+            return ReportedRun.of(folder, reader)
+        except OutputError as unreadable:
+            raise HTTPException(422, str(unreadable)) from unreadable
+
+    def _search(self) -> None:
+        """Look for runs that came or went, at most every few seconds."""
+        if time.monotonic() < self._searched_at + _SEARCH_SECONDS:
+            return
+        # Names of folders need not be UTF-8, and addresses are.
+        found = {run.name.encode(errors="backslashreplace").decode(): run for run in find_runs(self._root)}
+        self._runs = {name: self._runs.get(name) or _WatchedRun(run) for name, run in found.items()}
+        self._searched_at = time.monotonic()
+
+
+class _WatchedRun:
+    """A run with its row of the table; its files are read again where its metrics have changed."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self._seen: object = ()
+        self._last: dict[str, Any] = {}
+        self._model = ""
+        self._steps = 0
+
+    def row(self) -> dict[str, Any]:
+        """The texts of the row."""
+        status, path = self.folder.status, self.folder.file(METRICS)
+        stat = None if path is None else path.stat()
+        seen = stat and (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+        if seen != self._seen:
+            self._seen, self._last = seen, {} if path is None else dict(last_record(path))
+            self._model = base_model(self.folder.config)
+            self._steps = (self.folder.starts or [{}])[-1].get("steps", 0)
+        step, steps = max(status.step, self._last.get("step", 0)), status.steps or self._steps
+        eta = self._number("perf/eta_seconds") if status.state == "running" else None
+        updated_at = max(status.updated_at, stat.st_mtime if stat else 0.0)
+        return {
+            "model": self._model,
+            "state": status.state,
+            "tone": state_tone(status.state),
+            "reason": status.reason if status.state != "unknown" else "",
+            "step": f"{step:,} of {steps:,}" if steps else f"{step:,}",
+            "eta": NONE if eta is None else time_text(eta),
+            "loss": number_text(self._number("train/loss")),
+            "speed": number_text(self._number("perf/tokens_per_second")),
+            "seen": ago_text(updated_at),
+            "updated_at": updated_at,
+        }
+
+    def _number(self, name: str) -> float | None:
+        value = self._last.get(name)
+        return float(value) if isinstance(value, int | float) else None
+
+
+def _row_of(name: str, run: _WatchedRun) -> dict[str, Any]:
+    """The row of a run; one that cannot be read must not take the others off the table."""
+    try:
+        return {"name": name, **run.row()}
+    except Exception as error:  # noqa: BLE001 - files of other programs and versions; the row names it
+        texts = dict.fromkeys(("model", "tone", "step", "eta", "loss", "speed", "seen"), NONE)
+        why = f"the folder cannot be read: {type(error).__name__}"
+        return {**texts, "name": name, "state": "unknown", "reason": why, "updated_at": 0.0}
+
+
+def _known_steps(after: Sequence[str], positions: Sequence[str]) -> list[int]:
+    """The last step that a browser has of each run; none where a file was replaced since, or the request names none."""
+    found = [_POSITION.fullmatch(text) for text in after]
+    now = [_POSITION.fullmatch(text) for text in positions]
+    known = [int(had[2]) for had, has in zip(found, now, strict=False) if had and has and had[1] == has[1]]
+    return known if len(known) == len(after) == len(positions) else []
+
+
+def _html(text: str) -> Response:
+    """The page; texts of a run may hold half of a surrogate pair, which UTF-8 cannot."""
+    return HTMLResponse(text.encode(errors="backslashreplace"))

@@ -1,1 +1,0 @@
-"""`ds-finetune watch`: a local page that shows a folder of runs while they train. It only reads."""
