@@ -51,6 +51,7 @@ def add_commands(commands: Commands) -> None:
 def _init(arguments: Arguments) -> None:
     from ds_finetune.config.edit_run_file import one_line_yaml, write_run_file
     from ds_finetune.data.sources import find_sources, read_records
+    from ds_finetune.families.text_part import text_tree
     from ds_finetune.plan.config_json import max_positions, read_config_json
 
     out = Path(arguments.out)
@@ -60,7 +61,7 @@ def _init(arguments: Arguments) -> None:
     objective, columns = _recognised(record, where)
     lr, lora_lr = next((rates for name, rates in _RATES.items() if name in objective), ("1.0e-5", "2.0e-4"))
     is_here = (Path(arguments.model) / "config.json").is_file()
-    positions = max_positions(read_config_json(arguments.model)) if is_here else None
+    positions = max_positions(text_tree(read_config_json(arguments.model))) if is_here else None
     names = ", ".join(f"{key}: {one_line_yaml(name)}" for key, name in columns.items())
     text = _RUN.format(
         model=one_line_yaml(arguments.model),

@@ -47,6 +47,7 @@ from ds_finetune.export.safetensors_format import load_model
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.build.encoder import max_positions
 from ds_finetune.model.build.skeleton import resolve_folder
+from ds_finetune.model.build.text_config import text_config
 from ds_finetune.objectives.objective import DocumentObjective
 from ds_finetune.objectives.rewards.extractors import EXTRACTORS
 from ds_finetune.objectives.rewards.pass_at import pass_shares
@@ -223,7 +224,7 @@ class _Scoring:
         """What `take` makes of the rows of each held-out set and the most tokens of a unit, by the name of the set
         (empty for files without one). Rows are tokenised as a run would tokenise them.
         """
-        config, request = AutoConfig.from_pretrained(self.folder, trust_remote_code=False), self.request
+        config, request = text_config(AutoConfig.from_pretrained(self.folder, trust_remote_code=False)), self.request
         length = min(request.max_seq_len, max_positions(config) or request.max_seq_len)
         limits, kind = TokenLimits(length, config.vocab_size), kind or request.kind
         sets: dict[str, list[AnyDocument]] = {}
@@ -284,7 +285,7 @@ def _check_same_tokens(
     folder: Path, base: Path, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document | LabelledDocument]
 ) -> list[str]:
     """Check that token ids mean the same to the baseline, else DataError; a note where it has no tokenizer."""
-    size = int(AutoConfig.from_pretrained(base, trust_remote_code=False).vocab_size)
+    size = int(text_config(AutoConfig.from_pretrained(base, trust_remote_code=False)).vocab_size)
     largest = max(max(document.ids) for document in documents)
     if largest >= size:
         raise DataError(

@@ -7,6 +7,7 @@ first `base_layer` (_inject_parameters nests them).
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,9 @@ class AdapterBase:
     digest: str
     """Digest of its weights."""
     family: Family
+    module: str = "model"
+    """The module of transformers' class that is `model` in the names of weights: that of a composite model's text
+    part."""
     head: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Weights of a classifier's head by name, which are trained whole."""
     classifier_config: Mapping[str, Any] = field(default_factory=dict)
@@ -60,6 +64,7 @@ def write_adapter(factors: Mapping[str, Factors], lora: LoraConfig, out: Path, b
 
     OutputError where the disk is full; the incomplete folder is then removed.
     """
+    factors = {re.sub(r"^model\.", f"{base.module}.", name): adapter for name, adapter in factors.items()}
     with replaced_folder(out) as partial, as_output_errors(partial):
         tensors = {key: tensor for name, adapter in factors.items() for key, tensor in _peft_tensors(name, adapter)}
         tensors |= {KEY_PREFIX + name: tensor.contiguous() for name, tensor in base.head.items()}

@@ -102,6 +102,10 @@ class BaseFolder:
         blocks are copied from this base, unless `parts` already names another `fp8_base`.
         """
         parts, notes = self.with_copies(parts, [key for key in self.unbuilt if key not in without])
+        if self.hub.published:
+            parts = replace(parts, whole=self.hub)
+            others = [*self.hub.others]
+            notes.append(f"{len(others)} tensors of other parts are those of {self.hub.folder}: {_first_names(others)}")
         shapes = {key: self.hub.shapes[key] for key in self.unbuilt if key not in without and key not in parts.copies}
         mine = replace(parts, fp8_base=self.hub if parts.is_fp8 and self.hub.has_fp8 else None)
         parts = replace(parts, fp8_base=parts.fp8_base or mine.fp8_base)

@@ -11,7 +11,12 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from ds_finetune.foreign.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
+from ds_finetune.families.text_part import TEXT_CONFIG
+from ds_finetune.foreign.auto_models import (
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoModelForSequenceClassification,
+)
 from ds_finetune.model.loss.score_config import is_classifier
 
 CONFIG = "config.json"
@@ -24,5 +29,7 @@ def holds_classifier(folder: Path) -> bool:
 
 
 def auto_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers' factories share no type
-    """The factory of transformers that builds the class that `config` names."""
+    """The factory of transformers that builds the class that `config` names, or a composite model as a whole."""
+    if hasattr(config, TEXT_CONFIG):
+        return AutoModelForMultimodalLM
     return AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM

@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from ds_finetune.config.units import bytes_text
 from ds_finetune.errors import ConfigError, ExportError
@@ -21,6 +21,7 @@ from ds_finetune.export.output_folder import RECORD
 from ds_finetune.families.family import Family
 from ds_finetune.families.server_lora import VLLM_LORA
 from ds_finetune.families.table import FAMILIES, family_of
+from ds_finetune.families.text_part import is_composite
 from ds_finetune.system.versions import check_versions
 
 if TYPE_CHECKING:
@@ -191,6 +192,15 @@ class ExportFormat:
         """Model types of the table of families that can be exported, in order."""
         rows = FAMILIES.items()
         return sorted(name for name, row in rows if self.has_family(row) and (row.encoder is not None) == is_encoder)
+
+    def check_is_whole(self, config: Mapping[str, Any]) -> None:
+        """ExportError where the config.json `config` is that of a composite model, of which this format has no part."""
+        if is_composite(config) and self is not SAFETENSORS:
+            raise ExportError(
+                f"model_type `{config.get('model_type')}` is a model of text and other media, and has no export to "
+                f"{self.title}",
+                hint="export it with --format safetensors, to which its other parts are copied",
+            )
 
     def holds_weights(self, folder: Path) -> bool:
         """Whether `folder` has files with weights in this format."""

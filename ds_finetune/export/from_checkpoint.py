@@ -23,6 +23,7 @@ from ds_finetune.export.safetensors_folder import TOKENIZER_FILES, FolderParts, 
 from ds_finetune.export.source import ModelSpec, fit_source, read_model_spec
 from ds_finetune.export.verify.record import ExportRecord, classifier_prompts, fixed_prompts
 from ds_finetune.families.table import family_of
+from ds_finetune.families.text_part import is_composite
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES, dtype_name
 from ds_finetune.model.build.hub_folder import check_folder, has_weights
@@ -58,6 +59,7 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
     source = source.with_copies(parts.copies)
     conversion = Conversion(source, parts, num_workers())
     tensors = [tensor for copied in (conversion, *parts.base_tensors) for tensor in copied.tensors]
+    tensors += parts.other_parts
     unbuilt = [name for name in source.shapes if spec.may_skip(name) and name not in parts.copies]
     kept_of, no_module = opened.hub.folder if opened.hub else path, "for which transformers' class has no module"
     notes = [
@@ -94,6 +96,14 @@ def _with_base(
 ) -> tuple[FolderParts, list[str]]:
     """Return `parts` with the tensors that only the base has, except `without`, and its FP8 blocks; and notes."""
     folder = named or opened.base
+    if parts.is_fp8 and is_composite(parts.config):
+        raise ExportError(
+            f"config.json is that of a model of text and other media, `{parts.config['model_type']}`, which is not "
+            "quantised",
+            hint="export with --dtype bf16",
+        )
+    if opened.hub is not None and opened.hub.published:
+        parts = replace(parts, whole=opened.hub)
     if parts.is_fp8 and opened.hub and opened.hub.has_fp8:
         parts = replace(parts, fp8_base=opened.hub)
     if spec.is_classifier:
@@ -182,7 +192,7 @@ def _record_without_logits(folder: Path, opened: OpenedSource, dtype: torch.dtyp
     The folder is verified against the digests of its tensors; it must load and give finite logits.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    vocab_size = int(config.vocab_size)
+    vocab_size = int(config.get_text_config().vocab_size)
     of_classifier = is_classifier(config)
     return ExportRecord(
         str((opened.base or folder).absolute()),

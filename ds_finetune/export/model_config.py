@@ -10,6 +10,7 @@ from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from ds_finetune.families.family import Family, layer_of
 from ds_finetune.families.layer_rules import published_layers
+from ds_finetune.families.text_part import is_composite
 from ds_finetune.model.build.hub_folder import check_inside, copy_model_file
 from ds_finetune.model.mtp import PREDICTION_LAYERS
 
@@ -30,12 +31,14 @@ def served_config(config: Mapping[str, Any], family: Family, keys: Collection[st
     It has no `auto_map`: transformers has the class, and the code that `auto_map` names is not exported. Keys that
     `family` needs are added where they are absent. Rotary settings are written in both schemas.
     `num_nextn_predict_layers` is the number of multi-token prediction layers among `keys`, where there are any or
-    `config` has the key.
+    `config` has the key. That of a composite model has only its `auto_map` left out.
     """
     served = dict(config)
     for key in ("quantization_config", "expert_dtype"):
         served.pop(key, None)
     served.pop(CODE, None)
+    if is_composite(config):
+        return served
     for key, value in family.export_config.items():
         served.setdefault(key, value)
     if family.compresses:

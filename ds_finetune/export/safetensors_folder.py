@@ -23,6 +23,7 @@ from ds_finetune.export.output_folder import as_output_errors, replaced_folder
 from ds_finetune.export.shards import HubTensor, ShardWriter, plan_shards
 from ds_finetune.export.verify.record import ExportRecord
 from ds_finetune.families.family import Family
+from ds_finetune.families.text_part import is_composite
 from ds_finetune.model.build.dtypes import dtype_name
 from ds_finetune.model.build.hub_folder import HubFolder
 from ds_finetune.model.loss.score_config import is_classifier
@@ -35,6 +36,8 @@ _SCALE_FORMAT, _POWERS_OF_TWO = "scale_fmt", "ue8m0"
 _SCALE_FORMATS = (None, "float", _POWERS_OF_TWO)
 _NOT_CONVERTED = ("modules_to_not_convert", "ignored_layers")
 """Keys that list modules whose weights are not in FP8; a config.json has one of them, or none."""
+_COPIED_NUMEL = 2**22
+"""Elements of a tensor of another part that are copied at a time."""
 _MATRIX = 2
 _WEIGHT = ".weight"
 
@@ -92,7 +95,11 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "vocab.json",
     "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
+"""Files of a tokenizer, and of what makes images and sound the input of a composite model."""
 _WEIGHTS = ".safetensors"
 
 
@@ -126,12 +133,20 @@ class FolderParts:
     """A folder in FP8: blocks that equal those of this folder are copied byte for byte."""
     base_tensors: Iterable["CopiedTensors"] = ()
     """Tensors of the base for which transformers' class has no module; they are copied after the model's own."""
+    whole: HubFolder | None = None
+    """The composite model whose text part is exported: its other parts are copied byte for byte."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """Further tensors that are copies of a model tensor: their names, with the name of the original."""
     record: ExportRecord | None = None
     """What the folder is verified against later; None writes no record."""
     texts: dict[str, str] = field(default_factory=dict)
     """Further files as text, by name, e.g. a chat template given in the run file."""
+
+    @property
+    def other_parts(self) -> list[HubTensor]:
+        """The tensors of the other parts of a composite model."""
+        others = self.whole.others if self.whole is not None else {}
+        return [HubTensor(key, stored.shape, stored.dtype) for key, stored in others.items()]
 
     @cached_property
     def base_section(self) -> Mapping[str, Any] | None:
@@ -240,18 +255,35 @@ def folder_writer(
     """A writer of `tensors` to `out`, which is complete when the context ends without an error.
 
     The tensors and files of `parts` are added at the end. An older `out` is replaced then (`replaced_folder`).
+    ExportError where the other parts of a composite model are not known.
     """
+    if is_composite(parts.config) and parts.whole is None:
+        raise ExportError(
+            f"config.json is that of a model of text and other media, `{parts.config.get('model_type')}`, of which "
+            "only the text part was trained, and the folder of the others is not known",
+            hint="name the folder of the model that was trained by --base",
+        )
     all_tensors = [*tensors, *(tensor for copied in parts.base_tensors for tensor in copied.tensors)]
+    names = parts.whole.published if parts.whole is not None else {}
+    all_tensors = [replace(each, key=names.get(each.key, each.key)) for each in all_tensors] + parts.other_parts
     with replaced_folder(out) as partial:
-        with closing(ShardWriter(partial, plan_shards(all_tensors, max_shard_bytes))) as writer:
+        with closing(ShardWriter(partial, plan_shards(all_tensors, max_shard_bytes), names)) as writer:
             yield writer
             for copied in parts.base_tensors:
                 copied.copy_to(writer)
+            _copy_other_parts(parts, writer)
             writer.finish()
         with as_output_errors(partial):
             _write_config_and_files(partial, parts, all_tensors)
             if parts.record is not None:
                 replace(parts.record, digests=writer.digests()).write(partial)
+
+
+def _copy_other_parts(parts: FolderParts, writer: ShardWriter) -> None:
+    for key, stored in parts.whole.others.items() if parts.whole is not None else ():
+        numel = math.prod(stored.shape)
+        for start in range(0, numel, _COPIED_NUMEL):
+            writer.write(key, start, stored.read(start, min(_COPIED_NUMEL, numel - start)))
 
 
 def link_folder(source: Path, out: Path) -> bool:
@@ -282,7 +314,8 @@ def _write_config_and_files(folder: Path, parts: FolderParts, tensors: Collectio
     config = served_config(parts.config, parts.family, [tensor.key for tensor in tensors])
     if is_classifier({"architectures": [parts.architecture]}):
         config["architectures"] = [parts.architecture]
-    config.setdefault("architectures", [parts.architecture])
+    if parts.whole is None:
+        config.setdefault("architectures", [parts.architecture])
     key = "dtype" if "dtype" in config and "torch_dtype" not in config else "torch_dtype"
     config[key] = dtype_name(parts.dtype)
     if parts.is_fp8:

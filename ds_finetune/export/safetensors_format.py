@@ -8,10 +8,12 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ds_finetune.config.units import parse_bytes
 from ds_finetune.console.quiet import show_loading_as_phase
+from ds_finetune.export.classifiers import auto_class
 from ds_finetune.export.formats import ExportOptions, ExportResult, Scorer
 from ds_finetune.export.from_checkpoint import export_checkpoint
 from ds_finetune.export.verify.verify import VerificationResult, verify_exports
-from ds_finetune.foreign.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
+from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.foreign.auto_models import AutoModelForSequenceClassification
 from ds_finetune.system.free_memory import available_bytes
 
 DEFAULT_SHARD_SIZE = "5GB"
@@ -35,12 +37,13 @@ def check_model(
 
 
 def load_model(folder: Path, device: str) -> PreTrainedModel:
-    """The causal LM of `folder`, by plain transformers; with an empty `device` on the GPU if there is one."""
+    """The causal LM or composite model of `folder`, by plain transformers; with an empty `device` on a GPU if there is
+    one.
+    """
     show_loading_as_phase()
     placed = {"device_map": device} if device else {}
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        folder, dtype="auto", trust_remote_code=False, **placed
-    ).eval()
+    factory = auto_class(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    model: PreTrainedModel = factory.from_pretrained(folder, dtype="auto", trust_remote_code=False, **placed).eval()
     return model.cuda() if not device and torch.cuda.is_available() else model
 
 

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -108,11 +108,11 @@ class ShardWriter:
     """The safetensors files of `shards` in `folder`; `write` may be called from several threads and in any order.
 
     A file is created with its header at its first write, and flushed to the disk and closed when it is full, so that
-    few of many files are open at a time.
+    few of many files are open at a time. `names` are the published names of tensors that `write` gets by others.
     """
 
-    def __init__(self, folder: Path, shards: Sequence[Shard]) -> None:
-        self._folder, self._shards = folder, tuple(shards)
+    def __init__(self, folder: Path, shards: Sequence[Shard], names: Mapping[str, str] | None = None) -> None:
+        self._folder, self._shards, self._names = folder, tuple(shards), names or {}
         self._lock = threading.Lock()
         self._progress: dict[str, _TensorProgress] = {}
         self._files = [_ShardFile(folder / shard.name, shard) for shard in self._shards]
@@ -133,7 +133,7 @@ class ShardWriter:
         `flat` is 1-D, contiguous, on the CPU and of the planned dtype. OutputError where the disk takes no more.
         """
         with as_output_errors(self._folder):
-            self._write(self._progress[key], key, start, flat)
+            self._write(self._progress[self._names.get(key, key)], key, start, flat)
 
     def _write(self, progress: _TensorProgress, key: str, start: int, flat: torch.Tensor) -> None:
         tensor = progress.tensor

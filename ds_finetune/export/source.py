@@ -1,5 +1,6 @@
 """Tensors of a model to be exported, wherever they are stored, and their match with the model's class."""
 
+import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from ds_finetune.export.classifiers import auto_class
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.build.hub_folder import check_folder
+from ds_finetune.model.build.text_config import check_text_part, text_config
 from ds_finetune.model.loss.score_config import is_classifier
 from ds_finetune.model.quantised.quantisation import check_readable
 from ds_finetune.model.weights.names import differences, hub_pieces
@@ -78,19 +80,17 @@ def read_model_spec(folder: Path) -> ModelSpec:
     """
     check_folder(folder)
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        whole = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        check_text_part(whole, tree, "causal_lm", f"{folder}/config.json")
+        config = text_config(whole)
         if getattr(config, "quantization_config", None) is not None:
             check_readable(config.quantization_config, f"{folder}/config.json", ExportError)
             del config.quantization_config
         with torch.device("meta"):
             model = auto_class(config).from_config(config, trust_remote_code=False)
         layers = int(config.num_hidden_layers)
-    except AttributeError as nested:
-        raise ExportError(
-            f"{folder}/config.json: model_type `{config.model_type}` is no language model alone: {nested}",
-            hint="save its language model in a folder of its own, with the text_config as config.json",
-        ) from nested
-    except (ValueError, OSError, KeyError, TypeError, AssertionError, RecursionError) as unknown:
+    except (AttributeError, ValueError, OSError, KeyError, TypeError, AssertionError, RecursionError) as unknown:
         reason = (str(unknown).splitlines() or [repr(unknown)])[0]
         raise ExportError(
             f"{folder}/config.json: {reason}",

@@ -286,6 +286,9 @@ FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ROWS}
 llama."""
 BUILT_AS: Mapping[str, str] = {name: family.built_as for name, family in FAMILIES.items() if family.built_as}
 """Model types that transformers does not know, with those whose classes are used for them."""
+TEXT_PARTS: Mapping[str, str] = {"qwen3_vl_text": "qwen3"}
+"""Text parts of composite models that are no causal LMs in transformers, with types that compute the same of texts,
+where rotary sections for time, height and width have equal positions."""
 WITH_TINY_MODELS = tuple(name for name, family in FAMILIES.items() if family.tiny_models is not None)
 """Model types whose tiny models are compared with transformers."""
 FULLY_TESTED = tuple(name for name in WITH_TINY_MODELS if not FAMILIES[name].compresses)

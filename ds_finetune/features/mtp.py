@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ds_finetune.config.sections import ModelConfig, MtpConfig
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.table import FAMILIES, family_of
+from ds_finetune.families.text_part import is_composite
 from ds_finetune.features.feature import Feature, RankParts
 from ds_finetune.model.adapters.lora_plan import LoraPlan
 from ds_finetune.model.attention.by_document import Documents, mask_context
@@ -190,8 +191,9 @@ def check_adapted(hf_config: PretrainedConfig, mtp: MtpConfig, lora: LoraPlan) -
 
 def _check_config(tree: dict[str, Any], hf_config: PretrainedConfig, label: str) -> None:
     kind = hf_config.model_type
-    if not family_of(kind).has_mtp:
+    if not family_of(kind).has_mtp or is_composite(tree):
         legal = ", ".join(name for name, row in FAMILIES.items() if row.has_mtp)
+        kind = tree.get("model_type", kind)
         raise ModelError(f"{label} is of model_type {kind}, which is not tested", hint=f"tested: {legal}")
     layers = tree.get(PREDICTION_LAYERS) or 0
     if layers != 1:

@@ -2,12 +2,12 @@
 not.
 """
 
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSequenceClassification
 
 from ds_finetune.families.table import BUILT_AS
 from ds_finetune.foreign.auto_configs import register_models
 
-__all__ = ["AutoModelForCausalLM", "AutoModelForSequenceClassification"]
+__all__ = ["AutoModelForCausalLM", "AutoModelForMultimodalLM", "AutoModelForSequenceClassification"]
 
 for _name, _built_as in BUILT_AS.items():
     register_models(_name, built_as=_built_as)

@@ -11,6 +11,7 @@ from ds_finetune.config.units import MIB
 from ds_finetune.errors import ModelError
 from ds_finetune.families.layer_rules import OLDER_RATES, RATES, RATIOS
 from ds_finetune.families.table import family_of
+from ds_finetune.families.text_part import text_tree
 
 MAX_LAYERS = 1000
 """Maximum number of layers of a model: each is built as Python objects before its weights are read. The deepest
@@ -106,7 +107,7 @@ def check_sizes(file: Path) -> None:
             # transformers 5.23 takes any attribute of torch.
             raise ModelError(f"{file}: {name} is {dtype!r}, not one of {', '.join(_DTYPES)}", hint=_PUBLISHED)
     if isinstance(tree, Mapping):
-        _check_widths(file, tree)
+        _check_widths(file, text_tree(tree))
         kind = tree.get("model_type")
         if kind == "deepseek_v41":
             raise ModelError(

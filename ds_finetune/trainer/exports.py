@@ -52,10 +52,12 @@ from ds_finetune.export.verify.record import (
 )
 from ds_finetune.export.verify.verify import VerificationResult, mark_folder, verify_exports
 from ds_finetune.families.table import family_of
+from ds_finetune.families.text_part import is_composite
 from ds_finetune.model.adapters.lora import Factors, factors_of, merge_adapters
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES, dtype_name
 from ds_finetune.model.build.encoder import encoder_of
 from ds_finetune.model.build.hub_folder import has_weights
+from ds_finetune.model.build.text_config import text_module
 from ds_finetune.model.weights.names import published_names
 from ds_finetune.system.free_memory import available_bytes
 from ds_finetune.trainer.inputs import RunInputs
@@ -226,6 +228,7 @@ def _write_adapters(run: PreparedRun, engine: Engine, out: Path | None, parts: F
             name=inputs.model.path,
             digest=inputs.base,
             family=family_of(inputs.hf_config.model_type),
+            module=text_module(inputs.folder) if is_composite(inputs.config_tree) else "model",
             head=head,
             classifier_config=inputs.config_tree if head else {},
             files=parts.files,

@@ -19,9 +19,10 @@ from ds_finetune.data.prepare import TokenLimits
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.engine.devices import bf16_support, choose_device
-from ds_finetune.errors import ConfigError
+from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.export.formats import formats_of_run
 from ds_finetune.families.table import family_of
+from ds_finetune.families.text_part import is_composite
 from ds_finetune.features.table import features_of, plan_features
 from ds_finetune.model.adapters.lora_plan import check_stages
 from ds_finetune.model.build.encoder import check_encoder, encoder_of, max_positions
@@ -33,6 +34,7 @@ from ds_finetune.model.build.unused_parameters import patterns_of, unused_parame
 from ds_finetune.model.loss.score_config import set_classes, set_padding_token, with_base_classes
 from ds_finetune.model.weights.vocabulary import grow_vocabulary
 from ds_finetune.objectives.objective import make_objective
+from ds_finetune.plan.config_json import read_config_json
 from ds_finetune.plan.context import ContextPlan, plan_context
 from ds_finetune.plan.estimate.rank_weights import TensorKind, weights_of_run
 from ds_finetune.plan.estimate.states import RunEstimate, estimate_run
@@ -132,7 +134,9 @@ def resolve(  # noqa: PLR0913 - what is decided, and what it is decided from
     plan = with_classes(plan, is_config_only=is_config_only)
     model = make_model_plan(plan, is_config_only=is_config_only)
     token_limits(plan, model.hf_config)
+    tree = read_config_json(plan.model.path)
     for row in formats_of_run(config.export.formats)[1:]:
+        row.check_is_whole(tree)
         row.check_model_type(model.hf_config.model_type)
         # Packages, settings of the model and tokenizer matter on the machine that exports.
         if not is_config_only:
@@ -140,7 +144,9 @@ def resolve(  # noqa: PLR0913 - what is decided, and what it is decided from
             row.load().check_model(model.hf_config, is_classifier=is_classifier, tokenizer=tokenizer)
     context = model.context.notes() if model.context is not None else ()
     lengths = length_notes(model, max_seq_len=plan.batch.max_seq_len)
-    notes = (*precision, *context, *try_generic_type(plan, model), *lengths)
+    kinds = f"model_type {tree['model_type']}: text part trained as {model.hf_config.model_type}, without other media"
+    parts = (kinds,) if is_composite(tree) else ()
+    notes = (*precision, *parts, *context, *try_generic_type(plan, model), *lengths)
     config = config.model_copy(update={"train": train, "objective": plan.objective})
     run = ResolvedRun(config, plan, model, notes)
     return run if is_config_only else complete_plan(run)
@@ -337,6 +343,12 @@ def plan_model(hf_config: PretrainedConfig, run: RunSettings) -> ModelPlan:
     check_model(run.with_model(hf_config.to_dict()), *WITHOUT_MESH)
     check_encoder(hf_config, attention=model.attention, objective=objective.name)
     resized = model.resize_vocabulary
+    if model.weights == "random" and is_composite(read_config_json(model.path)):
+        raise ModelError(
+            f"model.weights random with `{model.path}`, a model of text and other media: an export needs its other "
+            "parts, which have no weights",
+            hint="initialise it with transformers, save it by save_pretrained, and set model.weights: load",
+        )
     runtime = make_objective(objective)
     task = task_of(runtime)
     published = read_hf_config(model.path, files=("*.json",), task=task) if resized else hf_config

@@ -238,7 +238,7 @@ def test_an_output_that_is_not_empty_and_an_unknown_dtype(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "gemma3", "text_config": {"vocab_size": 96}}, "model_type `gemma3` is no language model alone"),
+        ({"model_type": "qwen2_vl", "text_config": {"vocab_size": 96}}, "has no causal LM of its text part"),
         ({"model_type": "phi3", "pad_token_id": 32000, "vocab_size": 96}, "Padding_idx must be within"),
         (
             {"model_type": "phi3", "rope_scaling": {"type": "su", "long_factor": [1.0], "short_factor": [1.0]}},

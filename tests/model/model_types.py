@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import transformers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig
 
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import FAMILIES
+from ds_finetune.families.text_part import TEXT_CONFIG
 from ds_finetune.model.build.generic_check import check_trial, try_model_type
 from ds_finetune.model.build.skeleton import check_logits, check_vocabulary, model_class
+from ds_finetune.model.build.text_config import check_text_part
 
 ROW_TOKENS = 2048
 """`train.max_seq_len` of the table."""
@@ -76,6 +78,24 @@ coefficients of the sublayer before; and DSpark layers instead of `mtp.0`.
 
 Router biases (`e_score_correction_bias`, `expert_bias`) stay fp32 in every type. A balance loss that a config asks for
 by `output_router_logits: true` is refused; [routers](../how-to/routers.md) says which one is computed.
+
+## Text parts
+
+A model whose `config.json` has a section `text_config` is trained by its text part, as a model of the type that the
+section names, with what that type allows; only the text part needs memory. Exports have config.json, names and the
+tensors of all other parts as they were, byte for byte, in the dtype that they had, and plain transformers' class of the
+whole is compared with the run on texts. LoRA's merged export is the whole too, and `adapter/` is for peft on the whole.
+
+Rows with images, video or audio are refused. So are `model.weights: random`, quantised weights, classifiers, and
+exports to GGUF, ONNX, compressed-tensors and server adapters.
+
+Trained by their default text part (your config.json counts):
+
+{trained}
+
+Refused, since transformers has no causal LM of the text part:
+
+{refused}
 
 ## What each type allows
 
@@ -151,7 +171,24 @@ def _short(refused: ModelError, kind: str) -> str:
 
 def generic_types() -> Iterator[str]:
     mapping = AutoModelForCausalLM._model_mapping
-    return (kind for kind, config in sorted(CONFIG_MAPPING.items()) if config in mapping and kind not in FAMILIES)
+    known = (kind for kind, config in sorted(CONFIG_MAPPING.items()) if config in mapping and kind not in FAMILIES)
+    return (kind for kind in known if TEXT_CONFIG not in CONFIG_MAPPING[kind].sub_configs)
+
+
+def composite_types() -> dict[str, list[str]]:
+    """Composite types by what becomes of their text parts: the type that each is trained as, or a refusal."""
+    found: dict[str, list[str]] = {"trained": [], "refused": []}
+    mapping = AutoModelForMultimodalLM._model_mapping
+    kinds = (kind for kind, config in sorted(CONFIG_MAPPING.items()) if config in mapping)
+    for kind in (kind for kind in kinds if TEXT_CONFIG in CONFIG_MAPPING[kind].sub_configs):
+        config = config_of(kind)
+        part = f"{kind} ({config.text_config.model_type})"
+        try:
+            check_text_part(config, {TEXT_CONFIG: {}}, "causal_lm", "config.json")
+            found["trained"].append(part)
+        except ModelError:
+            found["refused"].append(part)
+    return found
 
 
 def rows() -> list[Row]:
@@ -169,6 +206,7 @@ def page(found: list[Row]) -> str:
         version=transformers.__version__,
         settings=f"{len(SETTINGS)} exceptions",
         row_tokens=ROW_TOKENS,
+        **{what: textwrap.fill(", ".join(kinds), 120) for what, kinds in composite_types().items()},
     )
     return head + "".join(_section(verdict, heading, found) for verdict, heading in _HEADINGS.items())
 

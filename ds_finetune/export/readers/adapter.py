@@ -16,6 +16,7 @@ from ds_finetune.errors import ExportError
 from ds_finetune.export.adapter import BASE_DIGEST, CONFIG, DOWN, GATE_UP, KEY_PREFIX, WEIGHTS
 from ds_finetune.export.source import TensorSource
 from ds_finetune.families.family import Family
+from ds_finetune.families.text_part import text_name
 from ds_finetune.model.adapters.lora import Factors
 from ds_finetune.model.weights.names import hub_pieces
 
@@ -79,8 +80,11 @@ class PeftAdapter:
             )
         alone = {str(name).rpartition(".")[2] for name in config.get("target_parameters") or ()} & {GATE_UP, DOWN}
         outer = alone.pop() if len(alone) == 1 else DOWN
-        leaves = {key: _leaf(match["module"], match["inner"], outer) for key, match in matches.items() if match}
-        keys = {(f"{match['module']}.{leaves[key]}", match["side"]): key for key, match in matches.items() if match}
+        keys = {
+            (_weight(match["module"], match["inner"], outer), match["side"]): key
+            for key, match in matches.items()
+            if match
+        }
         unpaired = sorted(name for name, side in keys if (name, "B" if side == "A" else "A") not in keys)
         if unpaired or not keys:
             shown = ", ".join(unpaired[:5])
@@ -122,7 +126,10 @@ class PeftAdapter:
         return Factors(a, b, scale)
 
     def _value(self, patterns: str, default: str, name: str) -> Any:  # noqa: ANN401 - a number of the file
-        name = name.removesuffix(".weight")
+        # peft looks patterns up by its own name, which is longer for the text part of a composite model.
+        match = _KEY.match(self.keys[name, "A"])
+        assert match is not None
+        name = f"{match['module']}{'' if name.endswith('.weight') else '.' + name.rpartition('.')[2]}"
         overrides = self.config.get(patterns) or {}
         return next(
             (value for pattern, value in overrides.items() if re.match(rf"(.*\.)?({pattern})$", name)),
@@ -137,15 +144,14 @@ def _is_whole(key: str, modules: Sequence[str]) -> bool:
     return any(part == name or part.endswith(f".{name}") for part in parts for name in modules)
 
 
-def _leaf(module: str, inner: str | None, outer: str) -> str:
-    """Name, within its module, of the weight that a key adapts.
+def _weight(module: str, inner: str | None, outer: str) -> str:
+    """Name of the weight that a key adapts, in the text part of a composite model.
 
-    It is `weight`, except for the two weights of fused experts: a key with `base_layer` (`inner`) adapts the first, any
-    other key the one named `outer`.
+    It is the module's `weight`, except for the two weights of fused experts: a key with `base_layer` (`inner`) adapts
+    the first, any other key the one named `outer`.
     """
-    if inner:
-        return GATE_UP
-    return outer if module.endswith(".experts") else "weight"
+    leaf = GATE_UP if inner else outer if module.endswith(".experts") else "weight"
+    return text_name(f"{module}.{leaf}") or f"{module}.{leaf}"
 
 
 class MergedSource:

@@ -26,6 +26,7 @@ from ds_finetune.export.readers.deepspeed_native import is_deepspeed_checkpoint,
 from ds_finetune.export.source import SelectedTensors, TensorSource, read_model_spec
 from ds_finetune.export.verify.record import ExportRecord
 from ds_finetune.families.table import family_of
+from ds_finetune.families.text_part import text_tree
 from ds_finetune.model.adapters.lora import Factors
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.build.hub_folder import HubFolder, bin_conversion, check_folder, has_weights
@@ -189,7 +190,7 @@ def open_model(path: Path, _: Path | None) -> OpenedSource:
     """
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        model_type = str(config["model_type"])
+        model_type = str(text_tree(config).get("model_type") or config["model_type"])
     except (ValueError, KeyError, TypeError) as broken:
         raise ExportError(
             f"{path}/config.json is not that of a model: {broken!r}", hint="take the config.json published with it"

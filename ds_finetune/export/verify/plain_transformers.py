@@ -41,6 +41,7 @@ from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PretrainedConfig,
@@ -127,6 +128,8 @@ def _choose_experts(model: PreTrainedModel, record: dict[str, Any]) -> str:
 def _load_plain(folder: Path, config: PretrainedConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
     settings = {"dtype": "auto", "local_files_only": True, "trust_remote_code": False}
     kind = AutoModelForSequenceClassification if _is_classifier(config) else AutoModelForCausalLM
+    # Of a model of text and other media, AutoModelForCausalLM loads some whole, of some the text part, and some not.
+    kind = AutoModelForMultimodalLM if hasattr(config, "text_config") else kind
     return kind.from_pretrained(folder, config=config, output_loading_info=True, **settings)
 
 

@@ -8,7 +8,7 @@ import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.verify.logits import LoadedFolder, compare_logits, compare_padding, compare_tokens, load_folders
 from ds_finetune.export.verify.record import UNVERIFIED, Digest, ExportRecord
 from ds_finetune.families.table import family_of
+from ds_finetune.families.text_part import is_composite, text_name, text_tree
 from ds_finetune.model.build.dtypes import SAFETENSORS_NAMES
 from ds_finetune.model.quantised.fp8 import FP8
 from ds_finetune.model.weights.safetensors_file import read_header
@@ -243,6 +244,12 @@ def _compare(folder: Path, record: ExportRecord, loaded: LoadedFolder, base: Pat
         f"{len(tensors)} tensors on the disk" + ("" if problems else ", each with the bytes that were written"),
         *compare_with_base(tensors, base_tensors, base),
     ]
+    if is_composite(json.loads((folder / "config.json").read_text(encoding="utf-8"))):
+        others = {key: tensor for key, tensor in base_tensors.items() if text_name(key) is None}
+        digests = {key: digest for key, digest in (record.digests or {}).items() if text_name(key) is None}
+        changed = changed_tensors(others, replace(record, digests=digests))
+        problems += [f"of the parts other than text, which {base} has, {line}" for line in changed if others]
+        lines += [f"{len(digests)} tensors of other parts than text have the base's bytes"] if others else []
     if loaded.failure:
         problems.append(f"plain transformers does not load it: {loaded.failure}")
         return VerificationResult(folder, tuple(problems), tuple(lines))
@@ -268,5 +275,5 @@ def _compare(folder: Path, record: ExportRecord, loaded: LoadedFolder, base: Pat
 
 def _may_leave(folder: Path, key: str) -> bool:
     """Whether a model of this kind may leave the tensor `key` out, as transformers does with multi-token prediction."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = text_tree(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     return family_of(config["model_type"]).may_skip(key, layers=config["num_hidden_layers"])

@@ -13,13 +13,15 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
 from ds_finetune.errors import ModelError
-from ds_finetune.families.family import DEEPSEEK_V4_RENAMES, Family
+from ds_finetune.families.family import DEEPSEEK_V4_RENAMES
 from ds_finetune.families.table import family_of
+from ds_finetune.families.text_part import is_composite, text_name, text_tree
 from ds_finetune.model.quantised.fp8 import BLOCK, FP8, SCALE, SCALE_DTYPES, dequantise, scale_shape
 from ds_finetune.model.quantised.mxfp4 import (
     BLOCKS,
@@ -119,17 +121,30 @@ class HubFolder:
     """The tensors of a folder of published weights by name. `shapes` has quantised weights as the model has them, and
     does not contain their scales.
 
+    Of a composite model these are the tensors of its text part, by their names in a model of the text part alone.
+
     `rename` gives the names that the model has for them. ModelError where the folder has no safetensors, a file is
     missing, incomplete or outside the folder, and where a quantised weight has no scale, or a scale has no weight.
     """
+
+    others: Mapping[str, StoredTensor]
+    """The tensors of the other parts of a composite model by their published names."""
+    published: Mapping[str, str]
+    """Published names of the tensors of the text part of a composite model."""
 
     def __init__(self, folder: Path, *, rename: Callable[[str], str] | None = None) -> None:
         self.folder = folder
         self._scratch = Scratch()
         stored = _with_usual_scales(_read_tensors(folder))
+        config = _config_of(folder)
+        names = {key: text_name(key) for key in stored} if is_composite(config) else {}
+        self.others = {key: stored.pop(key) for key, name in names.items() if name is None}
+        if names:
+            stored = _renamed(stored, lambda key: names[key] or key, folder)
+        self.published = {name: key for key, name in names.items() if name is not None}
         if _OF_TRANSFORMERS in stored:
             stored = _renamed(stored, partial(renamed, renames=DEEPSEEK_V4_RENAMES), folder)
-        family = _family_of(folder)
+        family = family_of(str(text_tree(config).get("model_type")))
         if family.is_generic:
             stored = _renamed(stored, partial(canonical_name, family=family), folder)
         self._stored = stored if rename is None else _renamed(stored, rename, folder)
@@ -248,11 +263,13 @@ class HubFolder:
         return all(torch.equal(self.rows(key, *some).clone(), self.rows(other, *some)) for some in ranges)
 
 
-def _family_of(folder: Path) -> Family:
+def _config_of(folder: Path) -> Mapping[str, Any]:
+    """The config.json of a folder; empty where there is none, which others report."""
     try:
-        return family_of(str(json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]))
-    except (OSError, ValueError, LookupError, TypeError):
-        return family_of("")
+        tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
 
 
 def _may_be(key: str, dtype: torch.dtype) -> bool:

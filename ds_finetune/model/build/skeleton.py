@@ -1,5 +1,6 @@
 """Builds a model without weights: its configuration, its modules, and the fragment of each tensor on this rank."""
 
+import json
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from ds_finetune.model.attention.by_document import BY_DOCUMENT, FLASH
 from ds_finetune.model.attention.compressed_attention import install_compressed_attention
 from ds_finetune.model.attention.indexed_attention import install_indexed_attention
 from ds_finetune.model.build.hub_folder import check_folder
+from ds_finetune.model.build.text_config import check_text_part, text_config
 from ds_finetune.model.experts import install_grouped_experts, spread_ids
 from ds_finetune.model.hyper_connections import install_hyper_connections
 from ds_finetune.model.mtp import build_mtp_layers
@@ -118,8 +120,8 @@ def resolve_folder(path: str, *, files: Sequence[str] = HUB_FILES) -> Path:
 
 
 def read_hf_config(path: str, *, files: Sequence[str] = HUB_FILES, task: Task = "causal_lm") -> PretrainedConfig:
-    """The transformers configuration of a model folder or hub id; ModelError where there is none, or transformers has
-    no model of its type for the `task`.
+    """The transformers configuration of a model folder or hub id, of a composite model that of its text part;
+    ModelError where there is none, or transformers has no model of its type for the `task`.
 
     `quantization_config` is removed, since quantised weights are dequantised when they are read. ModelError where it
     is of a kind that cannot be read.
@@ -140,6 +142,9 @@ def read_hf_config(path: str, *, files: Sequence[str] = HUB_FILES, task: Task = 
         raise ModelError(
             f"{folder}/config.json cannot be read: {reason}", hint="correct it, or get the published one"
         ) from wrong
+    tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    check_text_part(config, tree, task, f"{folder}/config.json")
+    config = text_config(config)
     _check_task(config, task, f"{folder}/config.json")
     _check_names(config, f"{folder}/config.json")
     check_vocabulary(config, f"{folder}/config.json")

@@ -10,6 +10,7 @@ from ds_finetune.config.objectives import OBJECTIVES
 from ds_finetune.export.formats import SAFETENSORS, format_of
 from ds_finetune.export.kept_edits import CARD, MARK
 from ds_finetune.families.table import BUILT_AS
+from ds_finetune.families.text_part import is_composite
 from ds_finetune.runs.folder import base_model, is_run
 from ds_finetune.runs.report.blocks import number_text, render_template
 from ds_finetune.runs.report.run import ReportedRun
@@ -77,7 +78,10 @@ def model_card(run: ReportedRun, folder: Path, verified: Sequence[str] = ()) -> 
     step = _step_of(run, folder)
     results = dict(_results_at(run, step))
     base, objective = base_model(run.config), _objective(run.config)
-    is_scorer, built_as = objective in OBJECTIVES and OBJECTIVES[objective].head == "scores", _built_as(folder)
+    is_scorer = objective in OBJECTIVES and OBJECTIVES[objective].head == "scores"
+    config = _config_of(folder)
+    built_as, auto_class = BUILT_AS.get(str(config.get("model_type")), ""), "AutoModelForCausalLM"
+    auto_class = "AutoModelForMultimodalLM" if is_composite(config) else auto_class
     task = "text-classification" if is_scorer else "text-generation"
     data = ModelCardData(
         base_model=base if _is_hub_id(base) else None,
@@ -112,7 +116,8 @@ def model_card(run: ReportedRun, folder: Path, verified: Sequence[str] = ()) -> 
         has_tokenizer=(folder / "tokenizer_config.json").is_file(),
         has_ends=(folder / "generation_config.json").is_file(),
         is_scorer=is_scorer,
-        auto_class="AutoModelForSequenceClassification" if is_scorer else "AutoModelForCausalLM",
+        is_composite=is_composite(config),
+        auto_class="AutoModelForSequenceClassification" if is_scorer else auto_class,
         verified=verified,
         prompts=[] if is_scorer else _prompt_lines(run, folder),
         uses=() if row.name == SAFETENSORS.name else row.uses,
@@ -142,12 +147,10 @@ def _prompt_lines(run: ReportedRun, folder: Path) -> list[str]:
     return []
 
 
-def _built_as(folder: Path) -> str:
-    """The model type that transformers has to be told, because it does not know the folder's own; else empty."""
-    # An adapter of a language model has no config.json, but the merged export beside it.
-    files = (folder / "config.json", folder.with_name(folder.name.replace("adapter", "export")) / "config.json")
-    types = [str(read_object(file).get("model_type")) for file in files]
-    return next((BUILT_AS[name] for name in types if name in BUILT_AS), "")
+def _config_of(folder: Path) -> Mapping[str, Any]:
+    """The config.json of a folder; an adapter of a language model has none, but the merged export beside it."""
+    merged = folder.with_name(folder.name.replace("adapter", "export"))
+    return read_object(folder / "config.json") or read_object(merged / "config.json")
 
 
 def _step_of(run: ReportedRun, folder: Path) -> int:

@@ -22,6 +22,7 @@ from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.sampling.answers import SampledAnswer, SamplingLimits, SamplingRequest
 from ds_finetune.errors import FinetuneError, RunError, ServeError
 from ds_finetune.export.verify.record import fixed_prompts
+from ds_finetune.families.text_part import text_tree
 from ds_finetune.trainer.exports import export
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.rollouts.rollout import FOLDER
@@ -57,7 +58,7 @@ def check_server(run: PreparedRun) -> VllmServer | None:
         return None
     assert address is not None
     server = VllmServer(address)
-    server.check(run.inputs.config_tree, max_tokens=run.config.train.max_seq_len)
+    server.check(text_tree(run.inputs.config_tree), max_tokens=run.config.train.max_seq_len)
     return server
 
 

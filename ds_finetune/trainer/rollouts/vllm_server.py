@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from ds_finetune.engine.sampling.answers import Finish, PromptToSample, SampledAnswer, SamplingRequest
 from ds_finetune.engine.sampling.noise import answer_keys
 from ds_finetune.errors import ServeError
+from ds_finetune.families.text_part import text_tree
 
 Floats = NDArray[np.float64]
 T = TypeVar("T")
@@ -195,13 +196,15 @@ class VllmServer:
         return ServeError(f"the vLLM server at {self.address} {wrong}", hint=hint)
 
 
-def _config_of(folder: Path) -> dict[str, Any]:
-    """The config.json of a folder; empty where this machine does not see it, as where a server was given a hub id."""
+def _config_of(folder: Path) -> Mapping[str, Any]:
+    """The config.json of the language model in a folder; empty where this machine does not see it, as where a server
+    was given a hub id.
+    """
     try:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return text_tree(found) if isinstance(found, dict) else {}
 
 
 def results_of(jobs: Sequence[Callable[[], T]], *, at_once: int) -> "Queue[tuple[int, T | Exception]]":

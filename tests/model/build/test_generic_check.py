@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from ds_finetune.errors import ModelError
 from ds_finetune.families.configs import DENSE, GROUPED_ROUTING
 from ds_finetune.model.attention.by_document import BY_LENGTHS, FLASH
 from ds_finetune.model.build.generic_check import LIMIT, Trial, check_generic_type, check_trial, try_model_type
-from ds_finetune.model.build.skeleton import build_skeleton, read_hf_config
+from ds_finetune.model.build.skeleton import build_skeleton, check_vocabulary, read_hf_config
 from ds_finetune.model.build.tiny_config import Size, layer_kinds, layers_of_each_kind, tiny_config
 from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.objectives.scores import Classification, Regression, Reward
@@ -201,10 +201,9 @@ def test_widths_of_experts_that_the_grouped_product_rejects() -> None:
     assert check_generic_type(config, attention="sdpa", packing=True, row_tokens=ROW_TOKENS, precision="fp32")
 
 
-def test_a_model_of_text_and_images_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": {"vocab_size": 128}}))
-    with pytest.raises(ModelError, match="model_type `gemma3` has no vocab_size of its own"):
-        read_hf_config(str(tmp_path))
+def test_a_model_without_tokens_is_refused() -> None:
+    with pytest.raises(ModelError, match="model_type `vit` has no vocab_size of its own"):
+        check_vocabulary(CONFIG_MAPPING["vit"](), "config.json")
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "olmoe"])

@@ -1,0 +1,31 @@
+"""The text part of a composite model, which has other media too: its section of config.json, and its names of tensors.
+
+Only the text part is trained, as a model of the type that its section names.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+TEXT_CONFIG = "text_config"
+"""Section of a composite config.json that is the config.json of the text part."""
+_BASE = re.compile(r"^(model\.)?(language_model|text_model)\.(model\.)?(?!lm_head\.)")
+_HEAD = re.compile(r"^(model\.)?(language_model\.)?(?=lm_head\.)")
+
+
+def is_composite(tree: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a model whose text part has a section of its own."""
+    return isinstance(tree.get(TEXT_CONFIG), Mapping)
+
+
+def text_tree(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config.json of the language model: the section of the text part, or `tree` where that is no composite."""
+    section: Mapping[str, Any] = tree[TEXT_CONFIG] if is_composite(tree) else tree
+    return section
+
+
+def text_name(name: str) -> str | None:
+    """The name in the text part alone of a tensor or module of a composite model; None where it is of another part."""
+    if _HEAD.match(name):
+        return _HEAD.sub("", name)
+    return _BASE.sub("model.", name) if _BASE.match(name) else None

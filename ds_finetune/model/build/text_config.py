@@ -1,0 +1,78 @@
+"""The transformers configuration of the text part of a composite model, and what of it is refused."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PretrainedConfig
+
+from ds_finetune.errors import ModelError
+from ds_finetune.families.table import TEXT_PARTS
+from ds_finetune.families.text_part import TEXT_CONFIG, is_composite
+from ds_finetune.foreign.auto_configs import CONFIG_MAPPING, AutoConfig
+from ds_finetune.foreign.auto_models import AutoModelForCausalLM, AutoModelForMultimodalLM
+
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_QUANTISATION = "quantization_config"
+
+
+def text_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The configuration of the language model of `config`: that of its text part, tied and with token ids as the
+    composite model is, or `config` where it has no such part.
+    """
+    text = getattr(config, TEXT_CONFIG, None)
+    if not isinstance(text, PretrainedConfig):
+        return config
+    if kind := TEXT_PARTS.get(text.model_type):
+        text = CONFIG_MAPPING[kind].from_dict({**text.to_dict(), "model_type": kind})
+    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
+    for key in _TOKENS:
+        if getattr(config, key, None) is not None:
+            setattr(text, key, getattr(config, key))
+    return text
+
+
+def check_text_part(config: PretrainedConfig, tree: Mapping[str, Any], task: str, label: str) -> None:
+    """ModelError where `config`, read from the config.json `tree`, is that of a composite model whose text part is not
+    trained for `task`.
+    """
+    text = text_config(config)
+    if text is config:
+        return
+    kind, part = f"model_type `{config.model_type}`", f"text part `{text.model_type}`"
+    if type(text) not in AutoModelForCausalLM._model_mapping:
+        raise ModelError(
+            f"{label}: {kind} is a model of text and other media, and transformers {transformers.__version__} has no "
+            f"causal LM of its {part}",
+            hint="train a text model, or a model whose text part is one",
+        )
+    if type(config) not in AutoModelForMultimodalLM._model_mapping or not is_composite(tree):
+        where = f"transformers {transformers.__version__} has no class that generates text with it"
+        raise ModelError(
+            f"{label}: {kind} is a model of text and other media, of whose {part} no export can be made: "
+            f"{where if is_composite(tree) else f'config.json has no {TEXT_CONFIG}'}",
+            hint="train a text model" if is_composite(tree) else "load it with transformers and save it again",
+        )
+    if task != "causal_lm":
+        raise ModelError(
+            f"{label}: {kind} is a model of text and other media, whose {part} is trained as a language model only",
+            hint="train a text model as a classifier or reward model",
+        )
+    if getattr(config, _QUANTISATION, None) is not None or getattr(text, _QUANTISATION, None) is not None:
+        raise ModelError(
+            f"{label}: {_QUANTISATION} of {kind}, and weights of models of text and other media are read unquantised",
+            hint="give a bf16 copy, whose config.json has no such section",
+        )
+
+
+def text_module(folder: Path) -> str:
+    """Name of the module of the composite model in `folder`, in transformers' class, that is `model` in the text part
+    alone.
+    """
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with torch.device("meta"):
+        model = AutoModelForMultimodalLM.from_config(config, trust_remote_code=False)
+    decoder = model.get_decoder()
+    return next(name for name, module in model.named_modules() if module is decoder)

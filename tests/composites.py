@@ -1,0 +1,121 @@
+"""Tiny models of text and images, randomly initialised and saved by transformers, and their text parts alone."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMultimodalLM, Qwen3_5Tokenizer, Qwen3Config
+
+from tests.running import TINY, tiny_task
+
+_TEXT = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+_TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+_TEXT |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_EYES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+_EYES |= {"image_size": 28, "patch_size": 14}
+_WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+_LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4}
+_LINEAR |= {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_LATENT = {"model_type": "deepseek_v3", "vocab_size": 512, "max_position_embeddings": 128, **TINY, "topk_group": 1}
+_LATENT |= {"qk_rope_head_dim": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_shared_experts": 1}
+_QWEN_EYES = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32}
+_QWEN_EYES |= {"patch_size": 14, "num_position_embeddings": 16}
+_SECTIONS = {"rope_type": "default", "rope_theta": 5e6, "mrope_interleaved": True, "mrope_section": [2, 1, 1]}
+CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "gemma3": {
+        "text_config": {**_TEXT, **_WINDOWS, "model_type": "gemma3_text"},
+        "vision_config": {**_EYES, "model_type": "siglip_vision_model"},
+        "mm_tokens_per_image": 4,
+    },
+    "mistral3": {
+        "text_config": {**_TEXT, "model_type": "mistral"},
+        "vision_config": {**_EYES, "model_type": "pixtral"},
+        "tie_word_embeddings": False,
+    },
+    "internvl": {
+        "text_config": {**_TEXT, "model_type": "llama"},
+        "vision_config": {**_EYES, "model_type": "internvl_vision", "image_size": [28, 28], "patch_size": [14, 14]},
+        "tie_word_embeddings": False,
+    },
+    "kimi_k25": {
+        "text_config": _LATENT,
+        "vision_config": {**_EYES, "merge_kernel_size": [1, 1], "pos_emb_height": 4, "pos_emb_width": 4},
+        "tie_word_embeddings": False,
+    },
+    "gemma4": {
+        "text_config": {
+            **{**_TEXT, **_WINDOWS, "model_type": "gemma4_text", "num_kv_shared_layers": 0, "global_head_dim": 8},
+            **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 512},
+        },
+        "vision_config": {**_EYES, "num_key_value_heads": 2, "head_dim": 16},
+        "audio_config": None,
+    },
+    "qwen3_vl": {
+        "text_config": {**_TEXT, "model_type": "qwen3_vl_text", "rope_parameters": _SECTIONS},
+        "vision_config": {**_QWEN_EYES, "deepstack_visual_indexes": [0]},
+        "tie_word_embeddings": True,
+    },
+    "qwen3_5": {
+        "text_config": {**_TEXT, **_LINEAR, "model_type": "qwen3_5_text"},
+        "vision_config": {**_QWEN_EYES, "deepstack_visual_indexes": []},
+    },
+}
+SPELLINGS = dict.fromkeys(("gemma4", "qwen3_vl", "qwen3_5"), "model.language_model.")
+"""Beginnings of the published names of a text part, where they are not `language_model.model.`."""
+
+
+def _write_qwen_tokenizer(folder: Path) -> None:
+    """A tokenizer of bytes: whatever tokenizer.json says, transformers splits words of this type as Qwen does."""
+    special = {"pad_token": "<|pad|>", "bos_token": "<|bos|>", "eos_token": "<|eos|>", "unk_token": "<|unk|>"}
+    users = ["<|user|>", "<|assistant|>"]
+    tokens = [*special.values(), *users, *sorted(ByteLevel.alphabet())]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    made = Qwen3_5Tokenizer(vocab=vocabulary, merges=[], **special, additional_special_tokens=users)
+    made.chat_template = (folder / "chat_template.jinja").read_text()
+    made.save_pretrained(folder)
+
+
+def published_names(kind: str, text_names: list[str]) -> dict[str, str]:
+    """The names in a text model alone of published names of its tensors in a composite model."""
+    start = SPELLINGS.get(kind, "language_model.model.")
+    head = "lm_head." if kind in SPELLINGS else "language_model.lm_head."
+    return {
+        name.replace("model.", start, 1) if name.startswith("model.") else name.replace("lm_head.", head, 1): name
+        for name in text_names
+    }
+
+
+def composite_task(kind: str, folder: Path, *, vocab_size: int | None = None, **sections: Any) -> Path:
+    """A run file for a tiny composite model in `folder`/model, whose text part has `vocab_size` tokens; the text part
+    alone is in `folder`/text.
+    """
+    run_file = tiny_task(folder, **{"model": {"weights": "load"}, **sections})
+    tree = json.loads(json.dumps(CONFIGS[kind]))
+    tree["text_config"]["vocab_size"] = vocab_size or tree["text_config"]["vocab_size"]
+    config = CONFIG_MAPPING[kind](**tree)
+    torch.manual_seed(3)
+    whole = AutoModelForMultimodalLM.from_config(config).float()
+    with torch.no_grad():
+        for param in whole.parameters():
+            param.add_(torch.randn_like(param) * 0.05)
+    if kind.startswith("qwen"):
+        _write_qwen_tokenizer(folder / "model")
+    shutil.copytree(folder / "model", folder / "text")
+    whole.save_pretrained(folder / "model")
+    text_config = config.text_config if kind != "qwen3_vl" else Qwen3Config(**tree["text_config"])
+    text_config.tie_word_embeddings = config.tie_word_embeddings
+    text = AutoModelForCausalLM.from_config(text_config).float()
+    text.model.load_state_dict(whole.model.language_model.state_dict())
+    text.lm_head.load_state_dict(whole.lm_head.state_dict())
+    text.save_pretrained(folder / "text")
+    if kind == "kimi_k25":
+        # transformers 5.23 saves the text part's layers as `blocks`, a name of the vision tower that is published.
+        file = folder / "model" / "model.safetensors"
+        renamed = {key.replace("model.blocks", "model.layers"): value for key, value in load_file(file).items()}
+        save_file(renamed, file, metadata={"format": "pt"})
+    return run_file
