@@ -14,7 +14,7 @@ from ds_finetune.families.text_part import TEXT_CONFIG, is_composite
 from ds_finetune.foreign.auto_configs import CONFIG_MAPPING, AutoConfig
 from ds_finetune.foreign.auto_models import AutoModelForCausalLM, AutoModelForMultimodalLM
 
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_OF_THE_WHOLE = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 _QUANTISATION = "quantization_config"
 
 
@@ -27,10 +27,9 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
         return config
     if kind := TEXT_PARTS.get(text.model_type):
         text = CONFIG_MAPPING[kind].from_dict({**text.to_dict(), "model_type": kind})
-    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
-    for key in _TOKENS:
-        if getattr(config, key, None) is not None:
-            setattr(text, key, getattr(config, key))
+    for key in _OF_THE_WHOLE:
+        if (value := getattr(config, key, None)) is not None:
+            setattr(text, key, [*value] if isinstance(value, tuple) else value)
     return text
 
 
