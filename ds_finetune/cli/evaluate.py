@@ -46,7 +46,7 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
         help="sft, or another as a run file has it, e.g. '{name: pretrain, eos: false}'; dpo, simpo, cpo and orpo "
         "score pairs of answers and kto marked ones, dpo and kto with BASE as their reference (default sft)",
     )
-    text = "auto (as OUT was trained), plain, or a Jinja file (default auto)"
+    text = "auto (as OUT was trained), plain, a name such as chatml, or a Jinja file (default auto)"
     parser.add_argument("--template", default="auto", help=text)
     text = "text behind a prompt without a chat template (default: that of OUT's training, else a line feed)"
     parser.add_argument("--separator", help=text)

@@ -154,7 +154,7 @@ MEANINGS = {
     "optim.betas": "both numbers, as in `[0.9, 0.95]`",
     "checkpoint.resume": "auto, never, or the folder of a run or checkpoint",
     "data.eval": "a file, folder or data set of rows that are not trained; none is split off from data.train",
-    "data.template": "`auto` for the chat template of the tokenizer, `plain` for none, or a Jinja file",
+    "data.template": "`auto` for the tokenizer's own, `plain` for none, a name such as `chatml`, or a Jinja file",
     "train.for": "`3 epochs` or `500 steps`",
     "train.global_batch_size": "rows of one optimizer step over all ranks, from which accumulation is derived",
     "train.micro_batch_size": "rows of one forward on one rank",
@@ -218,6 +218,10 @@ _VALUES: Mapping[str, Mapping[str, str]] = {
     },
     "lr_scheduler_type scheduler lr_schedule": {
         **{"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"},
+    },
+    "chat_template template": {
+        **{"chatml": "chatml", "llama3": "llama3", "alpaca": "alpaca", "mistral": "mistral", "mistral_v1": "mistral"},
+        "tokenizer_default": "auto",
     },
     "freeze_router moe_freeze_router freeze_gate freeze_indexer": {"true": "false", "false": "true"},
     "train_on_inputs train_on_prompt": {"true": "all", "false": "assistant"},

@@ -97,8 +97,9 @@ class DataConfig(Section):
     columns: Rows[dict[str, str]] = Field(default_factory=dict)
     """Other names of the layout's columns, e.g. `{prompt: question, completion: answer}`."""
     template: Rows[str] = "auto"
-    """`auto` uses the tokenizer's chat template, or plain text where it has none. `plain` never uses a template. Any
-    other value is the path of a Jinja file.
+    """`auto` uses the tokenizer's chat template, or plain text where it has none. `plain` never uses a template.
+    `chatml`, `llama3`, `mistral` (7B v0.2) and `alpaca` render as the published ones, and the tokenizer must have
+    their tokens. Any other value is the path of a Jinja file.
     """
     train_on: Rows[Literal["assistant", "last_assistant", "all"]] = "assistant"
     """Tokens that carry loss: every assistant turn, only the last one, or every token."""

@@ -39,6 +39,8 @@ _CALLS = [
     for number in range(2)
 ]
 """Tool calls whose ids have nine characters, as Mistral's templates need."""
+TEMPLATES = Path(__file__).parent / "templates"
+"""Chat templates that a run file may name; each renders the texts of a published one."""
 _MARK = re.compile(r"\{# ds_finetune: (\{.*?\}) #\}")
 _TEMPLATE = Template(
     "{# ds_finetune: $mark #}$bos{% for message in messages %}{% set content = message['content'] %}"
@@ -192,13 +194,16 @@ def _chat_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> st
                 hint="name a Jinja file with the right one as data.template",
             )
         return _named(given, "default") or None
+    named = {file.stem: file for file in TEMPLATES.glob("*.jinja")}
+    if config.template in named:
+        return _shipped_template(named[config.template], tokenizer)
     try:
         with Path(config.template).open(encoding="utf-8") as file:
             text = file.read(MIB + 1)
     except FileNotFoundError:
         raise ConfigError(
             f"data.template `{config.template}` does not exist",
-            hint="use auto (the tokenizer's own), plain (none) or the path of a Jinja file; there are no named ones",
+            hint=f"use auto (the tokenizer's own), plain (none), {', '.join(sorted(named))}, or name a Jinja file",
         ) from None
     except (OSError, UnicodeDecodeError) as unreadable:
         raise ConfigError(
@@ -206,6 +211,25 @@ def _chat_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> st
         ) from None
     if len(text) > MIB:
         raise ConfigError(f"data.template `{config.template}` has more than 1 MiB", hint="name a Jinja file")
+    return text
+
+
+def _shipped_template(file: Path, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A template that comes with the package; ConfigError where a file has its name, or the tokenizer lacks tokens."""
+    name, text = file.stem, file.read_text(encoding="utf-8")
+    if Path(name).exists():
+        raise ConfigError(
+            f"data.template `{name}` is a template of this program and a file of the working directory",
+            hint=f"write ./{name} for the file, or rename it",
+        )
+    vocabulary = tokenizer.get_vocab()
+    missing = [token for token in dict.fromkeys(re.findall(r"<\|\w+\|>", text)) if token not in vocabulary]
+    if missing:
+        raise ConfigError(
+            f"data.template `{name}` writes {', '.join(missing)}, which the tokenizer does not have as tokens",
+            hint="add them to a copy of the tokenizer as special tokens, name it as model.tokenizer and set "
+            "model.resize_vocabulary: true; alpaca and mistral need no new tokens",
+        )
     return text
 
 

@@ -20,7 +20,7 @@ DROPPED = {
     ),
     "plain": (
         "with a system text or history, which a prompt without a chat template cannot contain",
-        "set data.template to a Jinja file",
+        "set data.template to a name such as chatml, or to a Jinja file",
     ),
     "calls": (
         "with tool calls that the chat template does not render",

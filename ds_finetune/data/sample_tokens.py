@@ -164,7 +164,7 @@ class SampleTokeniser:
         if isinstance(sample, Conversation):
             raise DataError(
                 f"{where} is a conversation and the tokenizer has no chat template",
-                hint="set data.template to a Jinja file",
+                hint="set data.template to a name such as chatml, or to a Jinja file",
             )
         texts = [sample.text] if isinstance(sample, PlainText) else [sample.prompt, sample.completion]
         has_control = any(self._control.has_control_token(text) for text in texts)

@@ -29,11 +29,10 @@ QUESTIONS = list(ANSWERS)
 
 @pytest.fixture(scope="module")
 def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The base ends texts with `</s>` and has no template; rows are rendered with ChatML of a file."""
+    """The base ends texts with `</s>` and has no template; rows are rendered with ChatML by its name."""
     folder = tmp_path_factory.mktemp("chatml")
     write_base(folder / "base")
-    (folder / "chatml.jinja").write_text(CHATML)
-    return train_answers(folder, chats(), data={"template": str(folder / "chatml.jinja")})
+    return train_answers(folder, chats(), data={"template": "chatml"})
 
 
 def _ends(folder: Path) -> list[str]:
@@ -48,6 +47,10 @@ def test_transformers_and_the_program_answer_exactly_and_stop(export: Path) -> N
     assert ask(export, QUESTIONS) == [ANSWERS[question] for question in QUESTIONS]
     session = ChatSession(export, max_new_tokens=40)
     assert "".join(session.reply(QUESTIONS[0])) == ANSWERS[QUESTIONS[0]]
+
+
+def test_ends_of_a_template_by_name_stand_in_generation_config(export: Path) -> None:
+    assert _ends(export) == [END, EOS]
 
 
 def test_onnx_answers_exactly_and_stops(export: Path, tmp_path: Path) -> None:
