@@ -1,5 +1,6 @@
 """Settings of a run at each stage, and the checks of any of them by subject."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -16,8 +17,8 @@ def settings_of(source: Any, **known: Any) -> Any:
     """The settings of a run file with what is `known`: those with a model, with a length, or neither."""
     sections = sections_of(source if isinstance(source, Sections) else read_config(source))
     if "steps" in known:
-        of_length = {name: value for name, value in known.items() if name in ("steps", "warmup", "rows")}
-        return LengthSettings(**sections, **({"warmup": 0, "rows": None} | of_length))
+        defaults = {"steps": 0, "warmup": 0, "rows": None, "steps_per_epoch": math.inf}
+        return LengthSettings(**sections, **{name: known.get(name, value) for name, value in defaults.items()})
     if "model_json" in known or "positions" in known or "stages" in known:
         return ModelSettings(**sections, **({"model_json": {}} | known))
     return RunSettings(**sections, **known)

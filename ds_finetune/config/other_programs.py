@@ -162,8 +162,8 @@ MEANINGS = {
     "train.activation_checkpointing": "`full` for true, `none` for false",
     "optim.warmup": "`3%` or `100 steps`",
     "optim.min_lr_ratio": "a share of `lr`",
-    "eval.every": "`200 steps`",
-    "checkpoint.every": "`500 steps`",
+    "eval.every": "`200 steps` or `1 epoch`",
+    "checkpoint.every": "`500 steps` or `1 epoch`",
     "lora": "left out for all weights, else e.g. `{rank: 16}`",
     "lora.quantize": "nf4",
     "lora.target_modules": "`all-linear`, or a list of names; left out, all linear modules but routers are adapted",
@@ -198,6 +198,8 @@ _VALUES: Mapping[str, Mapping[str, str]] = {
     "max_steps train_steps total_steps eval_steps eval_interval save_steps save_interval checkpoint_interval": {
         "*": "{} steps"
     },
+    "eval_strategy evaluation_strategy": {"epoch": "1 epoch"},
+    "save_strategy": {"epoch": "1 epoch", "no": "never"},
     "per_device_train_batch_size per_gpu_train_batch_size micro_batch_size_per_gpu train_batch_size": {"*": "{}"},
     "bf16 bfloat16 pure_bf16": {"true": "bf16", "auto": "auto"},
     "fp16 float16": {"true": "fp16"},

@@ -58,25 +58,44 @@ class Duration:
 
 @dataclass(frozen=True)
 class Interval:
-    """A number of steps, a time, or both, of which the first to pass counts; infinite where it is not given."""
+    """A number of steps or epochs, a time, or both, of which the first to pass counts; infinite where it is not given.
+
+    Steps need not be whole: the events of 2.5 steps are at steps 3, 5, 8 and so on.
+    """
 
     steps: float = math.inf
     seconds: float = math.inf
+    epochs: float = math.inf
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `N steps`, a time such as `15 minutes`, or both, as in `500 steps or 15 minutes`."""
-        steps, seconds = math.inf, math.inf
+        """Read `N steps`, `N epochs`, a time such as `15 minutes`, or two joined, as in `500 steps or 15 minutes`."""
+        given = dict[str, float]()
         for part in text.split(" or "):
-            if _TIME.fullmatch(part.strip()) and seconds == math.inf:
-                seconds = seconds_of(part)
-            elif is_steps(part) and steps == math.inf:
-                steps = Duration.parse(part).value
+            found = _TEXT.match(part)
+            if _TIME.fullmatch(part.strip()) and "seconds" not in given:
+                given["seconds"] = seconds_of(part)
+            elif found and found[2] != "token" and not given.keys() & {"steps", "epochs"}:
+                length = Duration.parse(part)
+                given[length.unit] = length.value
             else:
                 raise ValueError(
-                    f"`{text}` is no interval; write `500 steps`, `15 minutes`, or both: `500 steps or 15 minutes`"
+                    f"`{text}` is no interval; write `500 steps`, `1 epoch`, `15 minutes`, or two: `500 steps or 15 "
+                    "minutes`"
                 )
-        return cls(steps, seconds)
+        return cls(**given)
+
+    def in_steps(self, steps_per_epoch: float) -> "Interval":
+        """The interval with its epochs as steps."""
+        return Interval(self.epochs * steps_per_epoch, self.seconds) if self.epochs < math.inf else self
+
+    def times(self, step: int) -> int:
+        """Number of events by steps up to the end of `step`."""
+        return math.floor(step / self.steps + 1e-9)
+
+    def is_due(self, step: int) -> bool:
+        """Whether an event by steps is at the end of `step`."""
+        return self.times(step) > self.times(step - 1)
 
 
 @dataclass(frozen=True, kw_only=True)

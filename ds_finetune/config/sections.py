@@ -14,11 +14,11 @@ from ds_finetune.config.value_types import (
     Free,
     HeldOutPaths,
     Layout,
+    LengthText,
     MicroBatchSize,
     Refused,
     Rows,
     SizeText,
-    StepsText,
     TimeText,
     WarmupText,
     WeightedPaths,
@@ -252,8 +252,10 @@ class GenerateConfig(Section):
 class EvalConfig(Section):
     """When held-out data is evaluated and what follows from it."""
 
-    every: StepsText | None = None
-    """`N steps` between evaluations. Left out, the only evaluation is at the end."""
+    every: LengthText | None = None
+    """`N steps` or `N epochs` between evaluations; one that is due within a step is at its end. Left out, the only
+    evaluation is at the end of the run.
+    """
     limit: int = Field(default=0, ge=0)
     """Most held-out rows to evaluate, from the first on (packed rows when packing); 0 evaluates all."""
     generate: GenerateConfig = GenerateConfig()
@@ -263,13 +265,18 @@ class EvalConfig(Section):
     patience: int = Field(default=0, ge=0)
     """The run ends early after this many evaluations without a lower loss; 0 never ends it."""
 
+    @property
+    def interval(self) -> Interval:
+        """What lies between two evaluations; infinite where there is only one."""
+        return Interval.parse(self.every) if self.every else Interval()
+
 
 class CheckpointConfig(Section):
     """When the state of the run is saved, and what a start resumes from."""
 
     every: EveryText = "500 steps or 15 minutes"
-    """`N steps`, a time such as `15 minutes`, or both joined by `or`: then the first to pass counts. The last step and
-    a signal save too. `never` saves nothing at all.
+    """`N steps` or `N epochs`, a time such as `15 minutes`, or both joined by `or`: then the first to pass counts. The
+    last step and a signal save too. `never` saves nothing at all.
     """
     keep: int = Field(default=2, ge=1)
     """Number of newest checkpoints to keep."""

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from ds_finetune.config.schedule import Duration, Interval, is_steps, seconds_of, warmup_steps
+from ds_finetune.config.schedule import Duration, Interval, seconds_of, warmup_steps
 from ds_finetune.config.units import parse_bytes
 from ds_finetune.errors import ConfigError
 
@@ -132,9 +132,9 @@ HeldOutPaths = Annotated[tuple[str, ...] | dict[str, tuple[str, ...]], BeforeVal
 DurationText = Annotated[str, BeforeValidator(_check_duration)]
 
 
-def _check_steps(text: object) -> object:
-    if not is_steps(str(text)):
-        raise ValueError(f"`{text}` is not a number of steps; write e.g. `100 steps`")
+def _check_length(text: object) -> object:
+    if "token" in str(text):
+        raise ValueError(f"`{text}` is no number of steps or epochs; write e.g. `100 steps` or `1 epoch`")
     return _check_duration(text)
 
 
@@ -157,6 +157,6 @@ InexactNames = Annotated[tuple[InexactName, ...], BeforeValidator(as_list)]
 
 SizeText = Annotated[str, AfterValidator(_check_size)]
 TimeText = Annotated[str, BeforeValidator(check_time)]
-StepsText = Annotated[str, BeforeValidator(_check_steps)]
+LengthText = Annotated[str, BeforeValidator(_check_length)]
 EveryText = Annotated[str, BeforeValidator(_check_every)]
 WarmupText = Annotated[str, BeforeValidator(_check_warmup)]

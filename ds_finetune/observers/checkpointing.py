@@ -58,7 +58,7 @@ class Checkpointing:
         # Clocks differ: all ranks save at the step at which one of them finds that the time has passed.
         is_stop_requested, is_time = map(bool, all_reduce_max(bool(self.signals.name), is_late))
         self._report(self.saver.settle())
-        is_due = is_time or record.step % self.policy.interval.steps == 0
+        is_due = is_time or self.policy.interval.is_due(record.step)
         if not (is_stop_requested or record.is_last or record.stop or is_due):
             return record
         self._began = time.monotonic()

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from ds_finetune.config.schedule import Interval
 from ds_finetune.config.sections import EvalConfig
 from ds_finetune.engine.results import HeldOutScores
 from ds_finetune.observers.record import Remembering, StepRecord
@@ -15,7 +16,7 @@ _OVERFLOW_NATS = 700.0
 
 @dataclass
 class Evaluation(Remembering):
-    """Calls `evaluate`, and `exact_match` where eval.generate.prompts is set, every `every_steps` and at the last step.
+    """Calls `evaluate`, and `exact_match` where eval.generate.prompts is set, every `interval` and at the last step.
 
     Their results are by the first part of metric names: `eval` for all held-out rows, and `eval/NAME` for each set that
     has a name. Either returns None where a signal asks the run to end. The evaluation `is_due` then when the run
@@ -23,14 +24,14 @@ class Evaluation(Remembering):
     """
 
     kept: ClassVar = ("is_due",)
-    every_steps: int
+    interval: Interval
     evaluate: Callable[[], Mapping[str, HeldOutScores] | None]
     exact_match: Callable[[], Mapping[str, float] | None] | None = None
     is_due: bool = False
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Add `eval/*` values when it is time."""
-        if not (record.is_last or record.stop or (self.every_steps and record.step % self.every_steps == 0)):
+        if not (record.is_last or record.stop or self.interval.is_due(record.step)):
             return record
         results = self.evaluate()
         shares = self.exact_match() if results is not None and self.exact_match else {}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TextIO
 
+from ds_finetune.config.schedule import Interval
 from ds_finetune.config.sections import LogConfig
 from ds_finetune.console.phase_line import CLEAR_LINE, time_text, write_now
 from ds_finetune.observers.record import Observer, StepRecord
@@ -25,15 +26,15 @@ _LOADING_SECONDS = 15.0
 class TimeLeft(Observer):
     """Adds `perf/eta_seconds`: the remaining work by measured times, and by estimates before the first measurement.
 
-    `every` is the number of steps between evaluations and between saves (0: only at the last step), for those that
-    the run has. Until the first evaluation one counts as `evaluation_steps` steps. `export_bytes` is the size of all
+    `every` is what lies between evaluations and between saves, of which one is at the last step too, for those that the
+    run has. Until the first evaluation one counts as `evaluation_steps` steps. `export_bytes` is the size of all
     exported folders, 0 where there are none; `verifies` says whether they are verified.
     """
 
     def __init__(
         self,
         steps: int,
-        every: Mapping[str, int],
+        every: Mapping[str, Interval],
         *,
         evaluation_steps: float = 0.0,
         export_bytes: float = 0.0,
@@ -60,8 +61,9 @@ class TimeLeft(Observer):
         """From the end of `step` to the end of the run."""
         step_seconds = _mean(self._step_seconds)
         left = (self._steps - step) * step_seconds
-        for phase, every in self._every.items():
-            left += _times(after=step, steps=self._steps, every=every) * self._seconds_of(phase, step_seconds)
+        for phase, every in self._every.items() if step < self._steps else ():
+            times = every.times(self._steps - 1) - every.times(step) + 1
+            left += times * self._seconds_of(phase, step_seconds)
         return left + self._end_seconds()
 
     def _seconds_of(self, phase: str, step_seconds: float) -> float:
@@ -77,13 +79,6 @@ class TimeLeft(Observer):
         moved = self._export_bytes / _BYTES_PER_SECOND
         export = _mean(self._measured[EXPORT]) if EXPORT in self._measured else moved
         return export + (moved + _LOADING_SECONDS if self._verifies else 0.0)
-
-
-def _times(*, after: int, steps: int, every: int) -> int:
-    """How often, after step `after`, an event still happens that comes every `every` steps and at the last one."""
-    if after >= steps:
-        return 0
-    return steps // every - after // every + bool(steps % every) if every else 1
 
 
 def _mean(seconds: "deque[float] | list[float]") -> float:

@@ -5,7 +5,6 @@ Its rows that read the model's config.json stand in `plan/model_checks.py`.
 "Is not tested" stands where no test compares a combination with a plain PyTorch loop.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 
@@ -496,10 +495,10 @@ _OPTIONS: tuple[Refusal[RunSettings], ...] = (
 
 
 def _hopeless_patience(run: LengthSettings) -> dict[str, object] | None:
-    patience, every = run.eval.patience, run.eval.every
-    if not patience or every is None:
+    patience = run.eval.patience
+    if not patience or run.eval.every is None:
         return None
-    evaluations = math.ceil(run.steps / Duration.parse(every).value)
+    evaluations = run.eval.interval.in_steps(run.steps_per_epoch).times(run.steps - 1) + 1
     return {"evaluations": evaluations} if patience + 1 >= evaluations else None
 
 

@@ -185,6 +185,8 @@ class LengthSettings(Sections):
     """Steps in which the learning rate rises."""
     rows: int | None
     """Rows of an epoch; None for a stream."""
+    steps_per_epoch: float
+    """Optimizer steps of an epoch, not rounded; infinite for a stream."""
 
 
 S = TypeVar("S", bound=Sections, contravariant=True)

@@ -13,7 +13,6 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ds_finetune.config.objectives import ObjectiveConfig, is_distillation
 from ds_finetune.config.rewards import RewardConfig
-from ds_finetune.config.schedule import Duration
 from ds_finetune.data.classes import find_classes
 from ds_finetune.data.prepare import prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
@@ -129,10 +128,10 @@ def read_inputs(run: RunSettings, model: ModelPlan) -> RunInputs:
         check_beside(tokenizer, str(tokenizer_folder), model.hf_config)
     limits = limits_of(run, model.hf_config)
     check_teacher_tokens(model, tokenizer)
-    if run.data.streaming and Duration.parse(run.train.duration).unit != "steps":
-        raise ConfigError(
-            f"data.streaming does not know how long `{run.train.duration}` is", hint="give train.for in steps"
-        )
+    lengths = {"train.for": run.train.duration, "eval.every": run.eval.every, "checkpoint.every": run.checkpoint.every}
+    for key, text in lengths.items() if run.data.streaming else ():
+        if "epoch" in str(text) or "token" in str(text):
+            raise ConfigError(f"data.streaming does not know how long `{text}` is", hint=f"give {key} in steps")
     if run.data.streaming and run.data.weights:
         raise ConfigError(
             f"data.train gives weights to {', '.join(run.data.weights)}, whose rows data.streaming does not count",

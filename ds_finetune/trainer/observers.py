@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.cluster.watchdog.progress import RankProgress, Stragglers
-from ds_finetune.config.schedule import Duration
-from ds_finetune.config.sections import EvalConfig
 from ds_finetune.console.phase_line import PhaseLine, Say
 from ds_finetune.data.batches import BatchPlan, MicroBatch, eval_baseline, eval_batches, num_eval_rows
 from ds_finetune.data.prepared_rows import PreparedRows
@@ -115,11 +113,10 @@ def make_observers(started: StartedRun, signals: StopSignals, rollouts: RolloutS
 def make_time_left(run: PreparedRun) -> TimeLeft:
     """The estimate of the remaining time, with what is known before the first step."""
     config, held_out = run.config, run.inputs.held_out
-    saves = config.checkpoint.interval.steps
-    every = {SAVE: 0 if math.isinf(saves) else int(saves)} if config.checkpoint.saves else {}
+    every = {SAVE: run.interval(config.checkpoint)} if config.checkpoint.saves else {}
     steps = 0.0
     if held_out:
-        every |= {EVALUATION: _evaluates_every(config.eval), ANSWERS: _evaluates_every(config.eval)}
+        every |= dict.fromkeys((EVALUATION, ANSWERS), run.interval(config.eval))
         # A forward is about a third of a step's work on a row.
         num_rows = sum(num_eval_rows(rows, config.eval.limit) for rows in held_out.values())
         steps = num_rows / config.train.global_batch_size / 3
@@ -173,7 +170,7 @@ def _evaluation(
     if rollouts is not None:
         evaluate = RewardEvaluation(rollouts, signals.is_stop_requested, collect).scores
     evaluation = Evaluation(
-        _evaluates_every(config.eval),
+        started.run.interval(config.eval),
         left.during(EVALUATION)(progress.during("evaluation")(evaluate)),
         exact_match and left.during(ANSWERS)(progress.during("evaluation")(exact_match)),
     )
@@ -185,7 +182,7 @@ def _checkpointing(
     started: StartedRun, saver: Saver, left: TimeLeft, signals: StopSignals, resumable: dict[str, Resumable]
 ) -> Checkpointing:
     policy = started.run.config.checkpoint
-    kept = CheckpointPolicy(policy.interval, policy.keep, policy.keep_best, policy.max_failed)
+    kept = CheckpointPolicy(started.run.interval(policy), policy.keep, policy.keep_best, policy.max_failed)
     state_text, saving = make_state_text(started.run, started.engine), partial(_saving, started, left)
     return Checkpointing(saver, signals, kept, resumable, state_text, started.say, saving)
 
@@ -210,11 +207,6 @@ def _saving(started: StartedRun, left: TimeLeft) -> Iterator[None]:
         if started.engine.is_rank_zero:
             synchronise_records(started.run.output_dir)
         yield
-
-
-def _evaluates_every(section: EvalConfig) -> int:
-    """Steps between evaluations; 0 where there is only one at the end."""
-    return int(Duration.parse(section.every).value) if section.every else 0
 
 
 def _utilisation(run: PreparedRun) -> list[Observer]:

@@ -1,5 +1,6 @@
 """Prepares a run from its configuration, before any process group: plan, model, rows and learning rate."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -8,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_finetune.config.objectives import rows_of_step
-from ds_finetune.config.schedule import Duration, LrSchedule, warmup_steps
+from ds_finetune.config.schedule import Duration, Interval, LrSchedule, warmup_steps
+from ds_finetune.config.sections import CheckpointConfig, EvalConfig
 from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.stream import StreamedRows
@@ -41,6 +43,17 @@ class PreparedRun(ResolvedRun):
     failed_size: Path | None = None
     """The file that remembers a micro-batch that ran out of memory, where the micro-batch was `auto`."""
 
+    @property
+    def steps_per_epoch(self) -> float:
+        """Optimizer steps of an epoch, not rounded; infinite for a stream."""
+        plan, rows = self.plan, self.inputs.train
+        number = math.inf if isinstance(rows, StreamedRows) else rows.rows_per_epoch
+        return number / rows_of_step(plan.objective, plan.rollout, plan.train.global_batch_size)
+
+    def interval(self, section: EvalConfig | CheckpointConfig) -> Interval:
+        """What lies between two evaluations or checkpoints, in steps."""
+        return section.interval.in_steps(self.steps_per_epoch)
+
 
 def prepare_run(resolved: ResolvedRun) -> PreparedRun:
     """Check the run folder and tokenise the data of a run, which takes as long as the data is large."""
@@ -51,7 +64,13 @@ def prepare_run(resolved: ResolvedRun) -> PreparedRun:
     check_run_disk(run.output_dir, run.estimate.disk(ranks=world.local_world_size, is_first_host=is_first_host))
     inputs, schedule = run.inputs, run.schedule
     rows = None if isinstance(inputs.train, StreamedRows) else inputs.train.rows_per_epoch
-    length = LengthSettings(**sections_of(run.plan), steps=schedule.steps, warmup=schedule.warmup_steps, rows=rows)
+    length = LengthSettings(
+        **sections_of(run.plan),
+        steps=schedule.steps,
+        warmup=schedule.warmup_steps,
+        rows=rows,
+        steps_per_epoch=run.steps_per_epoch,
+    )
     check_length(length)
     memory, peak = read_device_memory(world, run.plan.device), PeakMemory(run.plan.device, world)
     inputs = replace(inputs, notes=(*inputs.notes, *length_notes(length)))

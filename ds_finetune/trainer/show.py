@@ -1,5 +1,6 @@
 """Shows a run on the console: its plan, its summary, its verified exports, and the next command."""
 
+import math
 import shlex
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -62,6 +63,9 @@ def plan_lines(run: "PreparedRun") -> list[tuple[str, str]]:
         rows.append((f"held-out data{name.removeprefix('eval').replace('/', ' ')}", held_out.summary()))
         if limit and limit < len(held_out):
             rows.append(("evaluation", f"the first {limit:,} of {len(held_out):,} rows (eval.limit)"))
+    for key, section in (("eval.every", run.config.eval), ("checkpoint.every", run.config.checkpoint)):
+        if section.interval.epochs < math.inf:
+            rows.append((key, f"{section.every}: {run.interval(section).steps:g} steps, each rounded up"))
     if run.config.objective.name != "classification" and inputs.train.counts.server_prompt_differs:
         rows.append(("prompts", server_prompt_line(inputs.train.counts)))
     return rows

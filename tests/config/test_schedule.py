@@ -89,13 +89,35 @@ def test_warmup() -> None:
         ("15 minutes", Interval(seconds=900)),
         ("1e3 steps or 2 hours", Interval(1000, 7200)),
         ("90 seconds or 20 steps", Interval(20, 90)),
+        ("1 epoch", Interval(epochs=1)),
+        ("0.5 epochs or 15 minutes", Interval(seconds=900, epochs=0.5)),
     ],
 )
 def test_an_interval_is_steps_or_a_time_or_both(text: str, interval: Interval) -> None:
     assert Interval.parse(text) == interval
 
 
-@pytest.mark.parametrize("text", ["2 epochs", "5", "", "1 steps or 2 steps", "1 hours or 2 hours", "never", "0 steps"])
+@pytest.mark.parametrize(
+    ("interval", "due"),
+    [
+        (Interval(3), [3, 6, 9]),
+        (Interval(), []),
+        (Interval.parse("1 epoch").in_steps(32 / 12), [3, 6, 8]),
+        # A tenth as a float is more than a tenth.
+        (Interval.parse("0.1 epochs").in_steps(30), [3, 6, 9]),
+        # Events of one step are one.
+        (Interval.parse("0.1 epochs").in_steps(4), list(range(1, 10))),
+        (Interval.parse("2 epochs").in_steps(0.25), list(range(1, 10))),
+    ],
+)
+def test_an_event_within_a_step_is_at_its_end(interval: Interval, due: list[int]) -> None:
+    assert [step for step in range(1, 10) if interval.is_due(step)] == due
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["2 tokens", "5", "", "1 steps or 2 steps", "1 steps or 1 epochs", "1 hours or 2 hours", "never", "0 steps"],
+)
 def test_no_interval(text: str) -> None:
     with pytest.raises(ValueError, match=f"`{text}`"):
         Interval.parse(text)

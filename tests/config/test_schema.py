@@ -69,9 +69,9 @@ def test_override_replaces_and_creates(run_file: Path) -> None:
             "or leave it out",
         ),
         (
-            "eval: {every: 1 epochs}\n",
-            "`eval.every` is '1 epochs': `1 epochs` is not a number of steps",
-            "`eval.every`: `N steps` between evaluations",
+            "eval: {every: 1e6 tokens}\n",
+            "`eval.every` is '1e6 tokens': `1e6 tokens` is no number of steps or epochs",
+            "`eval.every`: `N steps` or `N epochs` between evaluations",
         ),
         ("optim: {betas: [0.9, 1.0]}\n", "`optim.betas` is 1.0: it should be less than 1", "(by default [0.9, 0.95])"),
         ("optim: {betas: [0.9]}\n", "`optim.betas` is [0.9]: it should have 2 values", "(by default [0.9, 0.95])"),

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from ds_finetune.config.schedule import Interval
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import EvalConfig, LogConfig
 from ds_finetune.config.units import GIB
@@ -80,7 +81,7 @@ def test_labelled_texts_are_counted_as_examples() -> None:
 def test_evaluation_comes_every_so_often_and_at_the_end() -> None:
     losses = iter([3.0, 2.0, 1.0])
     observer = Evaluation(
-        2,
+        Interval(2),
         lambda: {"eval": HeldOutScores({"loss": next(losses), "accuracy": 0.5}, {"supervised_tokens": 10})},
         lambda: {"eval": 0.25},
     )
@@ -96,7 +97,9 @@ def test_named_sets_have_metrics_and_lines_of_their_own() -> None:
         "eval": HeldOutScores({"loss": 2.0, "accuracy": 0.5}, {"supervised_tokens": 30}),
         "eval/new": HeldOutScores({"loss": 3.0, "accuracy": 0.25}, {"supervised_tokens": 10}),
     }
-    found = Evaluation(1, lambda: scores, lambda: {"eval": 0.5, "eval/new": 1.0}).after_step(record(1, last=True))
+    found = Evaluation(Interval(1), lambda: scores, lambda: {"eval": 0.5, "eval/new": 1.0}).after_step(
+        record(1, last=True)
+    )
     added = {name: value for name, value in found.values.items() if name.startswith("eval/")}
     assert added == {
         "eval/loss": 2.0,
@@ -118,7 +121,7 @@ def test_named_sets_have_metrics_and_lines_of_their_own() -> None:
 
 def test_evaluation_without_an_interval_comes_only_at_the_end() -> None:
     scores = {"eval": HeldOutScores({"loss": 1000.0, "accuracy": 0.0}, {"supervised_tokens": 10})}
-    observer = Evaluation(0, lambda: scores)
+    observer = Evaluation(Interval(), lambda: scores)
     found = [observer.after_step(record(step, last=step == 3)) for step in range(1, 4)]
     assert ["eval/loss" in r.values for r in found] == [False, False, True]
     assert math.isfinite(found[-1].values["eval/perplexity"])
@@ -213,7 +216,9 @@ def test_lines_on_standard_output_keep_their_distance_and_the_log_has_all() -> N
 
 
 def test_the_time_left_holds_evaluations_saves_export_and_verification() -> None:
-    left = TimeLeft(10, {EVALUATION: 4, SAVE: 0}, evaluation_steps=0.5, export_bytes=2e9, verifies=True)
+    left = TimeLeft(
+        10, {EVALUATION: Interval(4), SAVE: Interval()}, evaluation_steps=0.5, export_bytes=2e9, verifies=True
+    )
     left.after_step(record(1, **{"perf/step_seconds": 2.0}))
     # 9 steps, evaluations at 4, 8 and 10, and 2 GB at 200 MB/s twice, once in a process that takes 15 s to start.
     assert left.seconds(1) == pytest.approx(9 * 2 + 3 * 1 + 10 + 10 + 15)
@@ -225,7 +230,7 @@ def test_the_time_left_holds_evaluations_saves_export_and_verification() -> None
 
 
 def test_the_time_left_measures_what_it_is_given() -> None:
-    left = TimeLeft(2, {EVALUATION: 1})
+    left = TimeLeft(2, {EVALUATION: Interval(1)})
     assert left.during(EVALUATION)(lambda: time.sleep(0.05) or 7)() == 7
     assert 0.05 <= left.seconds(1) < 60
 

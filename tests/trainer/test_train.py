@@ -260,6 +260,25 @@ def test_streaming_trains_on_two_ranks(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").glob("*/train*"))
 
 
+@pytest.mark.usefixtures("environ")
+def test_evaluations_and_checkpoints_of_epochs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """32 rows in steps of 12: an epoch ends within steps 3, 6 and 8, half of one within 2, 3, 4, 6, 7 and 8."""
+    run_file = tiny_task(
+        tmp_path,
+        train={"for": "3 epochs", "global_batch_size": 12},
+        eval={"every": "1 epoch"},
+        checkpoint={"every": "0.5 epochs", "keep": 9, "keep_best": False},
+        export={"at_end": False},
+    )
+    assert main(["train", str(run_file)]) == 0
+    printed = capsys.readouterr().out
+    assert "1 epochs: 2.66667 steps, each rounded up" in printed
+    assert "0.5 epochs: 1.33333 steps, each rounded up" in printed
+    assert [record["step"] for record in metrics(tmp_path) if "eval/loss" in record] == [3, 6, 8]
+    saved = {int(path.name.rpartition("-")[2]) for path in (tmp_path / "run" / "checkpoints").glob("step-*")}
+    assert saved == {2, 3, 4, 6, 7, 8}
+
+
 def test_early_stopping(tmp_path: Path) -> None:
     run_file = tiny_task(
         tmp_path,
@@ -363,6 +382,21 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
         None,
         {"data": {"streaming": True}, "train": {"for": "2 epochs"}},
         "data.streaming does not know how long `2 epochs` is",
+    ),
+    "evaluation of streams in epochs": (
+        None,
+        {"data": {"streaming": True}, "eval": {"every": "1 epoch"}},
+        "data.streaming does not know how long `1 epochs` is",
+    ),
+    "checkpoints of streams in epochs": (
+        None,
+        {"data": {"streaming": True}, "checkpoint": {"every": "0.5 epochs or 1 hour"}},
+        "data.streaming does not know how long `0.5 epochs or 1 hour` is",
+    ),
+    "patience of epochs": (
+        None,
+        {"train": {"for": "2 epochs"}, "eval": {"every": "1 epoch", "patience": 1}},
+        "with eval.every `1 epochs` it has 2 evaluations",
     ),
     "no template file": (None, {"data": {"template": "none.jinja"}}, "data.template `none.jinja` does not exist"),
     "unknown tracker": (None, {"log": {"trackers": ["wandbb"]}}, "log.trackers names `wandbb`"),
