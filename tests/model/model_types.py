@@ -89,7 +89,8 @@ whole is compared with the run on texts. LoRA's merged export is the whole too, 
 Rows with images, video or audio are refused. So are `model.weights: random`, quantised weights, classifiers, and
 exports to GGUF, ONNX, compressed-tensors and server adapters.
 
-Trained by their default text part (your config.json counts):
+Tests train gemma3, gemma4, internvl, kimi_k25, mistral3, qwen3_5 and qwen3_vl; of the others the comparison of the
+export decides, so export after a few steps first. With their default text part (your config.json counts):
 
 {trained}
 
