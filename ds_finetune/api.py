@@ -230,6 +230,8 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
             rows = DataConfig.model_validate(given)
         except ValidationError as invalid:
             raise explain(invalid, DataConfig, "evaluate", {}) from None
+        if rows.held_out_share:
+            raise ConfigError(f"data is {data!r}, a share of training rows", hint="name the files to score")
         return evaluate_model(EvalRequest(str(model), base, rows, extract, *limits, kind, preference, samples))
 
 

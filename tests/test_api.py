@@ -351,6 +351,7 @@ def test_options_of_an_export_that_cannot_be_are_refused(tmp_path: Path, options
         ("rows.jsonl", {"columns": "a=b"}, "evaluate: `columns` is 'a=b'"),
         (5, {}, "data is 5"),
         ([], {}, "nothing to score on"),
+        ("5%", {}, "data is '5%', a share of training rows"),
     ],
 )
 def test_options_of_an_evaluation_that_cannot_be_are_refused(

@@ -13,6 +13,7 @@ KEYS_OF_OTHER_PROGRAMS = {
     "data.train": "dataset datasets dataset_name dataset_path train_file train_files train_data data_path dataset_dir",
     "data.eval": "eval eval_dataset val_dataset eval_file validation_file val_file test_datasets "
     "eval_data val_set_size val_size test_size split_dataset_ratio",
+    "data.rows": "max_samples max_train_samples num_train_samples",
     "data.columns": "field_messages dataset_text_field prompt_template columns_map column_mapping",
     "data.layout": "dataset_format ds_type formatting",
     "data.template": "chat_template chat_template_path chat_template_jinja template",
@@ -153,7 +154,7 @@ MEANINGS = {
     "data.long_rows": "auto, truncate, drop or split",
     "optim.betas": "both numbers, as in `[0.9, 0.95]`",
     "checkpoint.resume": "auto, never, or the folder of a run or checkpoint",
-    "data.eval": "a file, folder or data set of rows that are not trained; none is split off from data.train",
+    "data.eval": "a file, folder or data set of rows that are not trained, or a share of data.train such as `5%`",
     "data.template": "`auto` for the tokenizer's own, `plain` for none, a name such as `chatml`, or a Jinja file",
     "train.for": "`3 epochs` or `500 steps`",
     "train.global_batch_size": "rows of one optimizer step over all ranks, from which accumulation is derived",
@@ -186,7 +187,7 @@ ABSENT = (
     "lora_dropout lora_bias use_dora use_rslora use_pissa pissa_init loraplus_lr_ratio modules_to_save "
     "lora_modules_to_save additional_target unfrozen_parameters freeze_trainable_layers freeze_trainable_modules "
     "neftune_noise_alpha use_galore use_apollo use_badam use_unsloth do_train do_predict overwrite_cache plot_loss "
-    "max_samples trust_remote_code ddp_timeout group_by_length remove_unused_columns push_to_hub hub_model_id "
+    "trust_remote_code ddp_timeout group_by_length remove_unused_columns push_to_hub hub_model_id "
     "hub_token dataloader_pin_memory special_tokens added_tokens strict save_only_model save_safetensors "
     "mixture_of_depths ddp_find_unused_parameters run_name logging_dir wandb_entity wandb_run_id "
     "include_tokens_per_second average_tokens_across_devices logging_first_step lora_task_type system model_author"
@@ -247,8 +248,9 @@ def value_of(word: str, value: object, key: str) -> str | None:
         return None
     if key == "objective":
         return MEANT.get(text.lower(), text.lower())
-    if key == "optim.warmup" and re.fullmatch(r"\d*\.?\d+", text):
-        return f"{float(text) * 100:g}%" if 0 < float(text) < 1 else f"{text} steps"
+    if key in ("optim.warmup", "data.eval") and re.fullmatch(r"\d*\.?\d+", text):
+        larger = f"{text} steps" if key == "optim.warmup" else None
+        return f"{float(text) * 100:g}%" if 0 < float(text) < 1 else larger
     if word in _VALUES_OF:
         known = _VALUES_OF[word]
         form = known.get(text.lower(), known.get("*"))

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -24,6 +25,7 @@ from ds_finetune.config.value_types import (
     WeightedPaths,
     as_list,
     check_time,
+    share_of,
 )
 
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
@@ -90,8 +92,11 @@ class DataConfig(Section):
     """
     eval: HeldOutPaths = ()
     """Held-out files, folders or hub ids, by default of the validation split, else of the test split. Several sets have
-    names, as in `{new: a.txt, old: b.txt}`, and metrics of their own, `eval/new/loss`.
+    names, as in `{new: a.txt, old: b.txt}`, and metrics of their own, `eval/new/loss`. A share such as `5%` holds out
+    that many rows of `train`: one of each 20 that follow one another, drawn by `train.seed`.
     """
+    rows: Rows[int | None] = Field(default=None, ge=1)
+    """Only so many rows of `train` are read, the first in the order of its files, for a trial. Left out, all are."""
     layout: Rows[Layout] = "auto"
     """Layout of a row; `auto` recognises it by its columns."""
     columns: Rows[dict[str, str]] = Field(default_factory=dict)
@@ -138,14 +143,19 @@ class DataConfig(Section):
 
     def paths(self, purpose: str) -> tuple[str, ...]:
         """All paths of `train` or `eval`, whatever form they are given in."""
-        if purpose == "train":
-            return tuple(self.train)
+        if purpose == "train" or self.held_out_share:
+            return tuple(self.train) if purpose == "train" else ()
         return tuple(path for paths in self.held_out_sets.values() for path in paths)
 
     @property
     def weights(self) -> dict[str, float]:
         """Weight of each path of `train`; empty where all rows of all paths are used alike."""
         return self.train if isinstance(self.train, dict) else {}
+
+    @property
+    def held_out_share(self) -> Fraction:
+        """The share of the rows of `train` that is not trained; 0 where `eval` names files or nothing."""
+        return share_of(self.eval)
 
     @property
     def held_out_sets(self) -> dict[str, tuple[str, ...]]:

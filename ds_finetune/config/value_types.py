@@ -3,6 +3,7 @@
 import math
 import re
 from enum import StrEnum
+from fractions import Fraction
 from glob import glob
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
@@ -48,6 +49,7 @@ _T = TypeVar("_T")
 Refused = Annotated[_T, OnResume.REFUSED]
 Rows = Annotated[_T, OnResume.ROWS]
 Free = Annotated[_T, OnResume.FREE]
+_SHARE = re.compile(r"(\d*[1-9]\d*(\.\d+)?|0*\.\d*[1-9]\d*)%")
 SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 """Names of held-out sets."""
 
@@ -89,7 +91,8 @@ def _as_weighted(value: object) -> object:
 
 def _as_sets(value: object) -> object:
     if isinstance(value, int | float):
-        raise ValueError("no rows are split off from data.train; write them to a file, and name it as data.eval")  # noqa: TRY004 - for pydantic
+        share = f"{value * 100:g}%" if 0 < value < 1 else "5%"
+        raise ValueError(f"name files, or a share of data.train such as `{share}`")  # noqa: TRY004 - for pydantic
     sets = value if isinstance(value, dict) else {"": value}
     sets = {name: as_list(paths) for name, paths in sets.items()}
     if not sets:
@@ -100,7 +103,15 @@ def _as_sets(value: object) -> object:
         is_list = isinstance(paths, list | tuple) and all(isinstance(path, str) for path in paths)
         if not is_list or (isinstance(value, dict) and not paths):
             raise ValueError("it should be files, or a mapping of names to files")
+    if share_of(value) >= 1:
+        raise ValueError("it holds out all rows of data.train; write e.g. `5%`")
     return sets if isinstance(value, dict) else sets[""]
+
+
+def share_of(held_out: object) -> Fraction:
+    """The share of the training rows that `data.eval` holds out, such as `5%`; 0 where it names files."""
+    text = held_out[0] if isinstance(held_out, list | tuple) and len(held_out) == 1 else held_out
+    return Fraction(text[:-1]) / 100 if isinstance(text, str) and _SHARE.fullmatch(text) else Fraction(0)
 
 
 def _check_duration(text: object) -> object:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from ds_finetune.config.sections import DataConfig
@@ -43,14 +44,14 @@ def find_classes(config: DataConfig, kind: RowKind) -> RowKind:
     if config.streaming:
         return replace(kind, has_known_classes=True)
     sources = find_sources(config.paths("train"))
-    parts = [RULES_VERSION, [source.fingerprint for source in sources], dict(config.columns)]
+    parts = [RULES_VERSION, [source.fingerprint for source in sources], dict(config.columns), config.rows]
     name = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
     folder = Path(config.cache_dir) / f"labels-{name}" / "labels"
     began = time.time()
     with lock_folder(folder.parent):
         remove_damaged([folder], since=began)
         if not folder.is_dir():
-            records = (record for source in sources for record in read_records(source))
+            records = islice((record for source in sources for record in read_records(source)), config.rows)
             write_folder(folder, {}, {"labels.json": json.dumps(asdict(_read_labels(records, config.columns)))})
         written = json.loads((folder / "labels.json").read_text(encoding="utf-8"))
     found = _Labels(**written)

@@ -46,7 +46,7 @@ from ds_finetune.data.row_kind import DIALOGUE, RowKind
 from ds_finetune.data.row_report import check_columns, check_dropped_rows
 from ds_finetune.data.sample_tokens import RULES_VERSION
 from ds_finetune.data.samples import check_layout_name
-from ds_finetune.data.sources import Source, estimate_rows, find_sources, read_or_errors
+from ds_finetune.data.sources import RecordChoice, Source, estimate_rows, find_sources
 from ds_finetune.data.text_encoder import text_encoder
 from ds_finetune.data.tokenizer_files import tokenizer_digest
 from ds_finetune.data.units import ROWS_PER_PART, Tokenisation, tokenise_records
@@ -66,6 +66,8 @@ class TokenLimits:
     vocab_size: int
     answer_tokens: int = 0
     """Tokens of a row that are left to the answer that the model samples to a prompt."""
+    seed: int = 0
+    """Seed by which a held-out share of the training rows is drawn."""
 
 
 def prepare_rows(
@@ -85,14 +87,15 @@ def prepare_rows(
     """
     kind = find_classes(config, kind)
     sources, tokenisation = plan_tokenisation(config, purpose, tokenizer=tokenizer, limits=limits, kind=kind)
-    folder = Path(config.cache_dir) / _fingerprint(sources, tokenisation)
+    choice = _choice(config, purpose, limits.seed)
+    folder = Path(config.cache_dir) / _fingerprint(sources, tokenisation, choice)
     weights = config.weights if purpose == "train" else {}
     whole, packed = folder / "whole", folder / ("packed-by-path" if weights else "packed")
     began = time.time()
     with lock_folder(folder):
         notes = remove_damaged([whole, packed], since=began)
         if not whole.is_dir():
-            _tokenise(sources, tokenisation, folder, workers=config.workers or os.cpu_count() or 1)
+            _tokenise(choice, sources, tokenisation, folder, workers=config.workers or os.cpu_count() or 1)
         counts = read_counts(whole)
         check_dropped_rows(counts, config, sources)
         if purpose == "train":
@@ -103,13 +106,28 @@ def prepare_rows(
         if is_packed and not packed.is_dir():
             arrays = zip(("order", "offsets"), pack_units(documents, kind, limits.max_seq_len, parts), strict=True)
             write_folder(packed, {name: ArrayParts.of(array) for name, array in arrays}, {})
-    notes = [*dict.fromkeys(source.note for source in sources if source.note), *notes]
+    notes = [*_choice_notes(choice, counts, sources), *notes]
     order, offsets = one_unit_a_row(documents, kind)
     if is_packed:
         order, offsets = np.load(packed / "order.npy"), np.load(packed / "offsets.npy")
     mixture = Mixture.of(weights, _rows_of_paths(order, offsets, parts)) if weights else None
     content = content_hash(whole, _hashed_arrays(kind))
     return PreparedRows(documents, order, offsets, counts, content, tuple(notes), mixture, kind)
+
+
+def _choice(config: DataConfig, purpose: str, seed: int) -> RecordChoice:
+    """The records that are read for `purpose`: all of held-out files."""
+    share = config.held_out_share
+    if purpose != "train" and not share:
+        return RecordChoice()
+    return RecordChoice(config.rows, share, seed if share else 0, is_held_out=purpose != "train")
+
+
+def _choice_notes(choice: RecordChoice, counts: Counts, sources: Sequence[Source]) -> list[str]:
+    if choice.is_held_out:
+        return [f"data.eval: {counts.read:,} rows of data.train, drawn by train.seed {choice.seed}, are not trained"]
+    first = f"data.rows: only the first {choice.rows:,} rows of data.train are read" if choice.rows else ""
+    return [*dict.fromkeys(source.note for source in sources if source.note), *filter(None, [first])]
 
 
 def _hashed_arrays(kind: RowKind) -> tuple[str, ...]:
@@ -157,6 +175,7 @@ def plan_tokenisation(
     """
     _check_tokenizer(tokenizer, limits, kind)
     check_layout_name(config.layout, config.columns, kind)
+    purpose = "train" if config.held_out_share else purpose
     sources = find_sources(config.paths(purpose), purpose=purpose)
     settings = template_settings(config, tokenizer)
     if config.long_rows == "split" and (config.layout not in ("auto", "text") or kind.documents_per_unit):
@@ -191,11 +210,12 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, limits: TokenLimits, ki
         )
 
 
-def _fingerprint(sources: Sequence[Source], tokenisation: Tokenisation) -> str:
+def _fingerprint(sources: Sequence[Source], tokenisation: Tokenisation, choice: RecordChoice) -> str:
     parts = {
         "format": FORMAT_VERSION,
         "rules": RULES_VERSION,
         "sources": [source.fingerprint for source in sources],
+        "choice": [choice.rows, str(choice.share), choice.seed, choice.is_held_out],
         "tokenizer": tokenizer_digest(tokenisation.tokenizer),
         "special": [
             tokenisation.tokenizer.bos_token,
@@ -210,15 +230,18 @@ def _fingerprint(sources: Sequence[Source], tokenisation: Tokenisation) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def _tokenise(sources: Sequence[Source], tokenisation: Tokenisation, folder: Path, *, workers: int) -> None:
+def _tokenise(
+    choice: RecordChoice, sources: Sequence[Source], tokenisation: Tokenisation, folder: Path, *, workers: int
+) -> None:
     """Write one part for every `ROWS_PER_PART` rows unless it exists, then join the parts."""
     parts: dict[Path, int] = {}
-    tasks = _open_parts(sources, folder, parts)
+    tasks = _open_parts(choice, sources, folder, parts)
     is_divided = workers > 1 and _is_large(sources, tokenisation)
     warmup = (workers if is_divided else 1) * ROWS_PER_PART
     kept = len(list(folder.glob("part-??????"))) * ROWS_PER_PART
     # The process that has the lock writes, whatever its rank.
-    total = max(estimate_rows(sources) - kept, 0)
+    estimate = estimate_rows(sources)
+    total = max(min(estimate, choice.rows or estimate) - kept, 0)
     with PhaseLine("tokenising rows", total, warmup=warmup, is_rank_zero=True) as line:
         for _ in _write_parts(tasks, tokenisation, workers) if is_divided else _write_here(tasks, tokenisation):
             line.advance(ROWS_PER_PART)
@@ -232,18 +255,24 @@ def _tokenise(sources: Sequence[Source], tokenisation: Tokenisation, folder: Pat
     for part in parts:
         shutil.rmtree(part)
     if not counts.read:
-        raise DataError(
-            f"data files {', '.join(source.path for source in sources)} have 0 rows", hint="write at least one row"
-        )
+        names = ", ".join(source.path for source in sources)
+        if choice.share:
+            purpose, share = "data.eval" if choice.is_held_out else "data.train", f"{float(choice.share * 100):g}%"
+            raise DataError(
+                f"{purpose} has no row: {names} have too few to hold out {share} of them",
+                hint="give more rows, or name a file as data.eval",
+            )
+        raise DataError(f"data files {names} have 0 rows", hint="write at least one row")
 
 
-def _open_parts(sources: Sequence[Source], folder: Path, parts: dict[Path, int]) -> Iterator[_Task]:
+def _open_parts(
+    choice: RecordChoice, sources: Sequence[Source], folder: Path, parts: dict[Path, int]
+) -> Iterator[_Task]:
     """Yield tasks for parts that are not written yet.
 
     The folders of all parts are added to `parts`, in order, with the number of the path that names their file.
     """
-    for source in sources:
-        records = read_or_errors(source)
+    for source, records in choice.read(sources):
         while chunk := list(islice(records, ROWS_PER_PART)):
             part = folder / f"part-{len(parts):06d}"
             parts[part] = source.entry

@@ -4,12 +4,17 @@ Splits are recognised by the names of files, folders and data sets, as `datasets
 """
 
 import json
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import count
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
+
+import xxhash
 
 from ds_finetune.config.units import MIB
 from ds_finetune.config.value_types import named_files
@@ -85,6 +90,36 @@ def find_sources(paths: Sequence[str], *, purpose: str = "train") -> list[Source
         if source.format != "hub" and Path(source.path).stat().st_size == 0:
             raise DataError(f"data file `{source.path}` is empty", hint="write at least one row, or leave it out")
     return sources
+
+
+@dataclass(frozen=True)
+class RecordChoice:
+    """The records of training files that are read, by their number over all files: the first `rows` of them (None:
+    all) without the held-out share, or only that share.
+
+    The share is one record of each 1 / `share` that follow one another, drawn by `seed`. So neither the number of
+    records nor that of processes decides which are held out.
+    """
+
+    rows: int | None = None
+    share: Fraction = Fraction(0)
+    seed: int = 0
+    is_held_out: bool = False
+
+    def read(self, sources: Sequence[Source]) -> Iterator[tuple[Source, Iterator[tuple[str, ReadRecord]]]]:
+        """Each source with its chosen records, as `read_or_errors` gives them."""
+        numbers = iter(range(self.rows)) if self.rows else count()
+        for source in sources:
+            numbered = zip(read_or_errors(source), numbers, strict=False)
+            yield source, (record for record, number in numbered if self._takes(number))
+
+    def _takes(self, number: int) -> bool:
+        if not self.share:
+            return True
+        block = int(number * self.share)
+        first, end = (math.ceil(edge / self.share) for edge in (block, block + 1))
+        drawn = first + xxhash.xxh64_intdigest(f"{self.seed} {block}".encode()) % (end - first)
+        return (number == drawn) == self.is_held_out
 
 
 def read_records(source: Source) -> Iterator[tuple[str, Record]]:

@@ -87,6 +87,16 @@ _OBJECTIVE: tuple[Refusal[RunSettings], ...] = (
         "add `lora`, or set objective.reference to cache",
     ),
     Refusal(
+        lambda run: run.data.streaming and (run.data.rows or run.data.held_out_share),
+        "data.streaming true with data.rows or a share as data.eval: rows of a stream are not counted",
+        "set data.streaming to false, or leave data.rows out and name files as data.eval",
+    ),
+    Refusal(
+        lambda run: run.data.rows and run.data.weights,
+        "data.rows {data.rows} with weights of data.train: the first rows are those of the first files",
+        "give data.train as a list, or leave data.rows out",
+    ),
+    Refusal(
         lambda run: run.objective.reference_source == "cache" and run.data.streaming,
         "objective {objective.name} with objective.reference cache and data.streaming true: log-probabilities are "
         "cached for prepared rows",

@@ -253,7 +253,7 @@ def token_limits(run: RunSettings, hf_config: PretrainedConfig) -> TokenLimits:
 def limits_of(run: RunSettings, hf_config: PretrainedConfig) -> TokenLimits:
     """The limits on rows; those of prompts leave room for the longest answer that is sampled."""
     answer = run.rollout.max_new_tokens if is_grpo(run.objective) else 0
-    return TokenLimits(run.train.max_seq_len, hf_config.vocab_size, answer)
+    return TokenLimits(run.train.max_seq_len, hf_config.vocab_size, answer, run.train.seed)
 
 
 def model_config(run: RunSettings, *, is_config_only: bool = False) -> PretrainedConfig:

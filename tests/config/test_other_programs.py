@@ -41,6 +41,9 @@ OPTIONS = {
     "--save_strategy epoch": "values are overridden as `'checkpoint.every=1 epoch'`",
     "--eval_strategy epoch": "values are overridden as `'eval.every=1 epoch'`",
     "--save_strategy no": "values are overridden as `checkpoint.every=never`",
+    "--val_set_size 0.05": "values are overridden as `data.eval=5%`",
+    "--val_size 100": "the key is `data.eval`: a file, folder or data set of rows that are not trained, or a share",
+    "--max_samples 1000": "values are overridden as `data.rows=1000`",
     "--fsdp full_shard": "`--fsdp`: the key is `deepspeed`: docs/reference/run-file.md describes it",
     "--lora_dropout 0.05": "`--lora_dropout`: not available here",
     "--foo 1": "`--foo`: no option of this command; values are overridden as `section.key=value`",
@@ -194,7 +197,7 @@ def test_overrides_reach_into_short_forms(tmp_path: Path) -> None:
     ("given", "line"),
     [
         ("optim: adamw_torch", "write `optim: {name: AdamW}`"),
-        ("eval: 0.05", "`data.eval` is a file, folder or data set of rows that are not trained; none is split off"),
+        ("eval: 0.05", "write `data: {eval: 5%}`"),
         (
             "num_train_epochs: 3",
             "did you mean `train.for`? It is `3 epochs` or `500 steps`; write `train: {for: 3 epochs}`",

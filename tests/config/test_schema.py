@@ -92,7 +92,7 @@ def test_override_replaces_and_creates(run_file: Path) -> None:
         ),
         ("data: {train: t, eval: {}}\n", "a mapping names at least one held-out set", "`data."),
         ("data: {train: t, eval: {a: []}}\n", "it should be files, or a mapping of names to files", "`data."),
-        ("data: {train: t, eval: true}\n", "no rows are split off from data.train", "`data."),
+        ("data: {train: t, eval: true}\n", "`data.eval` is True: name files", "`data."),
         ("data: {train: {t: 0}}\n", "a mapping of files to weights above 0, and `t` has 0", "`data."),
         ("data: {train: {t: .nan}}\n", "a mapping of files to weights above 0, and `t` has nan", "`data."),
         ("data: {train: {}}\n", "a mapping names at least one file with its weight", "`data."),

@@ -279,6 +279,21 @@ def test_evaluations_and_checkpoints_of_epochs(tmp_path: Path, capsys: pytest.Ca
     assert saved == {2, 3, 4, 6, 7, 8}
 
 
+@pytest.mark.usefixtures("environ")
+def test_a_share_of_the_rows_is_held_out_also_on_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_file = tiny_task(tmp_path, data={"eval": "25%", "rows": 24}, export={"at_end": False})
+    assert main(["train", str(run_file), "train.for=2 steps"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "data.eval: 6 rows of data.train, drawn by train.seed 0, are not trained" in printed
+    assert "data.rows: only the first 24 rows of data.train are read" in printed
+    resumed = ["train", str(run_file), "train.for=3 steps"]
+    assert main([*resumed, "data.eval=50%"]) == 2
+    assert "training rows" in capsys.readouterr().err
+    assert main(resumed) == 0
+    assert [record["step"] for record in metrics(tmp_path)] == [1, 2, 3]
+    assert "eval/loss" in metrics(tmp_path)[-1]
+
+
 def test_early_stopping(tmp_path: Path) -> None:
     run_file = tiny_task(
         tmp_path,
