@@ -54,8 +54,8 @@ class ReportedRun:
 
     @property
     def name(self) -> str:
-        """The name of the run's folder, with escapes for bytes that are no UTF-8."""
-        return self.folder.path.name.encode("utf-8", errors="backslashreplace").decode()
+        """The path of the run below the folder that is watched, or its name, with escapes for bytes that are no UTF-8."""
+        return self.folder.name.encode("utf-8", errors="backslashreplace").decode()
 
     @cached_property
     def config(self) -> Mapping[str, Any]:

@@ -1,7 +1,7 @@
 // The page of runs: charts that are drawn once they come into sight, their legends, the theme, and later steps.
 "use strict";
 (() => {
-  const MOST_POINTS = 4000, LEAST_PAUSE = 2000;
+  const MOST_POINTS = 4000, LEAST_PAUSE = 2000, END = 1e9;
   const root = document.documentElement;
   let { charts, positions } = JSON.parse(document.getElementById("numbers").textContent);
   const boxes = [...document.querySelectorAll(".plot")];
@@ -10,8 +10,8 @@
 
   // The colours of the theme, and which lines are shown.
   function adorn({ plot, hidden }) {
-    const style = getComputedStyle(root);
-    const [muted, line] = ["--muted", "--line"].map((name) => style.getPropertyValue(name).trim());
+    const muted = getComputedStyle(document.querySelector(".subtitle")).color;
+    const line = getComputedStyle(document.querySelector("nav")).borderBottomColor;
     const colours = { axis_label_text_color: muted, major_label_text_color: muted, axis_line_color: line, major_tick_line_color: line, grid_line_color: line };
     for (const model of plot.references()) {
       for (const [name, colour] of Object.entries(colours)) if (name in model) model[name] = colour;
@@ -120,15 +120,14 @@
   root.dataset.drawn = "0";
   recolour();
 
-  const showEnds = () => document.querySelectorAll("pre.tail").forEach((tail) => { tail.scrollTop = tail.scrollHeight; });
   function filterRuns() {
     const words = (document.getElementById("filter")?.value ?? "").toLowerCase().split(/\s+/);
     for (const row of document.querySelectorAll("form tbody tr")) {
       row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
     }
   }
-  showEnds();
   document.addEventListener("input", filterRuns);
+  document.querySelector("pre.tail")?.scrollTo(0, END);
   if (!positions) return;
 
   // Takes over the texts of a newer page; what is open, ticked or in focus stays.
@@ -137,22 +136,24 @@
       const later = newer.querySelector(`[data-live="${CSS.escape(part.dataset.live)}"]`);
       later.querySelectorAll("details").forEach((each, at) => { each.open = part.querySelectorAll("details")[at]?.open ?? false; });
       const ticked = [...part.querySelectorAll("input:checked")].map(({ value }) => value);
+      const tail = part.querySelector("pre.tail");
+      const scrolled = tail && tail.scrollTop + tail.clientHeight < tail.scrollHeight - 8 ? tail.scrollTop : END;
       const focused = part.contains(document.activeElement) ? document.activeElement.id : "";
       if (later.querySelector("tbody") && part.querySelector("#filter")) {
         part.querySelector("tbody").replaceWith(later.querySelector("tbody"));
       } else if (later.innerHTML !== part.innerHTML) part.replaceChildren(...later.childNodes);
       for (const box of part.querySelectorAll("[name=run]")) box.checked = ticked.includes(box.value);
+      part.querySelector("pre.tail")?.scrollTo(0, scrolled);
       if (focused) document.getElementById(focused)?.focus();
     }
     filterRuns();
-    showEnds();
   }
 
   // Joins later points to those of the lines; where there are many, the server is asked for fewer next time.
   function takePoints(later) {
     later.forEach(({ lines }, at) => lines.forEach(({ since, x, y }, which) => {
       const line = charts[at].lines[which];
-      if (since !== null && !x.length) return;
+      if (since !== null && (!x.length || x.at(-1) === line.x.at(-1))) return;
       const kept = since === null ? 0 : line.x.filter((each) => each <= since).length;
       line.x = [...line.x.slice(0, kept), ...x];
       line.y = [...line.y.slice(0, kept), ...y];
