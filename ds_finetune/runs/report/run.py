@@ -54,7 +54,7 @@ class ReportedRun:
 
     @property
     def name(self) -> str:
-        """The path of the run below the folder that is watched, or its name, with escapes for bytes that are no UTF-8."""
+        """The run's path below the watched folder, or its name, with escapes for bytes that are no UTF-8."""
         return self.folder.name.encode("utf-8", errors="backslashreplace").decode()
 
     @cached_property
