@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ds_finetune.checkpoint.restore import random_state, restore_random_state
 from ds_finetune.cluster.doctor import measure
-from ds_finetune.cluster.watchdog.progress import CollectiveCall, device_progress
+from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress, marks_of
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine import generation
 from ds_finetune.plan.plan import make_plan
@@ -62,23 +62,25 @@ def test_the_watchdog_reads_progress_from_events(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "default_stream", lambda: "default")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    progress = device_progress("cuda:0")
-    assert progress is not None
-    first, second = CollectiveCall("all_reduce", 2, "all", 1), CollectiveCall("all_gather", 4, "all", 2)
-    for call, stream in ((first, "default"), (second, "of overlap_comm")):
+    progress = RankProgress(0, HangLimits(1, 1, 1))
+    progress.marks = marks_of("cuda:0")
+    for name, stream in (("all_reduce", "default"), ("all_gather", "of overlap_comm")):
         streams.append(stream)
-        progress.begin(call)
-        progress.end()
-    assert progress.position() == (None, (first, second))
+        progress.leave(progress.enter(name, 2, "all"))
+
+    def position() -> tuple[str, str]:
+        status = progress.status()
+        return status.inside.name if status.inside else "", status.queued.name if status.queued else ""
+
+    assert position() == ("", "all_reduce")
     queue.reach(100.0)
-    assert progress.position() == (first, (second,))
+    assert position() == ("all_reduce", "all_gather")
     queue.reach(2600.0, 2700.0)
-    assert progress.position() == (second, ())
+    assert position() == ("all_gather", "")
     queue.reach(9000.0)
-    assert progress.position() == (None, ())
+    assert position() == ("", "")
     # Only the stream that computes has waited.
     assert progress.take_waited() == pytest.approx(2.5)
-    assert device_progress("cpu") is None
 
 
 def test_the_random_state_of_a_gpu_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:

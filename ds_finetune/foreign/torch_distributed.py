@@ -1,17 +1,17 @@
-"""torch.distributed: its default timeout, and calls of its collectives."""
+"""torch.distributed: its default timeout, calls of its collectives, and its record of them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 
+import torch
 import torch.distributed as dist
 
 from ds_finetune.foreign.guard import Foreign, Wrap, replaced
 
 _TIMEOUT = Foreign("torch", "distributed/distributed_c10d.py:836")
 _ABORT = Foreign("torch", "distributed/distributed_c10d.py:2460")
-_COLLECTIVES = Foreign("torch", "distributed/distributed_c10d.py")
 _GROUP = Foreign("torch", "_C/_distributed_c10d.pyi:381-640")
 
 
@@ -36,29 +36,13 @@ def abort_groups() -> None:
 
 
 @contextmanager
-def wrapped_collectives(names: Sequence[str], wrap: Wrap) -> Iterator[None]:
-    """While this is open, `wrap(name, function)` replaces the functions `names` of torch.distributed, and `Work.wait`.
-
-    torch offers no hook that is called before a collective starts and after it ends on every backend. DeepSpeed 0.19.8
-    looks the functions up when it calls them, two of them when its backend is made (comm/torch.py:248-257), so this
-    must be open before `deepspeed.init_distributed`.
-    """
-    functions = {name: _COLLECTIVES.attribute(dist, name) for name in names}
-    wait = _COLLECTIVES.attribute(dist.Work, "wait")
-    with ExitStack() as stack:
-        for name, function in functions.items():
-            stack.enter_context(replaced(dist, name, wrap(name, function)))
-        stack.enter_context(replaced(dist.Work, "wait", wrap("wait", wait)))
-        yield
-
-
-@contextmanager
 def wrapped_group_calls(names: Sequence[str], wrap: Wrap) -> Iterator[None]:
     """While this is open, `wrap(name, function)` replaces those methods `names` that process groups have, and
     `Work.wait`.
 
-    Every function of torch.distributed ends in one of these methods, whoever has kept a reference to it, and they get
-    the tensors, which `wrapped_collectives` does not always see: `isend` and `irecv`, and collectives of objects.
+    torch offers no hook that is called before a collective starts and after it ends on every backend. Every function of
+    torch.distributed ends in one of these methods, whoever has kept a reference to it: `isend`, `irecv` and collectives
+    of objects too.
     """
     group, work = dist.ProcessGroup, dist.Work
     _GROUP.attribute(group, "allreduce")
@@ -67,3 +51,11 @@ def wrapped_group_calls(names: Sequence[str], wrap: Wrap) -> Iterator[None]:
             stack.enter_context(replaced(group, name, wrap(name, getattr(group, name))))
         stack.enter_context(replaced(work, "wait", wrap("wait", _GROUP.attribute(work, "wait"))))
         yield
+
+
+def flight_record() -> bytes:
+    """The last collectives of this process, 2,000 by default, from NCCL's flight recorder, in the format of
+    `torchfrtrace`; empty where torch is built without NCCL.
+    """
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+    return b"" if dump is None else dump()

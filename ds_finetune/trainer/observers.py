@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ds_finetune.checkpoint.saver import Saver
-from ds_finetune.cluster.watchdog.progress import RankProgress, Stragglers
+from ds_finetune.cluster.watchdog.progress import RankProgress
 from ds_finetune.console.phase_line import PhaseLine, Say
 from ds_finetune.data.batches import BatchPlan, MicroBatch, eval_baseline, eval_batches, num_eval_rows
 from ds_finetune.data.prepared_rows import PreparedRows
@@ -47,6 +47,7 @@ from ds_finetune.trainer.rollouts.evaluation import RewardEvaluation
 from ds_finetune.trainer.rollouts.observer import LOSS_NOTE, RolloutMetrics, RolloutSamples
 from ds_finetune.trainer.rollouts.source import RolloutSource
 from ds_finetune.trainer.run_records import synchronise_records
+from ds_finetune.trainer.stragglers import Stragglers
 
 Scored = Callable[[], Mapping[str, HeldOutScores] | None]
 Answered = Callable[[], Mapping[str, float] | None]

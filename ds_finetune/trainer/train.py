@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ds_finetune.cluster.watchdog.collectives import observe_collectives
 from ds_finetune.cluster.watchdog.monitor import Monitor, start_monitor
-from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress, device_progress
+from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress, marks_of
 from ds_finetune.config.schedule import seconds_of
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import WatchdogConfig
@@ -301,7 +301,7 @@ def open_process_group(run: PreparedRun, store: dist.Store, monitor: Monitor) ->
     """Open the process group of all ranks; the watchdog reports an error before the group closes."""
     timeout = timedelta(seconds=run.plan.watchdog.collective_seconds)
     group = process_group(run.plan.world, run.plan.device, store, timeout=timeout)
-    monitor.progress.device = device_progress(device_of_rank(run.plan.device, run.plan.world.local_rank))
+    monitor.progress.marks = marks_of(device_of_rank(run.plan.device, run.plan.world.local_rank))
     with remove_empty_on_failure(run.output_dir), monitor.watch_from_start(store), group, report_errors(run, monitor):
         yield
 

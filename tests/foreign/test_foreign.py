@@ -247,8 +247,8 @@ GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]
         lambda: within(torch_distributed.default_timeout(timedelta(1))),
     ),
     "collectives": (
-        lambda patch: missing(patch, dist, "all_reduce"),
-        lambda: within(torch_distributed.wrapped_collectives(["barrier", "all_reduce"], lambda _, function: function)),
+        lambda patch: missing(patch, dist.ProcessGroup, "allreduce"),
+        lambda: within(torch_distributed.wrapped_group_calls(["barrier", "allreduce"], lambda _, function: function)),
     ),
     "build lock": (
         lambda patch: missing(patch, FileBaton, "release"),
@@ -299,11 +299,11 @@ def test_a_patch_refuses_code_without_what_it_changes(name: str, monkeypatch: py
 
 
 def test_a_refused_wrap_of_collectives_has_replaced_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    barrier = dist.barrier
-    monkeypatch.delattr(dist, "all_reduce")
+    barrier = dist.ProcessGroup.barrier
+    monkeypatch.delattr(dist.Work, "wait")
     with pytest.raises(DependencyError):
-        within(torch_distributed.wrapped_collectives(["barrier", "all_reduce"], lambda _, function: lambda: function))
-    assert dist.barrier is barrier
+        within(torch_distributed.wrapped_group_calls(["barrier"], lambda _, function: lambda: function))
+    assert dist.ProcessGroup.barrier is barrier
 
 
 def test_what_was_replaced_is_restored_as_it_was() -> None:

@@ -1,4 +1,4 @@
-"""A file system that does not answer holds up neither the end of a run nor the watchdog's message to rank zero.
+"""A file system that does not answer holds up neither the end of a run nor the watchdog.
 
 A pipe without a reader stands for the file system: to open it for writing blocks.
 """
@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from ds_finetune.cluster.watchdog.coordinator import REPORT
+from ds_finetune.cluster.watchdog.heartbeats import RunEnding
 from ds_finetune.cluster.watchdog.kills import FOLDER
+from ds_finetune.cluster.watchdog.monitor import REPORT
 from ds_finetune.runs import status
 from ds_finetune.runs.status import STATUS, RunStatus, mark_ended
-from tests.cluster.watchdog.test_coordinator import Ranks
+from tests.cluster.watchdog.ranks import Ranks
 from tests.runs.test_folder import own_status
 
 
@@ -57,25 +58,12 @@ def test_the_end_of_a_run_does_not_wait_for_its_file(tmp_path: Path, hung: ExitS
     assert (status.state if status else "") == "running"
 
 
-def test_rank_zero_is_told_although_the_report_cannot_be_written(tmp_path: Path, hung: ExitStack) -> None:
+def test_a_rank_takes_note_of_the_end_although_the_report_cannot_be_written(tmp_path: Path, hung: ExitStack) -> None:
     ranks = Ranks(tmp_path)
-    (tmp_path / FOLDER).mkdir()
-    _hang(tmp_path / FOLDER / f".{REPORT}.{os.getpid()}", hung)
-    ranks.connections[1].close()
-    told = threading.Thread(target=ranks.end_of, args=(0,), daemon=True)
+    (ranks.folder / FOLDER).mkdir()
+    _hang(ranks.folder / FOLDER / f".{REPORT}.{os.getpid()}", hung)
+    monitor = ranks.monitors[0]
+    told = threading.Thread(target=monitor._accept, args=(RunEnding((1,), "rank 1 is dead"),), daemon=True)
     told.start()
     told.join(60)
-    assert not told.is_alive()
-
-
-def test_rank_zero_is_told_although_the_cause_of_a_death_cannot_be_read(tmp_path: Path, hung: ExitStack) -> None:
-    ranks = Ranks(tmp_path)
-    (tmp_path / FOLDER).mkdir()
-    record = tmp_path / FOLDER / "killed-4001.json"
-    os.mkfifo(record)
-    hung.callback(lambda: os.close(os.open(record, os.O_RDWR | os.O_NONBLOCK)))
-    ranks.connections[1].close()
-    told = threading.Thread(target=ranks.end_of, args=(0,), daemon=True)
-    told.start()
-    told.join(60)
-    assert not told.is_alive()
+    assert monitor._ending_known.is_set()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress, device_progress
+from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress, marks_of
 from ds_finetune.data.batches import BatchPlan, training_batches
 from ds_finetune.engine.engine import Engine
 from ds_finetune.reference.selftest.cells import rows
@@ -25,7 +25,6 @@ WITHOUT_CUDA = {
     "cluster/launch/line_thread.py": "lines of ranks",
     "cluster/launch/run.py": "processes of other hosts",
     "cluster/launch/supervisor.py": "messages",
-    "cluster/watchdog/coordinator.py": "messages",
     "export/convert.py": "tensors of files, on the CPU",
     "export/verify/verify.py": "digests of files",
     "foreign/hub_access.py": "a request",
@@ -38,6 +37,7 @@ WITHOUT_CUDA = {
 }
 """Files that start threads, and what these do."""
 ON_A_DEVICE = {
+    "cluster/watchdog/heartbeats.py": "queries marks of the device",
     "cluster/watchdog/monitor.py": "queries marks of the device",
     "data/batches.py": "pins batches",
     # The model of a single process is on the current GPU, 0.
@@ -103,7 +103,7 @@ def test_the_thread_that_pins_batches(cuda: Cuda, monkeypatch: pytest.MonkeyPatc
 
 def test_the_thread_of_the_watchdog(cuda: Cuda) -> None:
     progress = RankProgress(0, HangLimits(1, 1, 1))
-    progress.device = device_progress("cuda:3")
+    progress.marks = marks_of("cuda:3")
     progress.leave(progress.enter("all_reduce", 1, "all"))
     thread = threading.Thread(target=progress.status, name="watchdog")
     thread.start()

@@ -1,17 +1,16 @@
 """Finds the ranks at fault in a run that hangs, from the status of every rank, and writes the lines of its report."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_finetune.cluster.watchdog.collectives import POINT_TO_POINT
-from ds_finetune.cluster.watchdog.messages import RankProcess
+from ds_finetune.cluster.watchdog.heartbeats import RankProcess
 from ds_finetune.cluster.watchdog.progress import CollectiveCall, RankStatus
 
 _MAX_NAMED_RANKS, _MAX_LISTED_RANKS = 8, 16
 _LONGEST_PATTERN = 16
 SILENT = "does not answer: it is stopped or dead, or native code holds Python's lock"
-LOSSY = "cannot be asked: packets to or from the machine of rank 0 are lost, so the network is at fault"
 
 
 @dataclass(frozen=True)
@@ -22,25 +21,21 @@ class Diagnosis:
     why: str
 
 
-def diagnose(statuses: Mapping[int, RankStatus | None], *, cut_off: Collection[int] = ()) -> Diagnosis:
-    """Which ranks keep the others of a hanging run waiting, from what each answered when it was asked what it does.
+def diagnose(statuses: Mapping[int, RankStatus | None], *, network: str = "", why_silent: str = SILENT) -> Diagnosis:
+    """Which ranks keep the others of a hanging run waiting, from the last heartbeat of each.
 
-    The status of a rank that did not answer is None. Where ranks have counted lost packets no rank is named, because
-    the answers come from different times. Otherwise the first of these rules that finds a rank decides:
-    1. ranks that do not answer; no rank where all of these are ranks that the network has `cut_off`;
+    The status of a rank whose heartbeats have stopped is None, and `why_silent` says what that means. Where heartbeats
+    came late no rank is named, but the `network`, because they tell of different times. Otherwise the first of these
+    rules that finds a rank decides:
+    1. ranks without heartbeats;
     2. ranks that have entered fewer collectives than other ranks of the same group; of these, only the ones in no
        collective if there are any, because the rest may wait for them;
     3. ranks in another collective than most ranks;
     4. ranks in no collective while others are in one.
     """
-    network = _network_problem(statuses)
     silent = tuple(rank for rank, status in statuses.items() if status is None)
-    reachable = tuple(rank for rank in silent if rank not in cut_off)
-    if network:
-        return Diagnosis((), network)
-    if silent:
-        who = ", ".join(map(str, silent[:_MAX_NAMED_RANKS]))
-        return Diagnosis(reachable, SILENT) if reachable else Diagnosis((), f"rank {who} {LOSSY}")
+    if network or silent:
+        return Diagnosis((), network) if network else Diagnosis(silent, why_silent)
     known = {rank: status for rank, status in statuses.items() if status is not None}
     behind = {rank: text for rank, status in known.items() if (text := _lag(status, known))}
     idle = tuple(rank for rank in known if known[rank].inside is None)
@@ -53,13 +48,6 @@ def diagnose(statuses: Mapping[int, RankStatus | None], *, cut_off: Collection[i
     if idle and len(idle) < len(known):
         return Diagnosis(idle, "is in no collective while others wait in one")
     return Diagnosis((), "every rank waits at the same place")
-
-
-def _network_problem(statuses: Mapping[int, RankStatus | None]) -> str:
-    """A text with the connections that lose packets, as their ranks have counted them; empty where none does."""
-    losses = [f"rank {rank} {text}" for rank, status in statuses.items() if status for text in status.losses]
-    more = f"; and {len(losses) - _MAX_NAMED_RANKS} more" if len(losses) > _MAX_NAMED_RANKS else ""
-    return f"the network loses packets: {'; '.join(losses[:_MAX_NAMED_RANKS])}{more}" if losses else ""
 
 
 def _lag(status: RankStatus, known: Mapping[int, RankStatus]) -> str:
@@ -120,11 +108,11 @@ def hosts_text(processes: Sequence[RankProcess]) -> str:
 
 
 def status_lines(
-    processes: Mapping[int, RankProcess], statuses: Mapping[int, RankStatus | None], diagnosis: Diagnosis
+    processes: Sequence[RankProcess], statuses: Mapping[int, RankStatus | None], diagnosis: Diagnosis
 ) -> list[str]:
     """What each rank is doing, those at fault first; ranks that do the same share a line."""
-    names = {rank: str(processes.get(rank, f"rank {rank} (never connected)")) for rank in statuses}
-    texts = {rank: str(status or "no answer") for rank, status in statuses.items()}
+    names = {rank: str(processes[rank]) for rank in statuses}
+    texts = {rank: str(status or "no heartbeat") for rank, status in statuses.items()}
     lines = [f"  {names[rank]}: {texts[rank]}" for rank in diagnosis.at_fault[:_MAX_LISTED_RANKS]]
     others: dict[str, list[int]] = {}
     for rank in statuses.keys() - set(diagnosis.at_fault):

@@ -1,12 +1,11 @@
-"""Each rank's side of the watchdog: a thread that detects a hang of its rank, and ends it when another rank fails."""
+"""The watchdog of a rank: a thread that compares heartbeats, names who is gone, stuck or behind, and ends the rank."""
 
 import math
 import os
-import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -15,78 +14,76 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from ds_finetune.cluster.watchdog import messages
-from ds_finetune.cluster.watchdog.connection import (
-    CLOSED,
-    NO_PACKETS,
-    UNREACHABLE_SECONDS,
-    Connection,
-    coordinator_address,
-    listen,
-    packet_counts,
-    wait_readable,
+from ds_finetune.cluster.watchdog.diagnosis import SILENT, diagnose, hosts_text, status_lines
+from ds_finetune.cluster.watchdog.failure import Failure, is_secondary
+from ds_finetune.cluster.watchdog.heartbeats import (
+    DONE,
+    ENDED,
+    FAILING,
+    HUNG,
+    RUNNING,
+    Heartbeats,
+    RankProcess,
+    RunEnding,
+    join,
 )
-from ds_finetune.cluster.watchdog.coordinator import REPORT, SECONDARY_ERROR_SECONDS, STATUS_SECONDS, Coordinator
-from ds_finetune.cluster.watchdog.diagnosis import SILENT
-from ds_finetune.cluster.watchdog.kills import FOLDER, StackFile, kill_process, record_cause, why_killed
-from ds_finetune.cluster.watchdog.progress import RankProgress
-from ds_finetune.cluster.watchdog.run_secret import VARIABLE, agree_on_secret
+from ds_finetune.cluster.watchdog.kills import FOLDER, oom_kills, record_cause
+from ds_finetune.cluster.watchdog.progress import PREPARING, RankProgress, RankStatus
+from ds_finetune.cluster.watchdog.stacks import StackFile, kill_process
 from ds_finetune.console.phase_line import Say, say_nothing
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE, RunError
-from ds_finetune.runs.status import mark_ended, try_to_finish, try_to_read
-from ds_finetune.system.process_messages import ProcessMessage, decode, encode
-from ds_finetune.system.processes import PauseDetector, began_at, own_pid_namespace
+from ds_finetune.runs.status import mark_ended, try_to_finish
+from ds_finetune.system.processes import PauseDetector, has_ended
+from ds_finetune.system.whole_file import replace_file
 from ds_finetune.system.world import World
 
-_COORDINATOR_KEY, _JOINED_KEY, _PREPARED_KEY = "watchdog/coordinator", "watchdog/joined", "watchdog/prepared"
-_PREPARED_WAIT = timedelta(minutes=1)
-_MAX_NAMED_RANKS = 16
-_CONNECT_SECONDS, _CONNECT_TRIES = 60.0, 3
-_JOIN_WAIT = timedelta(minutes=10)
-_JOIN_HINT = f"{VARIABLE} must be the same on every rank or on none, and the program the same version"
-_TICK_SECONDS = 0.2
+REPORT = "report.txt"
+SILENT_SECONDS, PREPARING_SECONDS = 30.0, 600.0
+"""Without a heartbeat for so long, a machine has lost its network, its power or all its ranks. While data is prepared,
+native code may hold Python's lock for longer.
+"""
+ROUND_SECONDS = 5.0
+"""How long heartbeats may take to come once a rank has hung or failed; a rank without one then counts as silent."""
 _GRACE_SECONDS = 2.0
-"""How long a rank that is told of the run's end has to end with an error of its own, before it is ended."""
-_COORDINATOR_SECONDS = STATUS_SECONDS + UNREACHABLE_SECONDS
-"""How long the coordinator has to answer before the rank takes the coordinator for hung. However many packets are lost,
-an answer has arrived by then or the connection is lost.
+"""How long an error that another rank may have caused waits for its cause, and how long a rank that is told of the end
+of the run has to end by itself.
 """
 _LEAVING_SECONDS = 20.0
-"""How long a rank that has failed has to end: its cleanup may wait for ranks that have exited."""
+"""How long a rank that has failed has to end: its cleanup may wait for ranks that have ended."""
+_FLUSH_SECONDS, _TICK_SECONDS, _PREPARED_WAIT = 3.0, 0.2, timedelta(minutes=1)
+_MAX_NAMED_RANKS = 16
 _STDERR = 2
+CLOSED = "ended without a message: its process was killed by a signal, or crashed in native code"
+UNREACHABLE = "sends no heartbeats: its process was killed or is stopped, or its host is down or cut off"
 
 
 class Monitor(threading.Thread):
-    """Answers the coordinator for this rank, and ends its process when another rank fails or the run hangs."""
+    """Compares this rank with others, and ends its process when another rank fails or the run hangs."""
 
     def __init__(
-        self, progress: RankProgress, world: World, connection: Connection, zero: messages.RankProcess, output_dir: Path
+        self, progress: RankProgress, processes: Sequence[RankProcess], store: dist.Store, output_dir: Path
     ) -> None:
         super().__init__(name="watchdog", daemon=True)
         self.progress = progress
-        self._world = world
-        self._connection = connection
-        self._zero = zero
-        self._pid_namespace = own_pid_namespace()
-        self._folder = output_dir / FOLDER
-        self._output_dir = output_dir
-        self._stacks: StackFile | None = None
-        self._closed = threading.Event()
-        self._ending_known = threading.Event()
-        self._ending: messages.RunEnding | None = None
-        self._ends_at = self._reported_at = math.inf
-        self._packets, self._packets_at = NO_PACKETS, -math.inf
-        self._pauses = PauseDetector()
         self.log: Say = say_nothing
         """Adds a line to the log of the run."""
-        self._is_failing = False
-        self._has_written = False
+        self._own, self._processes, self._folder = processes[progress.rank], processes, output_dir / FOLDER
+        self._beside = [each for each in processes if each.is_beside(self._own)]
+        watched = processes if self._own.rank == 0 else {processes[0], *self._beside, self._own}
+        self._beats = Heartbeats(store, self._own.rank, [each.rank for each in watched], progress.status)
+        self._stacks: StackFile | None = None
+        self._ending: RunEnding | None = None
+        self._ending_known, self._closed = threading.Event(), threading.Event()
+        self._is_failing = self._is_closing = False
+        self._ends_at = self._told_at = self._compare_at = math.inf
+        self._pauses, self._oom_kills, self._began = PauseDetector(), oom_kills(), time.time()
 
     def run(self) -> None:
-        """Serve until closed."""
-        while not self._closed.is_set():
-            self._read()
-            self._act_on_deadlines(time.monotonic())
+        """Watch until closed."""
+        self._beats.start()
+        while not self._closed.wait(_TICK_SECONDS):
+            self._exclude_pause()
+            self._watch(time.monotonic())
 
     @contextmanager
     def report_errors(self) -> Iterator[None]:
@@ -99,14 +96,14 @@ class Monitor(threading.Thread):
         except BaseException as error:
             if self._is_failing:
                 raise
-            cause = self._report_failure(messages.FailureReport.of(error))
+            cause = self._report_failure(failure := Failure.of(error), is_secondary=is_secondary(error))
             if cause is None:
                 raise
             self._record_cause(cause)
             # torchrun reports the rank that exits first as the cause, so let the other rank exit first.
             time.sleep(_GRACE_SECONDS)
             secondary = RunError(
-                f"{cause.line}; rank {self._world.rank} then met {messages.FailureReport.of(error).line}",
+                f"{cause.line}; rank {self._own.rank} then met {failure.line}",
                 hint=f"see {self._folder / REPORT} for more",
             )
             # Every rank exits with the same code, e.g. the one for a user's mistake.
@@ -117,7 +114,7 @@ class Monitor(threading.Thread):
     def watch_from_start(self, store: dist.Store) -> Iterator[None]:
         """Wait for every rank, without a limit; then detect hangs and write stacks while it is open."""
         self.wait_until_prepared(store)
-        self._stacks = stacks = StackFile(self._output_dir, self._world.rank)
+        self._stacks = stacks = StackFile(self._folder, self._own.rank)
         try:
             with self.progress.during("start"):
                 yield
@@ -130,33 +127,25 @@ class Monitor(threading.Thread):
 
         If another rank fails meanwhile, this thread ends the process and with it the wait.
         """
-        keys = {rank: f"{_PREPARED_KEY}/{what}/{rank}" for rank in range(self._world.world_size)}
-        store.set(keys[self._world.rank], "")
-        while missing := _unset(keys, store):
-            if self._world.rank == 0:
-                _print(f"watchdog: ranks {', '.join(map(str, missing))} are still preparing\n")
-
-    def close(self) -> None:
-        """Say goodbye to the coordinator, unless this rank has failed, and stop."""
-        # Stop this thread before the goodbye: the coordinator then closes the connection, which would look like a loss.
-        self._closed.set()
-        self.join(_LEAVING_SECONDS)
-        if not self._is_failing:
-            self._connection.send(messages.RankGoodbye())
-        self._connection.close_after_reading()
+        keys = [f"watchdog/prepared/{what}/{each.rank}" for each in self._processes]
+        store.set(keys[self._own.rank], "")
+        while missing := _missing(store, keys):
+            if self._own.rank == 0:
+                _print(f"watchdog: ranks {', '.join(missing)} are still preparing\n")
 
     @contextmanager
     def announce_exits(self) -> Iterator[None]:
-        """While open, announce calls of `os._exit` to the coordinator, which would take them for deaths by a signal."""
+        """While open, tell the other ranks of calls of `os._exit`, which they would take for deaths by a signal."""
         leave, pid = os._exit, os.getpid()
 
         def announce_and_leave(code: int) -> NoReturn:
-            # A forked process shares the connection but is not a rank.
-            if os.getpid() == pid and not self._closed.is_set():
+            # A forked process is not a rank.
+            if os.getpid() == pid and self._ending is None and not self._is_closing:
                 caller = sys._getframe(1)
-                why = f"called os._exit({code}) at {caller.f_code.co_filename}:{caller.f_lineno}"
-                try_to_finish(lambda: record_cause(self._folder, f"rank {self._world.rank} {why}"))
-                self._announce_exit(why)
+                where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+                self._propose(RunEnding((self._own.rank,), f"{self._own} called os._exit({code}) at {where}"))
+                self._ending_known.wait(_FLUSH_SECONDS)
+                self._wait_for_others(ROUND_SECONDS)
             leave(code)
 
         os._exit = announce_and_leave  # type: ignore[assignment]
@@ -165,252 +154,273 @@ class Monitor(threading.Thread):
         finally:
             os._exit = leave
 
-    def _record_cause(self, ending: messages.RunEnding) -> None:
+    def close(self) -> None:
+        """Say that this rank is done, unless it has failed, and stop; rank zero stays until every rank is done."""
+        self._is_closing = True
+        if not self._is_failing and self._ending is None:
+            self._beats.state = DONE
+        self._beats.flush(_FLUSH_SECONDS)
+        self._wait_for_others(math.inf if self._ending is None else ROUND_SECONDS)
+        self._closed.set()
+        self.join(_LEAVING_SECONDS)
+        self._beats.close()
+
+    def _wait_for_others(self, seconds: float) -> None:
+        """On rank zero, which may serve the store, wait until every other rank is done or knows why the run ends."""
+        until = time.monotonic() + seconds
+        while self._own.rank == 0 and time.monotonic() < until:
+            gone: tuple[int, ...] = ()
+            if self._ending is not None:
+                until, gone = min(until, time.monotonic() + ROUND_SECONDS), self._ending.at_fault
+            if all(self._has_left(each.rank) or each.rank in gone for each in self._processes[1:]):
+                return
+            self._beats.flush(_FLUSH_SECONDS)
+            time.sleep(_TICK_SECONDS / 4)
+
+    def _has_left(self, rank: int) -> bool:
+        return self._beats.state_of(rank) in (DONE, ENDED)
+
+    def _exclude_pause(self) -> None:
+        """Leave a pause since the last call, if there was one, out of all times, and print it."""
+        pause = self._pauses.last_pause()
+        if pause is None:
+            return
+        self.progress.exclude_pause(pause.monotonic_seconds)
+        self._beats.forget_pause()
+        self._ends_at += pause.monotonic_seconds
+        self._told_at += pause.monotonic_seconds
+        self._compare_at = math.inf
+        if pause.is_of_process:
+            line = f"watchdog: rank {self._own.rank} was paused for {pause.seconds:,.0f} s and runs again"
+            _print(f"{line}\n")
+            try_to_finish(lambda: self.log(line))
+
+    def _watch(self, now: float) -> None:
+        if (stacks := self._stacks) is not None:
+            stacks.arm(self.progress.limits.longest_step)
+        ending = self._beats.ending or (None if self._is_closing else self._ending_without_store(now))
+        if self._ending is None and ending is not None:
+            self._accept(ending)
+        if self._ending is not None:
+            if now > self._ends_at and not self._is_closing:
+                self._leave(self._ending)
+            return
+        if self._beats.state in (PREPARING, RUNNING):
+            self._beats.state = PREPARING if self.progress.phase == PREPARING else RUNNING
+            limit, seconds = self.progress.limit_seconds(), now - self.progress.last_progress_at()
+            if seconds > limit:
+                why = f"has made no progress for {seconds:,.0f} s, and its limit is {limit:,.0f} s"
+                self._tell(HUNG, f"  rank {self._own.rank} {why}")
+        self._look_for_deaths()
+        if self._own.rank == 0:
+            self._compare(now)
+
+    def _look_for_deaths(self) -> None:
+        """End the run where the process of another rank of this machine has ended and the store has no reason."""
+        for each in self._beside:
+            if self._has_left(each.rank) or not has_ended(each.pid, each.began):
+                continue
+            # It may have said so at last.
+            self._beats.flush(_FLUSH_SECONDS)
+            if not self._has_left(each.rank) and self._beats.ending is None:
+                count = oom_kills() - self._oom_kills
+                text = f"; the kernel has killed {count} processes of its machine for lack of memory since the start"
+                self._propose(RunEnding((each.rank,), f"{each} {CLOSED}{text if count > 0 else ''}"))
+
+    def _ending_without_store(self, now: float) -> RunEnding | None:
+        """How the run ends where rank zero, or the process that serves the store, is dead, stuck or cut off."""
+        zero, answered_at, silent = self._processes[0], self._beats.answered_at, now - self._beats.answered_at
+        # Over a network that loses packets, rank zero's word may come late.
+        is_heard = self._own.is_beside(zero) or answered_at > self._told_at + ROUND_SECONDS
+        if self._beats.is_lost:
+            why = CLOSED if self._own.rank else "has lost the store, because the launcher that served it has ended"
+        elif self._own.rank and is_heard and now > self._told_at + 2 * ROUND_SECONDS:
+            why = SILENT if self._own.is_beside(zero) else UNREACHABLE
+        elif silent > _silent_limit(self._beats.state):
+            why = f"has not answered for {silent:.0f} s: its host or this one, {self._own.host}, is down or cut off"
+        else:
+            return None
+        is_hang = why == SILENT
+        return RunEnding((0,), f"{zero} {why}", is_hang=is_hang, silent=(0,) if is_hang else ())
+
+    def _compare(self, now: float) -> None:
+        """On rank zero: end the run where a machine is silent, or soon after a rank has hung or failed."""
+        active = [each for each in self._processes if not self._has_left(each.rank)]
+        heard_at, states = self._beats.heard_at, {each.rank: self._beats.state_of(each.rank) for each in active}
+        excess: dict[str, float] = {}
+        for each in active:
+            seconds = now - heard_at[each.rank] - _silent_limit(states[each.rank])
+            excess[each.machine] = min(seconds, excess.get(each.machine, math.inf))
+        if max(excess.values(), default=0.0) > 0:
+            # Machines that are about to be over the limit have lost the same network.
+            self._end_silent([each for each in active if excess[each.machine] > -ROUND_SECONDS])
+        elif not {HUNG, FAILING}.intersection(states.values()):
+            self._compare_at = math.inf
+        elif self._compare_at == math.inf:
+            self._compare_at = now + (0.0 if HUNG in states.values() else _GRACE_SECONDS)
+        elif now > self._compare_at + ROUND_SECONDS or all(heard_at[rank] > self._compare_at for rank in states):
+            self._diagnose(active, is_error=FAILING in states.values())
+
+    def _end_silent(self, silent: Sequence[RankProcess]) -> None:
+        others = {each.machine for each in self._processes} - {self._own.machine}
+        who, here = hosts_text(silent), f"rank 0 (host {self._own.host})"
+        if len(others) > 1 and others == {each.machine for each in silent}:
+            line = f"{here} hears none of the other {len(others)} hosts; its own connection is the likely cause"
+            self._propose(RunEnding((0,), line, f"  not heard: {who}"))
+        else:
+            ranks = tuple(each.rank for each in silent)
+            self._propose(RunEnding(ranks, f"{who} {UNREACHABLE}, as seen from {here}"))
+
+    def _diagnose(self, active: Sequence[RankProcess], *, is_error: bool) -> None:
+        beats, statuses = self._beats, {each.rank: self._beats.status_of(each.rank) for each in active}
+        trouble = next(status.trouble for status in statuses.values() if status and status.trouble)
+        network = self._late_heartbeats(statuses)
+        for rank, status in statuses.items():
+            if beats.heard_at[rank] < self._compare_at:
+                statuses[rank] = None
+            elif status is not None and beats.state_of(rank) == FAILING:
+                # It was in its last collective when that failed.
+                statuses[rank] = replace(status, inside=status.last)
+        silent = [each for each in active if statuses[each.rank] is None]
+        is_far = all(each.machine != self._own.machine for each in silent)
+        found = diagnose(statuses, network=network, why_silent=UNREACHABLE if is_far else SILENT)
+        who = ", ".join(str(self._processes[rank]) for rank in found.at_fault) or "no single rank"
+        first, _, text = trouble.partition("\n")
+        why = found.why
+        if is_error and not found.at_fault and not network:
+            why += f"; the connection between ranks broke, so the network is at fault: {first.strip()}"
+        lines = [first, *status_lines(self._processes, statuses, found), text, f"  stacks: {self._folder}/rank-*.txt"]
+        self._propose(
+            RunEnding(
+                found.at_fault,
+                f"{who}: {why}",
+                "\n".join(filter(None, lines)),
+                is_hang=not is_error,
+                silent=found.at_fault if silent else (),
+            )
+        )
+
+    def _late_heartbeats(self, statuses: Mapping[int, RankStatus | None]) -> str:
+        """A text with the hosts whose heartbeats came late; empty where none did, or rank zero's own were late too."""
+        late: dict[str, float] = {}
+        for rank, status in statuses.items():
+            if status is not None and status.late and self._processes[rank].machine != self._own.machine:
+                host = self._processes[rank].host
+                late[host] = max(late.get(host, 0.0), *status.late)
+        own = self._beats.status_of(self._own.rank)
+        if not late or (own is not None and own.late):
+            return ""
+        texts = ", ".join(f"host {host} (up to {seconds:.1f} s)" for host, seconds in late.items())
+        return f"heartbeats came late from {texts}: the network loses packets"
+
+    def _tell(self, state: str, trouble: str) -> None:
+        """Let rank zero compare the ranks, because this one has hung or failed."""
+        self._told_at = time.monotonic()
+        self._beats.trouble, self._beats.state = trouble, state
+        self._beats.flush()
+
+    def _propose(self, ending: RunEnding) -> None:
+        """Let the run end so, unless another rank has given another reason before."""
+        self._beats.proposal = ending
+        self._beats.flush()
+
+    def _report_failure(self, failure: Failure, *, is_secondary: bool) -> RunEnding | None:
+        """Report a failure; return the run's ending where this failure is only a consequence of another rank's."""
+        self._is_failing = True
+        wait = SILENT_SECONDS + ROUND_SECONDS if is_secondary else _FLUSH_SECONDS
+        self._ends_at = time.monotonic() + wait + _LEAVING_SECONDS
+        if self._ending is None and is_secondary:
+            self._write_stacks()
+            self._tell(FAILING, f"  {self._own} met {failure.line}\n{failure.text}")
+        elif self._ending is None:
+            line = f"{self._own} was the first to fail: {failure.line}"
+            self._propose(RunEnding((self._own.rank,), line, failure.text, failure.code))
+        self._ending_known.wait(wait)
+        ending = self._ending
+        return ending if ending is not None and is_secondary and self._own.rank not in ending.at_fault else None
+
+    def _accept(self, ending: RunEnding) -> None:
+        if not self._is_failing:
+            self._ends_at = time.monotonic() + (0.0 if ending.is_hang else _GRACE_SECONDS)
+        self._ending, self._beats.state = ending, ENDED
+        self._beats.flush()
+        is_alone = ending is not self._beats.ending
+        if self._own.rank == 0 or self._is_reporter(ending) or is_alone:
+            mark_ended(self._folder.parent, "hung" if ending.is_hang else "failed", ending.line)
+            if ending.code != USER_ERROR_EXIT_CODE:
+                try_to_finish(lambda: self._write_report(ending, keeps_other=is_alone))
+        # An error of the user is usually that of every rank: the reporter prints its own, or this report as it leaves.
+        if self._is_reporter(ending) and not is_alone and ending.code != USER_ERROR_EXIT_CODE:
+            _print(f"watchdog: {ending.report}\n")
+        self._ending_known.set()
+
+    def _is_reporter(self, ending: RunEnding) -> bool:
+        return self._own.rank == min({each.rank for each in self._processes}.difference(ending.at_fault), default=-1)
+
+    def _write_report(self, ending: RunEnding, *, keeps_other: bool) -> None:
+        path = self._folder / REPORT
+        with suppress(OSError):
+            # A rank without the store does not replace what others have written of this run.
+            if not (keeps_other and path.exists() and path.stat().st_mtime > self._began):
+                self._folder.mkdir(parents=True, exist_ok=True)
+                replace_file(path, ending.report + "\n")
+
+    def _leave(self, ending: RunEnding) -> NoReturn:
+        """End the process from this thread: the other threads may wait in a collective forever."""
+        is_first = not any(each.rank < self._own.rank and each.rank not in ending.silent for each in self._beside)
+        if self._is_reporter(ending) and ending.code == USER_ERROR_EXIT_CODE:
+            _print(f"watchdog: {ending.report}\n")
+        elif is_first:
+            _print(f"watchdog: rank {self._own.rank} ends: {ending.line}\n")
+        if ending.code != USER_ERROR_EXIT_CODE:
+            self._write_stacks()
+        elif self._stacks is not None:
+            self._stacks.close()
+        for each in self._beside if is_first else ():
+            if each.rank in ending.silent:
+                kill_process(each.pid, each.began, folder=self._folder, why=ending.line)
+        if ending.silent:
+            # Do not exit at once: a launcher that sees one rank exit may signal the others, which are still killing.
+            time.sleep(1.5)
+        self._wait_for_others(ROUND_SECONDS)
+        self._record_cause(ending)
+        os._exit(ending.code or RUN_ERROR_EXIT_CODE)
+
+    def _record_cause(self, ending: RunEnding) -> None:
         """Record for `ds-finetune launch` that this rank ends because the run does."""
         # A user's mistake leaves no files.
         if ending.code != USER_ERROR_EXIT_CODE:
             try_to_finish(lambda: record_cause(self._folder, ending.line))
 
-    def _announce_exit(self, why: str) -> None:
-        """Tell the coordinator why this rank ends, and wait until it has read the message."""
-        if self._ending is None:
-            self._connection.send(messages.RankLeaving(why))
-        self._closed.set()
-        self._connection.close_after_reading()
-
-    def _report_failure(self, failure: messages.FailureReport) -> messages.RunEnding | None:
-        """Report a failure; return the run's ending where this failure is only a consequence of another rank's."""
-        self._is_failing = True
-        self._ends_at = time.monotonic() + _LEAVING_SECONDS
-        if self._ending is None:
-            self._connection.send(failure)
-        self._ending_known.wait(_COORDINATOR_SECONDS if failure.is_secondary else SECONDARY_ERROR_SECONDS)
-        ending = self._ending
-        is_others = ending is not None and failure.is_secondary and self._world.rank not in ending.at_fault
-        return ending if is_others else None
-
-    def _read(self) -> None:
-        """Handle messages that have arrived; a lost connection means that the coordinator's process is dead."""
-        readable = wait_readable([] if self._connection.is_lost else [self._connection], _TICK_SECONDS)
-        # Messages that have waited meanwhile set deadlines of their own, which are not to be moved.
-        self._exclude_pause()
-        if readable:
-            for message in self._connection.receive():
-                self._handle(message)
-        if self._connection.is_lost and self._ending is None and not self._closed.is_set():
-            self._accept_ending(self._ending_without_coordinator(self._why_coordinator_lost()))
-
-    def _handle(self, message: ProcessMessage) -> None:
-        match message:
-            case messages.StatusRequest():
-                losses = packet_counts().losses_since(self._packets)
-                self._connection.send(replace(self.progress.status(), losses=losses))
-                self._write_stacks()
-            case messages.RunEnding():
-                self._accept_ending(message)
-
-    def _why_coordinator_lost(self) -> str:
-        why = self._connection.why_lost
-        if why != CLOSED:
-            return why
-        killed = try_to_read(lambda: why_killed(self._folder, self._zero.pid, self._zero.began), "")
-        return f"was ended by the watchdog: {killed}" if killed else why
-
-    def _exclude_pause(self) -> None:
-        """Move every deadline by the pause since the last call, if there was one, and print that."""
-        pause = self._pauses.last_pause()
-        if pause is None:
-            return
-        self.progress.exclude_pause(pause.monotonic_seconds)
-        self._ends_at += pause.monotonic_seconds
-        self._reported_at += pause.monotonic_seconds
-        if (stacks := self._stacks) is not None:
-            try_to_finish(stacks.resume)
-        if not pause.is_of_process:
-            return
-        line = f"watchdog: rank {self._world.rank} was paused for {pause.seconds:,.0f} s and runs again"
-        _print(f"{line}\n")
-        try_to_finish(lambda: self.log(line))
-
-    def _act_on_deadlines(self, now: float) -> None:
-        """Do what is due: report a hang of this rank, or end the process."""
-        limit = self.progress.limit_seconds()
-        until = self.progress.last_progress_at() + limit
-        if now > self._packets_at + limit / 4 and self.progress.last_progress_at() > self._packets_at:
-            # Losses are those since here: not much longer ago than the last progress.
-            self._packets, self._packets_at = packet_counts(), now
-        if self._stacks is not None:
-            # Past the limit, too, the timer only ends the process where this thread no longer runs.
-            self._stacks.arm(max(until, now))
-        if now > self._ends_at and self._ending is not None:
-            self._leave(self._ending)
-        elif now > min(self._ends_at, self._reported_at + _COORDINATOR_SECONDS):
-            self._leave(self._ending_without_coordinator(SILENT))
-        elif now > until and self._reported_at == math.inf and self._ending is None:
-            self._report_hang(now, seconds=now - until + limit, limit=limit)
-
-    def _report_hang(self, now: float, *, seconds: float, limit: float) -> None:
-        self._reported_at = now
-        why = f"rank {self._world.rank} has made no progress for {seconds:,.0f} s, and its limit is {limit:,.0f} s"
-        self._connection.send(messages.HangReport(f"  {why}"))
-        self._write_stacks()
-
-    def _accept_ending(self, ending: messages.RunEnding) -> None:
-        if self._ending is not None:
-            return
-        self._ending = ending
-        if not self._is_failing:
-            self._ends_at = time.monotonic() + (0.0 if ending.is_hang else _GRACE_SECONDS)
-        # An error of the user is usually that of every rank: the reporter prints its own, or this report as it leaves.
-        is_own = self._world.rank in ending.at_fault or ending.code == USER_ERROR_EXIT_CODE
-        if self._world.rank == ending.reporter and not is_own:
-            _print(f"watchdog: {ending.report}\n")
-        self._ending_known.set()
-
-    def _ending_without_coordinator(self, why: str) -> messages.RunEnding:
-        """The ending for a dead or hung coordinator, made by each rank itself; the first to do so writes the report."""
-        line = f"{self._zero} {why}"
-        try_to_finish(lambda: self._write_first_report(line))
-        mark_ended(self._output_dir, "hung" if why == SILENT else "failed", line)
-        # Each rank that sees rank zero's process kills it, because the ranks cannot agree on one of them. Where the
-        # connection is lost, rank zero is dead, or it lives and has given up this rank because packets are lost.
-        is_killer = why == SILENT and self._zero.pid_namespace == self._pid_namespace
-        killers = {str(self._world.rank): [(self._zero.pid, self._zero.began)]} if is_killer else {}
-        return messages.RunEnding((0,), line, line, RUN_ERROR_EXIT_CODE, reporter=-1, is_hang=False, killers=killers)
-
-    def _write_first_report(self, line: str) -> None:
-        with suppress(OSError), (self._folder / REPORT).open("x", encoding="utf-8") as report:
-            report.write(f"{line}\n")
-
-    def _leave(self, ending: messages.RunEnding) -> NoReturn:
-        """End the process from this thread: the other threads may wait in a collective forever."""
-        rank = str(self._world.rank)
-        if self._world.rank == ending.reporter and ending.code == USER_ERROR_EXIT_CODE:
-            _print(f"watchdog: {ending.report}\n")
-        elif self._world.local_rank == 0 or rank in ending.killers:
-            _print(f"watchdog: rank {rank} ends: {ending.line}\n")
-        if ending.code != USER_ERROR_EXIT_CODE:
-            self._write_stacks()
-        elif self._stacks is not None:
-            self._stacks.close()
-        for pid, began in ending.killers.get(rank, []):
-            kill_process(pid, began, folder=self._folder, why=ending.line)
-        if ending.killers:
-            # Do not exit at once: a launcher that sees one rank exit may signal the others, which are still killing.
-            time.sleep(1.5)
-        self._record_cause(ending)
-        self._announce_exit(f"left: {ending.line}")
-        os._exit(ending.code or RUN_ERROR_EXIT_CODE)
-
     def _write_stacks(self) -> None:
-        if (stacks := self._stacks) is not None and not self._has_written:
-            self._has_written = True
+        if (stacks := self._stacks) is not None:
             try_to_finish(lambda: stacks.write(self.progress.status()))
 
 
-def _unset(keys: Mapping[int, str], store: dist.Store) -> list[int]:
+def _silent_limit(state: str) -> float:
+    return SILENT_SECONDS if state in (RUNNING, HUNG, FAILING) else PREPARING_SECONDS
+
+
+def _missing(store: dist.Store, keys: Sequence[str]) -> list[str]:
     """Ranks whose keys are not set within a minute, at most _MAX_NAMED_RANKS of them."""
     try:
-        store.wait(list(keys.values()), _PREPARED_WAIT)
+        store.wait(list(keys), _PREPARED_WAIT)
     except dist.DistStoreError:
-        return [rank for rank, key in keys.items() if not store.check([key])][:_MAX_NAMED_RANKS]
+        return [str(rank) for rank, key in enumerate(keys) if not store.check([key])][:_MAX_NAMED_RANKS]
     return []
 
 
 @contextmanager
 def start_monitor(progress: RankProgress, world: World, store: dist.Store, output_dir: Path) -> Iterator[Monitor]:
-    """While open, run this rank's monitor and, on rank zero, the coordinator.
-
-    Every rank opens it, with the store of the process group. RunError where rank zero does not accept this rank.
-    """
-    pid = os.getpid()
-    process = messages.RankProcess(world.rank, socket.gethostname(), pid, began_at(pid), own_pid_namespace())
-    coordinator = None
-    with _tell_whether_joined(world, store):
-        say = lambda line: _print(f"{line}\n")  # noqa: E731
-        secret = agree_on_secret(store, world, folder=output_dir, environ=os.environ, say=say)
-        if world.rank == 0:
-            coordinator = _start_coordinator(process, world, store, secret, output_dir)
-        location = decode(store.get(_COORDINATOR_KEY), [messages.CoordinatorLocation], peer="rank 0")
-        connection = _join(process, (location.address or world.master_addr, location.port), secret)
-    monitor = Monitor(progress, world, connection, location.process, output_dir)
+    """While open, watch this rank and compare it with the others. Every rank opens it, with the store of the run."""
+    processes = join(store, RankProcess.here(world.rank), world.world_size)
+    monitor = Monitor(progress, processes, store, output_dir)
     monitor.start()
     try:
         with monitor.announce_exits(), monitor.report_errors():
-            if world.rank == 0:
-                _check_joined(world, store)
             yield monitor
     finally:
         monitor.close()
-        if coordinator is not None:
-            # Keep serving while other ranks take longer to leave: they would take this rank for dead.
-            coordinator.join()
-
-
-@contextmanager
-def _tell_whether_joined(world: World, store: dist.Store) -> Iterator[None]:
-    """Tell rank zero, through the store, that this rank has joined the watchdog, or why it has not."""
-    why = "it ended before"
-    try:
-        yield
-        why = ""
-    except RunError as refused:
-        why = refused.message
-        raise
-    finally:
-        store.set(f"{_JOINED_KEY}/{world.rank}", why)
-
-
-def _check_joined(world: World, store: dist.Store) -> None:
-    """Wait for every rank to join; RunError where one was refused, as without it the run would wait for ever."""
-    keys = [f"{_JOINED_KEY}/{rank}" for rank in range(world.world_size)]
-    store.wait(keys, _JOIN_WAIT)
-    for rank, why in enumerate(store.get(key).decode() for key in keys):
-        if why:
-            raise RunError(f"rank {rank} has not joined the watchdog of rank 0: {why}", hint=_JOIN_HINT)
-
-
-def _start_coordinator(
-    process: messages.RankProcess, world: World, store: dist.Store, secret: bytes, output_dir: Path
-) -> Coordinator:
-    address = coordinator_address(world, os.environ)
-    listener = listen(address)
-    coordinator = Coordinator(listener, secret, world.world_size, output_dir)
-    coordinator.start()
-    location = messages.CoordinatorLocation(address, listener.getsockname()[1], process)
-    store.set(_COORDINATOR_KEY, encode(location).decode())
-    return coordinator
-
-
-def _join(process: messages.RankProcess, address: tuple[str, int], secret: bytes) -> Connection:
-    """Connect to the coordinator until it accepts this rank; RunError where it does not."""
-    why = ""
-    for _ in range(_CONNECT_TRIES):
-        try:
-            connection = Connection.open(*address, secret, timeout=_CONNECT_SECONDS)
-        except OSError as error:
-            why = str(error)
-            continue
-        if not connection.is_lost:
-            connection.send(process)
-            why = _why_refused(connection)
-            if not why:
-                return connection
-        connection.close()
-    raise RunError(
-        f"rank {process.rank} is not accepted by the watchdog of rank 0 at {address[0]}:{address[1]}: {why}",
-        hint=_JOIN_HINT,
-    )
-
-
-def _why_refused(connection: Connection) -> str:
-    until = time.monotonic() + _CONNECT_SECONDS
-    while not connection.is_lost and time.monotonic() < until:
-        for message in connection.receive() if wait_readable([connection], 1.0) else []:
-            if isinstance(message, messages.RankAccepted):
-                return ""
-            return message.why if isinstance(message, messages.RankRefused) else message.kind
-    return "its secret is another" if connection.is_lost else f"no answer within {_CONNECT_SECONDS:.0f} s"
 
 
 def _print(text: str) -> None:

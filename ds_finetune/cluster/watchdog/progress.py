@@ -1,38 +1,31 @@
 """What a rank is doing: its phase, optimizer step and last collectives, and how long it may go without progress.
 
-Recording adds about a microsecond to each collective. NCCL's calls return as soon as they are enqueued. On a GPU, marks
-in the device's queue before and after each collective therefore tell whether the device waits in it or still computes.
+Recording adds microseconds to each collective. NCCL's calls return as soon as they are enqueued. On a GPU, marks in the
+device's queue before and after each collective therefore tell whether the device waits in it or still computes.
 """
 
 import math
-import socket
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
 
 from ds_finetune.config.schedule import seconds_of
 from ds_finetune.config.sections import REPORT_SECONDS, WatchdogConfig
-from ds_finetune.engine.groups.collectives import all_gather_object, all_gather_scalar
-from ds_finetune.observers.record import Observer, StepRecord
+from ds_finetune.observers.record import StepRecord
 from ds_finetune.system.gpu_threads import use_device
 from ds_finetune.system.process_messages import ProcessMessage
 
 STEP_FACTOR, LEAST_SECONDS, RECENT_STEPS = 10, 60.0, 25
 """The limit `auto` is STEP_FACTOR times the median of the last RECENT_STEPS steps, and not less than LEAST_SECONDS."""
 _RECENT_CALLS = 128
-_INSIDE_COLLECTIVE = -1.0
 PREPARING = "preparation"
 """The phase that has no limit: its time depends on the data, and no rank waits in a collective."""
-_NOTICEABLE_SECONDS = 0.05
-"""Smaller differences between ranks are noise, which small models show."""
-_LEAST_STEPS = 5
-"""A median needs this many steps: a rank that pauses in a single step is not slow."""
 
 
 class CollectiveCall(NamedTuple):
@@ -56,24 +49,44 @@ class CollectiveCall(NamedTuple):
         return self.name, self.size
 
 
+class HostMarks:
+    """Marks in time, on a CPU: a collective is done once its call or the wait for it returns."""
+
+    def mark(self) -> float:
+        """The time."""
+        return time.monotonic()
+
+    def is_reached(self, mark: float) -> bool:
+        """Whether it is later than the mark."""
+        return True
+
+    def seconds(self, begin: float, end: float) -> float:
+        """Seconds between two marks."""
+        return end - begin
+
+    def is_computing(self) -> bool:
+        """Whether the computation waits for the collective that begins now."""
+        return True
+
+
 @dataclass(frozen=True)
-class CudaMarks:
+class CudaMarks(HostMarks):
     """Marks in the queue of `device`: CUDA events in the current stream."""
 
     device: torch.device
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> Any:  # noqa: ANN401 - a torch.cuda.Event
         """Record an event with a time."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def is_reached(self, mark: torch.cuda.Event) -> bool:
-        """Query the event, without waiting; the monitor's thread does so too."""
+    def is_reached(self, mark: Any) -> bool:  # noqa: ANN401
+        """Query the event, without waiting; the threads of the watchdog do so too."""
         use_device(self.device)
         return mark.query()
 
-    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    def seconds(self, begin: Any, end: Any) -> float:  # noqa: ANN401
         """CUDA's elapsed milliseconds in seconds."""
         return begin.elapsed_time(end) / 1000
 
@@ -82,7 +95,12 @@ class CudaMarks:
         return torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
-@dataclass
+def marks_of(device: str) -> HostMarks:
+    """Marks of the CPU, or of a GPU such as `cuda:1`."""
+    return HostMarks() if device == "cpu" else CudaMarks(torch.device(device))
+
+
+@dataclass(eq=False)
 class _MarkedCall:
     """A collective, or a wait for one, between its marks."""
 
@@ -91,54 +109,6 @@ class _MarkedCall:
     is_computing: bool
     begin: Any
     end: Any = None
-
-
-@dataclass
-class DeviceProgress:
-    """The progress of a device: the training threads write it, and the monitor's thread reads it."""
-
-    marks: CudaMarks
-    _pending: deque[_MarkedCall] = field(default_factory=deque)
-    _open: _MarkedCall | None = None
-    _waited_seconds: float = 0.0
-
-    def begin(self, call: CollectiveCall, *, is_wait: bool = False) -> None:
-        """Mark that a collective, or a wait for the last one, is about to be enqueued."""
-        self._settle()
-        self._open = _MarkedCall(call, is_wait, self.marks.is_computing(), self.marks.mark())
-        self._pending.append(self._open)
-
-    def end(self) -> None:
-        """Mark that the collective of the last `begin` is enqueued."""
-        if self._open is not None:
-            self._open.end = self.marks.mark()
-            self._open = None
-
-    def take_waited(self) -> float:
-        """Seconds that the device's computation has waited in collectives since this was last called."""
-        self._settle()
-        waited, self._waited_seconds = self._waited_seconds, 0.0
-        return waited
-
-    def position(self) -> tuple[CollectiveCall | None, tuple[CollectiveCall, ...]]:
-        """The collective in which the device waits, and the queued ones that it has not reached; does not wait."""
-        pending = [each for each in tuple(self._pending) if each.end is None or not self.marks.is_reached(each.end)]
-        queued = [each for each in pending if not self.marks.is_reached(each.begin)]
-        inside = [each.call for each in pending if each not in queued]
-        # Where several queues wait, take the collective that was enqueued first.
-        return inside[0] if inside else None, tuple(each.call for each in queued if not each.is_wait)
-
-    def _settle(self) -> None:
-        """Drop the collectives that the device has finished, in order, and add up their time."""
-        while self._pending and self._pending[0].end is not None and self.marks.is_reached(self._pending[0].end):
-            done = self._pending.popleft()
-            if done.is_computing:
-                self._waited_seconds += self.marks.seconds(done.begin, done.end)
-
-
-def device_progress(device: str) -> DeviceProgress | None:
-    """Progress of a GPU such as `cuda:1`. None for a CPU, where a collective is done once its call or wait returns."""
-    return None if device == "cpu" else DeviceProgress(CudaMarks(torch.device(device)))
 
 
 @dataclass(frozen=True)
@@ -180,8 +150,10 @@ class RankStatus(ProcessMessage, kind="status"):
     recent: tuple[CollectiveCall, ...]
     queued: CollectiveCall | None = None
     """The first collective that the program has enqueued and the device has not yet reached."""
-    losses: tuple[str, ...] = ()
-    """Addresses to which this rank's packets were lost, with counters."""
+    trouble: str = ""
+    """Why the ranks are to be compared: a line about a hang of this rank, or an error that another may have caused."""
+    late: tuple[float, ...] = ()
+    """Seconds that heartbeats of the last minute took to rank zero and back, where several came late."""
 
     def __str__(self) -> str:
         last = f"the last was {self.last}" if self.last else "it has not been in any"
@@ -192,71 +164,72 @@ class RankStatus(ProcessMessage, kind="status"):
 
 
 class RankProgress:
-    """The progress of this rank: the training threads write it, and the monitor's thread reads it."""
+    """The progress of this rank: the training threads write it, and the threads of the watchdog read it."""
 
     def __init__(self, rank: int, limits: HangLimits) -> None:
-        self.rank = rank
-        self.limits = limits
-        self.phase = PREPARING
-        self.step = 0
-        self.waited_seconds = 0.0
-        """Seconds spent in collectives so far."""
+        self.rank, self.limits = rank, limits
+        self.phase, self.step = PREPARING, 0
         self.own_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         """Seconds of each recent step but the first, without those in collectives."""
-        self.last: CollectiveCall | None = None
-        self.device: DeviceProgress | None = None
-        """Progress of the device, where collectives are asynchronous."""
-        self._inside: CollectiveCall | None = None
+        self.marks = HostMarks()
+        self._pending: deque[_MarkedCall] = deque()
+        self._open: _MarkedCall | None = None
+        self._waited_seconds = 0.0
+        self._last: CollectiveCall | None = None
         self._counts: Counter[str] = Counter()
         self._recent: deque[CollectiveCall] = deque(maxlen=_RECENT_CALLS)
         self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
-        self._waited_before = 0.0
         self._progress_at = self._collective_at = time.monotonic()
 
-    def enter(self, name: str, size: int, ranks: str) -> float:
-        """Record that a collective begins; returns the time, for `leave`."""
+    def enter(self, name: str, size: int, ranks: str) -> _MarkedCall | None:
+        """Record that a collective begins; what is returned is for `leave`."""
         self._counts[ranks] += 1
-        self.last = self._inside = call = CollectiveCall(name, size, ranks, self._counts[ranks])
-        self._recent.append(call)
-        if self.device is not None:
-            self.device.begin(call)
-        self._collective_at = now = time.monotonic()
-        return now
+        self._last = CollectiveCall(name, size, ranks, self._counts[ranks])
+        self._recent.append(self._last)
+        return self._begin(self._last, is_wait=False)
 
-    def leave(self, began: float) -> None:
-        """Record that the call has returned: the collective is done, or enqueued where it is asynchronous."""
-        if began == _INSIDE_COLLECTIVE:
-            return
-        self._inside = None
-        self._collective_at = now = time.monotonic()
-        if self.device is None:
-            self.waited_seconds += now - began
-        else:
-            self.device.end()
-
-    def wait(self) -> float:
+    def wait(self) -> _MarkedCall | None:
         """Record a wait for an asynchronous collective, which `leave` ends; synchronous ones wait in their own call."""
-        if self._inside is not None:
-            return _INSIDE_COLLECTIVE
-        self._inside = self.last
-        if self.device is not None and self.last is not None:
-            self.device.begin(self.last, is_wait=True)
-        return time.monotonic()
+        return None if self._open is not None or self._last is None else self._begin(self._last, is_wait=True)
+
+    def leave(self, begun: _MarkedCall | None) -> None:
+        """Record that the call has returned: the collective is done, or enqueued where it is asynchronous."""
+        if begun is not None:
+            begun.end, self._open = self.marks.mark(), None
+            self._collective_at = time.monotonic()
+
+    def _begin(self, call: CollectiveCall, *, is_wait: bool) -> _MarkedCall:
+        self._settle()
+        self._open = begun = _MarkedCall(call, is_wait, self.marks.is_computing(), self.marks.mark())
+        self._pending.append(begun)
+        self._collective_at = time.monotonic()
+        return begun
+
+    def _settle(self) -> None:
+        """Drop the collectives that are done, in order, and add up their time."""
+        while self._pending and self._pending[0].end is not None and self.marks.is_reached(self._pending[0].end):
+            done = self._pending.popleft()
+            if done.is_computing:
+                self._waited_seconds += self.marks.seconds(done.begin, done.end)
+
+    def take_waited(self) -> float:
+        """Seconds that the computation has waited in collectives since this was last called."""
+        self._settle()
+        waited, self._waited_seconds = self._waited_seconds, 0.0
+        return waited
 
     def count_steps(self, steps: Iterable[StepRecord]) -> Iterator[StepRecord]:
         """Yield the records of `steps`; each counts as progress, and its time is kept for the limit."""
-        self._waited_before = self.waited_seconds
+        self.take_waited()
         for record in steps:
-            seconds = record.values["perf/step_seconds"]
+            seconds, waited = record.values["perf/step_seconds"], self.take_waited()
             self._step_seconds.append(seconds)
-            if self.device is not None:
-                self.waited_seconds += self.device.take_waited()
             if self.phase == "step":
-                self.own_seconds.append(max(seconds - (self.waited_seconds - self._waited_before), 0.0))
+                self.own_seconds.append(max(seconds - waited, 0.0))
             self.step, self.phase = record.step, "step"
             self.restart_limit()
             yield record
-            self._waited_before = self.waited_seconds
+            self.take_waited()
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -307,72 +280,29 @@ class RankProgress:
         return max(self._progress_at, self._collective_at)
 
     def status(self) -> RankStatus:
-        """What this rank is doing now."""
-        on_host = RankStatus(
+        """What this rank is doing now; collectives that its device has not reached are left out."""
+        inside, queued = self._position()
+        unreached = [each.call for each in queued if not each.is_wait]
+        recent = tuple(call for call in self._recent if call not in unreached)
+        return RankStatus(
             rank=self.rank,
             phase=self.phase,
             step=self.step,
             seconds=time.monotonic() - self.last_progress_at(),
-            inside=self._inside,
-            last=self.last,
-            counts=dict(self._counts),
-            recent=tuple(self._recent),
+            inside=inside,
+            last=recent[-1] if recent else None,
+            counts=dict(self._counts) | {call.ranks: call.number - 1 for call in reversed(unreached)},
+            recent=recent,
+            queued=unreached[0] if unreached else None,
         )
-        if self.device is None:
-            return on_host
+
+    def _position(self) -> tuple[CollectiveCall | None, list[_MarkedCall]]:
+        """The collective in which this rank waits, and calls that its device has not reached; does not wait."""
         try:
-            return _on_device(on_host, self.device)
+            left = [each for each in tuple(self._pending) if each.end is None or not self.marks.is_reached(each.end)]
+            queued = [each for each in left if not self.marks.is_reached(each.begin)]
         except RuntimeError:
             # The device has failed; the training thread meets the same error and reports it.
-            return on_host
-
-
-def _on_device(on_host: RankStatus, device: DeviceProgress) -> RankStatus:
-    """The status without collectives that are enqueued but not yet reached by the device."""
-    inside, queued = device.position()
-    unreached = set(queued)
-    recent = tuple(call for call in on_host.recent if call not in unreached)
-    return replace(
-        on_host,
-        # If nothing is queued, a call that blocks on the host waits in its own collective.
-        inside=inside or (None if queued else on_host.inside),
-        last=recent[-1] if recent else None,
-        counts=on_host.counts | {call.ranks: call.number - 1 for call in reversed(queued)},
-        recent=recent,
-        queued=queued[0] if queued else None,
-    )
-
-
-@dataclass
-class Stragglers(Observer):
-    """Every `every` steps, adds `perf/straggler_ratio`: the step time of the slowest rank over the median of all ranks.
-
-    A rank's step time is the median over its last `every` steps, at least five, without the time in collectives. With
-    that time a step takes equally long on all ranks, because the others wait for the slow one in collectives. The times
-    are gathered from all ranks at these steps. `record.slow` names a rank whose ratio is `ratio` or more.
-    """
-
-    progress: RankProgress
-    every: int
-    ratio: float
-    hosts: list[str] = field(default_factory=list)
-
-    def after_step(self, record: StepRecord) -> StepRecord:
-        """Add the ratio where it is due; collective at these steps."""
-        window = max(self.every, _LEAST_STEPS)
-        if record.step % self.every or len(self.progress.own_seconds) < min(window, RECENT_STEPS):
-            return record
-        self.hosts = self.hosts or all_gather_object(socket.gethostname())
-        seconds = all_gather_scalar(statistics.median(list(self.progress.own_seconds)[-window:]))
-        slowest, ratio = straggler(seconds)
-        record = replace(record.with_values({"perf/straggler_ratio": ratio}), rank_seconds=tuple(seconds))
-        if ratio < self.ratio or seconds[slowest] - statistics.median_low(seconds) < _NOTICEABLE_SECONDS:
-            return record
-        return replace(record, slow=f"rank {slowest} (host {self.hosts[slowest]}) {ratio:.1f}x the median")
-
-
-def straggler(seconds: Sequence[float]) -> tuple[int, float]:
-    """The slowest rank, and the ratio of its seconds to the median of all ranks (of two ranks, to the faster one's)."""
-    slowest = max(range(len(seconds)), key=seconds.__getitem__)
-    median = statistics.median_low(seconds)
-    return slowest, seconds[slowest] / median if median else 1.0
+            left, queued = [] if self._open is None else [self._open], []
+        # Where several queues wait, it is the collective that was enqueued first.
+        return next((each.call for each in left if each not in queued), None), queued

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ds_finetune.cli.main import run_and_exit
-from ds_finetune.cluster.watchdog import kills
 from ds_finetune.engine.engine import Engine
 from ds_finetune.trainer import prepare
 
@@ -51,6 +50,10 @@ def fail() -> None:
     raise OSError(28, "No space left on device")
 
 
+def mark() -> None:
+    """Go on: a test does the fault from outside."""
+
+
 def slow() -> None:
     time.sleep(SLOW_SECONDS)
 
@@ -70,15 +73,15 @@ def lose_packets(connection: socket.socket, share: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, attach, struct.pack("HP", len(program), ctypes.addressof(code)))
 
 
-def lose() -> None:
-    """Half of what arrives at this rank, over any of its connections.
+def lose(share: float = 0.3) -> None:
+    """This share of what arrives at this rank, over any of its connections.
 
     Not over sockets of this machine: the fork server's, which this process shares, would lose requests of later tests.
     """
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6):
-                lose_packets(connection, 0.5)
+                lose_packets(connection, share)
 
 
 def main() -> None:
@@ -86,8 +89,6 @@ def main() -> None:
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
     fault, rank, step = arguments[0], int(arguments[1]), int(arguments[2])
     is_mine = int(os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))) == rank
-    if fault == "pause":
-        kills.BACKSTOP_SECONDS = 1.0
     if fault in ("prepare", "full") and is_mine:
         read = prepare.read_inputs
         prepare.read_inputs = lambda *given: (time.sleep(step), fault == "full" and fail(), read(*given))[2]

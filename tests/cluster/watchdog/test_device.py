@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ds_finetune.cluster.watchdog.diagnosis import Diagnosis, diagnose
-from ds_finetune.cluster.watchdog.progress import DeviceProgress, HangLimits, RankProgress, RankStatus, straggler
+from ds_finetune.cluster.watchdog.progress import HangLimits, HostMarks, RankProgress, RankStatus
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import REPORT_SECONDS, ParallelConfig, WatchdogConfig
 from ds_finetune.engine.groups.process_groups import open_groups
@@ -25,6 +25,7 @@ from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
+from ds_finetune.trainer.stragglers import straggler
 
 SECONDS = 60.0
 NEVER = HangLimits(100.0, 100.0, 100.0)
@@ -52,7 +53,7 @@ class Stream(threading.Thread):
         assert done.wait(SECONDS)
 
 
-class StreamMarks:
+class StreamMarks(HostMarks):
     """Marks in a stream: a list that holds the time once it is reached."""
 
     def __init__(self, stream: Stream) -> None:
@@ -79,7 +80,7 @@ class Rank:
     def __init__(self, number: int, peers: threading.Barrier) -> None:
         self.stream, self.peers = Stream(), peers
         self.progress = RankProgress(number, NEVER)
-        self.progress.device = DeviceProgress(StreamMarks(self.stream))
+        self.progress.marks = StreamMarks(self.stream)
 
     def all_reduce(self) -> None:
         began = self.progress.enter("all_reduce", 2, "all")
@@ -154,7 +155,7 @@ def test_a_device_that_has_failed_does_not_end_the_watchdog() -> None:
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     progress = RankProgress(0, NEVER)
-    progress.device = DeviceProgress(FailedMarks(Stream()))
+    progress.marks = FailedMarks(Stream())
     progress.enter("all_reduce", 2, "all")
     status = progress.status()
     assert status.inside is not None
@@ -166,9 +167,8 @@ def test_what_a_device_is_done_with_is_forgotten() -> None:
     for _ in range(200):
         rank.all_reduce()
         rank.stream.synchronize()
-    assert rank.progress.device is not None
-    rank.progress.device.take_waited()
-    assert not rank.progress.device._pending
+    rank.progress.take_waited()
+    assert not rank.progress._pending
     assert rank.progress.status().counts == {"all": 200}
 
 

@@ -1,11 +1,9 @@
 """Which rank is named, from what ranks say."""
 
-from dataclasses import replace
-
 import pytest
 
 from ds_finetune.cluster.watchdog.collectives import POINT_TO_POINT
-from ds_finetune.cluster.watchdog.diagnosis import LOSSY, diagnose
+from ds_finetune.cluster.watchdog.diagnosis import diagnose
 from ds_finetune.cluster.watchdog.progress import CollectiveCall, RankStatus
 from ds_finetune.system.process_messages import decode, encode
 
@@ -29,21 +27,12 @@ def test_a_rank_that_does_not_answer_comes_first() -> None:
     assert "does not answer" in found.why
 
 
-def test_a_rank_behind_a_lossy_network_is_not_taken_for_a_hung_one() -> None:
-    statuses = {0: _status(0, _calls("all_reduce")), 1: None, 2: None}
-    assert diagnose(statuses, cut_off=[1]).at_fault == (2,)
-    found = diagnose(statuses, cut_off=[1, 2])
-    assert (found.at_fault, found.why) == ((), f"rank 1, 2 {LOSSY}")
-
-
-def test_where_packets_are_lost_the_link_is_named_and_no_rank() -> None:
-    """What ranks do was asked at different times, because some questions and answers had to be sent again."""
+def test_where_heartbeats_come_late_the_network_is_named_and_no_rank() -> None:
+    """What ranks do was sent at different times."""
     waiting = _calls("all_reduce", "all_gather")
-    behind = replace(_status(0, waiting[:1]), losses=("to 10.0.0.2: 35 of 120 packets sent again (29%)",))
     for other in (_status(1, waiting), None):
-        found = diagnose({0: behind, 1: other})
-        assert found.at_fault == ()
-        assert found.why == "the network loses packets: rank 0 to 10.0.0.2: 35 of 120 packets sent again (29%)"
+        found = diagnose({0: _status(0, waiting[:1]), 1: other}, network="heartbeats came late")
+        assert (found.at_fault, found.why) == ((), "heartbeats came late")
 
 
 def test_a_rank_that_has_not_entered_is_behind() -> None:

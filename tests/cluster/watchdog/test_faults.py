@@ -142,18 +142,6 @@ def test_a_slow_rank_is_named_and_ends_nothing(tmp_path: Path) -> None:
     assert max(ratios) > 1.5
 
 
-@pytest.mark.slow
-def test_a_network_that_loses_packets_is_named_and_no_rank(tmp_path: Path) -> None:
-    # The limit is longer than a busy machine keeps a rank waiting: TCP sends a packet six times before it has passed.
-    done = faulty(tmp_path, "lose", overrides=("train.for=1000 steps", "watchdog.limit=10 seconds"))
-    assert done.codes == [1, 1]
-    assert done.report.startswith("no single rank: the network loses packets: rank ")
-    assert re.search(r"to 127\.0\.0\.1: [\d,]+ of [\d,]+ packets sent again", done.report)
-    causes = [path.read_text() for path in (tmp_path / "run" / "watchdog").glob("cause-*.json")]
-    assert causes
-    assert [cause for cause in causes if "no single rank" not in cause] == []
-
-
 @pytest.mark.parametrize("with_torchrun", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_second_run_in_the_same_processes(with_torchrun: bool, tmp_path: Path) -> None:
     """Both runs meet in one store: that of torchrun's agent, or that of rank zero."""

@@ -1,36 +1,49 @@
-"""A rank's thread beside a real coordinator: what it states before it leaves, and what it makes of rank zero's silence."""
+"""What ranks make of each other's heartbeats: who is named, what is reported, and who ends whom."""
 
-import json
+import math
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from ds_finetune.cluster.watchdog import heartbeats
 from ds_finetune.cluster.watchdog import monitor as module
-from ds_finetune.cluster.watchdog.connection import CLOSED, UNREACHABLE, UNREACHABLE_SECONDS, Connection
-from ds_finetune.cluster.watchdog.coordinator import REPORT, STATUS_SECONDS
 from ds_finetune.cluster.watchdog.diagnosis import SILENT
-from ds_finetune.cluster.watchdog.kills import FOLDER, record_kill
-from ds_finetune.cluster.watchdog.messages import CoordinatorLocation, RankLeaving, RankProcess
-from ds_finetune.cluster.watchdog.monitor import Monitor, start_monitor
-from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress
-from ds_finetune.errors import RunError
-from ds_finetune.system.process_messages import encode
+from ds_finetune.cluster.watchdog.heartbeats import DONE, ENDED
+from ds_finetune.cluster.watchdog.kills import FOLDER, why_killed
+from ds_finetune.cluster.watchdog.monitor import (
+    CLOSED,
+    PREPARING_SECONDS,
+    REPORT,
+    ROUND_SECONDS,
+    SILENT_SECONDS,
+    UNREACHABLE,
+    start_monitor,
+)
+from ds_finetune.cluster.watchdog.progress import PREPARING, HangLimits, RankProgress
+from ds_finetune.system.processes import Pause, began_at
 from ds_finetune.system.world import World
-from tests.cluster.watchdog.test_connection import connected
-from tests.cluster.watchdog.test_coordinator import SECRET, Ranks, until
+from tests.cluster.watchdog.ranks import Ranks
 
 NEVER = HangLimits(100.0, 100.0, 100.0)
+OVER = SILENT_SECONDS + 0.1
+ROUND = ROUND_SECONDS + 2.1
+"""Seconds after which rank zero waits no longer for heartbeats, with those for the cause of an error."""
+HAS_PROC = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are told apart by /proc")
 
 
 class LeftError(BaseException):
     """Where the process would have ended."""
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Exit codes with which the process would have ended."""
     codes: list[int] = []
@@ -43,67 +56,325 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return codes
 
 
-def _monitor(link: Connection, folder: Path) -> Monitor:
-    world = World(1, 3, 1, 3, "test")
-    return Monitor(RankProgress(1, NEVER), world, link, RankProcess(0, "host-0", 4000, "1", "elsewhere"), folder)
+@pytest.fixture
+def process() -> Iterator["subprocess.Popen[bytes]"]:
+    """A process that stands for that of a rank."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as child:
+        yield child
+        child.kill()
 
 
-def test_a_rank_that_calls_exit_says_so(left: list[int], tmp_path: Path) -> None:
+def test_ranks_that_are_done_leave_no_report(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
-    monitor = _monitor(ranks.connections[1], tmp_path)
-    with pytest.raises(LeftError), monitor.announce_exits():
-        os._exit(3)
-    assert left == [3]
-    line = ranks.end_of(0).line
-    assert line.startswith("rank 1 (host host-1, process 4001) called os._exit(3) at ")
-    assert "test_monitor.py" in line
+    for monitor in ranks.monitors:
+        monitor._beats.state = DONE
+        monitor._is_closing = True
+    ranks.beat()
+    ranks.watch(after=10 * PREPARING_SECONDS)
+    assert ranks.monitors[0]._beats.ending is None
+    assert list(ranks.folder.iterdir()) == []
 
 
-def test_a_forked_process_that_calls_exit_says_nothing(
-    left: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@HAS_PROC
+@pytest.mark.parametrize("killed", [0, 3])
+def test_a_process_that_has_ended_is_named_by_one_beside_it(
+    killed: int, tmp_path: Path, process: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(module, "oom_kills", lambda: 4)
+    ranks = Ranks(tmp_path, pids=[os.getpid(), process.pid, os.getpid()])
+    monkeypatch.setattr(module, "oom_kills", lambda: 4 + killed)
+    ranks.watch(2)
+    ranks.beat(2)
+    assert ranks.monitors[2]._beats.ending is None
+    process.kill()
+    process.wait()
+    ranks.watch(2)
+    memory = f"; the kernel has killed {killed} processes of its machine for lack of memory since the start"
+    ending = ranks.ending(0)
+    assert (ending.at_fault, ending.code, ending.is_hang) == ((1,), 1, False)
+    assert ending.line == f"rank 1 (host host-a, process {process.pid}) {CLOSED}{memory if killed else ''}"
+    assert ending.line in ranks.report()
+
+
+@HAS_PROC
+@pytest.mark.parametrize("state", [DONE, ENDED])
+def test_a_process_that_ends_after_it_has_said_so_is_no_failure(
+    state: str, tmp_path: Path, process: "subprocess.Popen[bytes]"
+) -> None:
+    ranks = Ranks(tmp_path, pids=[os.getpid(), process.pid, os.getpid()])
+    process.kill()
+    process.wait()
+    ranks.monitors[1]._beats.state = state
+    ranks.beat(1)
+    # Rank 2 has read the heartbeat before that one last.
+    ranks.watch(2)
+    ranks.beat(2)
+    assert ranks.monitors[2]._beats.ending is None
+
+
+def test_the_first_failure_is_the_cause_and_its_code_everyones(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
-    monitor, pid = _monitor(ranks.connections[1], tmp_path), os.getpid()
+    ranks.fail(2, "ModelError: no weights", is_secondary=False, code=7)
+    ranks.fail(0, "KeyError: later", is_secondary=False)
+    assert [(ranks.ending(rank).at_fault, ranks.ending(rank).code) for rank in range(3)] == [((2,), 7)] * 3
+    assert "ModelError: no weights" in ranks.report()
+    assert "later" not in ranks.report()
+
+
+def test_a_users_mistake_leaves_no_report(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    ranks.fail(2, "DataError: a row", is_secondary=False, code=2)
+    assert ranks.ending(0).code == 2
+    ranks.watch()
+    assert list(ranks.folder.iterdir()) == []
+
+
+def test_an_error_that_follows_waits_for_its_cause(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    ranks.fail(0, "RuntimeError: gloo: Connection closed by peer", is_secondary=True)
+    ranks.beat()
+    ranks.watch(0)
+    ranks.beat()
+    ranks.watch(0)
+    ranks.fail(1, "OSError: No space left on device", is_secondary=False)
+    ranks.beat()
+    ranks.watch(0, after=ROUND)
+    assert ranks.ending(2).at_fault == (1,)
+
+
+def test_an_error_without_a_cause_is_explained_by_what_all_do(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, "ab")
+    for rank, monitor in enumerate(ranks.monitors):
+        monitor.progress.leave(monitor.progress.enter("all_reduce", 3 if rank else 2, "all"))
+        monitor.progress._collective_at = monitor.progress._progress_at = time.monotonic() - 10
+    ranks.fail(0, "RuntimeError: gloo: 24 vs 16", is_secondary=True)
+    ranks.watch(0)
+    ranks.monitors[0]._compare_at = time.monotonic()
+    ranks.beat()
+    ranks.watch(0)
+    report = ranks.ending(1).report
+    assert "rank 0 all_reduce of 2; rank 1 all_reduce of 3" in report
+    assert report.count("24 vs 16") == 2
+    assert not ranks.ending(1).is_hang
+
+
+def test_a_broken_connection_without_a_cause_is_the_networks(tmp_path: Path) -> None:
+    """All are in one collective; rank 1 has met an error of the network in it, and is in none afterwards."""
+    ranks = Ranks(tmp_path)
+    for monitor in ranks.monitors:
+        begun = monitor.progress.enter("all_reduce", 2, "all")
+        if monitor is ranks.monitors[1]:
+            monitor.progress.leave(begun)
+    ranks.fail(1, "RuntimeError: gloo: Connection timed out", is_secondary=True)
+    ranks.beat()
+    ranks.watch(0)
+    ranks.monitors[0]._compare_at = time.monotonic()
+    ranks.beat()
+    ranks.watch(0)
+    ending = ranks.ending(2)
+    assert (ending.at_fault, ending.silent) == ((), ())
+    assert ending.line.startswith("no single rank: every rank waits at the same place; the connection between ranks")
+    assert ending.line.endswith("met RuntimeError: gloo: Connection timed out")
+
+
+@HAS_PROC
+def test_a_rank_that_hangs_without_heartbeats_is_ended_by_one_beside_it(
+    left: list[int], tmp_path: Path, process: "subprocess.Popen[bytes]"
+) -> None:
+    process.send_signal(signal.SIGSTOP)
+    ranks = Ranks(tmp_path, pids=[os.getpid(), process.pid, os.getpid()])
+    ranks.hang(2, others=[2])
+    ranks.watch(0)
+    assert ranks.monitors[0]._beats.ending is None
+    ranks.watch(0, after=ROUND)
+    ending = ranks.ending(0)
+    assert (ending.at_fault, ending.silent, ending.is_hang) == ((1,), (1,), True)
+    assert ending.line == f"rank 1 (host host-a, process {process.pid}): {SILENT}"
+    assert f"rank 1 (host host-a, process {process.pid}): no heartbeat" in ending.report
+    assert "rank 2 has made no progress for 101 s, and its limit is 100 s" in ending.report
+    began = began_at(process.pid)
+    ranks.monitors[2]._beats.state = ENDED
+    ranks.beat(2)
+    with pytest.raises(LeftError):
+        ranks.watch(0, 0)
+    assert left == [1]
+    assert process.wait(60) in (-signal.SIGKILL, -signal.SIGQUIT)
+    assert why_killed(ranks.folder / FOLDER, process.pid, began) == ending.line
+
+
+def test_a_rank_of_another_machine_that_is_stuck_is_named_and_not_killed(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, "aabb")
+    ranks.hang(1, others=[1, 2])
+    ranks.watch(0, after=ROUND)
+    ending = ranks.ending(0)
+    assert ending.at_fault == (3,)
+    assert ending.line == f"{ranks.processes[3]}: {UNREACHABLE}"
+    assert not any(each.rank in ending.silent for each in ranks.monitors[0]._beside)
+
+
+def test_a_machine_without_heartbeats_is_named(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, "aabb")
+    ranks.monitors[0]._beats.heard_at |= dict.fromkeys((0, 1), time.monotonic() + OVER)
+    ranks.watch(0, after=OVER)
+    ending = ranks.ending(0)
+    assert (ending.at_fault, ending.silent) == ((2, 3), ())
+    assert ending.line == f"2 ranks of host host-b {UNREACHABLE}, as seen from rank 0 (host host-a)"
+    assert ending.line in ranks.report()
+
+
+@pytest.mark.parametrize("is_preparing", [False, True])
+def test_a_machine_is_not_silent_while_one_of_its_ranks_is_heard_or_prepares(
+    is_preparing: bool, tmp_path: Path
+) -> None:
+    """Native code may hold Python's lock, and only the limit says for how long."""
+    ranks = Ranks(tmp_path, "abb")
+    for monitor in ranks.monitors if is_preparing else ():
+        monitor.progress.phase = PREPARING
+    ranks.watch()
+    ranks.beat()
+    heard = (0,) if is_preparing else (0, 1)
+    ranks.monitors[0]._beats.heard_at |= dict.fromkeys(heard, time.monotonic() + OVER)
+    ranks.watch(0, after=OVER)
+    ranks.beat(0)
+    assert ranks.monitors[0]._beats.ending is None
+
+
+def test_where_all_other_machines_are_silent_it_is_rank_zeros_network(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, "abc")
+    ranks.monitors[0]._beats.heard_at[0] = time.monotonic() + OVER
+    ranks.monitors[0]._beats.heard_at[2] += 1
+    ranks.watch(0, after=OVER)
+    ending = ranks.ending(0)
+    assert ending.at_fault == (0,)
+    assert "rank 0 (host host-a) hears none of the other 2 hosts; its own connection is the likely" in ending.line
+
+
+@pytest.mark.parametrize("late_on", ["b", "ab"])
+def test_late_heartbeats_are_the_networks_fault_and_end_no_rank(late_on: str, tmp_path: Path) -> None:
+    """Rank 3 was heard last before its packets were lost; what it does is not known. A slow rank zero is no network."""
+    ranks = Ranks(tmp_path, "aabb")
+    for rank in (0, 1, 2, 3) if "a" in late_on else (2, 3):
+        ranks.monitors[rank]._beats._late.extend([(time.monotonic(), 0.7 + seconds) for seconds in range(3)])
+    ranks.beat()
+    ranks.hang(1, others=[1, 2])
+    ranks.watch(0, after=ROUND)
+    ending = ranks.ending(0)
+    if late_on == "b":
+        assert (ending.at_fault, ending.silent) == ((), ())
+        text = "heartbeats came late from host host-b (up to 2.7 s): the network loses packets"
+        assert ending.line == f"no single rank: {text}"
+    else:
+        assert ending.at_fault == (3,)
+
+
+def test_a_few_late_heartbeats_are_chance(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, "ab")
+    now = time.monotonic()
+    ranks.monitors[1]._beats._late.extend([(now, 0.6), (now, 2.0), (now - 61, 2.0)])
+    ranks.beat()
+    status = ranks.monitors[0]._beats.status_of(1)
+    assert status is not None
+    assert status.late == ()
+
+
+def test_a_pause_of_rank_zero_is_no_silence_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(tmp_path, "ab")
+    zero = ranks.monitors[0]
+    ranks.hang(1, others=[])
+    assert zero._compare_at < math.inf
+    zero._told_at = 50.0
+    monkeypatch.setattr(zero._pauses, "last_pause", lambda: Pause(100.0, 100.0, is_of_process=True))
+    lines: list[str] = []
+    zero.log = lines.append
+    # All that was heard before the pause is old now.
+    zero._beats.heard_at = dict.fromkeys((0, 1), time.monotonic() - 100)
+    zero._exclude_pause()
+    ranks.watch(0)
+    assert zero._beats.ending is None
+    assert zero._told_at == 150.0
+    assert lines == ["watchdog: rank 0 was paused for 100 s and runs again"]
+
+
+@pytest.mark.parametrize(("machines", "why", "silent"), [("aa", SILENT, (0,)), ("ab", UNREACHABLE, ())])
+def test_a_rank_zero_that_names_nobody_is_stuck_itself(
+    machines: str, why: str, silent: tuple[int, ...], left: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "kill_process", lambda pid, began, **_: killed.append(pid))
+    killed: list[int] = []
+    ranks = Ranks(tmp_path, machines, pids=[os.getppid(), os.getpid()])
+    ranks.watch(1, after=101)
+    ranks.monitors[1]._beats.answered_at = time.monotonic()
+    ranks.watch(1, after=2 * ROUND_SECONDS - 1, is_answered=False)
+    assert ranks.monitors[1]._ending is None
+    if not silent:
+        # An answer that is older than the hang says nothing of what rank zero makes of it.
+        ranks.watch(1, after=2 * ROUND_SECONDS + 1, is_answered=False)
+        assert ranks.monitors[1]._ending is None
+    with pytest.raises(LeftError):
+        ranks.watch(1, after=2 * ROUND_SECONDS + 3)
+    ending = ranks.monitors[1]._ending
+    assert ending is not None
+    assert (ending.line, ending.silent) == (f"{ranks.processes[0]} {why}", silent)
+    assert (ranks.folder / FOLDER / REPORT).read_text() == f"{ending.line}\n"
+    assert killed == ([os.getppid()] if silent else [])
+
+
+def test_a_rank_that_loses_the_store_names_rank_zero(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, "ab")
+    own = ranks.monitors[1]
+    with pytest.raises(LeftError):
+        ranks.watch(1, after=OVER, is_answered=False)
+    assert own._ending is not None
+    assert own._ending.line.startswith(f"{ranks.processes[0]} has not answered for 30 s: its host or this one, host-b")
+    own._ending, own._beats.is_lost = None, True
+    ranks.watch(1)
+    assert own._ending is not None
+    assert own._ending.line == f"{ranks.processes[0]} {CLOSED}"
+    # What was written first of this run remains, and rank zero's word replaces it.
+    assert "has not answered" in (ranks.folder / FOLDER / REPORT).read_text()
+
+
+def test_a_store_whose_process_ends_is_noticed_at_once(tmp_path: Path) -> None:
+    code = (
+        "import torch.distributed as dist, sys; s = dist.TCPStore('127.0.0.1', 0, is_master=True, "
+        "wait_for_workers=False); s.set('heartbeat/0', ''); s.set('ending', 'none'); print(s.port, flush=True); "
+        "sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), wait_for_workers=False)
+        beats = heartbeats.Heartbeats(store, 1, [0], RankProgress(1, NEVER).status)
+        beats.start()
+        beats.flush(60)
+        assert not beats.is_lost
+        server.kill()
+    beats.join(60)
+    assert beats.is_lost
+
+
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_a_rank_that_calls_exit_says_so(
+    is_forked: bool, left: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, pid = Ranks(tmp_path), os.getpid()
+    monitor = ranks.monitors[1]
+    monitor._ending_known.set()
     with monitor.announce_exits():
-        monkeypatch.setattr(os, "getpid", lambda: pid + 1)
+        if is_forked:
+            monkeypatch.setattr(os, "getpid", lambda: pid + 1)
         with pytest.raises(LeftError):
-            os._exit(0)
-    ranks.connections[2].send(RankLeaving("left"))
-    assert ranks.end_of(0).at_fault == (2,)
-
-
-def test_a_rank_that_gives_up_on_rank_zero_says_so(left: list[int], tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path)
-    monitor = _monitor(ranks.connections[1], tmp_path)
-    with pytest.raises(LeftError):
-        monitor._leave(monitor._ending_without_coordinator("does not answer"))
-    assert "rank 1 (host host-1, process 4001) left: rank 0" in ranks.end_of(2).line
-
-
-def test_rank_zero_is_silent_only_once_its_answer_has_arrived_or_the_connection_is_lost(
-    left: list[int], tmp_path: Path
-) -> None:
-    coordinator, rank = connected()
-    monitor = _monitor(rank, tmp_path)
-    monitor.progress.phase = "start"
-    (tmp_path / FOLDER).mkdir()
-    hung = time.monotonic() + 101
-    monitor._act_on_deadlines(hung)
-    monitor._act_on_deadlines(hung + STATUS_SECONDS + UNREACHABLE_SECONDS)
-    assert not (tmp_path / FOLDER / REPORT).exists()
-    with pytest.raises(LeftError):
-        monitor._act_on_deadlines(hung + STATUS_SECONDS + UNREACHABLE_SECONDS + 0.1)
-    assert SILENT in (tmp_path / FOLDER / REPORT).read_text()
-    coordinator.close()
-
-
-@pytest.mark.parametrize(("why", "killed"), [(SILENT, ["1"]), (CLOSED, []), (UNREACHABLE, [])])
-def test_rank_zero_is_killed_only_where_it_is_silent(why: str, killed: list[str], tmp_path: Path) -> None:
-    """A rank zero that has given up this rank closes the connection too, because packets are lost."""
-    _, rank = connected()
-    monitor = _monitor(rank, tmp_path)
-    monitor._pid_namespace = "elsewhere"
-    assert list(monitor._ending_without_coordinator(why).killers) == killed
+            os._exit(3)
+    assert left == [3]
+    ranks.beat(2)
+    ending = ranks.monitors[2]._beats.ending
+    if is_forked:
+        assert ending is None
+    else:
+        assert ending is not None
+        assert ending.line.startswith(f"{ranks.processes[1]} called os._exit(3) at ")
+        assert "test_monitor.py" in ending.line
 
 
 def test_a_full_disk_behind_standard_error_does_not_end_the_thread(
@@ -117,15 +388,6 @@ def test_a_full_disk_behind_standard_error_does_not_end_the_thread(
         monkeypatch.setattr(module, "_STDERR", log.fileno())
         module._print("watchdog: rank 2 ends\n")
     assert (tmp_path / "log").read_text() == "watchdog: rank 2 ends\n"
-
-
-def test_the_death_of_a_rank_zero_that_was_ended_on_purpose_is_marked(tmp_path: Path) -> None:
-    coordinator, rank = connected()
-    monitor = _monitor(rank, tmp_path)
-    record_kill(tmp_path / FOLDER, 4000, "1", "rank 0: does not answer")
-    coordinator.close()
-    until(lambda: rank.receive() == [] and rank.is_lost)
-    assert monitor._why_coordinator_lost() == "was ended by the watchdog: rank 0: does not answer"
 
 
 def test_two_ranks_meet_and_say_goodbye(tmp_path: Path) -> None:
@@ -143,48 +405,3 @@ def test_two_ranks_meet_and_say_goodbye(tmp_path: Path) -> None:
         thread.join(60)
     assert sorted(ended) == [0, 1]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_rank_that_is_refused_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank one has a secret in its environment, rank zero has none."""
-    store, errors = dist.HashStore(), dict[int, str]()
-
-    def work(rank: int) -> None:
-        world = World(rank, 2, rank, 2, "test")
-        try:
-            with start_monitor(RankProgress(rank, NEVER), world, store, tmp_path / "run") as monitor:
-                monitor.wait_until_prepared(store)
-        except RunError as error:
-            errors[rank] = str(error)
-
-    real = module.agree_on_secret
-
-    def with_variable(*args, **given):  # noqa: ANN002, ANN003, ANN202
-        return real(*args, **given | {"environ": {"DS_FINETUNE_SECRET": "another"} if args[1].rank else {}})
-
-    monkeypatch.setattr(module, "agree_on_secret", with_variable)
-    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert sorted(errors) == [0, 1]
-    assert "rank 1 has not joined the watchdog of rank 0: DS_FINETUNE_SECRET is set for rank 1" in errors[0]
-    assert "DS_FINETUNE_SECRET is set for rank 1, and not set for rank 0" in errors[1]
-
-
-def test_a_rank_with_another_secret_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = Ranks(tmp_path)
-    store = dist.HashStore()
-    store.set("watchdog/secret", json.dumps({"kind": "environment"}))
-    location = CoordinatorLocation("127.0.0.1", ranks.port, RankProcess(0, "a", 7, "", ""))
-    store.set("watchdog/coordinator", encode(location).decode())
-    monkeypatch.setenv("DS_FINETUNE_SECRET", "another")
-    told = r"rank 1 is not accepted by the watchdog of rank 0 at 127\.0\.0\.1:\d+: its secret is another"
-    with (
-        pytest.raises(RunError, match=told) as refused,
-        start_monitor(RankProgress(1, NEVER), World(1, 3, 1, 3, "test"), store, tmp_path),
-    ):
-        pass
-    assert "DS_FINETUNE_SECRET" in refused.value.hint
-    assert SECRET.decode() not in str(refused.value)

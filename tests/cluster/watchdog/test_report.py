@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 
 from ds_finetune.cluster.watchdog.diagnosis import Diagnosis, status_lines
-from ds_finetune.cluster.watchdog.kills import kill_process, why_killed
-from ds_finetune.cluster.watchdog.messages import FailureReport, RankProcess, is_secondary
+from ds_finetune.cluster.watchdog.failure import Failure, is_secondary
+from ds_finetune.cluster.watchdog.heartbeats import RankProcess
+from ds_finetune.cluster.watchdog.kills import why_killed
 from ds_finetune.cluster.watchdog.progress import CollectiveCall, RankStatus
+from ds_finetune.cluster.watchdog.stacks import kill_process
 from ds_finetune.errors import ConfigError, RunError
 from ds_finetune.system.processes import began_at
 
@@ -34,26 +36,26 @@ def test_what_follows_from_another_rank_is_told_from_what_does_not(error: Except
 
 
 def test_a_failure_brings_its_line_its_code_and_its_last_lines() -> None:
-    assert FailureReport.of(ConfigError("tp 3 does not divide 8", hint="try 2")) == FailureReport(
-        "ConfigError: tp 3 does not divide 8", "tp 3 does not divide 8\n  hint: try 2", 2, False
+    assert Failure.of(ConfigError("tp 3 does not divide 8", hint="try 2")) == Failure(
+        "ConfigError: tp 3 does not divide 8", "tp 3 does not divide 8\n  hint: try 2", 2
     )
     with pytest.raises(KeyError) as raised:
         {}["layer"]
-    failure = FailureReport.of(raised.value)
+    failure = Failure.of(raised.value)
     assert failure.line == "KeyError: 'layer'"
     assert failure.code == 1
     assert "test_report.py" in failure.text
 
 
 def test_ranks_that_do_the_same_are_one_line() -> None:
-    members = {rank: RankProcess(rank, f"host-{rank // 8}", 100 + rank, "1", "") for rank in range(64)}
+    members = [RankProcess(rank, f"host-{rank // 8}", 100 + rank, "1", "") for rank in range(64)]
     call = CollectiveCall("all_reduce", 2, "all", 9)
     answers: dict[int, RankStatus | None] = {
         rank: RankStatus(rank, "step", 4, 60.0, call, call, {"all": 9}, (call,)) for rank in range(64)
     }
     answers[5] = None
     lines = status_lines(members, answers, Diagnosis((5,), ""))
-    assert lines[0] == "  rank 5 (host host-0, process 105): no answer"
+    assert lines[0] == "  rank 5 (host host-0, process 105): no heartbeat"
     assert lines[1].startswith(
         "  rank 0 (host host-0, process 100) and 62 more: waits in all_reduce of 2 elements (number 9 of all)"
     )

@@ -1,0 +1,181 @@
+"""Heartbeats: what each rank does, written each second to the torch store at which the ranks have met.
+
+Rank zero reads the heartbeats of all ranks, and every rank those of rank zero and of the ranks on its machine: reads
+grow with the number of ranks, not with its square. A call of the store blocks while its server is stopped or cut off,
+so a thread makes them over a connection of its own, and the monitor judges how long it waits.
+"""
+
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Self
+
+import torch.distributed as dist
+
+from ds_finetune.cluster.watchdog.progress import PREPARING, RankStatus
+from ds_finetune.errors import RUN_ERROR_EXIT_CODE
+from ds_finetune.system.process_messages import ProcessMessage, decode, encode
+from ds_finetune.system.processes import began_at, own_pid_namespace
+
+BEAT_SECONDS = 1.0
+RUNNING, HUNG, FAILING, DONE, ENDED = "running", "hung", "failing", "done", "ended"
+"""States of a rank that no longer prepares: HUNG beyond its limit, FAILING with an error that another rank may have
+caused, DONE without an error, ENDED once it knows why the run ends.
+"""
+_ENDING, _NONE, _PROCESS = "ending", "none", "process"
+_CLOSE_SECONDS = 2.0
+_LATE_SECONDS, _LATE_WITHIN, _LATE_IN_SUM = 0.5, 60.0, 3.0
+"""TCP sends a lost packet again after 0.2 s, and after 0.6 s where it is lost again. A heartbeat that takes longer than
+_LATE_SECONDS, instead of milliseconds, is late. Late ones of _LATE_IN_SUM seconds within _LATE_WITHIN are no chance.
+"""
+
+
+class RankProcess(ProcessMessage, kind="process"):
+    """The process of a rank. `began` is the kernel's start time of it, empty where there is no /proc; `machine` stands
+    for the host with its namespaces of processes and networks.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    began: str
+    machine: str
+
+    @classmethod
+    def here(cls, rank: int) -> Self:
+        """This process."""
+        host, pid, network = socket.gethostname(), os.getpid(), Path("/proc/self/ns/net")
+        machine = f"{host} {own_pid_namespace()} {network.readlink() if network.exists() else ''}"
+        return cls(rank, host, pid, began_at(pid), machine)
+
+    def is_beside(self, other: Self) -> bool:
+        """Whether these are two processes of one machine, which can signal each other."""
+        return self.rank != other.rank and self.machine == other.machine and bool(self.began)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (host {self.host}, process {self.pid})"
+
+
+class RunEnding(ProcessMessage, kind="ending"):
+    """Why a run ends: the ranks at fault, the reason in one line, more for the report, and the exit code.
+
+    `is_hang` is true where a hang ended the run. `silent` are ranks that ranks on their machine kill.
+    """
+
+    at_fault: tuple[int, ...]
+    line: str
+    text: str = ""
+    code: int = RUN_ERROR_EXIT_CODE
+    is_hang: bool = False
+    silent: tuple[int, ...] = ()
+
+    @property
+    def report(self) -> str:
+        """The line and the text."""
+        return f"{self.line}\n{self.text}".rstrip()
+
+
+def join(store: dist.Store, process: RankProcess, size: int) -> list[RankProcess]:
+    """The processes of all ranks; collective through `store`, after which every rank can read every heartbeat."""
+    if process.rank == 0:
+        store.set(_ENDING, _NONE)
+    store.set(_key(process.rank), "")
+    store.set(f"{_PROCESS}/{process.rank}", encode(process).decode())
+    processes = store.multi_get([f"{_PROCESS}/{rank}" for rank in range(size)])
+    return [decode(each, [RankProcess], peer=f"rank {rank}") for rank, each in enumerate(processes)]
+
+
+class Heartbeats(threading.Thread):
+    """Sends this rank's heartbeat each second, and reads those of the ranks `watched` and why the run ends."""
+
+    def __init__(self, store: dist.Store, rank: int, watched: Iterable[int], status: Callable[[], RankStatus]) -> None:
+        super().__init__(name="watchdog-heartbeats", daemon=True)
+        self.state, self.trouble = PREPARING, ""
+        self.proposal: RunEnding | None = None
+        """How the run ends, unless another rank has said so before."""
+        self.ending: RunEnding | None = None
+        self.is_lost = False
+        """Whether the process that serves the store has ended, which closes the connection."""
+        self.answered_at = time.monotonic()
+        self.heard_at = dict.fromkeys(watched, self.answered_at)
+        """When the last new heartbeat of each rank came."""
+        # The stubs of torch 2.13 lack it.
+        self._store: dist.Store = store.clone()  # type: ignore[attr-defined]
+        self._rank, self._status = rank, status
+        self._latest = dict.fromkeys(self.heard_at, b"")
+        self._late: deque[tuple[float, float]] = deque(maxlen=round(_LATE_WITHIN))
+        self._overslept = False
+        self._number, self._finished, self._done = 0, 0, threading.Condition()
+        self._wake, self._closed = threading.Event(), threading.Event()
+
+    def run(self) -> None:
+        """Exchange heartbeats until `close`, or until the store has ended."""
+        try:
+            while not self._closed.is_set():
+                self._exchange()
+                began = time.monotonic()
+                self._wake.wait(BEAT_SECONDS)
+                self._overslept = time.monotonic() > began + BEAT_SECONDS + _LATE_SECONDS
+                self._wake.clear()
+        except dist.DistError:
+            self.is_lost = True
+
+    def _exchange(self) -> None:
+        began, self._number = time.monotonic(), self._number + 1
+        late = tuple(seconds for at, seconds in self._late if at > began - _LATE_WITHIN)
+        status = replace(self._status(), trouble=self.trouble, late=late if sum(late) > _LATE_IN_SUM else ())
+        if status.seconds < BEAT_SECONDS:
+            # The last collectives of a rank that makes progress are old when they are read.
+            status = replace(status, recent=())
+        self._store.set(_key(self._rank), f"{self.state} {self._number} {encode(status).decode()}")
+        if self.proposal is not None:
+            self._store.compare_set(_ENDING, _NONE, encode(self.proposal).decode())
+        ending, *latest = self._store.multi_get([_ENDING, *map(_key, self._latest)])
+        now = time.monotonic()
+        for rank, beat in zip(self._latest, latest, strict=True):
+            if beat != self._latest[rank]:
+                self._latest[rank], self.heard_at[rank] = beat, now
+        if self.ending is None and ending != _NONE.encode():
+            self.ending = decode(ending, [RunEnding], peer="the store")
+        if now > began + _LATE_SECONDS and not self._overslept:
+            self._late.append((now, now - began))
+        with self._done:
+            self.answered_at, self._finished = now, self._number
+            self._done.notify_all()
+
+    def flush(self, seconds: float = 0.0) -> None:
+        """Send a heartbeat now; wait until it has arrived, for that many seconds at most."""
+        with self._done:
+            wanted = self._number + 1
+            self._wake.set()
+            self._done.wait_for(lambda: self._finished >= wanted, 0 if self.is_lost else seconds)
+
+    def forget_pause(self) -> None:
+        """Count no silence of others, and no late heartbeat, of a time in which this process was paused."""
+        self.answered_at = now = time.monotonic()
+        self.heard_at = dict.fromkeys(self.heard_at, now)
+        self._late.clear()
+
+    def state_of(self, rank: int) -> str:
+        """The state of a watched rank in its last heartbeat; empty before the first."""
+        return self._latest[rank].partition(b" ")[0].decode()
+
+    def status_of(self, rank: int) -> RankStatus | None:
+        """What a watched rank did at its last heartbeat; None before the first."""
+        beat = self._latest[rank]
+        return decode(beat.split(b" ", 2)[2], [RankStatus], peer=f"rank {rank}") if beat else None
+
+    def close(self) -> None:
+        """End the thread, unless the store holds it up."""
+        self._closed.set()
+        self._wake.set()
+        self.join(_CLOSE_SECONDS)
+
+
+def _key(rank: int) -> str:
+    return f"heartbeat/{rank}"
