@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Self
 
@@ -28,7 +29,7 @@ RUNNING, HUNG, FAILING, DONE, ENDED = "running", "hung", "failing", "done", "end
 caused, DONE without an error, ENDED once it knows why the run ends.
 """
 _ENDING, _NONE, _PROCESS = "ending", "none", "process"
-_CLOSE_SECONDS = 2.0
+_CLOSE_SECONDS, _JOIN_WAIT = 2.0, timedelta(minutes=10)
 _LATE_SECONDS, _LATE_WITHIN, _LATE_IN_SUM = 0.5, 60.0, 3.0
 """TCP sends a lost packet again after 0.2 s, and after 0.6 s where it is lost again. A heartbeat that takes longer than
 _LATE_SECONDS, instead of milliseconds, is late. Late ones of _LATE_IN_SUM seconds within _LATE_WITHIN are no chance.
@@ -86,8 +87,9 @@ def join(store: dist.Store, process: RankProcess, size: int) -> list[RankProcess
         store.set(_ENDING, _NONE)
     store.set(_key(process.rank), "")
     store.set(f"{_PROCESS}/{process.rank}", encode(process).decode())
-    processes = store.multi_get([f"{_PROCESS}/{rank}" for rank in range(size)])
-    return [decode(each, [RankProcess], peer=f"rank {rank}") for rank, each in enumerate(processes)]
+    keys = [f"{_PROCESS}/{rank}" for rank in range(size)]
+    store.wait(keys, _JOIN_WAIT)
+    return [decode(each, [RankProcess], peer=key) for key, each in zip(keys, store.multi_get(keys), strict=True)]
 
 
 class Heartbeats(threading.Thread):
@@ -163,7 +165,8 @@ class Heartbeats(threading.Thread):
 
     def state_of(self, rank: int) -> str:
         """The state of a watched rank in its last heartbeat; empty before the first."""
-        return self._latest[rank].partition(b" ")[0].decode()
+        beat = self._latest[rank]
+        return beat[: max(beat.find(b" "), 0)].decode()
 
     def status_of(self, rank: int) -> RankStatus | None:
         """What a watched rank did at its last heartbeat; None before the first."""

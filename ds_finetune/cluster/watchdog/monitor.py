@@ -69,7 +69,7 @@ class Monitor(threading.Thread):
         """Adds a line to the log of the run."""
         self._own, self._processes, self._folder = processes[progress.rank], processes, output_dir / FOLDER
         self._beside = [each for each in processes if each.is_beside(self._own)]
-        watched = processes if self._own.rank == 0 else {processes[0], *self._beside, self._own}
+        watched = processes if self._own.rank == 0 else [processes[0], *self._beside]
         self._beats = Heartbeats(store, self._own.rank, [each.rank for each in watched], progress.status)
         self._stacks: StackFile | None = None
         self._ending: RunEnding | None = None
@@ -78,9 +78,13 @@ class Monitor(threading.Thread):
         self._ends_at = self._told_at = self._compare_at = math.inf
         self._pauses, self._oom_kills, self._began = PauseDetector(), oom_kills(), time.time()
 
+    def start(self) -> None:
+        """Start to send heartbeats and to watch."""
+        self._beats.start()
+        super().start()
+
     def run(self) -> None:
         """Watch until closed."""
-        self._beats.start()
         while not self._closed.wait(_TICK_SECONDS):
             self._exclude_pause()
             self._watch(time.monotonic())
@@ -160,19 +164,20 @@ class Monitor(threading.Thread):
         if not self._is_failing and self._ending is None:
             self._beats.state = DONE
         self._beats.flush(_FLUSH_SECONDS)
-        self._wait_for_others(math.inf if self._ending is None else ROUND_SECONDS)
+        self._wait_for_others(math.inf if self._beats.state == DONE else ROUND_SECONDS)
         self._closed.set()
         self.join(_LEAVING_SECONDS)
         self._beats.close()
 
     def _wait_for_others(self, seconds: float) -> None:
         """On rank zero, which may serve the store, wait until every other rank is done or knows why the run ends."""
-        until = time.monotonic() + seconds
-        while self._own.rank == 0 and time.monotonic() < until:
-            gone: tuple[int, ...] = ()
+        began = time.monotonic()
+        while self._own.rank == 0 and (now := time.monotonic()) < began + seconds:
+            waited = [each.rank for each in self._processes[1:] if not self._has_left(each.rank)]
             if self._ending is not None:
-                until, gone = min(until, time.monotonic() + ROUND_SECONDS), self._ending.at_fault
-            if all(self._has_left(each.rank) or each.rank in gone for each in self._processes[1:]):
+                seconds = min(seconds, now - began + ROUND_SECONDS)
+                waited = [rank for rank in waited if now < self._beats.heard_at[rank] + _GRACE_SECONDS]
+            if not waited:
                 return
             self._beats.flush(_FLUSH_SECONDS)
             time.sleep(_TICK_SECONDS / 4)

@@ -15,7 +15,7 @@ from ds_finetune.cluster.watchdog.failure import Failure, is_secondary
 from ds_finetune.cluster.watchdog.heartbeats import RankProcess
 from ds_finetune.cluster.watchdog.kills import why_killed
 from ds_finetune.cluster.watchdog.progress import CollectiveCall, RankStatus
-from ds_finetune.cluster.watchdog.stacks import kill_process
+from ds_finetune.cluster.watchdog.stacks import StackFile, kill_process
 from ds_finetune.errors import ConfigError, RunError
 from ds_finetune.system.processes import began_at
 
@@ -72,3 +72,22 @@ def test_another_process_of_the_same_id_is_left_alone(tmp_path: Path) -> None:
     kill_process(child.pid, began := began_at(child.pid), folder=tmp_path, why="it did not answer")
     assert why_killed(tmp_path, child.pid, began) == "it did not answer"
     assert child.wait(60) in (-signal.SIGKILL, -signal.SIGQUIT)
+
+
+def test_the_stacks_of_a_rank_come_with_what_torchfrtrace_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch is built without NCCL here; its recorder of other backends has the same format."""
+    from torch.distributed.flight_recorder.components.loader import read_dump
+
+    c10d = torch._C._distributed_c10d
+    file, status = StackFile(tmp_path, 3), RankStatus(3, "step", 4, 60.0, None, None, {}, ())
+    if not hasattr(c10d, "_dump_nccl_trace"):
+        file.write(status)
+        assert [path.name for path in tmp_path.iterdir()] == ["rank-00003.txt"]
+        monkeypatch.setattr(c10d, "_dump_nccl_trace", c10d._dump_fr_trace, raising=False)
+    file.write(status)
+    file.close()
+    assert "in test_the_stacks_of_a_rank" in (tmp_path / "rank-00003.txt").read_text()
+    prefix = "nccl_trace_rank_"
+    assert "entries" in read_dump(prefix, str(tmp_path / f"{prefix}3"))
