@@ -307,13 +307,13 @@ class Monitor(threading.Thread):
 
     def _late_heartbeats(self, statuses: Mapping[int, RankStatus | None]) -> str:
         """A text with the hosts whose heartbeats came late; empty where none did, or rank zero's own were late too."""
-        late: dict[str, float] = {}
-        for rank, status in statuses.items():
-            if status is not None and status.late and self._processes[rank].machine != self._own.machine:
-                host = self._processes[rank].host
-                late[host] = max(late.get(host, 0.0), *status.late)
+        late = {
+            self._processes[rank].host: max(status.late)
+            for rank, status in statuses.items()
+            if status and status.late and self._processes[rank].machine != self._own.machine
+        }
         own = self._beats.status_of(self._own.rank)
-        if not late or (own is not None and own.late):
+        if not late or (own and own.late):
             return ""
         texts = ", ".join(f"host {host} (up to {seconds:.1f} s)" for host, seconds in late.items())
         return f"heartbeats came late from {texts}: the network loses packets"

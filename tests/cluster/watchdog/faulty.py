@@ -73,7 +73,7 @@ def lose_packets(connection: socket.socket, share: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, attach, struct.pack("HP", len(program), ctypes.addressof(code)))
 
 
-def lose(share: float = 0.3) -> None:
+def lose(share: float = 0.5) -> None:
     """This share of what arrives at this rank, over any of its connections.
 
     Not over sockets of this machine: the fork server's, which this process shares, would lose requests of later tests.

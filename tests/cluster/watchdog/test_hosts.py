@@ -55,6 +55,7 @@ def _pause(bed: Bed, ranks: list["subprocess.Popen[bytes]"]) -> None:
         for process in ranks:
             process.send_signal(number)
         time.sleep(seconds)
+    (bed.shared / CONTINUED).touch()
 
 
 RANK_1, SILENT = r"rank 1 \(host \S+, process \d+\)", "sends no heartbeats: its process was killed or is stopped"
@@ -68,8 +69,8 @@ FAULTS = {
         Fault("host crashed", "mark", rf"{RANK_1}:? {SILENT}", _crash, within=45.0),
         Fault("cable pulled", "mark", rf"{RANK_1}:? {SILENT}", _pull_cable, within=45.0),
         Fault("first rank killed", "kill", r"rank 0 \(host \S+, process \d+\) ended without a message", rank=0),
-        Fault("30% packet loss", "lose", r"no single rank: heartbeats came late from host", within=SECONDS),
-        Fault("all ranks paused", "mark", "", _pause, within=SECONDS),
+        Fault("50% packet loss", "lose", r"no single rank: heartbeats came late from host", within=SECONDS),
+        Fault("all ranks paused", "pause", "", _pause, within=SECONDS),
     )
 }
 
@@ -100,7 +101,7 @@ def inflict(bed: Bed, fault: Fault) -> Seen:
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
-            CONTINUED: str(folder / "go"),
+            CONTINUED: str(bed.shared / CONTINUED),
         }
         with log.open("w") as out:
             ranks.append(subprocess.Popen(bed.command(rank + 1, program), env=environ, stdout=out, stderr=out))
