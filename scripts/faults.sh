@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Each fault on a test bed of hosts, ten times at random moments: a table of what was left. Arguments: --tries N, --launcher NAME, faults.
+# Each fault on a test bed of hosts, ten times at random moments: a table of what was left. Arguments: --tries N, faults.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/install.sh test

@@ -121,7 +121,7 @@ def test_planning_launching_and_the_doctor_load_no_torch() -> None:
         "plan.plan",
         "plan.model_shape",
         "cluster.launch.run",
-        "cluster.launch.supervisor",
+        "cluster.launch.host",
         "cluster.doctor.run",
         "cluster.doctor.host",
     )

@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from ds_finetune.cluster.launch.commands import Job
     from ds_finetune.cluster.launch.environment import CarriedVariables
 
-_NODE_LAUNCHERS, _SCHEDULERS = ("torchrun", "deepspeed"), ("mpirun", "slurm")
+_LAUNCHERS = ("torchrun", "deepspeed", "mpirun", "slurm")
 
 
 def add_commands(commands: Commands) -> None:
     """Add `launch` to the program's commands."""
-    text = "fine-tune on the hosts of a hostfile, and supervise the ranks"
+    text = "fine-tune on the hosts of a hostfile, and restart the ranks where one fails"
     launch = add_command(commands, "launch", text, _launch)
     launch.add_argument("run", metavar="RUN.yaml")
     add_overrides(launch)
     add_host_options(launch)
-    text = "program that starts the ranks (default torchrun, over ssh)"
-    launch.add_argument("--launcher", choices=(*_NODE_LAUNCHERS, *_SCHEDULERS), default="torchrun", help=text)
+    text = "program that starts the ranks (default torchrun: torch's agent, over ssh); deepspeed with --dry-run only"
+    launch.add_argument("--launcher", choices=_LAUNCHERS, default="torchrun", help=text)
     launch.add_argument("--nproc", type=int, help="number of ranks on this machine, instead of a hostfile")
     text = "set one more environment variable for every rank"
     launch.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]", help=text)
@@ -105,6 +105,11 @@ def _launch(arguments: Arguments) -> None:
             show_line(line)
         _show(config, job, arguments)
         return
+    if arguments.launcher == "deepspeed":
+        raise LaunchError(
+            f"--launcher deepspeed starts nothing for {arguments.run}: the ranks are started by `deepspeed` itself",
+            hint="run the command that --dry-run prints, or use --launcher torchrun",
+        )
     from ds_finetune.cluster.launch.line_thread import LineThread
     from ds_finetune.cluster.launch.run import show_if_open
 
@@ -112,8 +117,8 @@ def _launch(arguments: Arguments) -> None:
         for line in environment.lines():
             screen.put(line)
         code = (
-            _run_with_supervisors(config, job, arguments, screen.put)
-            if arguments.launcher in _NODE_LAUNCHERS
+            _run_with_agents(config, job, arguments, screen.put)
+            if arguments.launcher == "torchrun"
             else _run_with_scheduler(job, arguments, screen.put)
         )
     if code:
@@ -177,10 +182,8 @@ def _show(config: RunConfig, job: "Job", arguments: Arguments) -> None:
         job, arguments.launcher, hostfile=arguments.hostfile or "hosts", environ=os.environ, ssh_args=remote.ssh_args
     ):
         show_line(line)
-    if arguments.launcher in _NODE_LAUNCHERS:
-        show_line(
-            "started by a supervisor on each host over ssh; ranks meet at a free port (docs/how-to/several-machines.md)"
-        )
+    if arguments.launcher == "torchrun":
+        show_line("started by torch's agent on each host over ssh, at a free port (docs/how-to/several-machines.md)")
 
 
 def _check_plan(config: RunConfig, hosts: Sequence[Host], device: str) -> None:
@@ -192,19 +195,18 @@ def _check_plan(config: RunConfig, hosts: Sequence[Host], device: str) -> None:
     make_plan(RunSettings.of(config), world=world_of(hosts, "launch"), device=device)
 
 
-def _run_with_supervisors(config: RunConfig, job: "Job", arguments: Arguments, say: Say) -> int:
-    from ds_finetune.cluster.launch.commands import NODE_LAUNCHERS
+def _run_with_agents(config: RunConfig, job: "Job", arguments: Arguments, say: Say) -> int:
     from ds_finetune.cluster.launch.environment import interface_variables
     from ds_finetune.cluster.launch.remote import Remote
     from ds_finetune.cluster.launch.run import LaunchRequest, launch
     from ds_finetune.cluster.watchdog.run_secret import VARIABLE
 
+    limits = {"greeting_seconds": config.launch.greeting_seconds, "silent_seconds": config.launch.silent_seconds}
     request = LaunchRequest(
         job.hosts,
-        NODE_LAUNCHERS[arguments.launcher],
-        (job.run, *job.overrides),
+        tuple(job.rank_command),
         {**job.variables, **interface_variables(job.interface), VARIABLE: job.secret},
-        Remote.from_environment(arguments.ssh_args).with_greeting_limit(config.launch.greeting_seconds),
+        Remote.from_environment(arguments.ssh_args).with_limits(**limits),
         job.run_id,
         config.output_dir,
         config.launch,

@@ -19,10 +19,11 @@ from typing import NoReturn
 from ds_finetune import __version__
 from ds_finetune.cli.arguments import BEGINNING, Arguments, CommandParser, add_command
 from ds_finetune.cli.interrupts import INTERRUPT_EXIT_CODE
-from ds_finetune.cluster.launch.process_tags import SUPERVISOR_VARIABLE
+from ds_finetune.cluster.launch.rank_logs import RUN_ID
 from ds_finetune.console.quiet import quiet_packages
 from ds_finetune.console.tables import show_error, show_piece
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, ConfigError, FinetuneError
+from ds_finetune.system.error_file import record_error
 from ds_finetune.system.versions import check_versions
 
 _MODULES = (
@@ -63,7 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:
         if isinstance(error, SystemExit):
             raise
-        show_error(f"rank {os.environ.get('RANK', '0')}: {''.join(traceback.format_exception(error))}")
+        text = "".join(traceback.format_exception(error))
+        record_error(text)
+        show_error(f"rank {os.environ.get('RANK', '0')}: {text}")
         return RUN_ERROR_EXIT_CODE
     return 0
 
@@ -153,9 +156,10 @@ def _complete_files(parser: argparse.ArgumentParser, how: Mapping[str, object]) 
 
 
 def _print_once(text: str) -> None:
-    """Print an error on local rank 0: an invalid run file causes the same error on all ranks of a host."""
-    if os.environ.get("LOCAL_RANK", "0") == "0" or SUPERVISOR_VARIABLE in os.environ:
-        # A supervisor keeps the output of each rank apart, and reports the rank that ends first as the cause.
+    """Record an error, and print it on local rank 0: an invalid run file causes the same on all ranks of a host."""
+    record_error(text)
+    if os.environ.get("LOCAL_RANK", "0") == "0" or {RUN_ID, "TORCHELASTIC_RUN_ID"} <= os.environ.keys():
+        # `launch` keeps the output of each rank apart, and reports the rank that ends first as the cause.
         show_error(f"error: {text}")
         return
     time.sleep(_QUIET_SECONDS)

@@ -18,6 +18,8 @@ from ds_finetune.system.versions import EXTRAS, UNTESTED, outside_ranges, pip_in
 from ds_finetune.system.world import World
 
 State = Literal["ok", "warn", "fail"]
+_CLOCK_WARN_SECONDS, _CLOCK_FAIL_SECONDS = 1, 7
+"""torch's elastic agents hold a host for lost whose heartbeat is older than 15 s by their own clock."""
 _SSH_FAILED = 255
 _NO_COMMAND = (126, 127)
 _SAME_ENVIRONMENT = "install the same environment at the same path on every host"
@@ -203,6 +205,16 @@ def interface_checks(infos: Mapping[str, HostInfo], environ: Mapping[str, str]) 
                 yield Check("interface", host, "fail", found, hint)
 
 
+def clock_check(host: str, ahead: float, error: float) -> Check:
+    """The clock of a host compared with that of this machine, in seconds."""
+    wrong = abs(ahead) - error
+    if wrong <= _CLOCK_WARN_SECONDS:
+        return Check("clock", host, "ok", f"at most {_CLOCK_WARN_SECONDS} s off")
+    hint = "start a time service (chrony, systemd-timesyncd) on every host"
+    state: State = "fail" if wrong > _CLOCK_FAIL_SECONDS else "warn"
+    return Check("clock", host, state, f"{ahead:+.2f} s +- {error * 1000:.0f} ms", hint)
+
+
 def port_check(first: str, info: HostInfo, port: int) -> Check:
     """Check that `port` of the first host, at which rank 0 listens for the other ranks, is free."""
     if info.port_holder is None:
@@ -241,14 +253,16 @@ def other_program_check(host: str) -> Check:
     return Check("versions", host, "fail", found, hint)
 
 
-def preflight_checks(answers: Mapping[Host, Answer], here: HostInfo, env: Mapping[str, str]) -> dict[Host, list[Check]]:
+def preflight_checks(
+    answers: Mapping[Host, Answer], here: HostInfo, env: Mapping[str, str], others: Sequence[Check] = ()
+) -> dict[Host, list[Check]]:
     """The warnings and failures of each host for a run with the variables `env`; `here` are this machine's facts.
 
-    Warnings about all hosts together are listed under the first.
+    `others` are checks that have been made already. Warnings about all hosts together are listed under the first.
     """
     hosts = {label(host): host for host in answers}
     infos = {label(host): answer for host, answer in answers.items() if isinstance(answer, HostInfo)}
-    checks = [answer for answer in answers.values() if isinstance(answer, Check)]
+    checks = [*others, *(answer for answer in answers.values() if isinstance(answer, Check))]
     checks += host_checks(hosts, infos, here=here, environ=env)
     found: dict[Host, list[Check]] = {host: [] for host in answers}
     for check in (check for check in checks if check.state != "ok"):

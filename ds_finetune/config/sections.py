@@ -567,7 +567,7 @@ class ExportConfig(Section):
 
 
 class LaunchConfig(Section):
-    """How `ds-finetune launch` supervises a run on its hosts; other launchers do not read it."""
+    """How `ds-finetune launch` restarts a run on its hosts; other launchers do not read it."""
 
     restarts: int = Field(default=0, ge=0)
     """How often a run restarts from its newest checkpoint after a rank or a host has failed, before it is given up."""
@@ -576,7 +576,7 @@ class LaunchConfig(Section):
     wait_seconds: float = Field(default=600, ge=0)
     """How long a restart waits for hosts to return where there are too few."""
     greeting_seconds: float = Field(default=30, gt=0)
-    """How long a host has to send its first message, with the start of ssh and Python."""
+    """How long a host has to answer, with the start of ssh and Python."""
     silent_seconds: float = Field(default=10, ge=3)
-    """A host without a message for this long is given up, and a host that hears nothing for this long ends its ranks.
+    """A host that does not answer for this long is given up, and one that hears nothing for this long ends its ranks.
     """

@@ -1,22 +1,27 @@
-"""Processes: which one an id belongs to, repeated signals, and whether this one was paused.
+"""Processes: which one an id belongs to, signals, the end of a parent, and whether this one was paused.
 
 A process is paused when it is stopped by SIGSTOP, frozen with its container, or suspended with its machine. That is no
 hang, so the time limits of a process do not include a pause.
 """
 
+import ctypes
+import math
 import os
 import resource
 import signal
 import site
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
 _LEAST_SECONDS = 4.0
 _SWITCHES_PER_SECOND = 20
+_SET_PARENT_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of prctl(2)."""
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 """On Linux it includes the time in which the machine was suspended; `time.monotonic` does not."""
 
@@ -91,6 +96,35 @@ def echo_seconds(number: int) -> float:
     SIGINT at once, and whoever presses Ctrl-C again means it.
     """
     return 0.5 if number == signal.SIGINT else 2.0
+
+
+@contextmanager
+def handle_signals(handler: Callable[[int], object]) -> Iterator[None]:
+    """Handle SIGINT, SIGTERM and SIGHUP by `handler`, once for a request and its echoes; ignored signals, as SIGHUP
+    under `nohup`, stay ignored.
+    """
+    latest = -math.inf
+
+    def handle(number: int, _: object) -> None:
+        nonlocal latest
+        if (now := time.monotonic()) - latest > echo_seconds(number):
+            latest = now
+            handler(number)
+
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handled = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in handled}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Let the kernel send a signal to this process when its parent ends for any reason; no effect without prctl(2)."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, number, 0, 0, 0)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ds_finetune.cluster.launch.process_tags import TAG_VARIABLE
+from ds_finetune.cluster.launch.rank_logs import RUN_ID
 from tests.cluster.bed import Bed
 from tests.running import tiny_task
 
@@ -89,8 +89,12 @@ class Launched:
 
     def left(self) -> list[int]:
         """Processes of this run on any host, ended ones that nobody has taken note of left out."""
+        run_id = self.run_id()
         return [
-            pid for pid in _pids() if f"{TAG_VARIABLE}={self.run_id()}." in _environ(pid) and _state(pid) not in "ZX"
+            pid
+            for pid in _pids()
+            if (f"{RUN_ID}={run_id}" in _environ(pid) or f"launch.host {run_id}." in _command(pid))
+            and _state(pid) not in "ZX"
         ]
 
     def processes(self, host: int, word: str) -> list[int]:
@@ -106,7 +110,6 @@ def launched(
     task: Path,
     *overrides: str,
     slots: tuple[int, ...] = (1, 1),
-    launcher: str = "torchrun",
     ssh_args: str = "",
 ) -> Iterator[Launched]:
     """Start a run in the background; it is ended at the end. Its folder is shared, or each host's own with an
@@ -122,8 +125,6 @@ def launched(
         "launch",
         str(task),
         *overrides,
-        "--launcher",
-        launcher,
         "--hostfile",
         str(bed.hostfile(*slots)),
     ]
@@ -176,15 +177,9 @@ def kill_rank(run: Launched) -> None:
     os.kill(run.processes(VICTIM, "ds_finetune.cluster.worker")[-1], signal.SIGKILL)
 
 
-def kill_node_launcher(run: Launched) -> None:
-    """The node launcher of a host."""
-    node_launchers = run.processes(VICTIM, "torch.distributed.run") + run.processes(VICTIM, "deepspeed.launcher.launch")
-    os.kill(node_launchers[0], signal.SIGKILL)
-
-
-def kill_supervisor(run: Launched) -> None:
-    """The supervisor of a host."""
-    os.kill(run.processes(VICTIM, "ds_finetune.cluster.launch.supervisor")[-1], signal.SIGKILL)
+def kill_agent(run: Launched) -> None:
+    """The agent of a host."""
+    os.kill(run.processes(VICTIM, "ds_finetune.cluster.launch.host")[-1], signal.SIGKILL)
 
 
 def kill_connection(run: Launched) -> None:
@@ -230,8 +225,7 @@ _MEMORY = "/sys/fs/cgroup/memory"
 """Where memory is limited, by version 1 of control groups."""
 FAULTS: dict[str, Callable[[Launched], None]] = {
     "rank killed": kill_rank,
-    "node launcher killed": kill_node_launcher,
-    "supervisor killed": kill_supervisor,
+    "agent killed": kill_agent,
     "connection killed": kill_connection,
     "launcher killed": kill_launcher,
     "cable pulled": pull_cable,
@@ -253,7 +247,7 @@ class Seen:
     said: str
 
 
-def inflict(bed: Bed, task: Path, fault: str, *, at_step: int, launcher: str = "torchrun") -> Seen:
+def inflict(bed: Bed, task: Path, fault: str, *, at_step: int) -> Seen:
     """Launch, do `fault` once `at_step` is recorded, and see what is left; the bed is whole again afterwards."""
     own = (
         (f"output_dir={bed.own}/run", "checkpoint.node_local=true", "checkpoint.max_failed=1")
@@ -262,7 +256,7 @@ def inflict(bed: Bed, task: Path, fault: str, *, at_step: int, launcher: str = "
     )
     if own:
         bed.run(VICTIM, ["mount", "-t", "tmpfs", "-o", "size=48m", "none", str(bed.own)], timeout=10)
-    with launched(bed, task, *own, launcher=launcher) as run:
+    with launched(bed, task, *own) as run:
         run.wait_for_step(at_step)
         at, step = time.monotonic(), run.step()
         FAULTS[fault](run)
@@ -355,7 +349,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tries", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--launcher", default="torchrun")
     parser.add_argument("--restart", action="store_true", help="let the run start again and go on to its end")
     parser.add_argument("faults", nargs="*", default=list(FAULTS))
     chosen = parser.parse_args()
@@ -370,7 +363,7 @@ def main() -> None:
                     survive(bed, task, fault, at_step=max(at_step, EVERY + 2), undisturbed=undisturbed)
                 )
             else:
-                line = _line(inflict(bed, task, fault, at_step=at_step, launcher=chosen.launcher))
+                line = _line(inflict(bed, task, fault, at_step=at_step))
             sys.stdout.write(f"{fault:18} {line}\n")
             sys.stdout.flush()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.cluster.launch.commands import Job, mpirun_command, starting_environment
-from ds_finetune.cluster.launch.process_tags import RUN_ID
+from ds_finetune.cluster.launch.rank_logs import RUN_ID
 from ds_finetune.config.hostfile import Host
 from tests.cluster.bed import Bed
 from tests.cluster.slurm import Slurm, allocate, why_no_slurm

@@ -19,12 +19,10 @@ from tests.conftest import ROOT
 
 WITHOUT_CUDA = {
     "checkpoint/tools.py": "digests of files",
-    "cluster/doctor/host.py": "requests of the doctor",
-    "cluster/doctor/hosts.py": "lines of other hosts' processes",
-    "cluster/launch/attempt.py": "lines of ranks",
+    "cluster/host_program.py": "requests",
+    "cluster/hosts.py": "lines of other hosts' processes",
     "cluster/launch/line_thread.py": "lines of ranks",
     "cluster/launch/run.py": "processes of other hosts",
-    "cluster/launch/supervisor.py": "messages",
     "export/convert.py": "tensors of files, on the CPU",
     "export/verify/verify.py": "digests of files",
     "foreign/hub_access.py": "a request",

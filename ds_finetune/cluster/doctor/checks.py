@@ -11,21 +11,10 @@ from ds_finetune.config.units import MIB
 Key = TypeVar("Key", str, tuple[str, str])
 Ended = tuple[int | None, str]
 """Exit code of a program on a host (None where it was killed after its time), and the end of its output."""
-_CLOCK_WARN_SECONDS, _CLOCK_FAIL_SECONDS = 1, 60
 _SLOW_FACTOR, _BROKEN_FACTOR = 3, 10
 """A host or link is slow, or broken, where the median of the others is this many times as fast."""
 _UNREACHED = "look at firewalls between hosts (all ports are needed), and at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
 _SLOW_HINT = "compare its link speed (ethtool), cable, switch port and driver with the others'"
-
-
-def clock_check(host: str, ahead: float, error: float) -> Check:
-    """The clock of a host beside that of the machine where the doctor runs, in seconds."""
-    wrong = abs(ahead) - error
-    if wrong <= _CLOCK_WARN_SECONDS:
-        return Check("clock", host, "ok", f"at most {_CLOCK_WARN_SECONDS} s off")
-    hint = "start a time service (chrony, systemd-timesyncd) on every host"
-    state: State = "fail" if wrong > _CLOCK_FAIL_SECONDS else "warn"
-    return Check("clock", host, state, f"{ahead:+.2f} s +- {error * 1000:.0f} ms", hint)
 
 
 def folder_checks(folder: str, seen: Mapping[str, tuple[bool, bool]], node_local: bool | None) -> Iterator[Check]:

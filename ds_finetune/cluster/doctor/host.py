@@ -1,58 +1,28 @@
-"""The program that `doctor` starts on each host. A request is a line of JSON with functions of this module to call and
-their arguments; the reply is a line with their results.
+"""What the doctor asks of each host; the functions are called by requests (host_program.py)."""
 
-The program ends when its standard input does: with the doctor, with ssh or with the connection. It then kills the
-processes that it started and their children, and removes its files.
-"""
-
-import atexit
-import ctypes
 import hashlib
-import json
 import os
-import queue
 import shlex
 import shutil
 import subprocess
 import tempfile
-import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-import psutil
 
 from ds_finetune.cluster.host_checks import State
+from ds_finetune.cluster.host_program import HostProgram, facts, kill_children, made, starting
 from ds_finetune.config.units import GIB
 from ds_finetune.plan.kernels import triton_problem
 from ds_finetune.system.disk import bytes_below, nearest_existing
 from ds_finetune.system.free_memory import available_bytes
-from ds_finetune.system.info import gather_host_info, query_gpus
+from ds_finetune.system.info import query_gpus
 from ds_finetune.system.processes import python_module, with_package
 
-REPLY = b'{"reply":'
-"""The beginning of a reply; a login shell may print other lines."""
-_IDLE_SECONDS = 300.0
-"""The program ends after this time without a request: a connection may fall silent without being closed."""
 _TAIL_BYTES = 20_000
 _MEMORY_MARGIN = 0.8
-_BECOME_SUBREAPER = 36
-"""PR_SET_CHILD_SUBREAPER of prctl(2): the orphans below this process become its children."""
-_starting = threading.Lock()
-"""Held while a process or a file is made, and for good once the program ends."""
-_made: list[Path] = []
-"""Marker files and temporary folders."""
 Row = tuple[str, State, str, str]
 """A check of this host: name, state, what was found, and a hint."""
-
-
-def facts(environ: dict[str, str], port: int) -> dict[str, Any]:
-    """The fields of HostInfo; the variables stay set for later requests."""
-    os.environ.update(environ)
-    return asdict(gather_host_info(port))
 
 
 def gpus() -> list[Row]:
@@ -116,9 +86,9 @@ def place(folders: Sequence[str], marker: str) -> None:
     """Make an empty file in each folder that can be written."""
     for folder in folders:
         path = nearest_existing(Path(folder)) / marker
-        with _starting, suppress(OSError):
+        with starting, suppress(OSError):
             path.touch()
-            _made.append(path)
+            made.append(path)
 
 
 def look(folders: Sequence[str], marker: str) -> dict[str, tuple[bool, bool]]:
@@ -129,9 +99,9 @@ def look(folders: Sequence[str], marker: str) -> dict[str, tuple[bool, bool]]:
 
 def run(module: Sequence[str], seconds: float) -> tuple[int | None, str]:
     """Run a Python module: its exit code (None where it was killed after `seconds`), and the end of its output."""
-    with _starting:
+    with starting:
         folder = Path(tempfile.mkdtemp(prefix="ds_finetune-doctor-"))
-        _made.append(folder)
+        made.append(folder)
         # torch's elastic agent leaves folders there.
         environ, command = {**with_package(os.environ), "TMPDIR": str(folder)}, python_module(*module)
         with (folder / "output").open("wb") as output:
@@ -140,56 +110,13 @@ def run(module: Sequence[str], seconds: float) -> tuple[int | None, str]:
     with suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
     code = process.poll()
-    _kill_children()
+    kill_children()
     text = (folder / "output").read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
     shutil.rmtree(folder)
     return code, text
 
 
-def _kill_children() -> None:
-    # A process may start another before it is killed, which then becomes a child of this one.
-    while children := psutil.Process().children(recursive=True):
-        for child in children:
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
-        if psutil.wait_procs(children, timeout=5)[1]:
-            return
-
-
-def _clean_up() -> None:
-    _starting.acquire()
-    _kill_children()
-    for path in _made:
-        shutil.rmtree(path, ignore_errors=True)
-        path.unlink(missing_ok=True)
-
-
-def _read_requests(lines: "queue.Queue[bytes]") -> None:
-    # Not sys.stdin, whose lock an ending interpreter needs.
-    with open(0, "rb", buffering=0) as file:
-        for line in file:
-            lines.put(line)
-    _clean_up()
-    os._exit(0)
-
-
-def main() -> None:
-    """Answer requests until standard input ends."""
-    with suppress(AttributeError):
-        ctypes.CDLL(None).prctl(_BECOME_SUBREAPER, 1, 0, 0, 0)
-    atexit.register(_clean_up)
-    output = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    lines: queue.Queue[bytes] = queue.Queue()
-    threading.Thread(target=_read_requests, args=(lines,), daemon=True).start()
-    functions = {each.__name__: each for each in (facts, gpus, compiler, memory, disk, digests, place, look, run)}
-    while True:
-        request = json.loads(lines.get(timeout=_IDLE_SECONDS))
-        results = {name: functions[name](**arguments) for name, arguments in request.items()}
-        # A login shell or a library may have printed text without a newline.
-        output.write(f"\n{REPLY.decode()}{json.dumps([time.time(), results])}}}\n")
-        output.flush()
-
-
 if __name__ == "__main__":
-    main()
+    HostProgram().serve(
+        {each.__name__: each for each in (facts, gpus, compiler, memory, disk, digests, place, look, run)}, {}
+    )

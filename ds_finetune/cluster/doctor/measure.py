@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_finetune.cluster.launch.process_tags import die_with_parent
 from ds_finetune.engine.devices import device_of_rank
 from ds_finetune.errors import FinetuneError
 from ds_finetune.system.info import interface_towards
+from ds_finetune.system.processes import die_with_parent
 
 _TIMEOUT = timedelta(seconds=30)
 """How long a rank waits in one all-reduce."""

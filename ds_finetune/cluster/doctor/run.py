@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_finetune.cluster.doctor.checks import clock_check, folder_checks, network_checks
+from ds_finetune.cluster.doctor.checks import folder_checks, network_checks
 from ds_finetune.cluster.doctor.host import digests
-from ds_finetune.cluster.doctor.hosts import Cluster
 from ds_finetune.cluster.host_checks import (
     Check,
+    clock_check,
     host_checks,
     meeting_address,
-    other_program_check,
     port_check,
     rank_device,
     world_of,
 )
+from ds_finetune.cluster.hosts import Cluster
 from ds_finetune.cluster.launch.environment import carried_variables, environment_files
 from ds_finetune.cluster.launch.remote import Remote
 from ds_finetune.config.hostfile import Host
@@ -32,6 +32,7 @@ from ds_finetune.system.world import World
 if TYPE_CHECKING:
     from ds_finetune.trainer.resolve import ResolvedRun
 
+_PROGRAM = "ds_finetune.cluster.doctor.host"
 _HOST_SECONDS = 45.0
 _JOIN_SECONDS = 60
 """How long the agent of a host waits for those of the others, which may still be importing torch."""
@@ -64,7 +65,7 @@ class DoctorRequest:
 
 def examine(request: DoctorRequest, say: Say) -> list[Check]:
     """All checks of the hosts; `say` prints what takes long."""
-    with closing(Cluster(request.hosts, request.remote)) as cluster:
+    with closing(Cluster(request.hosts, request.remote, _PROGRAM, name="doctor")) as cluster:
         checks = list(_checks(request, cluster, say))
         return [*cluster.lost.values(), *checks]
 
@@ -72,7 +73,7 @@ def examine(request: DoctorRequest, say: Say) -> list[Check]:
 def _checks(request: DoctorRequest, cluster: Cluster, say: Say) -> Iterator[Check]:
     files = environment_files(os.environ, home=Path.home(), directory=Path.cwd())
     environ = carried_variables(os.environ, files=files).values
-    infos = _infos(cluster, environ, request.port)
+    infos = cluster.infos(environ, request.port, seconds=_HOST_SECONDS)
     if not infos:
         return
     checks = [Check("ssh", name, "ok", info.hostname) for name, info in infos.items()]
@@ -101,18 +102,6 @@ def _checks(request: DoctorRequest, cluster: Cluster, say: Say) -> Iterator[Chec
     for key, path in request.folders.items():
         seen = {name: results["look"][path] for name, (results, _, _) in replies.items()}
         yield from folder_checks(f"{key} {path}", seen, request.node_local if key == "output_dir" else None)
-
-
-def _infos(cluster: Cluster, environ: Mapping[str, str], port: int) -> dict[str, HostInfo]:
-    """The facts of the hosts that answer and have this version of the program; the first host looks at the port."""
-    first, infos = next(iter(cluster.hosts)), {}
-    queries = {name: {"facts": {"environ": environ, "port": port * (name == first)}} for name in cluster.hosts}
-    for name, (results, _, _) in cluster.ask(queries, seconds=_HOST_SECONDS).items():
-        try:
-            infos[name] = HostInfo(**results["facts"])
-        except TypeError:
-            cluster.lost[name] = other_program_check(name)
-    return infos
 
 
 def resolve_on(resolve: Resolve, hosts: Sequence[Host], device: str) -> tuple["ResolvedRun | None", Check]:

@@ -1,20 +1,17 @@
 """Commands that start the ranks of a run under each launcher, and what `launch --dry-run` prints.
 
-A node launcher starts and watches the ranks of one host. There are two: torchrun's elastic agent and DeepSpeed's
-launcher. mpirun and Slurm start the ranks of all hosts.
+`launch` starts torch's elastic agent on each host by itself; here are the commands of the other launchers.
 """
 
-import base64
-import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ds_finetune.cluster.host_checks import groups_of, ranks_of
 from ds_finetune.cluster.launch.environment import interface_variables, redacted
-from ds_finetune.cluster.launch.process_tags import RUN_ID
+from ds_finetune.cluster.launch.rank_logs import RUN_ID
 from ds_finetune.cluster.watchdog.run_secret import VARIABLE
 from ds_finetune.config.hostfile import Host
 from ds_finetune.config.units import spans_text
@@ -39,46 +36,6 @@ _LOGIN_VARIABLES = ("HOME", "USER", "LOGNAME")
 """srun --export passes only the variables it names, Slurm's own and TMPDIR to a rank [Slurm 22.05, ran]."""
 _COMMANDS = 2
 """Commands per host that are printed from the start of the list, and from its end."""
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """Address and port of rank 0, all hosts, and the index of one host among them."""
-
-    hosts: tuple[Host, ...]
-    index: int
-    address: str
-    port: int | str
-
-
-NodeLauncher = Callable[[Rendezvous, Sequence[str], str], list[str]]
-
-
-def torchrun(rendezvous: Rendezvous, arguments: Sequence[str], python: str) -> list[str]:
-    """torchrun with a fixed node rank for each host, so that ranks follow the hostfile, and without restarts.
-
-    Restarts by torchrun need a store on one of the hosts, and fail when that host is lost. Therefore the launching
-    program restarts the run, with new node launchers on the remaining hosts.
-    """
-    options = [f"--nnodes={len(rendezvous.hosts)}", f"--node-rank={rendezvous.index}"]
-    options += [f"--nproc-per-node={rendezvous.hosts[rendezvous.index].slots}", "--max-restarts=0"]
-    options += [f"--master-addr={rendezvous.address}", f"--master-port={rendezvous.port}"]
-    return [python, "-u", "-m", "torch.distributed.run", *options, *ENTRY, *arguments]
-
-
-def deepspeed(rendezvous: Rendezvous, arguments: Sequence[str], python: str) -> list[str]:
-    """DeepSpeed's node launcher (0.19.8, launcher/launch.py), as its runner starts it on each host."""
-    named = {f"{number}-{host.name}": host for number, host in enumerate(rendezvous.hosts)}
-    ranks = {name: list(host.devices or range(host.slots)) for name, host in named.items()}
-    world_info = base64.urlsafe_b64encode(json.dumps(ranks).encode()).decode()
-    options = [f"--world_info={world_info}", f"--node_rank={rendezvous.index}"]
-    options += [f"--master_addr={rendezvous.address}", f"--master_port={rendezvous.port}"]
-    options += ["--no_local_rank", "--module", ENTRY_MODULE]
-    return [python, "-u", "-m", "deepspeed.launcher.launch", *options, *arguments]
-
-
-NODE_LAUNCHERS: dict[str, NodeLauncher] = {"torchrun": torchrun, "deepspeed": deepspeed}
-"""Node launchers by the value of `--launcher`."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import yaml
 
 from ds_finetune.cluster.launch.commands import Job, srun_options
 from ds_finetune.cluster.launch.environment import may_show, redacted
-from ds_finetune.cluster.launch.process_tags import RUN_ID
+from ds_finetune.cluster.launch.rank_logs import RUN_ID
 from ds_finetune.cluster.watchdog.run_secret import VARIABLE
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, LaunchError
 from ds_finetune.system.world import DEFAULT_PORT

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import IO
 
 from ds_finetune.config.hostfile import Host
 from ds_finetune.errors import LaunchError
@@ -20,13 +19,12 @@ _LOGIN = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TERM", "TZ", "TMPDIR"),
     *("LD_LIBRARY_PATH", "VIRTUAL_ENV", "XDG_RUNTIME_DIR"),
 )
-"""Variables that a login sets. A supervisor on this machine inherits only these, as one started over ssh does."""
+"""Variables that a login sets. A program on this machine inherits only these, as one started over ssh does."""
 SSH_ARGS = "DS_FINETUNE_SSH_ARGS"
 """Environment variable with further arguments of ssh, as a shell would split them."""
 CONNECT_SECONDS = 10
 _EARLIER_SECONDS = 2
 _SILENT_SECONDS = 5
-"""Interval of ssh's keep-alive messages to a silent host; ssh gives up after three."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,8 @@ class Remote:
     directory: str = "."
     connect_seconds: int = CONNECT_SECONDS
     """How long ssh tries to connect."""
+    alive_seconds: int = _SILENT_SECONDS
+    """Interval of ssh's keep-alive messages to a silent host; ssh gives up after three."""
 
     @classmethod
     def from_environment(cls, ssh_args: str = "") -> "Remote":
@@ -51,9 +51,12 @@ class Remote:
             ) from None
         return cls(words, sys.executable, str(Path.cwd()))
 
-    def with_greeting_limit(self, greeting_seconds: float) -> "Remote":
-        """This Remote with a connection timeout below `greeting_seconds`, so that ssh can report why it failed."""
-        return replace(self, connect_seconds=max(1, int(greeting_seconds) - _EARLIER_SECONDS))
+    def with_limits(self, *, greeting_seconds: float, silent_seconds: float) -> "Remote":
+        """This Remote with time limits: ssh reports why it failed to connect before the first, and loses a host that is
+        silent for the second.
+        """
+        connect = max(1, int(greeting_seconds) - _EARLIER_SECONDS)
+        return replace(self, connect_seconds=connect, alive_seconds=max(1, int(silent_seconds / 3)))
 
     def command(self, host: Host, argv: Sequence[str]) -> list[str]:
         """The local command that runs `argv` on `host`, in the working directory, with this project importable.
@@ -66,7 +69,7 @@ class Remote:
         options = {
             "BatchMode": "yes",
             "ConnectTimeout": self.connect_seconds,
-            "ServerAliveInterval": _SILENT_SECONDS,
+            "ServerAliveInterval": self.alive_seconds,
             "ServerAliveCountMax": 3,
         }
         settings = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
@@ -76,19 +79,15 @@ class Remote:
         # The user's own arguments come first: ssh takes the first value of an option.
         return ["ssh", *self.ssh_args, *settings, "-T", *port, host.target, where]
 
-    def module(self, host: Host, name: str, *arguments: str) -> list[str]:
-        """`command` for a module of this project."""
-        return self.command(host, python_module(name, *arguments, python=self.python))
-
-    def open(
-        self, host: Host, name: str, *arguments: str, stderr: int | IO[bytes] = subprocess.PIPE
-    ) -> "subprocess.Popen[bytes]":
-        """Start a module of this project on `host` with pipes to its standard input and output."""
+    def open(self, host: Host, name: str, *arguments: str) -> "subprocess.Popen[bytes]":
+        """Start a module of this project on `host` with pipes to its standard input and to all its output."""
         # In its own session, so that Ctrl-C at the terminal reaches only this process, which passes it on.
         login = {name: os.environ[name] for name in (*_LOGIN, "PYTHONPATH") if name in os.environ}
         env = with_package(login) if is_here(host) else None
-        command, pipe = self.module(host, name, *arguments), subprocess.PIPE
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, env=env, start_new_session=True)
+        command, pipe = self.command(host, python_module(name, *arguments, python=self.python)), subprocess.PIPE
+        return subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, env=env, start_new_session=True
+        )
 
 
 @cache

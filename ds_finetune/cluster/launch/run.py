@@ -1,18 +1,21 @@
-"""`ds-finetune launch`: a run on the hosts of a hostfile, restarted where it fails, with a true exit code."""
+"""`ds-finetune launch`: a run on the hosts of a hostfile, under torch's elastic agents, with a true exit code."""
 
 import os
+import queue
 import signal
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import count
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ds_finetune.cluster.host_checks import (
     Answer,
+    clock_check,
     describe,
     label,
     meeting_address,
@@ -20,14 +23,14 @@ from ds_finetune.cluster.host_checks import (
     preflight_checks,
     rank_device,
 )
-from ds_finetune.cluster.launch.attempt import KILL_NOTICE, SAVE_NOTICE, Attempt, AttemptOutcome, handle_signals
-from ds_finetune.cluster.launch.commands import NodeLauncher, Rendezvous
-from ds_finetune.cluster.launch.messages import LeftoversKilled, StartRanks
-from ds_finetune.cluster.launch.process_tags import log_name, logs_folder
+from ds_finetune.cluster.hosts import Cluster, Event, Reply
+from ds_finetune.cluster.launch.agent_order import DONE, FAILED, GRACE_SECONDS, AgentOrder
+from ds_finetune.cluster.launch.rank_logs import RUN_ID, log_name, logs_folder
 from ds_finetune.cluster.launch.remote import Remote
 from ds_finetune.cluster.watchdog.kills import FOLDER
 from ds_finetune.config.hostfile import Host
 from ds_finetune.config.sections import CheckpointConfig, LaunchConfig
+from ds_finetune.config.units import spans_text
 from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import (
     INTERRUPTED_EXIT_CODE,
@@ -37,13 +40,24 @@ from ds_finetune.errors import (
     LaunchError,
 )
 from ds_finetune.system.info import HostInfo, gather_host_info
-from ds_finetune.system.process_messages import decode, without_token
+from ds_finetune.system.processes import handle_signals
 
-_RANK_VARIABLES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
-"""Variables removed from the environment of ranks: the shell may still have them from another launch."""
-_POLL_SECONDS = 5.0
-"""Time between two attempts to reach hosts that may come back."""
-_LEFTOVERS_SECONDS = 20
+PROGRAM = "ds_finetune.cluster.launch.host"
+SAVE_NOTICE = "asked the ranks to save and stop; signal again to kill them"
+KILL_NOTICE = "killing every rank"
+_TICK_SECONDS = 0.25
+_BEAT_SECONDS = 1.0
+"""Interval of the signs of life to the hosts."""
+_RETRY_SECONDS = 5.0
+"""Time between two attempts to reach a host that may come back."""
+_ENDING_SECONDS = GRACE_SECONDS + 4.0
+"""How long the agents of the other hosts may take to end and report, after one has failed for good."""
+_LOAD_SECONDS = 120.0
+"""How long a host may take to import torch."""
+_JOIN_SECONDS = 10.0
+"""How long a restart with enough hosts waits for others, whose ranks are still ending."""
+_PRINTED_LINES = 500
+_TAIL_LINES = 50
 _QUOTED = "  | "
 
 
@@ -52,10 +66,8 @@ class LaunchRequest:
     """What `launch` starts, and on which hosts."""
 
     hosts: tuple[Host, ...]
-    node_launcher: NodeLauncher
-    """Makes the command of torchrun or of DeepSpeed's launcher that starts the ranks of one host."""
-    arguments: tuple[str, ...]
-    """Run file and overrides, as `train` takes them."""
+    argv: tuple[str, ...]
+    """Command of each rank."""
     env: dict[str, str]
     """Environment variables of every rank."""
     remote: Remote
@@ -66,17 +78,7 @@ class LaunchRequest:
     check_plan: Callable[[Sequence[Host], str], object]
     """ConfigError where the run's layout or batch does not fit the ranks of some hosts on a kind of device."""
     port: int = 0
-    """Port of rank 0 on the first host; 0 takes a free port."""
-
-
-@dataclass(frozen=True)
-class _ReadyHosts:
-    """Hosts that have passed all checks, for one attempt, and the address and port of rank 0."""
-
-    attempt: Attempt
-    hosts: tuple[Host, ...]
-    address: str
-    port: int
+    """Port of the first host at which the agents meet; 0 takes a free port."""
 
 
 def launch(request: LaunchRequest, say: Say) -> int:
@@ -87,32 +89,11 @@ def launch(request: LaunchRequest, say: Say) -> int:
     before the first start.
     """
     _check_restartable(request.launch, request.checkpoint)
-    logs = logs_folder(request.output_dir, request.run_id)
-    say(f"run {request.run_id}: logs in {logs} on each host")
-    tags: dict[Host, list[str]] = {host: [] for host in request.hosts}
-    code = RUN_ERROR_EXIT_CODE
-    for number in count(1):
-        with _ready_hosts(request, say, is_first=number == 1) as ready:
-            if ready is None:
-                say(
-                    f"gave up: fewer than the needed hosts of {len(request.hosts)} were ready within "
-                    f"{request.launch.wait_seconds:.0f} s; the same command resumes the run"
-                )
-                return code
-            orders = _orders(request, ready, number=number, earlier_tags=tags)
-            outcome = ready.attempt.run(orders, say)
-        for host, order in orders.items():
-            tags[host].append(order.tag)
-        outcome = _kill_leftovers(outcome, request, orders)
-        for line in _report(outcome, number, logs):
-            say(line)
-        code = outcome.code
-        # A mistake of the user fails the first attempt; later a host causes this code, for example by a full disk.
-        is_final = code in (0, INTERRUPTED_EXIT_CODE) or (code == USER_ERROR_EXIT_CODE and number == 1)
-        if is_final or outcome.was_signalled or number > request.launch.restarts:
-            return code
-        say(f"starting again, restart {number} of {request.launch.restarts}")
-    raise AssertionError
+    say(f"run {request.run_id}: logs in {logs_folder(request.output_dir, request.run_id)} on each host")
+    with closing(_LaunchedRun(request, say)) as run:
+        run.start()
+        with handle_signals(run.signal):
+            return run.finish()
 
 
 def _check_restartable(settings: LaunchConfig, checkpoint: CheckpointConfig) -> None:
@@ -135,73 +116,26 @@ def _check_restartable(settings: LaunchConfig, checkpoint: CheckpointConfig) -> 
         )
 
 
-@contextmanager
-def _ready_hosts(request: LaunchRequest, say: Say, *, is_first: bool) -> Iterator[_ReadyHosts | None]:
-    """Start supervisors on the hosts of an attempt; yield None where too few hosts pass their checks.
-
-    The first attempt needs all hosts; a later one takes the hosts that remain or have come back.
-    """
-    until = time.monotonic() + request.launch.wait_seconds
-    while True:
-        with Attempt(request.hosts, request.remote, request.launch, port=request.port) as attempt:
-            ready = _select_hosts(request, attempt, say, is_first=is_first)
-            if ready is not None:
-                yield ready
-                return
-        if time.monotonic() > until:
-            yield None
-            return
-        time.sleep(_POLL_SECONDS)
-
-
-def _select_hosts(request: LaunchRequest, attempt: Attempt, say: Say, *, is_first: bool) -> _ReadyHosts | None:
-    answers = attempt.greetings()
-    fit = fit_hosts(answers, gather_host_info(), request, say, is_first=is_first)
-    infos = {host: answer for host, answer in answers.items() if isinstance(answer, HostInfo)}
-    device = rank_device({label(host): info for host, info in infos.items()}, request.env)
-    if is_first:
-        request.check_plan(fit, device)
-    hosts = fit if is_first else largest_fit(request, fit, device=device)
-    if not hosts:
-        return None
-    first, address = hosts[0], meeting_address(hosts, infos)
-    if not address:
-        raise LaunchError(
-            f"{first.target} has no address that the other {len(hosts) - 1} hosts could reach: its interfaces are "
-            f"{', '.join(infos[first].interfaces)}",
-            hint="write its address in the network of the others into the hostfile",
-        )
-    port = port_check(label(first), infos[first], request.port)
-    if port.state == "ok":
-        return _ReadyHosts(attempt, hosts, address, infos[first].port)
-    if is_first:
-        raise LaunchError(f"{first.target}: {port.found}", hint=port.hint)
-    # The process of the earlier attempt that used the port may still be ending.
-    say(f"waiting for {first.target}: {port.found}")
-    return None
-
-
-def fit_hosts(
-    answers: Mapping[Host, Answer], here: HostInfo, request: LaunchRequest, say: Say, *, is_first: bool
-) -> tuple[Host, ...]:
-    """The hosts without a failed check; before the first attempt a LaunchError where a check failed."""
-    checks = preflight_checks(answers, here, request.env)
-    failed = {
-        host: [describe(host, check) for check in found if check.state == "fail"] for host, found in checks.items()
-    }
-    texts = [text for found in failed.values() for text in found]
-    if texts and is_first:
+def check_hosts(
+    answers: Mapping[Host, Answer],
+    here: HostInfo,
+    request: LaunchRequest,
+    say: Say,
+    clocks: Mapping[str, tuple[float, float]] | None = None,
+) -> None:
+    """LaunchError where hosts are not ready, with a line for each fault; `say` prints the warnings."""
+    late = [clock_check(name, *clock) for name, clock in (clocks or {}).items()]
+    checks = preflight_checks(answers, here, request.env, late)
+    failed = {host: [describe(host, each) for each in found if each.state == "fail"] for host, found in checks.items()}
+    if texts := [text for found in failed.values() for text in found]:
         raise LaunchError(
             f"{sum(map(bool, failed.values()))} of {len(answers)} hosts are not ready, nothing was started:\n  "
             + "\n  ".join(texts),
             hint="`ds-finetune doctor --hostfile` checks more; --exclude leaves a host out",
         )
-    for text in texts:
-        say(f"left out: {text}")
-    for host, found in checks.items() if is_first else ():
-        for check in (check for check in found if check.state == "warn"):
+    for host, found in checks.items():
+        for check in found:
             say(f"warning: {describe(host, check)}")
-    return tuple(host for host in request.hosts if not failed[host])
 
 
 def largest_fit(request: LaunchRequest, fit: Sequence[Host], *, device: str) -> tuple[Host, ...]:
@@ -219,89 +153,335 @@ def largest_fit(request: LaunchRequest, fit: Sequence[Host], *, device: str) -> 
     return ()
 
 
-def _orders(
-    request: LaunchRequest, ready: _ReadyHosts, *, number: int, earlier_tags: Mapping[Host, list[str]]
-) -> dict[Host, StartRanks]:
-    orders = {}
-    for index, host in enumerate(ready.hosts):
+@dataclass
+class _Member:
+    """A host that takes part, and its agent."""
+
+    host: Host
+    cluster: Cluster
+    name: str
+    """Name of the agent."""
+    future: "Future[Reply | str]"
+    ended: str = ""
+    """How the agent ended; empty while it runs."""
+
+    def order(self, name: str, /, **arguments: str) -> None:
+        self.cluster.order(label(self.host), {name: arguments})
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """A failure of a rank or of a host."""
+
+    host: Host
+    rank: int | None
+    """None where the host itself failed."""
+    text: str
+    code: int
+    """Exit code for the whole run."""
+    at: float
+    """Monotonic time of this machine."""
+    cause: str = ""
+    """Why the run ended, where the rank ended because of it."""
+    error: str = ""
+    """The error of the rank, as it has recorded it."""
+    tail: Sequence[str] = ()
+    """Last lines of the rank's output, or of the host's."""
+
+
+class _LaunchedRun:
+    """A run on its hosts: what their agents report, hosts that are lost and come back, and signals."""
+
+    def __init__(self, request: LaunchRequest, say: Say) -> None:
+        self._request, self._say = request, say
+        self._clusters: list[Cluster] = []
+        self._members: dict[Host, _Member] = {}
+        self._standby: dict[Host, Cluster] = {}
+        self._returning: dict[Host, Future[Cluster | str]] = {}
+        self._left_out: dict[Host, str] = {}
+        self._pool = ThreadPoolExecutor(max_workers=len(request.hosts))
+        self._events = queue.SimpleQueue[tuple[_Member, Event]]()
+        self._failures: list[_Failure] = []
+        self._printed = deque[str](maxlen=_PRINTED_LINES)
+        self._signals: list[int] = []
+        self._num_passed_on = self._num_opened = 0
+        self._attempt, self._started, self._began = 0, dict[Host, Mapping[str, Any]](), time.monotonic()
+        self._failed_since: float | None = None
+        self._ending_since: float | None = None
+        self._is_told = False
+        self._last_beat = self._last_retry = 0.0
+        self._is_killed = False
+        self._device = self._address = ""
+        self._port = 0
+
+    def start(self) -> None:
+        """Check every host, and start its agent; LaunchError or ConfigError where one is not ready."""
+        request, first = self._request, self._request.hosts[0]
+        cluster = self._open(request.hosts)
+        infos = cluster.infos(request.env, request.port, seconds=request.launch.greeting_seconds)
+        check_hosts(cluster.answers(infos), gather_host_info(), request, self._say, cluster.clocks)
+        known = {host: infos[label(host)] for host in request.hosts}
+        self._device = rank_device(infos, request.env)
+        request.check_plan(request.hosts, self._device)
+        self._address = meeting_address(request.hosts, known)
+        if not self._address:
+            raise LaunchError(
+                f"{first.target} has no address that the other {len(request.hosts) - 1} hosts could reach: its "
+                f"interfaces are {', '.join(known[first].interfaces)}",
+                hint="write its address in the network of the others into the hostfile",
+            )
+        port = port_check(label(first), known[first], request.port)
+        if port.state != "ok":
+            raise LaunchError(f"{first.target}: {port.found}", hint=port.hint)
+        self._port = known[first].port
+        cluster.ask({name: {"load": {}} for name in infos}, seconds=_LOAD_SECONDS)
+        if cluster.lost:
+            check_hosts(cluster.answers(infos), gather_host_info(), request, self._say)
+        for host in request.hosts:
+            self._start_agent(host, cluster)
+
+    def signal(self, number: int) -> None:
+        """Take note of a signal to this program."""
+        self._signals.append(number)
+
+    def finish(self) -> int:
+        """Wait for the end, and return the exit code."""
+        while not self._is_over():
+            self._beat()
+            self._take_events()
+            for member in [each for each in self._members.values() if not each.ended and each.future.done()]:
+                self._take_end(member)
+            self._pass_on_signals()
+            self._regain_hosts()
+            if self._failed_since is not None and time.monotonic() - self._failed_since > _ENDING_SECONDS:
+                self._tell_failure()
+            time.sleep(_TICK_SECONDS)
+        self._take_events()
+        self.close()
+        return self._report_end()
+
+    def close(self) -> None:
+        """End the programs on all hosts and all that they have started."""
+        with ThreadPoolExecutor(max_workers=max(1, len(self._clusters))) as pool:
+            list(pool.map(Cluster.close, self._clusters))
+        self._clusters.clear()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _open(self, hosts: Sequence[Host]) -> Cluster:
+        cluster = Cluster(hosts, self._request.remote, PROGRAM, name=self._request.run_id)
+        self._clusters.append(cluster)
+        return cluster
+
+    def _start_agent(self, host: Host, cluster: Cluster) -> None:
+        request, is_first = self._request, host == self._request.hosts[0]
+        settings, most = request.launch, len(request.hosts)
+        self._num_opened += 1
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.devices))} if host.devices else {}
-        rendezvous = Rendezvous(ready.hosts, index, ready.address, ready.port)
-        orders[host] = StartRanks(
-            argv=request.node_launcher(rendezvous, request.arguments, request.remote.python),
-            env=request.env | devices,
-            unset=_RANK_VARIABLES,
-            tag=f"{request.run_id}.{number}.{index}",
-            earlier_tags=list(earlier_tags[host]),
-            logs=str(logs_folder(request.output_dir, request.run_id) / f"attempt-{number}"),
+        order = AgentOrder(
+            name=f"{request.hosts.index(host):05}.{self._num_opened}",
+            argv=request.argv,
+            slots=host.slots,
+            fewest=(settings.min_hosts or most) if settings.restarts else most,
+            most=most,
+            restarts=settings.restarts,
+            wait_seconds=settings.wait_seconds,
+            join_seconds=_JOIN_SECONDS,
+            address=self._address,
+            port=self._port,
+            is_first=is_first,
+            run_id=request.run_id,
+            logs=str(logs_folder(request.output_dir, request.run_id)),
             watchdog=str(Path(request.output_dir) / FOLDER),
-            silent_seconds=request.launch.silent_seconds,
-            meeting_address=ready.address if len(ready.hosts) > 1 else "",
+            environ=devices | {RUN_ID: request.run_id},
         )
-    return orders
 
+        def take(event: Event) -> None:
+            self._events.put((member, event))
 
-def _kill_leftovers(
-    outcome: AttemptOutcome, request: LaunchRequest, orders: Mapping[Host, StartRanks]
-) -> AttemptOutcome:
-    """Kill remaining processes on hosts whose supervisor ended early; a host on which this fails counts as lost."""
+        cluster.order(label(host), {"limit_silence": {"seconds": settings.silent_seconds}})
+        future = cluster.start(label(host), {"run": asdict(order)}, take)
+        member = self._members[host] = _Member(host, cluster, order.name, future)
 
-    def is_clean(host: Host) -> bool:
-        tag = orders[host].tag
-        command = request.remote.module(host, "ds_finetune.cluster.launch.supervisor", "kill", tag)
-        try:
-            done = subprocess.run(command, capture_output=True, timeout=_LEFTOVERS_SECONDS, check=False)
-        except subprocess.TimeoutExpired:
+    def _beat(self) -> None:
+        if (now := time.monotonic()) - self._last_beat >= _BEAT_SECONDS:
+            self._last_beat = now
+            for cluster in self._clusters:
+                cluster.beat()
+
+    def _take_events(self) -> None:
+        while not self._events.empty():
+            member, event = self._events.get()
+            if isinstance(event, str):
+                # The ranks of other hosts print into their logs only.
+                if member.host == self._request.hosts[0]:
+                    self._printed.append(event)
+                    self._say(event)
+            elif "started" in event:
+                self._take_start(member.host, event)
+            else:
+                same = {name: event[name] for name in ("rank", "text", "code", "cause", "error", "tail")}
+                self._fail(_Failure(host=member.host, at=time.monotonic() - event["age"], **same))
+
+    def _fail(self, failure: _Failure) -> None:
+        self._failed_since = self._failed_since or time.monotonic()
+        self._failures.append(failure)
+
+    def _take_start(self, host: Host, event: Mapping[str, Any]) -> None:
+        """Take note of the ranks that a host has started; where all have, print a table."""
+        if event["started"] != self._attempt:
+            self._tell_failure()
+            if self._failures:
+                self._say(f"starting again, restart {event['restart']} of {self._request.launch.restarts}")
+            elif self._attempt:
+                self._say("a host has joined: the ranks have saved, and start again")
+            self._attempt, self._began = event["started"], time.monotonic()
+            self._started, self._failures, self._failed_since, self._is_told = {}, [], None, False
+        self._started[host] = event
+        if len(self._started) == len(event["members"]):
+            rows = []
+            for each, start in sorted(self._started.items(), key=lambda item: item[1]["ranks"]):
+                devices = spans_text(each.devices or range(each.slots))
+                rows.append((each.target, spans_text(start["ranks"]), devices, start["interface"]))
+            for line in table(("host", "ranks", "devices", "interface"), rows):
+                self._say(line)
+
+    def _take_end(self, member: _Member) -> None:
+        result = member.future.result()
+        if not isinstance(result, str):
+            member.ended = str(result[0]["run"])
+            is_ending = member.ended != DONE
+        else:
+            check, tail = member.cluster.lose(label(member.host), result), result.splitlines()[-_TAIL_LINES:]
+            text = check.found if tail else "its agent or the connection has ended"
+            # Silence is noticed late: failures that ranks of other hosts have reported meanwhile are consequences.
+            at = time.monotonic() - self._request.launch.silent_seconds
+            self._fail(_Failure(member.host, None, text, RUN_ERROR_EXIT_CODE, at, tail=tail))
+            is_ending = member.host == self._request.hosts[0] or not self._request.launch.restarts
+            self._let_go(member)
+        if is_ending:
+            self._ending_since = self._ending_since or time.monotonic()
+        self._regroup()
+
+    def _let_go(self, member: _Member) -> None:
+        """Let the agents of the other hosts start again without this one."""
+        del self._members[member.host]
+        for other in self._members.values():
+            other.order("lose", name=member.name)
+
+    def _pass_on_signals(self) -> None:
+        """Ask the ranks to save at the first signal; kill them at the second, and where they are not running."""
+        if self._num_passed_on == len(self._signals):
+            return
+        self._num_passed_on += 1
+        is_running = len(self._started) == len(self._members) and not self._failures
+        self._is_killed = self._num_passed_on > 1 or not is_running
+        self._say(KILL_NOTICE if self._is_killed else SAVE_NOTICE)
+        for member in () if self._is_killed else self._members.values():
+            member.order("save")
+
+    def _is_over(self) -> bool:
+        """Whether every agent has ended, or need not be waited for any longer."""
+        if self._is_killed or all(member.ended for member in self._members.values()):
+            return True
+        if self._ending_since is None:
             return False
-        bodies = [body for line in done.stdout.splitlines() if (body := without_token(line, tag)) is not None]
-        replies = [decode(body, [LeftoversKilled], peer=f"the supervisor of {host.target}") for body in bodies]
-        return done.returncode == 0 and any(reply.num_remaining == 0 for reply in replies)
+        codes = {failure.code for failure in self._failures}
+        return codes != {INTERRUPTED_EXIT_CODE} and time.monotonic() - self._ending_since > _ENDING_SECONDS
 
-    if not outcome.unsupervised:
-        return outcome
-    with ThreadPoolExecutor(max_workers=len(outcome.unsupervised)) as pool:
-        clean = dict(zip(outcome.unsupervised, pool.map(is_clean, outcome.unsupervised), strict=True))
-    return replace(outcome, lost=(*outcome.lost, *(host for host, is_done in clean.items() if not is_done)))
+    def _regain_hosts(self) -> None:
+        """Ask hosts that are gone whether they are back."""
+        is_ending = self._ending_since is not None or self._signals
+        if is_ending or not self._request.launch.restarts or time.monotonic() - self._last_retry < _RETRY_SECONDS:
+            return
+        self._last_retry = time.monotonic()
+        for host in self._request.hosts:
+            if host in self._members or host in self._standby:
+                continue
+            future = self._returning.pop(host, None)
+            if future is None or not future.done():
+                self._returning[host] = future or self._pool.submit(self._reopen, host)
+            elif isinstance(found := future.result(), Cluster):
+                self._standby[host] = found
+                self._regroup()
+            elif self._left_out.get(host) != found:
+                self._left_out[host] = found
+                self._say(f"left out: {found}")
+
+    def _reopen(self, host: Host) -> Cluster | str:
+        """The program on a host that is back, or why it cannot take part."""
+        cluster = self._open([host])
+        infos = cluster.infos(self._request.env, 0, seconds=self._request.launch.greeting_seconds)
+        late = [clock_check(name, *clock) for name, clock in cluster.clocks.items()]
+        cluster.ask({name: {"load": {}} for name in infos}, seconds=_LOAD_SECONDS)
+        (checks,) = preflight_checks(cluster.answers(infos), gather_host_info(), self._request.env, late).values()
+        failed = [describe(host, check) for check in checks if check.state == "fail"]
+        if failed:
+            cluster.close()
+        return "\n  ".join(failed) or cluster
+
+    def _regroup(self) -> None:
+        """Let as many hosts take part as the layout and the batch allow."""
+        there = [host for host in self._request.hosts if host in self._members or host in self._standby]
+        fit = largest_fit(self._request, there, device=self._device)
+        if self._ending_since is not None or not fit:
+            return
+        for host in [host for host in self._members if host not in fit]:
+            self._say(f"left out: {host.target}: layout and batch allow {len(fit)} of {len(there)} hosts")
+            member = self._members[host]
+            self._let_go(member)
+            self._pool.submit(member.cluster.end, label(host))
+        for host in [host for host in fit if host in self._standby]:
+            self._start_agent(host, self._standby.pop(host))
+
+    def _report_end(self) -> int:
+        ends = {member.ended for member in self._members.values()}
+        if ends == {DONE} and not self._failures:
+            self._say(f"attempt {self._attempt} done in {time.monotonic() - self._began:.0f} s")
+            return 0
+        self._tell_failure()
+        for end in ends - {DONE, FAILED, ""}:
+            self._say(f"gave up: {end}; the same command resumes the run")
+        lost = [host.target for host in self._request.hosts if host not in self._members]
+        where = f" on all hosts but {', '.join(lost)}, which end theirs when they hear nothing" if lost else ""
+        self._say(f"every process of the run has ended{where}")
+        if self._is_killed:
+            return 128 + self._signals[-1]
+        return self._first_failure().code if self._failures else RUN_ERROR_EXIT_CODE
+
+    def _tell_failure(self) -> None:
+        """Print who failed first, once the hosts have had time to say so."""
+        if self._failures and not self._is_told:
+            self._is_told = True
+            for line in self._failure_lines():
+                self._say(line)
+
+    def _first_failure(self) -> _Failure:
+        return min(self._failures, key=lambda failure: failure.at)
+
+    def _failure_lines(self) -> Iterator[str]:
+        """Who failed first, how, and its error or its last lines, unless rank 0 has printed them."""
+        first = self._first_failure()
+        who = f"host {first.host.target}" if first.rank is None else f"rank {first.rank} on {first.host.target}"
+        head = f"attempt {self._attempt} failed after {max(0.0, first.at - self._began):.1f} s"
+        lines = first.error.splitlines() or first.tail
+        is_printed = first.rank == 0 or not lines or any(lines[0] in line for line in (*self._printed, first.text))
+        if first.code == INTERRUPTED_EXIT_CODE:
+            yield f"attempt {self._attempt}: saved after a signal; the same command resumes the run"
+        elif first.code == USER_ERROR_EXIT_CODE and is_printed and first.rank is not None:
+            yield f"{head} by the error above, with exit code {first.code}"
+        else:
+            yield f"{head}: {first.cause or f'{who} failed first: {first.text}'}"
+            logs = logs_folder(self._request.output_dir, self._request.run_id)
+            name = "" if first.rank is None else f" of {logs}/attempt-{self._attempt}/{log_name(first.rank)}"
+            if not is_printed:
+                yield "its error:" if first.error else f"the last {len(lines)} lines{name or ' of its output'}:"
+                yield from (f"{_QUOTED}{line}" for line in lines)
 
 
-def _report(outcome: AttemptOutcome, number: int, logs: Path) -> Iterator[str]:
-    """The lines about an attempt's end, which are also written to its report.txt."""
-    if outcome.first is None:
-        yield f"attempt {number} done in {outcome.seconds:.0f} s"
-        return
-    lines = list(_failure_lines(outcome, number, logs))
-    folder = logs / f"attempt-{number}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "report.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    except OSError as full:
-        lines.append(f"{folder}/report.txt could not be written: {full.strerror}")
-    # What rank 0 has printed is not repeated; a mistake of the user is that of every rank, whichever ended first.
-    is_printed, after = outcome.first.is_printed, outcome.first.after
-    if is_printed and outcome.code == USER_ERROR_EXIT_CODE and outcome.first.rank is not None:
-        lines[:2] = [f"attempt {number} failed after {after:.1f} s by the error above, with exit code {outcome.code}"]
-    yield from (line for line in lines if not (is_printed and line.startswith(_QUOTED)))
-
-
-def _failure_lines(outcome: AttemptOutcome, number: int, logs: Path) -> Iterator[str]:
-    first = outcome.first
-    assert first is not None
-    who = f"host {first.host.target}" if first.rank is None else f"rank {first.rank} on {first.host.target}"
-    if outcome.code == INTERRUPTED_EXIT_CODE:
-        yield f"attempt {number}: saved after a signal; the same command resumes the run"
-        return
-    # The rank that ends first may only be the first that the watchdog has ended.
-    yield f"attempt {number} failed after {first.after:.1f} s: {first.cause or f'{who} failed first: {first.text}'}"
-    if first.tail:
-        source = f" of {logs}/attempt-{number}/{log_name(first.rank)}" if first.rank is not None else ""
-        yield f"the last {len(first.tail)} lines{source or ' of its output'}:"
-        yield from (f"{_QUOTED}{line}" for line in first.tail)
-    if outcome.remaining:
-        counts = ", ".join(f"{number} on {host.target}" for host, number in outcome.remaining.items())
-        yield f"PROCESSES REMAIN that do not end, as when they wait for a disk or a device: {counts}"
-        return
-    lost = ", ".join(host.target for host in outcome.lost)
-    where = f" on all hosts but {lost}, which cannot be reached and whose supervisor kills its ranks" if lost else ""
-    yield f"every process of the attempt has ended{where}; {outcome.ended_in:.1f} s after the failure"
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table with a heading."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (heads, *rows)]
 
 
 def run_scheduler(command: Sequence[str], env: Mapping[str, str], say: Say) -> int:

@@ -17,14 +17,13 @@ from typing import Any
 import torch
 import yaml
 
-from ds_finetune.cluster.launch.attempt import handle_signals
-from ds_finetune.cluster.launch.process_tags import die_with_parent
 from ds_finetune.config.hostfile import Host, read_hostfile
 from ds_finetune.config.run_file import apply_override, read_yaml, set_key
 from ds_finetune.config.schema import validate_tree
 from ds_finetune.console.tables import show_line
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, LaunchError
 from ds_finetune.runs.metrics import MetricsReader
+from ds_finetune.system.processes import die_with_parent, handle_signals
 from ds_finetune.system.whole_file import replace_file
 
 _PROGRAM = (sys.executable, "-u", "-m", "ds_finetune")

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from ds_finetune.cluster.doctor import host
-from ds_finetune.cluster.doctor.checks import clock_check, folder_checks, network_checks, rate_checks
+from ds_finetune.cluster.doctor.checks import folder_checks, network_checks, rate_checks
 from ds_finetune.cluster.doctor.measure import rounds
-from ds_finetune.cluster.host_checks import Check
+from ds_finetune.cluster.host_checks import Check, clock_check
 from ds_finetune.system import info
 from ds_finetune.system.info import query_gpus
 

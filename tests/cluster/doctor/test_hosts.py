@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.cluster.doctor.checks import network_checks
-from ds_finetune.cluster.doctor.hosts import Cluster
 from ds_finetune.cluster.doctor.run import DoctorRequest, examine
+from ds_finetune.cluster.hosts import Cluster
 from ds_finetune.cluster.launch.remote import Remote
 from ds_finetune.config.hostfile import Host
 from ds_finetune.errors import LaunchError
@@ -24,11 +24,11 @@ WAITING = """
 import sys
 from contextlib import closing
 from ds_finetune.cluster.doctor.checks import network_checks
-from ds_finetune.cluster.doctor.hosts import Cluster
+from ds_finetune.cluster.hosts import Cluster
 from ds_finetune.config.hostfile import Host
 from ds_finetune.cluster.launch.remote import Remote
 
-with closing(Cluster([Host("localhost", 1, 1)], Remote(directory="."))) as cluster:
+with closing(Cluster([Host("localhost", 1, 1)], Remote(directory="."), "ds_finetune.cluster.doctor.host", name="doctor")) as cluster:
     agent = ["torch.distributed.run", "--nproc-per-node=1", "--master-port=0", "-m", "timeit", "-n1", "-r1"]
     agent.append("__import__('pathlib').Path(sys.argv[1] + '/started').touch(); __import__('time').sleep(1000)")
     agent[-1] = agent[-1].replace("sys.argv[1]", repr(sys.argv[1]))
@@ -36,6 +36,11 @@ with closing(Cluster([Host("localhost", 1, 1)], Remote(directory="."))) as clust
     cluster.ask({"localhost": {"run": {"module": agent, "seconds": 1000}}}, seconds=1000)
 """
 HERE = Host("localhost", 1, 1)
+PROGRAM = "ds_finetune.cluster.doctor.host"
+
+
+def _cluster(hosts: list[Host], remote: Remote) -> "closing[Cluster]":
+    return closing(Cluster(hosts, remote, PROGRAM, name="doctor"))
 
 
 @pytest.fixture
@@ -85,7 +90,7 @@ def test_nothing_is_left_when_the_doctor_ends(number: int, tmp_path: Path) -> No
 
 def test_a_host_that_fails_is_reported_once_and_asked_no_more() -> None:
     look = {"look": {"folders": ["."], "marker": "absent"}}
-    with closing(Cluster([HERE, Host("127.0.0.1", 1, 2)], Remote(directory=str(ROOT)))) as cluster:
+    with _cluster([HERE, Host("127.0.0.1", 1, 2)], Remote(directory=str(ROOT))) as cluster:
         replies = cluster.ask({"localhost": {"absent": {}}, "127.0.0.1": look}, seconds=100)
         assert list(replies) == ["127.0.0.1"]
         assert list(cluster.ask({"localhost": look, "127.0.0.1": look}, seconds=100)) == ["127.0.0.1"]
@@ -100,7 +105,7 @@ def test_silence_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the silent program has started ends with it."""
     mark = secrets.token_hex(8)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}/{mark}")
-    with closing(Cluster([HERE], Remote(directory=str(ROOT)))) as cluster:
+    with _cluster([HERE], Remote(directory=str(ROOT))) as cluster:
         assert cluster.ask({"localhost": {"look": {"folders": [], "marker": ""}}}, seconds=100)
         sleep = {"module": ["timeit", "-n1", "-r1", "__import__('time').sleep(1000)"], "seconds": 1000}
         assert not cluster.ask({"localhost": {"run": sleep}}, seconds=0.5)
@@ -109,14 +114,14 @@ def test_silence_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_program_that_does_not_end_is_killed_after_its_time() -> None:
-    with closing(Cluster([HERE], Remote(directory=str(ROOT)))) as cluster:
+    with _cluster([HERE], Remote(directory=str(ROOT))) as cluster:
         sleep = {"module": ["timeit", "-n1", "-r1", "__import__('time').sleep(1000)"], "seconds": 0.5}
         assert cluster.ask({"localhost": {"run": sleep}}, seconds=100)["localhost"][0] == {"run": [None, ""]}
 
 
 def test_what_the_agents_of_hosts_print_that_do_not_meet(port: int) -> None:
     """One that cannot reach the first host, and the first host, which waits in vain."""
-    with closing(Cluster([HERE, Host("127.0.0.1", 1, 2)], Remote(directory=str(ROOT)))) as cluster:
+    with _cluster([HERE, Host("127.0.0.1", 1, 2)], Remote(directory=str(ROOT))) as cluster:
         queries = {}
         for name, settings in (("localhost", (0, 1)), ("127.0.0.1", (1, port))):
             agent = ["torch.distributed.run", "--nnodes=2", "--max-restarts=0", "--rdzv-backend=c10d", "--rdzv-id=x"]
@@ -140,13 +145,16 @@ def _shell(folder: Path, text: str) -> Remote:
 
 def test_what_a_login_shell_prints_is_no_answer(tmp_path: Path) -> None:
     printed = """echo 'Welcome to gpu-1!'; echo '{"value": 3}'; echo 5; echo null; printf 'without an end'"""
-    with closing(Cluster([HERE], _shell(tmp_path, f'{printed}; exec {sys.executable} "$@"'))) as cluster:
+    with _cluster([HERE], _shell(tmp_path, f'{printed}; exec {sys.executable} "$@"')) as cluster:
         replies = cluster.ask({"localhost": {"look": {"folders": [], "marker": ""}}}, seconds=100)
         assert replies["localhost"][0] == {"look": {}}
 
 
 def test_another_version_of_the_program_is_named(tmp_path: Path) -> None:
-    remote = _shell(tmp_path, """read request; echo '{"reply":[0, {"facts": {"cores": 1}}]}'; read end""")
+    remote = _shell(
+        tmp_path,
+        """read request; eval "token=\\${$#}"; echo "$token"' ["reply", [0, {"facts": {"cores": 1}}]]'; read end""",
+    )
     (check,) = examine(DoctorRequest((HERE,), remote, 29_738, {"working folder": "."}), print)
     assert (check.host, check.found) == ("localhost", "it has another version of ds_finetune")
 
@@ -164,4 +172,4 @@ def test_a_host_without_the_program_is_named(tmp_path: Path) -> None:
 def test_no_ssh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match="`ssh` is not installed here"):
-        Cluster([Host("elsewhere", 1, 1, user="me")], Remote())
+        Cluster([Host("elsewhere", 1, 1, user="me")], Remote(), PROGRAM, name="doctor")

@@ -16,15 +16,13 @@ from ds_finetune.cluster.host_checks import (
     preflight_checks,
     unreachable_check,
 )
-from ds_finetune.cluster.launch.commands import NODE_LAUNCHERS, Rendezvous, torchrun
 from ds_finetune.cluster.launch.remote import Remote
-from ds_finetune.cluster.launch.run import LaunchRequest, fit_hosts, largest_fit
-from ds_finetune.config.hostfile import Host, read_hostfile
+from ds_finetune.cluster.launch.run import LaunchRequest, check_hosts, largest_fit
+from ds_finetune.config.hostfile import Host
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import LaunchError
 from ds_finetune.system.info import HostInfo
 from ds_finetune.system.versions import installed_versions
-from tests.conftest import ROOT
 
 A, B, C = Host("a", 4, 1), Host("b", 4, 2), Host("c", 2, 3)
 
@@ -89,7 +87,7 @@ def test_the_refusal_of_a_launch_is_what_the_doctor_finds(
     """The doctor's own assembly of its checks for the same answers has the same text and hint for each fault."""
     request = _request(tuple(answers), env)
     with pytest.raises(LaunchError) as refused:
-        fit_hosts(answers, HERE, request, print, is_first=True)
+        check_hosts(answers, HERE, request, print)
     names = {label(host): host for host in answers}
     infos = {label(host): answer for host, answer in answers.items() if isinstance(answer, HostInfo)}
     reached = [answer for answer in answers.values() if isinstance(answer, Check)]
@@ -125,7 +123,7 @@ def _request(hosts: tuple[Host, ...], env: dict[str, str], **sections: Any) -> L
     config = _config(**sections)
     check_plan = partial(_check_plan, config)
     parts = (config.output_dir, config.launch, config.checkpoint, check_plan)
-    return LaunchRequest(hosts, torchrun, (), env, Remote(), "r-1", *parts)
+    return LaunchRequest(hosts, (), env, Remote(), "r-1", *parts)
 
 
 def test_the_most_hosts_that_the_layout_allows() -> None:
@@ -140,15 +138,3 @@ def test_the_most_hosts_that_the_layout_allows() -> None:
     assert largest(four[1:], min_hosts=1) == four[1:3]
     assert largest(four[1:]) == ()
     assert largest(four[1:], min_hosts=3) == ()
-
-
-@pytest.mark.parametrize("launcher", NODE_LAUNCHERS)
-def test_commands_of_many_hosts(launcher: str) -> None:
-    hosts = read_hostfile(ROOT / "hostfiles" / "nodes64")
-    commands = [
-        NODE_LAUNCHERS[launcher](Rendezvous(hosts, index, "node01", 29500), ["RUN.yaml"], "python")
-        for index in range(64)
-    ]
-    assert len({tuple(command) for command in commands}) == 64
-    assert all(command[-2:] == ["ds_finetune.cluster.worker", "RUN.yaml"] for command in commands)
-    assert sum(len(word) for word in commands[0]) < 10_000

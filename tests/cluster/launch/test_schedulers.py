@@ -19,7 +19,7 @@ from ds_finetune.cluster.launch.commands import (
     starting_environment,
     torchrun_commands,
 )
-from ds_finetune.cluster.launch.process_tags import RUN_ID
+from ds_finetune.cluster.launch.rank_logs import RUN_ID
 from ds_finetune.config.hostfile import Host, read_hostfile, select_hosts
 from ds_finetune.errors import LaunchError
 from ds_finetune.system.world import slurm_nodes

@@ -1,0 +1,119 @@
+"""The program that `doctor` and `launch` start on each host by a remote shell; each gives it functions of its own.
+
+A request is a line of JSON on standard input with functions to call and their arguments, and the reply a line with
+their results. Replies and events begin with a token, the last argument of the program: a login shell may print other
+lines.
+
+The program ends when its standard input does: with the program that asks, with ssh or with the connection. It also ends
+when nothing arrives for some time, as from a laptop that was closed. It then kills every process below it, and removes
+its files.
+"""
+
+import atexit
+import ctypes
+import json
+import os
+import queue
+import select
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+import psutil
+
+from ds_finetune.system.info import gather_host_info
+
+_IDLE_SECONDS = 300.0
+_LATE_SECONDS = 2.0
+_BECOME_SUBREAPER = 36
+"""PR_SET_CHILD_SUBREAPER of prctl(2): the orphans below this process become its children."""
+Functions = Mapping[str, Callable[..., Any]]
+starting = threading.Lock()
+"""Held while a process or a file is made, and for good once the program ends."""
+made: list[Path] = []
+"""Files and folders that are removed at the end."""
+
+
+class HostProgram:
+    """The connection to the program that asks."""
+
+    def __init__(self) -> None:
+        self._silent_seconds = _IDLE_SECONDS
+        self._lines: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.output: TextIO = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace")
+        # What libraries print is no reply.
+        os.dup2(2, 1)
+
+    def serve(self, functions: Functions, orders: Functions) -> None:
+        """Answer requests for `functions` one after another; `orders` are carried out at once and have no reply."""
+        with suppress(AttributeError):
+            ctypes.CDLL(None).prctl(_BECOME_SUBREAPER, 1, 0, 0, 0)
+        atexit.register(_clean_up)
+        threading.Thread(target=self._read, args=(orders,), daemon=True).start()
+        while True:
+            results = {name: functions[name](**arguments) for name, arguments in self._lines.get().items()}
+            self._tell("reply", [time.time(), results])
+
+    def limit_silence(self, seconds: float) -> None:
+        """End the program after this time without a line on standard input."""
+        self._silent_seconds = seconds
+
+    def emit(self, event: Mapping[str, Any]) -> None:
+        """Send an event, which may come at any time before the reply to a request."""
+        self._tell("event", event)
+
+    def _tell(self, kind: str, value: object) -> None:
+        # One call, so that no other thread's text comes between. The line before may have no end.
+        self.output.write(f"{sys.argv[-1]} {json.dumps([kind, value])}\n")
+
+    def _read(self, orders: Functions) -> None:
+        # Not sys.stdin, whose lock an ending interpreter needs.
+        with open(0, "rb", buffering=0) as file:
+            while self._is_readable() and (line := file.readline()):
+                request = json.loads(line.strip() or b"{}")
+                for name in orders.keys() & request.keys():
+                    orders[name](**request.pop(name))
+                if request:
+                    self._lines.put(request)
+        _clean_up()
+        os._exit(0)
+
+    def _is_readable(self) -> bool:
+        """Whether a line or the end of standard input arrives in time; a pause of this process does not count."""
+        while True:
+            began = time.monotonic()
+            if select.select([0], [], [], self._silent_seconds)[0]:
+                return True
+            if time.monotonic() - began < self._silent_seconds + _LATE_SECONDS:
+                return False
+
+
+def facts(environ: dict[str, str], port: int) -> dict[str, Any]:
+    """The fields of HostInfo; the variables stay set for later requests."""
+    os.environ.update(environ)
+    return asdict(gather_host_info(port))
+
+
+def kill_children() -> None:
+    """Kill every process below this one."""
+    # A process may start another before it is killed, which then becomes a child of this one.
+    while children := psutil.Process().children(recursive=True):
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        if psutil.wait_procs(children, timeout=5)[1]:
+            return
+
+
+def _clean_up() -> None:
+    starting.acquire()
+    kill_children()
+    for path in made:
+        shutil.rmtree(path, ignore_errors=True)
+        path.unlink(missing_ok=True)

@@ -1,0 +1,165 @@
+"""Asks a program on every host (host_program.py), all hosts at the same time."""
+
+import json
+import secrets
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from typing import Any
+
+from ds_finetune.cluster.host_checks import Answer, Check, label, other_program_check, unreachable_check
+from ds_finetune.cluster.launch.remote import Remote
+from ds_finetune.config.hostfile import Host
+from ds_finetune.errors import LaunchError
+from ds_finetune.system.info import HostInfo
+
+_END_SECONDS = 15.0
+"""How long a program may take to kill what it has started."""
+_LINES = 200
+"""Last lines of output that are kept for a report."""
+
+Reply = tuple[dict[str, Any], float, float]
+"""Results by function, then the seconds by which the host's clock is ahead of this machine's, and their error."""
+Event = Mapping[str, Any] | str
+"""An event of a host, or a line that a program on it has printed."""
+
+
+class Cluster:
+    """The programs on `hosts`; `lost` has the failed checks of hosts that stopped answering.
+
+    `program` is a module, and `name` is in the command line of its processes.
+    """
+
+    def __init__(self, hosts: Sequence[Host], remote: Remote, program: str, *, name: str) -> None:
+        self.hosts, self._remote = {label(host): host for host in hosts}, remote
+        self.lost: dict[str, Check] = {}
+        self.clocks: dict[str, tuple[float, float]] = {}
+        """Seconds by which the clock of a host is ahead of this machine's, and their error."""
+        self._pool = ThreadPoolExecutor(max_workers=len(hosts))
+        token = f"{name}.{secrets.token_hex(8)}"
+        self._mark = f"{token} [".encode()
+        try:
+            self._processes = {key: remote.open(host, program, token) for key, host in self.hosts.items()}
+        except FileNotFoundError as absent:
+            hint = "install it (Debian: openssh-client)"
+            raise LaunchError(f"`{absent.filename}` is not installed here", hint=hint) from None
+
+    def infos(self, environ: Mapping[str, str], port: int, *, seconds: float) -> dict[str, HostInfo]:
+        """The facts of the hosts that answer and have this version of the program; the first host looks at the port."""
+        first, infos = next(iter(self.hosts)), {}
+        queries = {name: {"facts": {"environ": environ, "port": port * (name == first)}} for name in self.hosts}
+        for name, (results, *clock) in self.ask(queries, seconds=seconds).items():
+            self.clocks[name] = (clock[0], clock[1])
+            try:
+                infos[name] = HostInfo(**results["facts"])
+            except TypeError:
+                self.lost[name] = other_program_check(name)
+        return infos
+
+    def answers(self, infos: Mapping[str, HostInfo]) -> dict[Host, Answer]:
+        """The facts of each host, or the failed check of a host that is lost."""
+        return {host: self.lost[name] if name in self.lost else infos[name] for name, host in self.hosts.items()}
+
+    def ask(self, requests: Mapping[str, Mapping[str, Any]], *, seconds: float) -> dict[str, Reply]:
+        """Send each host the functions to call, and return the replies by host; one without a reply in time is lost."""
+        pending = {name: self.start(name, requests[name]) for name in requests if name not in self.lost}
+        wait(pending.values(), timeout=seconds)
+        late = {name for name, future in pending.items() if not future.done()}
+        _end([self._processes[name] for name in late])
+        replies = {}
+        for name, future in pending.items():
+            reply = future.result()
+            if isinstance(reply, str):
+                self.lost[name] = self._unreachable(name, reply, is_late=name in late)
+            else:
+                replies[name] = reply
+        return replies
+
+    def start(
+        self, name: str, request: Mapping[str, Any], on_event: Callable[[Event], None] | None = None
+    ) -> "Future[Reply | str]":
+        """Send a host the functions to call; the result is the reply, or the last output where the program ends.
+
+        Events, and other lines of output, are passed to `on_event` in a thread of their own.
+        """
+        return self._pool.submit(self._ask, self._processes[name], request, on_event)
+
+    def order(self, name: str, request: Mapping[str, Any]) -> None:
+        """Send a host an order, which has no reply; nothing happens where it is gone."""
+        with suppress(OSError, ValueError):
+            _send(self._processes[name], request)
+
+    def beat(self) -> None:
+        """Send a sign of life to every host."""
+        for name in self.hosts:
+            self.order(name, {})
+
+    def end(self, name: str) -> None:
+        """End the program on one host, and all that it has started."""
+        _end([self._processes[name]])
+
+    def lose(self, name: str, output: str) -> Check:
+        """The failed check of a host whose program has ended, with its last output."""
+        self.lost[name] = self._unreachable(name, output, is_late=False)
+        return self.lost[name]
+
+    def close(self) -> None:
+        """End the programs and all that they started."""
+        _end(self._processes.values())
+        self._pool.shutdown()
+
+    def _unreachable(self, name: str, output: str, *, is_late: bool) -> Check:
+        code = None
+        if not is_late:
+            # A program may have closed its output and not end.
+            with suppress(subprocess.TimeoutExpired):
+                code = self._processes[name].wait(_END_SECONDS)
+        return unreachable_check(name, code, output, self._remote.python)
+
+    def _ask(
+        self,
+        process: "subprocess.Popen[bytes]",
+        request: Mapping[str, Any],
+        on_event: Callable[[Event], None] | None,
+    ) -> Reply | str:
+        began, output = time.time(), deque[str](maxlen=_LINES)
+        with suppress(OSError):
+            _send(process, request)
+        assert process.stdout
+        for line in process.stdout:
+            text, found, body = line.partition(self._mark)
+            if text:
+                output.append(text.decode(errors="replace").rstrip("\n"))
+                if on_event is not None:
+                    on_event(output[-1])
+            if not found:
+                continue
+            kind, value = json.loads(b"[" + body)
+            if kind == "reply":
+                ended, (there, results) = time.time(), value
+                return results, there - (began + ended) / 2, (ended - began) / 2
+            if on_event is not None:
+                on_event(value)
+        return "\n".join(output)
+
+
+def _send(process: "subprocess.Popen[bytes]", request: Mapping[str, Any]) -> None:
+    assert process.stdin
+    process.stdin.write(json.dumps(request).encode() + b"\n")
+    process.stdin.flush()
+
+
+def _end(processes: "Iterable[subprocess.Popen[bytes]]") -> None:
+    for process in processes:
+        assert process.stdin
+        with suppress(OSError):
+            process.stdin.close()
+    until = time.monotonic() + _END_SECONDS
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, until - time.monotonic()))
+        process.kill()
+        process.wait()

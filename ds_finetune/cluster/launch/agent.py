@@ -1,0 +1,245 @@
+"""torch's elastic agent of one host, which starts, watches and restarts the ranks there.
+
+Beyond torch's own agent (2.13, elastic/agent/server), it names ranks by the order of the hostfile, agrees with the
+agents of the other hosts on the number of restarts, ends its ranks where those of another host have failed, and reports
+each failure to the launching program.
+"""
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import Store
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from ds_finetune.cluster.host_program import kill_children
+from ds_finetune.cluster.launch.agent_order import GRACE_SECONDS, AgentOrder
+from ds_finetune.cluster.launch.rank_logs import log_name
+from ds_finetune.cluster.watchdog.kills import oom_kills, recorded_cause, why_killed
+from ds_finetune.errors import INTERRUPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
+from ds_finetune.system.info import interface_towards
+from ds_finetune.system.processes import began_at
+
+_SAVE_SECONDS = 600.0
+"""How long ranks may save before the kill, where a host joins."""
+_JOIN_SECONDS = 3.0
+"""How long after ranks have saved and ended the cause may appear: a host that joins."""
+_DONE_SECONDS = 60.0
+"""How long an agent whose ranks are done waits for those of other hosts, which may have to start again."""
+_TAIL_LINES, _TAIL_BYTES = 50, 20_000
+Event = dict[str, Any]
+
+
+class RankLogs(LogsSpecs):
+    """A log and an error file for each rank; the output of rank 0 is shown as well."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+        self.folder, self.attempt = folder, 0
+
+    @property
+    def root_log_dir(self) -> str:
+        """Folder of the logs of all attempts."""
+        return str(self.folder)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Paths by local rank; the error file is named in the variables of each rank."""
+        folder = self.folder / f"attempt-{self.attempt}"
+        folder.mkdir(parents=True, exist_ok=True)
+        logs = {local: str(folder / log_name(int(env["RANK"]))) for local, env in envs.items()}
+        errors = {local: log.replace(".log", ".json") for local, log in logs.items()}
+        for local, env in envs.items():
+            env["TORCHELASTIC_ERROR_FILE"] = errors[local]
+            Path(errors[local]).unlink(missing_ok=True)
+        shown = {local: logs[local] for local, env in envs.items() if env["RANK"] == "0"}
+        return LogsDest(logs, dict.fromkeys(envs, ""), shown, {}, errors)
+
+
+class HostAgent(LocalElasticAgent):
+    """The agent of this host; `emit` sends an event to the launching program."""
+
+    def __init__(self, order: AgentOrder, emit: Callable[[Event], None]) -> None:
+        self._order, self._emit = order, emit
+        self._logs = RankLogs(Path(order.logs))
+        self._members = frozenset[str]()
+        self._lost = set[str]()
+        self._is_saving = self._is_joined = False
+        self._began: dict[int, str] = {}
+        self._since, self._oom_kills = 0.0, 0
+        endpoint = f"[{order.address}]:{order.port}" if ":" in order.address else f"{order.address}:{order.port}"
+        rendezvous = RendezvousParameters(
+            backend="c10d",
+            endpoint=endpoint,
+            run_id=order.run_id,
+            min_nodes=order.fewest,
+            max_nodes=order.most,
+            # Agents are ranked by this. The ranks meet at the address below.
+            local_addr=order.name,
+            is_host=order.is_first,
+            join_timeout=max(1, int(order.wait_seconds)),
+            last_call_timeout=max(1, int(order.join_seconds)),
+        )
+        spec = WorkerSpec(
+            role="",
+            local_world_size=order.slots,
+            rdzv_handler=get_rendezvous_handler(rendezvous),
+            entrypoint=order.argv[0],
+            args=tuple(order.argv[1:]),
+            max_restarts=order.restarts,
+            monitor_interval=0.2,
+            master_addr=order.address,
+        )
+        # With the role as its prefix, which is empty, the output of rank 0 is shown as it is.
+        super().__init__(spec, self._logs, exit_barrier_timeout=_DONE_SECONDS, log_line_prefix_template="${role_name}")
+
+    def save(self) -> None:
+        """Ask the ranks to save a checkpoint and end."""
+        self._is_saving = True
+        for pid in self._began:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+
+    def lose(self, name: str) -> None:
+        """Start again without a host that is gone."""
+        self._lost.add(name)
+
+    def _assign_worker_ranks(
+        self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """Agree with the agents of all hosts on their names, the number of restarts left, and that of the attempt."""
+        store.set(f"agents/{group_rank}", f"{self._order.name} {self._remaining_restarts} {self._logs.attempt + 1}")
+        agents = [store.get(f"agents/{number}").decode().split() for number in range(group_world_size)]
+        self._members = frozenset(name for name, _, _ in agents)
+        self._remaining_restarts = min(int(restarts) for _, restarts, _ in agents)
+        self._logs.attempt = max(int(attempt) for _, _, attempt in agents)
+        workers: list[Worker] = super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
+        return workers
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._oom_kills, self._since = oom_kills(), time.time()
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        self._began = {pid: began_at(pid) for pid in pids.values()}
+        assert self._pcontext is not None
+        self._pcontext.close = partial(self._end_ranks, self._pcontext.close)  # type: ignore[method-assign]
+        restart = worker_group.spec.max_restarts - self._remaining_restarts
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        ranks = [worker.global_rank for worker in worker_group.workers]
+        started = {"started": self._logs.attempt, "members": sorted(self._members), "ranks": ranks}
+        self._emit({**started, "restart": restart, "interface": interface})
+        return pids
+
+    def _end_ranks(self, close: Callable[..., None], *_: object, **__: object) -> None:
+        """End the ranks in place of torch, which asks them to end and waits 30 s, also where they hang."""
+        # A signal that does nothing: the ranks that can end do so by themselves.
+        if self._is_joined:
+            close(signal.SIGTERM, _SAVE_SECONDS)
+        else:
+            close(signal.SIGCONT, float("inf") if self._is_saving else GRACE_SECONDS)
+        kill_children()
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        # Ranks that have done nothing wrong can save.
+        self._is_joined = worker_group.state is WorkerState.HEALTHY and not self._is_group_failed(worker_group)
+        super()._restart_workers(worker_group)
+        self._is_joined = False
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.state is WorkerState.FAILED:
+            return self._after_failure(worker_group, result)
+        if result.state is WorkerState.HEALTHY and self._is_group_failed(worker_group):
+            return RunResult(state=WorkerState.UNHEALTHY)
+        return result
+
+    def _is_group_failed(self, worker_group: WorkerGroup) -> bool:
+        """Whether ranks of another host have failed, or another host is gone."""
+        assert worker_group.store is not None
+        if not worker_group.store.check(["failed"]):
+            return bool(self._lost & self._members)
+        if worker_group.store.get("failed") == b"for good":
+            self._remaining_restarts = 0
+        return True
+
+    def _after_failure(self, worker_group: WorkerGroup, result: RunResult) -> RunResult:
+        assert worker_group.store is not None
+        rank, first = min(result.failures.items(), key=lambda item: _time_of(item[1]))
+        if first.exitcode == INTERRUPTED_EXIT_CODE and not self._is_saving and self._does_host_join():
+            return RunResult(state=WorkerState.HEALTHY)
+        # A mistake of the user fails the first attempt; later a host causes this code, for example by a full disk.
+        is_final = first.exitcode == INTERRUPTED_EXIT_CODE or (
+            first.exitcode == USER_ERROR_EXIT_CODE and self._logs.attempt == 1
+        )
+        if is_final:
+            self._remaining_restarts = 0
+        worker_group.store.set("failed", "again" if self._remaining_restarts else "for good")
+        self._emit({"failed": self._logs.attempt, **self._described(rank, first)})
+        return result
+
+    def _does_host_join(self) -> bool:
+        """Whether the ranks have ended because another agent has told its own to: a host joins."""
+        until = time.monotonic() + _JOIN_SECONDS
+        while time.monotonic() < until:
+            if self._rdzv_handler.num_nodes_waiting():
+                return True
+            time.sleep(0.2)
+        return False
+
+    def _described(self, rank: int, failure: ProcessFailure) -> Event:
+        code, began, folder = failure.exitcode, self._began.get(failure.pid, ""), Path(self._order.watchdog)
+        text = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        if code < 0 and (killer := why_killed(folder, failure.pid, began)):
+            text += f": by the watchdog, because {killer}"
+        elif code < 0 and (count := oom_kills() - self._oom_kills) > 0:
+            text += f": the kernel killed {count} processes of the host for want of memory meanwhile"
+        message = failure.error_file_data["message"]
+        return {
+            "rank": rank,
+            "code": 128 - code if code < 0 else code,
+            "text": text,
+            "cause": recorded_cause(folder, failure.pid, began),
+            "error": message["message"] if isinstance(message, dict) else "",
+            "tail": _last_lines(self._logs.folder / f"attempt-{self._logs.attempt}" / log_name(rank)),
+            "seconds": _time_of(failure) - self._since,
+            "age": max(0.0, time.time() - _time_of(failure)),
+        }
+
+
+def _time_of(failure: ProcessFailure) -> float:
+    """When a rank failed: as its error file says, else when the agent noticed."""
+    message = failure.error_file_data["message"]
+    at = message.get("at") if isinstance(message, Mapping) else None
+    return float(at or failure.timestamp)
+
+
+def _last_lines(log: Path) -> list[str]:
+    with suppress(OSError), log.open("rb") as file:
+        file.seek(-min(_TAIL_BYTES, log.stat().st_size), os.SEEK_END)
+        return file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
+    return []
+
+
+def prepare(order: AgentOrder) -> None:
+    """Set the variables of the ranks, and write what torch says to a log on this host."""
+    folder = Path(order.logs)
+    folder.mkdir(parents=True, exist_ok=True)
+    log = os.open(folder / f"agent-{socket.gethostname()}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    sys.stderr.flush()
+    os.dup2(log, 2)
+    os.environ.update(order.environ)
+    # A new port for each attempt: torch 2.13 would otherwise give a restart the keys that an earlier attempt has set.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if order.most > 1 and (interface := interface_towards(order.address)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
