@@ -106,10 +106,11 @@ class Cluster:
         self.lost[name] = self._unreachable(name, output, is_late=False)
         return self.lost[name]
 
-    def close(self) -> None:
-        """End the programs and all that they started."""
-        _end(self._processes.values())
+    def close(self) -> list[str]:
+        """End the programs and all that they started; returns the hosts whose program did not end in time."""
+        late = _end(self._processes.values())
         self._pool.shutdown()
+        return [name for name, process in self._processes.items() if process in late]
 
     def _unreachable(self, name: str, output: str, *, is_late: bool) -> Check:
         code = None
@@ -152,14 +153,19 @@ def _send(process: "subprocess.Popen[bytes]", request: Mapping[str, Any]) -> Non
     process.stdin.flush()
 
 
-def _end(processes: "Iterable[subprocess.Popen[bytes]]") -> None:
+def _end(processes: "Iterable[subprocess.Popen[bytes]]") -> "list[subprocess.Popen[bytes]]":
+    """End programs by closing their standard input; returns those that had to be killed on this side."""
+    late = []
     for process in processes:
         assert process.stdin
         with suppress(OSError):
             process.stdin.close()
     until = time.monotonic() + _END_SECONDS
     for process in processes:
-        with suppress(subprocess.TimeoutExpired):
+        try:
             process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            late.append(process)
         process.kill()
         process.wait()
+    return late

@@ -105,8 +105,8 @@ class HostAgent(LocalElasticAgent):
         super().__init__(spec, self._logs, exit_barrier_timeout=_DONE_SECONDS, log_line_prefix_template="${role_name}")
 
     def save(self) -> None:
-        """Ask the ranks to save a checkpoint and end."""
-        self._is_saving = True
+        """Ask the ranks to save a checkpoint and end; they are not started again."""
+        self._is_saving, self._remaining_restarts = True, 0
         for pid in self._began:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -257,15 +257,15 @@ class _LaunchedRun:
                 self._tell_failure()
             time.sleep(_TICK_SECONDS)
         self._take_events()
-        self.close()
-        return self._report_end()
+        return self._report_end(self.close())
 
-    def close(self) -> None:
-        """End the programs on all hosts and all that they have started."""
+    def close(self) -> set[str]:
+        """End the programs on all hosts and all that they have started; returns the hosts that took too long."""
         with ThreadPoolExecutor(max_workers=max(1, len(self._clusters))) as pool:
-            list(pool.map(Cluster.close, self._clusters))
+            late = {name for names in pool.map(Cluster.close, self._clusters) for name in names}
         self._clusters.clear()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        return late
 
     def _open(self, hosts: Sequence[Host]) -> Cluster:
         cluster = Cluster(hosts, self._request.remote, PROGRAM, name=self._request.run_id)
@@ -433,7 +433,7 @@ class _LaunchedRun:
         for host in [host for host in fit if host in self._standby]:
             self._start_agent(host, self._standby.pop(host))
 
-    def _report_end(self) -> int:
+    def _report_end(self, late: Set[str]) -> int:
         ends = {member.ended for member in self._members.values()}
         if ends == {DONE} and not self._failures:
             self._say(f"attempt {self._attempt} done in {time.monotonic() - self._began:.0f} s")
@@ -441,8 +441,10 @@ class _LaunchedRun:
         self._tell_failure()
         for end in ends - {DONE, FAILED, ""}:
             self._say(f"gave up: {end}; the same command resumes the run")
-        lost = [host.target for host in self._request.hosts if host not in self._members]
-        where = f" on all hosts but {', '.join(lost)}, which end theirs when they hear nothing" if lost else ""
+        hosts = [host for host in self._request.hosts if host not in self._members or label(host) in late]
+        where = (
+            f" on all hosts but {', '.join(host.target for host in hosts)}, which cannot be reached" if hosts else ""
+        )
         self._say(f"every process of the run has ended{where}")
         if self._is_killed:
             return 128 + self._signals[-1]

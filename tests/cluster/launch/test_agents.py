@@ -147,7 +147,7 @@ from pathlib import Path
 from tests.cluster.launch.test_agents import run
 rank = "import sys, time; from pathlib import Path; folder = Path(sys.argv[1]); (folder / 'started').touch()"
 rank += "\\nwhile not (folder / 'go').exists(): time.sleep(0.05)"
-code, said = run(Path(sys.argv[1]), rank, silent_seconds=3.0)
+code, said = run(Path(sys.argv[1]), rank, silent_seconds=3.0, restarts=1)
 print(said)
 sys.exit(code)
 """
@@ -189,6 +189,22 @@ def test_a_launch_that_was_paused_continues(tmp_path: Path, is_paused: bool) -> 
         (tmp_path / "go").touch()
         printed, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == (0 if is_paused else 1), printed
+
+
+def test_ranks_that_a_signal_has_ended_are_not_started_again(tmp_path: Path) -> None:
+    """Before they can save, SIGTERM ends them."""
+    command = [sys.executable, "-c", PAUSED_LAUNCH, str(tmp_path)]
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as process:
+        until = time.monotonic() + SECONDS
+        while not (tmp_path / "started").exists():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        printed, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 128 + signal.SIGTERM, printed
+    assert "starting again" not in printed
 
 
 @pytest.mark.parametrize(("greeting", "wanted"), [(30, 28), (2.5, 1), (120, 118)])
