@@ -127,7 +127,6 @@ def _launch(arguments: Arguments) -> None:
 
 def _job(arguments: Arguments, hosts: tuple[Host, ...], environment: "CarriedVariables") -> "Job":
     from ds_finetune.cluster.launch.commands import Job
-    from ds_finetune.cluster.watchdog.run_secret import new_secret
 
     return Job(
         arguments.run,
@@ -139,8 +138,6 @@ def _job(arguments: Arguments, hosts: tuple[Host, ...], environment: "CarriedVar
         variables=environment.values,
         interface=arguments.interface,
         directory=str(Path.cwd()),
-        # A file for a service holds no secret: the program that starts the ranks makes one.
-        secret="" if arguments.emit else new_secret(),
     )
 
 
@@ -199,13 +196,12 @@ def _run_with_agents(config: RunConfig, job: "Job", arguments: Arguments, say: S
     from ds_finetune.cluster.launch.environment import interface_variables
     from ds_finetune.cluster.launch.remote import Remote
     from ds_finetune.cluster.launch.run import LaunchRequest, launch
-    from ds_finetune.cluster.watchdog.run_secret import VARIABLE
 
     limits = {"greeting_seconds": config.launch.greeting_seconds, "silent_seconds": config.launch.silent_seconds}
     request = LaunchRequest(
         job.hosts,
         tuple(job.rank_command),
-        {**job.variables, **interface_variables(job.interface), VARIABLE: job.secret},
+        {**job.variables, **interface_variables(job.interface)},
         Remote.from_environment(arguments.ssh_args).with_limits(**limits),
         job.run_id,
         config.output_dir,

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from ds_finetune.cluster.host_checks import groups_of, ranks_of
 from ds_finetune.cluster.launch.environment import interface_variables, redacted
 from ds_finetune.cluster.launch.rank_logs import RUN_ID
-from ds_finetune.cluster.watchdog.run_secret import VARIABLE
 from ds_finetune.config.hostfile import Host
 from ds_finetune.config.units import spans_text
 from ds_finetune.errors import LaunchError
@@ -61,8 +60,6 @@ class Job:
     """Working directory on every host."""
     python: str = sys.executable
     entry: tuple[str, ...] = ENTRY
-    secret: str = field(default="", repr=False)
-    """Secret by which the ranks' watchdogs authenticate each other; it is passed only in the environment."""
 
     def __post_init__(self) -> None:
         """LaunchError where a variable names another interface than `interface`."""
@@ -85,9 +82,9 @@ class Job:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of every rank in order: `variables`, run id, interface, secret, and the address of rank 0."""
+        """Variables of every rank in order: `variables`, run id, interface, and the address of rank 0."""
         meeting = {"MASTER_ADDR": self.master_addr, "MASTER_PORT": str(self.master_port or "")}
-        given = {name: value for name, value in {**meeting, VARIABLE: self.secret}.items() if value}
+        given = {name: value for name, value in meeting.items() if value}
         return dict(
             sorted({**self.variables, **interface_variables(self.interface), RUN_ID: self.run_id, **given}.items())
         )

@@ -12,7 +12,6 @@ import yaml
 from ds_finetune.cluster.launch.commands import Job, srun_options
 from ds_finetune.cluster.launch.environment import may_show, redacted
 from ds_finetune.cluster.launch.rank_logs import RUN_ID
-from ds_finetune.cluster.watchdog.run_secret import VARIABLE
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, LaunchError
 from ds_finetune.system.world import DEFAULT_PORT
 
@@ -101,7 +100,7 @@ def sbatch_script(request: EmitRequest) -> str:
     options |= {"gpus-per-node": slots} if request.on_gpus else {}
     options |= {"time": request.time, "signal": f"B:USR1@{SAVE_SECONDS}", "output": "%x-%j.log", "open-mode": "append"}
     # Variables that the script sets must have a value here, because srun's --export lists their names.
-    job = replace(request.job, master_addr="first-node", master_port=DEFAULT_PORT, hosts=(), secret="set in the script")
+    job = replace(request.job, master_addr="first-node", master_port=DEFAULT_PORT, hosts=())
     placement = [
         f"--nodes={nodes}",
         f"--ntasks={nodes * slots}",
@@ -116,13 +115,12 @@ def sbatch_script(request: EmitRequest) -> str:
         ),
         name=request.name,
         run_id=RUN_ID,
-        secret=VARIABLE,
         srun=shlex.join([*srun_options(placement, job), *job.rank_command]),
         interrupted=INTERRUPTED_EXIT_CODE,
     )
 
 
-_SET_IN_SCRIPT = ("MASTER_ADDR", "MASTER_PORT", RUN_ID, VARIABLE)
+_SET_IN_SCRIPT = ("MASTER_ADDR", "MASTER_PORT", RUN_ID)
 _SBATCH = """#!/usr/bin/env bash
 # Written by `ds-finetune launch --emit slurm`. What your cluster wants besides is given when submitting, e.g.
 #   sbatch --partition=gpu --account=me FILE
@@ -138,8 +136,6 @@ cd {directory}
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR="${{nodes[0]}}" MASTER_PORT="$((20000 + SLURM_JOB_ID % 12000))"
 export {run_id}="{name}-$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}"
-# By this the ranks' watchdogs know each other; srun hands it on without a command line.
-{secret}="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')" && export {secret}
 
 # The signal some time before the end goes on to the ranks, which save and leave with code {interrupted}.
 {srun} &

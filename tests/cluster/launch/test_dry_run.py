@@ -33,7 +33,7 @@ def test_commands() -> None:
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "mpirun", "slurm"])
 def test_commands_are_shown_without_secrets(launcher: str) -> None:
-    job = replace(JOB, overrides=("data.train=https://me:hunter2@host/x",), interface="", secret="hunter2")
+    job = replace(JOB, overrides=("data.train=https://me:hunter2@host/x",), interface="")
     environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "long-name"}
     text = "\n".join(dry_run_lines(job, launcher, environ=environ))
     assert "data.train=***" in text

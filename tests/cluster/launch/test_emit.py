@@ -102,20 +102,8 @@ def test_variables_of_the_script_are_what_was_given(tmp_path: Path) -> None:
     values = dict(entry.split("=", 1) for entry in shown.split("\0") if entry)
     assert {name: values[name] for name in VARIABLES} == VARIABLES | {"HF_TOKEN": "mine"}
     (exported,) = re.findall(r"--export=(\S+)", script)
-    set_in_script = {"MASTER_ADDR", "MASTER_PORT", "DS_FINETUNE_RUN_ID", "DS_FINETUNE_SECRET"}
+    set_in_script = {"MASTER_ADDR", "MASTER_PORT", "DS_FINETUNE_RUN_ID"}
     assert set(exported.split(",")) == {*VARIABLES, "HOME", "USER", "LOGNAME", *set_in_script}
-
-
-def test_the_script_makes_a_secret_of_its_own(tmp_path: Path) -> None:
-    (line,) = re.findall(r"^DS_FINETUNE_SECRET=.*$", render_file("slurm", ORDER), re.MULTILINE)
-    made = {
-        subprocess.run(
-            ["bash", "-euc", f'{line}; echo "$DS_FINETUNE_SECRET"'], capture_output=True, text=True, check=True
-        ).stdout
-        for _ in "ab"
-    }
-    assert len(made) == 2
-    assert all(re.fullmatch(r"[0-9a-f]{64}\n", each) for each in made)
 
 
 SECRETS = {
