@@ -101,7 +101,7 @@ def require_extra(extra: str, what: str) -> None:
     missing = [line.name for line in requirements_of(extra) if find_spec(line.name) is None]
     if missing:
         raise DependencyError(
-            f"{what} needs {', '.join(missing)}, which is not installed: the extra `{extra}` is missing",
+            f"{what} needs {', '.join(missing)}: the extra `{extra}` is not installed",
             hint=f"pip install 'ds_finetune[{extra}]'",
         )
     check_versions(extra)

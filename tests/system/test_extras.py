@@ -23,7 +23,7 @@ def test_training_does_without_pages_and_says_what_is_missing(tmp_path: Path) ->
     assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "run"
     (line,) = [line for line in done.stdout.splitlines() if "REPORT NOT WRITTEN" in line]
-    assert "bokeh, matplotlib, starlette, uvicorn, which is not installed: the extra `pages` is missing" in line
+    assert "needs bokeh, matplotlib, starlette, uvicorn: the extra `pages` is not installed" in line
     assert "pip install 'ds_finetune[pages]'" in line
     assert f"`ds-finetune report {run}` tries again" in line
     assert not (run / "report.html").exists()
@@ -70,7 +70,7 @@ def test_commands_name_the_extra_before_they_begin(
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert f"needs {package}, which is not installed: the extra `{extra}` is missing" in error
+    assert f"needs {package}: the extra `{extra}` is not installed" in error
     assert f"pip install 'ds_finetune[{extra}]'" in error
     assert {path.name for path in {*tmp_path.rglob("*")} - {*before}} <= {"README.md"}, "but for cards of models"
 

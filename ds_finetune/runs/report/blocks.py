@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -173,10 +174,14 @@ class Page:
 
 def render_template(template: str, *, is_escaped: bool, **values: object) -> str:
     """The text of a template with values; texts are escaped for HTML where `is_escaped`."""
-    environment = Environment(
+    return _environment(is_escaped).get_template(template).render(values)
+
+
+@cache
+def _environment(is_escaped: bool) -> Environment:
+    return Environment(
         loader=FileSystemLoader(TEMPLATES), autoescape=is_escaped, undefined=StrictUndefined, trim_blocks=True
     )
-    return environment.get_template(template).render(values)
 
 
 def number_text(value: float | None, kind: str = "number") -> str:

@@ -116,20 +116,22 @@ def render_page(page: Page, *, positions: Sequence[str] | None = None, known: Se
     Raises:
         DependencyError: the extra `pages` is not installed.
     """
-    charts, library = [], ""
+    charts, figures, library = list[dict[str, Any]](), list[Any](), ""
     if page.charts:
         require_extra("pages", "a page with charts")
-        from ds_finetune.runs.report.figures import UNITS, bokehjs, chart_item
+        from ds_finetune.runs.report.figures import UNITS, bokehjs, chart_items
 
         for chart in page.charts:
-            scales = (False, True)[: 1 + chart.can_be_logarithmic]
-            figures = [] if known else [chart_item(chart, is_log=is_log) for is_log in scales]
+            items = [] if known else chart_items(chart)
+            figures += [item for item in items if not any(item is other for other in figures)]
+            places = [place for item in items for place, other in enumerate(figures) if item is other]
             lines = [_points(line, known[line.run] if known else None) for line in chart.lines]
             unit = UNITS.get(chart.number, "")
-            charts.append({"title": chart.title, "unit": unit, "figures": figures, "lines": lines})
+            charts.append({"title": chart.title, "unit": unit, "figures": places, "lines": lines})
         library = bokehjs().read_text(encoding="utf-8") if positions is None else ""
     script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
-    data = json.dumps({"charts": charts, "positions": positions}, separators=(",", ":"), allow_nan=False)
+    tree = {"charts": charts, "figures": figures, "positions": positions}
+    data = json.dumps(tree, separators=(",", ":"), allow_nan=False)
     return render_template(
         "page.html.j2",
         is_escaped=True,

@@ -87,7 +87,7 @@ def test_the_best_run_file_a_table_and_a_plot_are_written(tmp_path: Path) -> Non
     assert "export" not in written
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count('class="plot"') == 1
-    (figure,) = json.loads(PageParser(page).scripts[0])["charts"][0]["figures"]
+    (figure,) = json.loads(PageParser(page).scripts[0])["figures"]
     (trials_data,) = _named(figure, "trials")
     columns = dict(trials_data["attributes"]["data"]["entries"])
     heights = [(np.log10(each["values"]["optim.lr"]) + 5) / 4 for each in trials]
@@ -330,7 +330,9 @@ def test_a_metric_that_no_record_has_ends_the_sweep_after_one_trial(tmp_path: Pa
 
 def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(DependencyError, match=r"optuna, which is not installed.*`sweep`.*\n.*ds_finetune\[sweep\]"):
+    with pytest.raises(
+        DependencyError, match=r"needs optuna: the extra `sweep` is not installed\n.*ds_finetune\[sweep\]"
+    ):
         sweep_of(tmp_path)
 
 

@@ -3,19 +3,19 @@
 (() => {
   const MOST_POINTS = 4000, LEAST_PAUSE = 2000, END = 1e9;
   const root = document.documentElement;
-  let { charts, positions } = JSON.parse(document.getElementById("numbers").textContent);
+  let { charts, figures, positions } = JSON.parse(document.getElementById("numbers").textContent);
   const boxes = [...document.querySelectorAll(".plot")];
   const prefersDark = matchMedia("(prefers-color-scheme: dark)");
   const drawings = boxes.map((box, at) => ({ box, chart: charts[at], hidden: new Set(), isLog: 0, plot: null, done: Promise.resolve() }));
 
   // The colours of the theme, and which lines are shown.
-  function adorn({ plot, hidden }) {
+  function adorn({ plot, chart, hidden }) {
     const muted = getComputedStyle(document.querySelector(".subtitle")).color;
     const line = getComputedStyle(document.querySelector("nav")).borderBottomColor;
     const colours = { axis_label_text_color: muted, major_label_text_color: muted, axis_line_color: line, major_tick_line_color: line, grid_line_color: line };
     for (const model of plot.references()) {
       for (const [name, colour] of Object.entries(colours)) if (name in model) model[name] = colour;
-      if (model.type === "GlyphRenderer" && model.name) model.visible = !hidden.has(model.name);
+      if (model.type === "GlyphRenderer" && chart.lines[model.name]) model.visible = !hidden.has(chart.lines[model.name].name);
     }
   }
 
@@ -40,9 +40,12 @@
   function draw(drawing) {
     drawing.done = drawing.done.then(async () => {
       drawing.plot?.document.remove_root(drawing.plot);
-      const content = Bokeh.require("document").Document.from_json(drawing.chart.figures[drawing.isLog].doc);
+      const content = Bokeh.require("document").Document.from_json(figures[drawing.chart.figures[drawing.isLog]].doc);
       const [plot] = content.roots();
       drawing.plot = plot;
+      // The height around a value that never changes.
+      const most = drawing.chart.lines.reduce((all, { y }) => y.reduce((each, value) => Math.max(each, Math.abs(value)), all), 0);
+      plot.y_range.default_span = 2 * most || 2;
       fill(drawing);
       adorn(drawing);
       // A finger that is dragged scrolls the page.
@@ -82,7 +85,7 @@
   const sight = new IntersectionObserver((entries) => entries.filter((entry) => entry.isIntersecting).forEach(({ target }) => {
     sight.unobserve(target);
     draw(drawings[boxes.indexOf(target)]);
-  }), { rootMargin: "300px" });
+  }), { rootMargin: positions ? "300px" : "100000px" });
   if (drawings.length) Bokeh.logger.set_level("error");
   for (const drawing of drawings) {
     const figure = drawing.box.parentElement;
