@@ -1,6 +1,7 @@
-"""`ds-finetune init`: writes a run file for one's own rows."""
+"""`ds-finetune init`: writes a run file for one's own rows, or from a file of another trainer."""
 
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -8,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from ds_finetune.cli.arguments import Arguments, Commands, add_command
+from ds_finetune.cli.arguments import Arguments, Commands, add_command, positive
 from ds_finetune.console.tables import show_line
-from ds_finetune.errors import DataError
+from ds_finetune.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from ds_finetune.data.sources import Record
@@ -41,14 +42,49 @@ _LENGTH = 2048
 
 def add_commands(commands: Commands) -> None:
     """Add `init`."""
-    text = "write a commented run file for your own rows; asks nothing"
+    text = "write a commented run file for your own rows, or from a file of another trainer; asks nothing"
     parser = add_command(commands, "init", text, _init)
-    parser.add_argument("rows", nargs="+", metavar="ROWS", help="files, folders or hub ids with training rows")
-    parser.add_argument("--model", default=_MODEL, metavar="MODEL", help=f"folder or hub id (default {_MODEL})")
+    parser.add_argument("rows", nargs="*", metavar="ROWS", help="files, folders or hub ids with training rows")
+    text = "file of axolotl, LLaMA-Factory, ms-swift or TRL: YAML, JSON, or a shell script with its command"
+    parser.add_argument("--from", dest="other", metavar="FILE", help=text)
+    text = "number of ranks of --from, by which the rows of a step are counted (default: as its script says, else 1)"
+    parser.add_argument("--ranks", type=positive, metavar="RANKS", help=text)
+    parser.add_argument("--model", metavar="MODEL", help=f"folder or hub id (default {_MODEL}, or as --from says)")
     parser.add_argument("--out", default="run.yaml", metavar="RUN.yaml", help="file to write (default run.yaml)")
 
 
 def _init(arguments: Arguments) -> None:
+    if bool(arguments.rows) == bool(arguments.other):
+        given = f"`{arguments.rows[0]}` and --from {arguments.other}" if arguments.rows else "neither ROWS nor --from"
+        raise ConfigError(f"init has {given}", hint="give files with rows, or --from with a file of another trainer")
+    if arguments.other:
+        _convert(Path(arguments.other), arguments)
+    else:
+        _from_rows(arguments)
+
+
+def _convert(path: Path, arguments: Arguments) -> None:
+    """Write the run file that a file of another trainer describes, with a line for each of its keys."""
+    from ds_finetune.config.conversion import ConvertedRun
+    from ds_finetune.config.edit_run_file import write_run_file
+    from ds_finetune.config.other_files import read_other_file
+
+    file, out = read_other_file(path), Path(arguments.out)
+    words = {**({"model": arguments.model} if arguments.model else {}), **file.words}
+    done = ConvertedRun(file.program, words, arguments.ranks or file.ranks or 1)
+    write_run_file(out, done.text(str(path)), option="--out")
+    counts = Counter(outcome for outcome, _ in done.outcomes.values())
+    texts = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("taken", "default", "not available"))
+    show_line(f"wrote {out} from a file of {file.program.name}: {texts}")
+    for word, (outcome, reason) in done.outcomes.items():
+        if outcome == "not available":
+            show_line(f"not available: {word}: {reason}")
+    for key, reason in done.to_fill.items():
+        show_line(f"fill in: {key}: {reason}")
+    show_line(f"next: ds-finetune data show {shlex.quote(str(out))}")
+
+
+def _from_rows(arguments: Arguments) -> None:
     from ds_finetune.config.edit_run_file import one_line_yaml, write_run_file
     from ds_finetune.data.sources import find_sources, read_records
     from ds_finetune.families.text_part import text_tree
@@ -60,11 +96,12 @@ def _init(arguments: Arguments) -> None:
         raise DataError(f"`{arguments.rows[0]}` has no rows", hint="write at least one row")
     objective, columns = _recognised(record, where)
     lr, lora_lr = next((rates for name, rates in _RATES.items() if name in objective), ("1.0e-5", "2.0e-4"))
-    is_here = (Path(arguments.model) / "config.json").is_file()
-    positions = max_positions(text_tree(read_config_json(arguments.model))) if is_here else None
+    model = arguments.model or _MODEL
+    is_here = (Path(model) / "config.json").is_file()
+    positions = max_positions(text_tree(read_config_json(model))) if is_here else None
     names = ", ".join(f"{key}: {one_line_yaml(name)}" for key, name in columns.items())
     text = _RUN.format(
-        model=one_line_yaml(arguments.model),
+        model=one_line_yaml(model),
         rows=", ".join(map(one_line_yaml, arguments.rows)),
         columns=f"\n  columns: {{{names}}}    # guessed from the names of your columns" if names else "",
         objective=objective,

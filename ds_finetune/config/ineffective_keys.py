@@ -8,6 +8,11 @@ from ds_finetune.config.objectives import OBJECTIVES, Head
 from ds_finetune.config.run_file import Lines
 from ds_finetune.errors import ConfigError
 
+
+class NoEffectError(ConfigError):
+    """Keys are valid, but have no effect with the values of the others."""
+
+
 Values = Mapping[str, Any]
 """Every key of a run by its dotted name, defaults filled in."""
 
@@ -229,7 +234,7 @@ _RULES = (
 
 
 def check_keys_have_effect(given: Values, run: Values, source: str, lines: Lines) -> None:
-    """ConfigError that names the keys of `given` that have no effect in `run`, each with its line and the reason.
+    """NoEffectError that names the keys of `given` that have no effect in `run`, each with its line and the reason.
 
     `given` holds only keys that differ from their default, so that a resolved run file, which has every key, is valid.
     """
@@ -243,4 +248,4 @@ def check_keys_have_effect(given: Values, run: Values, source: str, lines: Lines
         messages.append(f"{where}: `{key}` is {value!r} and has no effect: {rule.text}")
         hints.append(f"leave `{key}` out, or {rule.hint}")
     if messages:
-        raise ConfigError("; ".join(messages), hint="; ".join(hints))
+        raise NoEffectError("; ".join(messages), hint="; ".join(hints))

@@ -1,0 +1,500 @@
+"""Converts the keys of another trainer's file to those of a run file, and says what became of each."""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from ds_finetune.config.dotted_keys import values_by_key
+from ds_finetune.config.edit_run_file import one_line_yaml
+from ds_finetune.config.ineffective_keys import NoEffectError
+from ds_finetune.config.invalid_keys import meant_key
+from ds_finetune.config.objectives import GrpoObjective, is_grpo, read_objective
+from ds_finetune.config.other_programs import (
+    HAPPENS,
+    KEY_OF,
+    MEANINGS,
+    NO_KEY,
+    PER_16_ROWS,
+    TWICE_THE_RANK,
+    Program,
+    value_of,
+)
+from ds_finetune.config.run_file import SHORT_FORMS, set_key
+from ds_finetune.config.schema import RunConfig, validate_tree
+from ds_finetune.errors import ConfigError
+
+FILL_IN = "FILL_IN"
+"""Stands for a value that the other file does not have."""
+Outcome = Literal["taken", "default", "not available"]
+_SECTIONS = ("trl", "lr_scheduler_kwargs", "peft_config", "optim_config", "dist_config", "quant_config")
+"""Mappings of other programs whose keys are converted like those beside them."""
+_LISTS = ("lora.modules_to_save", "log.trackers", "rollout.stop")
+_ACCUMULATION = ("gradient_accumulation_steps", "gradient_accumulation", "accumulation_steps")
+_BATCH = frozenset(
+    {"train.micro_batch_size", "train.global_batch_size", "rollout.prompts_per_step", "rollout.steps_per_rollout"}
+)
+_PLAIN_TYPES = ("completion", "pretrain")
+_OFF: tuple[object, ...] = (None, "", False, 0, "none", "no", "false", "full", "steps", "disabled", [], {})
+_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}
+"""Columns of LLaMA-Factory's lists of data sets, and what they are called here."""
+_WIDTH, _STAYS = 60, " stays"
+
+
+class ConvertedRun:
+    """A run file in the making: the tree of its keys, what set each of them, and the outcome of every word."""
+
+    def __init__(self, program: Program, words: Mapping[str, object], ranks: int) -> None:
+        self.program, self.ranks = program, ranks
+        self.words = dict(_flattened(words))
+        self.tree: dict[str, Any] = {"model": FILL_IN, "data": {"train": [FILL_IN]}, "output_dir": FILL_IN}
+        self.origins: dict[str, str] = {}
+        """What set each key of the run file."""
+        self.outcomes: dict[str, tuple[Outcome, str]] = {}
+        """Outcome of every word of the other file, with its key here or the reason."""
+        self.to_fill: dict[str, str] = {}
+        """Keys whose values the user has to write, each with the reason."""
+        self._take_objective()
+        adapters = program.of_lora if self._take_adapters() else {}
+        methods = (program.of_objective.get(name) for name in (self.method, self.objective.name))
+        self.defaults = {**program.defaults, **adapters, **next(filter(None, methods), {})}
+        self._take_rows()
+        self._take_batch()
+        for is_last in (False, True):
+            # What has no effect without another key may have one after it.
+            for word in [word for word in self.words if word not in self.outcomes]:
+                self._take_word(word, self.words[word], is_last=is_last)
+        self._take_defaults()
+        for key, note in program.notes.items():
+            if key == "data.train" or self.origins.get(key, "").startswith("default of "):
+                self.origins[key] = f"{self.origins.get(key, '')}; {note}"
+        for key in ("model.path", "data.train", "output_dir"):
+            if key not in self.origins:
+                self.to_fill[key] = f"the file of {program.name} names none"
+        assert self.words.keys() <= self.outcomes.keys(), self.words.keys() - self.outcomes.keys()
+        self.config = validate_tree(self.tree, {}, "the run file")
+        values = values_by_key(self.config.model_dump(mode="json", by_alias=True))
+        for word, (outcome, reason) in self.outcomes.items():
+            value = values.get(reason.partition("`" + _STAYS)[0].removeprefix("`"))
+            self.outcomes[word] = outcome, reason.replace(_STAYS, f" is {one_line_yaml(value)} here")
+
+    def _take_defaults(self) -> None:
+        """Write what the program does by default for keys that no word asks for."""
+        asked = {self._key(word) for word, value in self.words.items() if not _is_off(value)}
+        before = dict(self.outcomes)
+        for word, value in self.defaults.items():
+            if value is not None and self._key(word) not in {*asked, *self.origins, *_BATCH}:
+                self._take_word(word, value, is_default=True)
+                outcome, reason = self.outcomes.pop(word)
+                if outcome == "not available":
+                    before[f"{word}: {value}, default of {self.program.name}"] = outcome, reason
+        self.outcomes = before
+        if self.origins.get("rollout.engine") and "rollout.address" not in self.origins:
+            self.to_fill["rollout.address"] = "the address of a vLLM server, such as http://127.0.0.1:8000"
+
+    def text(self, source: str) -> str:
+        """The run file, with the origin of each key and the words that have none as comments."""
+        tree = self.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        origins = " ".join(self.origins.values())
+        title = (
+            f"# Written by `ds-finetune init --from {source}` for {self.ranks} ranks, from {self.program.name}'s keys."
+        )
+        lines = [
+            _comment(title),
+            "# docs/reference/other-trainers.md says how keys are converted.",
+            *(_comment(f"# FILL IN {key}: {reason}") for key, reason in self.to_fill.items()),
+            *self._lines(tree, ""),
+            *(
+                _comment(f"# {outcome}: {self._said(word)} ({reason})")
+                for word, (outcome, reason) in sorted(self.outcomes.items(), key=lambda item: item[1][0])
+                if outcome != "taken" or f"{word}:" not in origins
+            ),
+        ]
+        return "\n".join([*lines, ""])
+
+    def _lines(self, tree: Mapping[str, Any], above: str) -> Iterator[str]:
+        indent = "  " * above.count(".")
+        for name, value in tree.items():
+            key = f"{above}{name}"
+            origin = self.origins.get("model.path" if key == "model" else key)
+            said = _comment(f"  # {origin}") if origin else ""
+            if name in ("model", "objective") and value.keys() == {SHORT_FORMS[name]}:
+                value = value[SHORT_FORMS[name]]
+            if isinstance(value, Mapping) and value and key != "data.columns":
+                yield f"{indent}{name}:{said}"
+                yield from self._lines(value, f"{key}.")
+            else:
+                yield f"{indent}{name}: {one_line_yaml(value)}{said}"
+
+    def _take_objective(self) -> None:
+        words = [word for word, value in self.words.items() if KEY_OF.get(word) == "objective" and value]
+        word = words[0] if words else ""
+        name = value_of(word, self.words[word], "objective") if word else "sft"
+        name = {"causal_lm": "sft", "seq_cls": "classification"}.get(str(name), str(name))
+        loss = str(self.words.get("pref_loss") or self.words.get("loss_type"))
+        if name == "dpo" and loss in ("orpo", "simpo"):
+            name = loss
+        if self.words.get("reward_model") is True:
+            word, name = "reward_model", "reward"
+        if name == "sft" and self._is_plain_text():
+            word, name = "datasets", "pretrain"
+        self.method = str(self.words.get(word) or name)
+        self.tree["objective"] = yaml.safe_load(name)
+        self.objective = read_objective(self.tree["objective"])
+        self.origins["objective"] = self._said(word)
+        self.origins |= {
+            f"objective.{key}": self._said(word) for key in _entry(self.tree["objective"]) if key != "name"
+        }
+        if self.method == "gkd":
+            self.to_fill["objective"] = "gkd there samples answers and mixes two divergences; this is the forward one"
+        for said in [*words, *([word] if word == "reward_model" else [])]:
+            self.outcomes[said] = "taken", "objective"
+
+    def _is_plain_text(self) -> bool:
+        sets = self.words.get("datasets")
+        kinds = {_entry(each).get("type") for each in sets} if isinstance(sets, list) else set()
+        return bool(self.words.get("pretraining_dataset")) or (bool(kinds) and kinds <= {*_PLAIN_TYPES})
+
+    def _take_adapters(self) -> bool:
+        """Whether adapters are trained: the words that say so, or the default of the program."""
+        given = {word: value for word, value in self.words.items() if KEY_OF.get(word) == "lora"}
+        for word, value in given.items():
+            if text := value_of(word, value, "lora"):
+                self.outcomes[word] = "taken", "lora"
+                self.tree["lora"] = {key: part for key, part in yaml.safe_load(text).items() if key != "rank"}
+                self.origins["lora"] = self._said(word)
+            else:
+                outcome: Outcome = "default" if _is_off(value) else "not available"
+                self.outcomes[word] = outcome, "adapters are those of LoRA; without `lora` all weights are trained"
+        if not given and self.program.trains_adapters:
+            self.tree["lora"], self.origins["lora"] = {}, self._said()
+        return "lora" in self.tree
+
+    def _take_rows(self) -> None:
+        for word, value in self.words.items():
+            key = KEY_OF.get(word)
+            if word == "dataset_dir" or not value or not isinstance(value, str | list):
+                continue
+            if key in ("data.train", "data.eval"):
+                entries = value.split(",") if isinstance(value, str) else value
+                self._take(key, [self._source(word, entry) for entry in entries], word)
+        for word in ("dataset_dir", "dataset_config", "dataset_train_split", "dataset_test_split"):
+            if self.words.get(word):
+                self.outcomes[word] = "taken", "data.train and data.eval"
+        if "dataset_name" in self.words and self.words.get("eval_strategy") not in (None, "no", False):
+            held_out = self._named_split("dataset_test_split", "test")
+            self._take("data.eval", [held_out], origin=self._said("eval_strategy"))
+
+    def _named_split(self, word: str, default: str) -> str:
+        subset, split = self.words.get("dataset_config"), self.words.get(word, default)
+        return ":".join(str(part) for part in (self.words["dataset_name"], subset, split) if part)
+
+    def _source(self, word: str, entry: object) -> str:
+        """A set of rows as data.train names it."""
+        if isinstance(entry, Mapping):
+            return self._described_source(word, entry)
+        if word == "dataset_name":
+            return self._named_split("dataset_train_split", "train" if self.words.get("dataset_config") else "")
+        name, _, count = re.sub(r"^(HF|MS)::", "", str(entry).strip()).partition("#")
+        if count:
+            self.outcomes[f"{word} {entry}"] = "not available", f"all rows are used: write {count} of them to a file"
+        name = self._listed(name)
+        if not Path(name).exists() and ("/" not in name or name.endswith((".yaml", ".yml"))):
+            self.to_fill[f"`{name}` of data"] = f"only {self.program.name} knows this name; write the file or hub id"
+        return name
+
+    def _listed(self, name: str) -> str:
+        """What LLaMA-Factory's list of data sets has for a name; the name itself where it has nothing."""
+        folder = Path(str(self.words.get("dataset_dir") or "data"))
+        file = folder / "dataset_info.json"
+        entry = _entry(yaml.safe_load(file.read_text(encoding="utf-8")).get(name)) if file.is_file() else {}
+        columns = {_COLUMNS.get(key, key): column for key, column in _entry(entry.get("columns")).items()}
+        renamed = {key: column for key, column in columns.items() if key not in (column, "messages")}
+        if renamed:
+            self._take("data.columns", renamed, f"columns of {name}")
+        return str(folder / entry["file_name"]) if "file_name" in entry else str(entry.get("hf_hub_url", name))
+
+    def _described_source(self, word: str, entry: Mapping[str, Any]) -> str:
+        """A set of rows that axolotl or TRL describes by several keys."""
+        rest = {key: value for key, value in entry.items() if value not in _OFF}
+        path, subset, split, kind = (str(rest.pop(key, "")) for key in ("path", "name", "split", "type"))
+        files = rest.pop("data_files", None)
+        if "[" in split:
+            reason = f"only whole splits are read: write these rows of `{path}` to a file"
+            self.outcomes[f"{word}.split {split}"] = "not available", reason
+            split = split.partition("[")[0]
+        if kind == "alpaca":
+            self._take("data.layout", "alpaca", f"{word}.type")
+            self._take("data.template", "plain", f"{word}.type")
+        elif kind.partition(".")[0] not in ("chat_template", "sharegpt", *_PLAIN_TYPES, ""):
+            reason = "rows are read by their columns, with the tokenizer's chat template"
+            self.outcomes[f"{word}.type {kind}"] = "not available", reason
+        names = {"field": "text", "field_messages": "messages", "field_chosen": "chosen", "field_rejected": "rejected"}
+        columns = {names[key]: rest.pop(key) for key in names if key in rest}
+        if renamed := {key: name for key, name in columns.items() if name not in (key, "conversations")}:
+            self._take("data.columns", renamed, f"{word}.field")
+        for key, value in rest.items():
+            is_seen = key in ("message_property_mappings", "roles", "ds_type") or key.startswith("message_field")
+            reason = "columns and roles are recognised" if is_seen else "`ds-finetune data show` shows what rows become"
+            self.outcomes[f"{word}.{key} {value}"] = "default" if is_seen else "not available", reason
+        if files and "/" not in path:
+            return str(files[0] if isinstance(files, list) else files)
+        return ":".join(part for part in (path, subset, split or (subset and "train")) if part)
+
+    def _take_batch(self) -> None:
+        """The rows of a forward and of a step, or for sampled answers the prompts."""
+        mine = {word: self._key(word) for word, value in self.words.items() if value is not None}
+        mine = {word: key for word, key in mine.items() if key in _BATCH}
+        self.outcomes |= {word: ("taken", key) for word, key in mine.items()}
+        totals = [w for w, key in mine.items() if key == "train.global_batch_size" and w not in _ACCUMULATION]
+        micros = [word for word, key in mine.items() if key == "train.micro_batch_size"]
+        micro = self.words[micros[0]] if micros else self.defaults["per_device_train_batch_size"]
+        dp = max(1, self.ranks // math.prod(int(self._number(f"parallel.{axis}", 1)) for axis in ("tp", "pp", "sp")))
+        given = next((self.words[word] for word in _ACCUMULATION if self.words.get(word)), None)
+        held = given or self.defaults["gradient_accumulation_steps"]
+        if isinstance(micro, int) and held == PER_16_ROWS:
+            held = math.ceil(16 / micro / dp)
+        rows, origin = self.words[totals[0]] if totals else self.defaults.get("global_batch_size"), self._said(*totals)
+        if isinstance(rows, int):
+            rows, held = rows * (dp if totals == ["batch_size"] else 1), 1
+        elif isinstance(micro, int) and isinstance(held, int):
+            rows, origin = micro * held * dp, f"{micro} of a forward x accumulation {held} x {dp} data parallel ranks"
+        if not isinstance(rows, int) or not isinstance(held, int):
+            self.to_fill["train.global_batch_size"] = f"a forward has {micro} rows, accumulation is {held}"
+            return
+        self._take("train.micro_batch_size", micro, origin=self._said(*micros))
+        if is_grpo(self.objective):
+            self._take_prompts(rows, origin, held)
+        else:
+            self._take("train.global_batch_size", rows, origin=origin)
+
+    def _take_prompts(self, rows: int, origin: str, accumulation: int) -> None:
+        group = int(self._number("objective.group_size", 8))
+        if rows % group:
+            reason = f"a step has {rows} answers ({origin}), no groups of {group}; give the ranks with --ranks"
+            self.to_fill["rollout.prompts_per_step"] = reason
+            return
+        self._take("rollout.prompts_per_step", rows // group, origin=f"{origin} / {group} answers to a prompt")
+        steps = self._number("generation_batch_size", 0) / rows
+        steps = steps or self._number("steps_per_generation", accumulation) / accumulation
+        if steps > 1:
+            self._take("rollout.steps_per_rollout", math.ceil(steps), origin="rows of a rollout / rows of a step")
+
+    def _take_word(self, word: str, value: object, *, is_last: bool = True, is_default: bool = False) -> None:
+        """Give a word its outcome, unless it has no effect yet."""
+        key, inner = self._key(word), word.rpartition(".")[2].lower()
+        family = NO_KEY.get(f"{inner.partition('_')[0]}_*") if not key else None
+        reason = self.program.absent.get(word) or NO_KEY.get(inner) or family
+        outcome: Outcome = "default" if _is_off(value) or reason in HAPPENS else "not available"
+        if value is None or value == "":
+            self.outcomes[word] = "default", "it has no value"
+        elif reason or not key or (isinstance(value, Mapping) and key not in _CONVERTERS):
+            self.outcomes[word] = outcome, reason or "no key here is known for it"
+        elif unused := self._unused(key):
+            self.outcomes[word] = "default", unused
+        elif (converted := self._value(word, value, key)) is None:
+            meaning = MEANINGS.get(key, "other values of its own")
+            self.outcomes.setdefault(word, (outcome, f"`{key}`{_STAYS}; it may be {meaning}"))
+        else:
+            origin = f"default of {self.program.name}" if is_default else self._said(word)
+            self._take(key, converted, word, origin=origin, is_last=is_last)
+
+    def _unused(self, key: str) -> str:
+        section, _, name = key.partition(".")
+        if section == "lora" and "lora" not in self.tree:
+            return "all weights are trained"
+        if section == "objective" and name not in type(self.objective).model_fields:
+            return f"objective {self.objective.name} has no such key"
+        return ""
+
+    def _value(self, word: str, value: object, key: str) -> object:
+        """What a run file has at `key`; None where it has nothing for the value."""
+        if key in _CONVERTERS:
+            return _CONVERTERS[key](self, word, value)
+        if isinstance(value, list) and key in _LISTS:
+            return value
+        value = value[0] if isinstance(value, list) and len(value) == 1 else value
+        text = value_of(word if word in KEY_OF else word.rpartition(".")[2], value, key)
+        return value if text == str(value) else text and yaml.safe_load(text)
+
+    def _take(self, key: str, value: object, word: str = "", *, origin: str = "", is_last: bool = True) -> None:
+        """Write `key: value`, if the schema allows it, and unless it has no effect yet."""
+        tree, origin = deepcopy(self.tree), origin or self._said(word)
+        set_key(tree, {}, key, value, source=self.program.name)
+        try:
+            config = validate_tree(tree, {}, self.program.name)
+        except ConfigError as wrong:
+            has_effect = not isinstance(wrong, NoEffectError)
+            if word and (has_effect or is_last):
+                is_default = not has_effect or _is_off(self.words.get(word))
+                self.outcomes[word] = "default" if is_default else "not available", wrong.message.partition(": ")[2]
+            return
+        is_same = config == validate_tree(self.tree, {}, self.program.name)
+        if word:
+            is_taken = is_same or key not in self.origins
+            self.outcomes[word] = ("taken", key) if is_taken else ("default", f"{key} is from {self.origins[key]}")
+        if key not in self.origins and not (is_same and origin.startswith("default of ")):
+            self.tree, self.origins[key] = tree, origin
+        elif key in self.origins and is_same:
+            self.origins[key] += f", {origin}"
+
+    def _key(self, word: str) -> str:
+        """The key of a run file that a word means; empty where none is known."""
+        inner = word.rpartition(".")[2]
+        section = GrpoObjective if is_grpo(self.objective) else RunConfig
+        key = KEY_OF.get(word) if "." in word or word == "max_length" else None
+        key = key or (meant_key(inner, section, RunConfig) if inner != "name" else None)
+        return "model.path" if key == "model" else key or ""
+
+    def _words_of(self, key: str) -> list[str]:
+        return [word for word, value in self.words.items() if value is not None and self._key(word) == key]
+
+    def _number(self, name: str, default: float) -> float:
+        """The number of a word, or of the first word of a key: that of the file, else of the program."""
+        for words in (self.words, self.defaults):
+            for word, value in words.items():
+                if name in (word, self._key(word)) and isinstance(value, int | float) and not isinstance(value, bool):
+                    return value
+        return default
+
+    def _said(self, *words: str) -> str:
+        said = (f"{word}: {_short(self.words[word])}" if word in self.words else word for word in words if word)
+        return ", ".join(said) or f"default of {self.program.name}"
+
+
+def _flattened(words: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    for word, value in words.items():
+        if isinstance(value, str) and value.startswith("{"):
+            value = yaml.safe_load(value)
+        if word in _SECTIONS and isinstance(value, Mapping):
+            yield from ((f"{word}.{inner}", _as_number(part)) for inner, part in value.items())
+        else:
+            yield word, _as_number(value)
+
+
+def _as_number(value: object) -> object:
+    """A text such as `1e-5`, which YAML does not read as a number, as one."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return float(value) if not value.isdecimal() else int(value)
+        return {"true": True, "false": False}.get(value.lower(), value)
+    return value
+
+
+def _comment(text: str) -> str:
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+def _short(value: object) -> str:
+    text = one_line_yaml(value)
+    return text if len(text) < _WIDTH else f"{text[:_WIDTH]}..."
+
+
+def _is_off(value: object) -> bool:
+    return value in _OFF or (isinstance(value, int | float) and value < 0)
+
+
+def _entry(value: object) -> dict[str, Any]:
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
+def _duration(self: ConvertedRun, word: str, value: object) -> object:
+    if value_of(word, 1, "train.for") == "1 steps":
+        return f"{value} steps" if not _is_off(value) else None
+    for other in self._words_of("train.for"):
+        if other != word and value_of(other, 1, "train.for") == "1 steps" and not _is_off(self.words[other]):
+            self.outcomes[word] = "default", f"{other} counts"
+            return None
+    return f"{value} epochs"
+
+
+def _row_length(self: ConvertedRun, word: str, value: object) -> object:
+    """The other trainers' lengths are of prompts where answers are sampled."""
+    if is_grpo(self.objective) and isinstance(value, int):
+        return value + int(self._number("rollout.max_new_tokens", 0))
+    return value
+
+
+def _betas(self: ConvertedRun, word: str, value: object) -> object:
+    return value if isinstance(value, list) else [self._number("adam_beta1", 0.9), self._number("adam_beta2", 0.999)]
+
+
+def _last_rate(self: ConvertedRun, word: str, value: object) -> object:
+    if not isinstance(value, int | float):
+        return None
+    is_rate = word.rpartition(".")[2] in ("min_lr", "eta_min")
+    return float(f"{value / self._number('optim.lr', 1.0):.6g}") if is_rate else value
+
+
+def _warmup(self: ConvertedRun, word: str, value: object) -> object:
+    schedulers = [self.words[other] for other in self._words_of("optim.lr_scheduler")]
+    if value and schedulers and schedulers[0] == "constant":
+        self.outcomes[word] = "default", "the scheduler `constant` has none"
+        return None
+    return value_of(word, value, "optim.warmup")
+
+
+def _stage(self: ConvertedRun, word: str, value: object) -> object:
+    """The ZeRO stage by the name of a file or of its section, or by FSDP's way of sharding."""
+    text = str(value).lower()
+    if word.startswith("fsdp") or "fsdp" in text:
+        offload = "_offload" * ("offload_params': true" in text)
+        return None if _is_off(value) else ("zero2" if "grad_op" in text else "zero3") + offload
+    found = re.search(r"z(?:ero)?(?:_stage)?\W*_?([0-3])", text)
+    if found is None:
+        return None
+    return f"zero{found[1]}" + "_offload" * ("offload" in text and found[1] in "23")
+
+
+def _every(self: ConvertedRun, word: str, value: object) -> object:
+    if word.endswith("s_per_epoch"):
+        return f"{1 / value:g} epochs" if isinstance(value, int | float) and value > 0 else None
+    if isinstance(value, float):
+        return None
+    return value_of(word, value, "eval.every")
+
+
+def _targets(self: ConvertedRun, word: str, value: object) -> object:
+    text = value_of(word, value, "lora.target_modules")
+    if text is None and not _is_off(value) and not isinstance(value, bool):
+        return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    return text
+
+
+def _alpha(self: ConvertedRun, word: str, value: object) -> object:
+    return 2 * self._number("lora.rank", 8) if value == TWICE_THE_RANK else value
+
+
+def _clip_low(self: ConvertedRun, word: str, value: object) -> object:
+    if not self._words_of("objective.clip_high"):
+        self._take("objective.clip_high", value, origin=f"{self._said(word)}, for both sides")
+    return value
+
+
+def _address(self: ConvertedRun, word: str, value: object) -> object:
+    host, port = self.words.get("vllm_server_host"), self.words.get("vllm_server_port", 8000)
+    return value if word.endswith("url") else f"http://{host}:{port}" if host else None
+
+
+_CONVERTERS: Mapping[str, Callable[[ConvertedRun, str, object], object]] = {
+    "train.for": _duration,
+    "train.max_seq_len": _row_length,
+    "optim.betas": _betas,
+    "optim.min_lr_ratio": _last_rate,
+    "optim.warmup": _warmup,
+    "deepspeed": _stage,
+    "eval.every": _every,
+    "checkpoint.every": _every,
+    "lora.target_modules": _targets,
+    "lora.alpha": _alpha,
+    "objective.clip_low": _clip_low,
+    "rollout.address": _address,
+    "data.train": lambda self, word, value: None,
+    "rewards": lambda self, word, value: self.to_fill.update(rewards=f"{word} is {value}"),
+}
+"""Values of keys that follow from several words."""

@@ -1,0 +1,321 @@
+"""Files of other trainers become run files: what they mean here, written by hand, and an outcome for every key."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+import yaml
+
+from ds_finetune.cli.main import main
+from ds_finetune.config.other_programs import HUGGING_FACE_TRAINER, PROGRAMS
+from ds_finetune.config.schema import read_config
+
+AXOLOTL = """\
+base_model: some/model
+tokenizer_type: AutoTokenizer
+load_in_8bit: false
+load_in_4bit: true
+datasets:
+  - {path: org/dialogues, type: chat_template, field_messages: conversation, split: train}
+dataset_prepared_path:
+val_set_size: 0
+sequence_len: 4096
+sample_packing: true
+adapter: qlora
+lora_r: 32
+lora_alpha: 16
+lora_target_modules: [q_proj, v_proj]
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+num_epochs: 4
+optimizer: adamw_torch
+lr_scheduler: cosine
+learning_rate: 2e-4
+bf16: auto
+gradient_checkpointing: true
+flash_attention: true
+warmup_steps: 10
+saves_per_epoch: 2
+deepspeed: deepspeed_configs/zero3_bf16_cpuoffload_all.json
+wandb_project: mine
+use_galore: true
+default_system: "on two\nlines: yes"
+unheard_of: 3
+output_dir: ./out
+"""
+AXOLOTL_HERE = """\
+model: {path: some/model, attention: flash_attention_2}
+data: {train: ["org/dialogues:train"], columns: {messages: conversation}, packing: true, long_rows: drop}
+train: {for: 4 epochs, global_batch_size: 16, micro_batch_size: 2, max_seq_len: 4096, seed: 42,
+        activation_checkpointing: full}
+optim: {lr: 2.0e-4, betas: [0.9, 0.999], warmup: 10 steps, min_lr_ratio: 0}
+lora: {rank: 32, alpha: 16, target_modules: [q_proj, v_proj], quantize: nf4}
+checkpoint: {every: 0.5 epochs}
+deepspeed: zero3_offload
+log: {trackers: [wandb]}
+output_dir: ./out
+"""
+AXOLOTL_TEXT = """\
+{"base_model": "m", "datasets": [{"path": "rows.jsonl", "type": "completion", "field": "chapter"}],
+ "learning_rate": "1e-5", "max_steps": 100, "num_epochs": 2, "lr_scheduler": "constant"}
+"""
+AXOLOTL_TEXT_HERE = """\
+model: m
+objective: pretrain
+data: {train: [rows.jsonl], columns: {text: chapter}, packing: false, long_rows: drop}
+train: {for: 100 steps, global_batch_size: 2, max_seq_len: 512, seed: 42}
+optim: {lr: 1.0e-5, betas: [0.9, 0.999], lr_scheduler: constant}
+output_dir: model-out
+"""
+LLAMA_FACTORY = """\
+### model
+model_name_or_path: some/model
+trust_remote_code: true
+stage: dpo
+pref_beta: 0.2
+pref_loss: orpo
+do_train: true
+lora_rank: 4
+lora_target: q_proj,v_proj
+dataset: pairs_en
+dataset_dir: {folder}
+template: llama3
+cutoff_len: 1024
+output_dir: saves
+overwrite_output_dir: true
+plot_loss: true
+logging_steps: 10
+save_strategy: epoch
+save_total_limit: 3
+report_to: none
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+num_train_epochs: 3.0
+warmup_ratio: 0.1
+bf16: true
+val_size:
+use_unsloth: false
+"""
+LLAMA_FACTORY_HERE = """\
+model: some/model
+objective: {{name: orpo, beta: 0.2}}
+data: {{train: ["{folder}/pairs.json"], columns: {{instruction: question}}, template: llama3, packing: false}}
+train: {{for: 3 epochs, global_batch_size: 8, max_seq_len: 1024, seed: 42, precision: bf16}}
+optim: {{lr: 5.0e-5, betas: [0.9, 0.999], lr_scheduler: linear, warmup: 10%, min_lr_ratio: 0}}
+lora: {{rank: 4, alpha: 8, target_modules: [q_proj, v_proj]}}
+checkpoint: {{every: 1 epoch, keep: 3}}
+log: {{every: 10, trackers: []}}
+output_dir: saves
+"""
+SWIFT = """\
+#!/bin/bash
+# 2 * 20GiB
+MODEL=some/model
+NPROC_PER_NODE=4 CUDA_VISIBLE_DEVICES=0,1,2,3 \\
+swift sft \\
+    --model $MODEL \\
+    --dataset 'org/first#500' \\
+              org/second:chat \\
+    --num_train_epochs 1 \\
+    --torch_dtype bfloat16 \\
+    --loss_scale last_round \\
+    --max_length 512 \\
+    --model_name me 'myself and I' \\
+    --lr_scheduler_kwargs '{"min_lr": 1e-5}' \\
+    --attn_impl flash_attn \\
+    --deepspeed zero2 \\
+    --save_steps 50 \\
+    --report_to tensorboard wandb > log.txt 2>&1
+"""
+SWIFT_HERE = """\
+model: {path: some/model, attention: flash_attention_2}
+data: {train: [org/first, "org/second:chat"], train_on: last_assistant, packing: false, long_rows: drop}
+train: {for: 1 epochs, global_batch_size: 16, max_seq_len: 512, seed: 42, precision: bf16}
+optim: {lr: 1.0e-4, weight_decay: 0.1, warmup: 0 steps, min_lr_ratio: 0.1}
+lora: {rank: 8, alpha: 32, target_modules: [all-linear]}
+checkpoint: {every: 50 steps}
+deepspeed: zero2
+log: {trackers: [tensorboard, wandb]}
+output_dir: output
+"""
+MEGATRON = """\
+NPROC_PER_NODE=8 megatron sft --model m --dataset org/rows --tensor_model_parallel_size 2 --lr 1e-5 --min_lr 1e-6 \\
+  --expert_model_parallel_size 4 --global_batch_size 32 --micro_batch_size 2 --lr_warmup_fraction 0.05 \\
+  --moe_aux_loss_coeff 1e-3 --recompute_granularity full --train_iters 40 --packing true --max_length 4096
+"""
+MEGATRON_HERE = """\
+model: m
+data: {train: [org/rows], long_rows: drop}
+train: {for: 40 steps, global_batch_size: 32, micro_batch_size: 2, max_seq_len: 4096, seed: 42,
+        activation_checkpointing: full}
+optim: {lr: 1.0e-5, weight_decay: 0.1, warmup: 5%, min_lr_ratio: 0.1}
+parallel: {tp: 2, ep: 4}
+router: {balance: 1.0e-3}
+output_dir: megatron_output
+"""
+TRL = """\
+accelerate launch --config_file configs/deepspeed_zero3.yaml --num_processes 2 trl/scripts/sft.py \\
+    --model_name_or_path some/model --dataset_name org/rows --dataset_config math --learning_rate 3.0e-6 \\
+    --per_device_train_batch_size 4 --gradient_accumulation_steps 8 --eval_strategy steps --eval_steps 100 \\
+    --use_peft --gradient_checkpointing --no_remove_unused_columns --max_steps 50
+"""
+TRL_HERE = """\
+model: some/model
+data: {train: ["org/rows:math:train"], eval: ["org/rows:math:test"], train_on: all, packing: false, long_rows: truncate}
+train: {for: 50 steps, global_batch_size: 64, micro_batch_size: 4, max_seq_len: 1024, seed: 42,
+        activation_checkpointing: full}
+optim: {lr: 3.0e-6, betas: [0.9, 0.999], lr_scheduler: linear, warmup: 0 steps, min_lr_ratio: 0}
+eval: {every: 100 steps}
+lora: {rank: 16, alpha: 32, target_modules: [q_proj, v_proj]}
+deepspeed: zero3
+output_dir: trainer_output
+"""
+TRL_GRPO = """\
+trl grpo --model_name_or_path m --dataset_name org/prompts --num_generations 4 --per_device_train_batch_size 8 \\
+  --beta 0.001 --loss_type dr_grpo --epsilon 0.3 --steps_per_generation 2 --max_completion_length 64 --reward_funcs r
+"""
+TRL_GRPO_HERE = """\
+model: m
+objective: {name: grpo, group_size: 4, kl_weight: 0.001, aggregation: fixed, clip_low: 0.3, clip_high: 0.3,
+            advantage: mean_std}
+rollout: {prompts_per_step: 4, steps_per_rollout: 2, max_new_tokens: 64}
+data: {train: [org/prompts]}
+train: {for: 3 epochs, micro_batch_size: 8, seed: 42}
+optim: {lr: 1.0e-6, betas: [0.9, 0.999], lr_scheduler: linear, warmup: 0 steps, min_lr_ratio: 0}
+output_dir: trainer_output
+"""
+CASES = {
+    "axolotl.yaml": (AXOLOTL, AXOLOTL_HERE, ["--ranks", "2"]),
+    "axolotl.json": (AXOLOTL_TEXT, AXOLOTL_TEXT_HERE, ["--ranks", "2"]),
+    "llama_factory.yaml": (LLAMA_FACTORY, LLAMA_FACTORY_HERE, []),
+    "swift.sh": (SWIFT, SWIFT_HERE, []),
+    "megatron.sh": (MEGATRON, MEGATRON_HERE, []),
+    "trl.sh": (TRL, TRL_HERE, []),
+    "trl_grpo.sh": (TRL_GRPO, TRL_GRPO_HERE, ["--ranks", "2"]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_file_becomes_the_run_file_written_by_hand(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text, here, options = CASES[name]
+    listed = {
+        "pairs_en": {"file_name": "pairs.json", "ranking": True, "columns": {"prompt": "question", "chosen": "chosen"}}
+    }
+    Path("lists").mkdir()
+    Path("lists/dataset_info.json").write_text(json.dumps(listed))
+    Path("lists/pairs.json").write_text("[]")
+    text, here = (each.replace("{folder}", "lists") for each in (text, here))
+    Path(name).write_text(text)
+    Path("here.yaml").write_text(here.replace("{{", "{").replace("}}", "}"))
+    assert main(["init", "--from", name, *options]) == 0
+    assert read_config("run.yaml") == read_config("here.yaml")
+    printed, written = capsys.readouterr().out, Path("run.yaml").read_text()
+    assert "not available" in printed
+    words = [word.removeprefix("--") for word in text.split() if word.startswith("--")]
+    words = words if name.endswith(".sh") else list(yaml.safe_load(text))
+    assert not [
+        word for word in words if f"{word}:" not in written and f"{word}." not in written and word != "num_processes"
+    ]
+
+
+def test_reasons_and_defaults_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text(AXOLOTL)
+    assert main(["init", "--from", "a.yaml", "--ranks", "2"]) == 0
+    lines = Path("run.yaml").read_text().splitlines()
+    for line in (
+        "  global_batch_size: 16  # 2 of a forward x accumulation 4 x 2 data parallel ranks",
+        "  betas: [0.9, 0.999]  # default of axolotl",
+        "  rank: 32  # lora_r: 32",
+        "# not available: use_galore: true (it is no optimizer of optim.name)",
+        "# not available: unheard_of: 3 (no key here is known for it)",
+        "# default: dataset_prepared_path: null (it has no value)",
+    ):
+        assert line in lines
+
+
+def test_a_key_that_cannot_be_converted_is_not_replaced_by_a_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.yaml").write_text("model_name_or_path: m\ndataset_name: a/b\nlr_scheduler_type: polynomial\noptim: lomo\n")
+    assert main(["init", "--from", "t.yaml"]) == 0
+    said = capsys.readouterr().out
+    assert "not available: lr_scheduler_type: `optim.lr_scheduler` is cosine here" in said
+    assert "not available: optim: `optim.name` is AdamW here" in said
+
+
+def test_what_a_file_does_not_say_is_to_be_filled_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("lf.yaml").write_text("stage: sft\ndataset: identity\n")
+    Path("grpo.sh").write_text("trl grpo --model_name_or_path m --per_device_train_batch_size 2 --num_generations 8\n")
+    assert main(["init", "--from", "lf.yaml"]) == 0
+    assert main(["init", "--from", "grpo.sh", "--out", "grpo.yaml"]) == 0
+    said = capsys.readouterr().out
+    assert "fill in: model.path: the file of LLaMA-Factory names none" in said
+    assert "fill in: `identity` of data: only LLaMA-Factory knows this name; write the file or hub id" in said
+    assert "fill in: rollout.prompts_per_step: a step has 2 answers" in said
+    assert read_config("run.yaml").model.path == "FILL_IN"
+
+
+WRONG = {
+    "model: m\ndata: {train: a}\n": "is no file of a trainer that is known here: it has model, data",
+    "just words\n": "has 0 training commands of trainers that are known here",
+    "swift sft --model a\nswift pt --model b\n": "has 2 training commands of trainers that are known here",
+    "swift sft --model 'a\n": "the command `--model 'a` cannot be read: No closing quotation",
+    "llamafactory-cli train missing.yaml\n": "names `missing.yaml`, which is no file with keys",
+    "base_model: m\nrl: ebft\n": "`objective` is 'ebft', which is no objective",
+    "stage: ppo\nmodel_name_or_path: m\n": "`objective` is 'ppo', which trains on sampled answers",
+    "\x00\x01": "has 0 training commands",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_file_that_is_none_gets_one_error(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text(text)
+    assert main(["init", "--from", str(tmp_path / "file"), "--out", str(tmp_path / "run.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert WRONG[text] in said
+    assert "hint: " in said
+    assert not (tmp_path / "run.yaml").exists()
+
+
+def test_rows_or_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init"]) == 2
+    assert main(["init", "rows.jsonl", "--from", "a.yaml"]) == 2
+    assert main(["init", "--from", "nowhere.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert "init has neither ROWS nor --from" in said
+    assert "init has `rows.jsonl` and --from a.yaml" in said
+    assert "`nowhere.yaml` cannot be read" in said
+
+
+def test_the_defaults_of_the_hugging_face_trainer_are_those_of_its_code() -> None:
+    """`packing` is TRL's, and the last rate of its schedules, which end at 0, has no key."""
+    fields = {field.name: field.default for field in dataclasses.fields(transformers.TrainingArguments)}
+    ours = {
+        word: value
+        for word, value in HUGGING_FACE_TRAINER.items()
+        if word not in ("packing", "min_lr_rate", "output_dir")
+    }
+    ours["warmup_steps"] = ours.pop("warmup_ratio")
+    assert ours == {word: fields[word] for word in ours}
+
+
+def test_the_words_of_programs_are_known() -> None:
+    """A default that no key stands for would be dropped."""
+    from ds_finetune.config.invalid_keys import meant_key
+    from ds_finetune.config.objectives import GrpoObjective
+    from ds_finetune.config.other_programs import NO_KEY
+    from ds_finetune.config.schema import RunConfig
+
+    for program in PROGRAMS:
+        words = {*program.defaults, *program.of_lora, *(w for more in program.of_objective.values() for w in more)}
+        assert all(word in NO_KEY or meant_key(word, GrpoObjective, RunConfig) for word in words)
