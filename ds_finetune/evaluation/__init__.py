@@ -1,1 +1,3 @@
-"""Scores a model, and its base model on the same token ids: losses, answers and confidence intervals."""
+"""Evaluation of a model, optionally beside its base model on the same token ids: losses, generated answers and
+confidence intervals.
+"""

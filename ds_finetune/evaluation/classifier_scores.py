@@ -1,4 +1,4 @@
-"""Scores of labelled texts and of pairs of answers by an exported classifier or reward model."""
+"""Evaluation of an exported classifier on labelled texts, or of a reward model on pairs of answers."""
 
 import json
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class LabelledDocument:
-    """Token ids of a text or of one side of a pair, the first token of its second text, and its target."""
+    """Token ids of a labelled text or of one side of a pair, position where its second text begins, and its target."""
 
     ids: list[int]
     second: int
@@ -36,7 +36,7 @@ class LabelledDocument:
 
 @dataclass(frozen=True)
 class LabelledScores:
-    """Scores [documents, outputs] and targets [documents] of documents, which are units of an objective."""
+    """Scores [documents, outputs] and targets [documents]; `objective.documents_per_unit` documents form a unit."""
 
     objective: ScoreObjective
     scores: Numbers
@@ -47,13 +47,11 @@ class LabelledScores:
         return len(self.targets) // self.objective.documents_per_unit
 
     def part(self, numbers: slice) -> "LabelledScores":
-        """The scores of some of the documents."""
+        """The scores of a slice of the documents."""
         return LabelledScores(self.objective, self.scores[numbers], self.targets[numbers])
 
     def metrics(self, counts: Numbers) -> dict[str, Numbers]:
-        """The metrics of training, of samples that contain each unit `counts` [samples, units] times, [samples]
-        each.
-        """
+        """Training metrics of bootstrap samples, [samples] each; sample s contains unit u `counts[s, u]` times."""
         found = [self._metrics_of(total, sample) for total, sample in zip(counts @ self._sums, counts, strict=True)]
         return {name: np.array([each[name] for each in found]) for name in found[0]}
 
@@ -68,7 +66,7 @@ class LabelledScores:
 
     @cached_property
     def _sums(self) -> Numbers:
-        """Sums of the objective for each unit, [units, sums]."""
+        """The objective's sums for each unit, fp64 [units, sums]."""
         weights = torch.ones(len(self.objective.terms), dtype=torch.float64)
         size = self.objective.documents_per_unit
         units = zip(torch.from_numpy(self.scores).split(size), torch.from_numpy(self.targets).split(size), strict=True)
@@ -76,9 +74,9 @@ class LabelledScores:
 
 
 def objective_of(config: PretrainedConfig) -> ScoreObjective:
-    """The objective whose metrics score a classifier with this config.json.
+    """The objective whose metrics apply to a classifier with this config.json.
 
-    One label is a regression, unless a run has written that it is a reward.
+    A model with one label is a regression, unless the config records that it was trained as a reward model.
     """
     if getattr(config, SETTINGS, {}).get("objective") == REWARD:
         return Reward()
@@ -86,7 +84,9 @@ def objective_of(config: PretrainedConfig) -> ScoreObjective:
 
 
 def kind_of(config: PretrainedConfig) -> RowKind:
-    """The rows that score a classifier with this config.json; labels are its classes, by name or number."""
+    """The kind of rows on which a classifier with this config.json is scored; labels are its classes, by name or
+    number.
+    """
     objective = objective_of(config)
     if objective.name == REWARD:
         return RowKind.of(RewardObjective(name="reward"))
@@ -110,12 +110,12 @@ def labelled_documents(rows: PreparedRows, limit: int | None) -> list[LabelledDo
 
 
 def score_labelled(folder: Path, documents: Sequence[LabelledDocument], *, batch_tokens: int) -> LabelledScores:
-    """Scores of documents by the classifier in `folder`, from padded forwards of at most `batch_tokens` tokens."""
+    """Scores of documents under the classifier in `folder`, from padded batches of at most `batch_tokens` tokens."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     score, pad = load_scorer(folder), config.pad_token_id
     scores = np.zeros((len(documents), config.num_labels))
     lengths = [len(document.ids) for document in documents]
-    # transformers refuses batches of a classifier without a padding token.
+    # transformers refuses batches for a classifier without a padding token.
     batches = length_batches(lengths, batch_tokens if pad is not None else 1)
     for numbers in batches:
         inputs = _inputs([documents[number] for number in numbers], 0 if pad is None else pad)
@@ -127,7 +127,7 @@ def score_labelled(folder: Path, documents: Sequence[LabelledDocument], *, batch
 
 
 def _inputs(documents: Sequence[LabelledDocument], pad: int) -> dict[str, torch.Tensor]:
-    """Rows padded on the right, int64 [rows, tokens] each."""
+    """Model inputs of a batch, padded on the right, int64 [rows, tokens] each."""
     shape = (len(documents), max(len(document.ids) for document in documents))
     ids, mask, types = (np.full(shape, value, dtype=np.int64) for value in (pad, 0, 0))
     for row, document in enumerate(documents):

@@ -10,18 +10,20 @@ from numpy.typing import NDArray
 RESAMPLES = 2000
 METHOD = f"paired bootstrap over documents: {RESAMPLES} resamples with seed 0, 2.5th and 97.5th percentile"
 _CELLS_AT_ONCE = 2**24
-"""Largest number of documents x resamples whose counts are in memory at a time."""
+"""Bound on documents x resamples of the matrix of counts in memory at once."""
 
 
 class UnitScores(Protocol):
-    """Scores of units: documents, texts or pairs."""
+    """Per-unit scores of a model, from which metrics of any sample of units follow; a unit is a document, text or
+    pair.
+    """
 
     def __len__(self) -> int:
         """Number of units."""
         ...
 
     def metrics(self, counts: NDArray[np.float64]) -> Mapping[str, NDArray[np.float64]]:
-        """Metrics of samples that contain each unit `counts` [samples, units] times, [samples] each."""
+        """Metrics of bootstrap samples, [samples] each; sample s contains unit u `counts[s, u]` times."""
         ...
 
 
@@ -30,7 +32,7 @@ Scored = TypeVar("Scored", bound=UnitScores)
 
 @dataclass(frozen=True)
 class Metric:
-    """A value and its 95% interval.
+    """A metric and its 95% confidence interval.
 
     With a baseline, also the baseline's value and the difference (value - baseline); the interval is then that of the
     difference.
@@ -43,7 +45,7 @@ class Metric:
 
 
 def compare(scores: Scored, baseline: Scored | None) -> dict[str, Metric]:
-    """The metrics of `scores` by name, beside those of `baseline` on the same units where there is one."""
+    """The metrics of `scores` by name, compared with those of `baseline` on the same units where there is one."""
     if baseline is not None:
         assert len(scores) == len(baseline), "not the same documents"
     ones = np.ones((1, len(scores)))
@@ -64,7 +66,7 @@ def compare(scores: Scored, baseline: Scored | None) -> dict[str, Metric]:
 
 
 def _resample(scores: Scored, baseline: Scored | None) -> Mapping[str, NDArray[np.float64]]:
-    """The metrics of every resample, or their differences with a baseline."""
+    """Metrics of every bootstrap resample, or their differences from the baseline's."""
     parts: dict[str, list[NDArray[np.float64]]] = {}
     for counts in _draws(len(scores)):
         of_model = scores.metrics(counts)
@@ -75,7 +77,7 @@ def _resample(scores: Scored, baseline: Scored | None) -> Mapping[str, NDArray[n
 
 
 def _draws(documents: int) -> Iterator[NDArray[np.float64]]:
-    """How often each resample draws each document, [resamples, documents]; yields some resamples at a time."""
+    """How often each bootstrap resample contains each document, [resamples, documents], in blocks of resamples."""
     rng = np.random.default_rng(0)
     left, most = RESAMPLES, max(1, _CELLS_AT_ONCE // documents)
     while left:

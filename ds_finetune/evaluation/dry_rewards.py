@@ -1,4 +1,4 @@
-"""Scores reference answers, and answers of the model, by the rewards of a run, before anything is trained."""
+"""Dry run of rewards before training: scores the reference answers of the data, and answers sampled from the model."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,22 +29,24 @@ from ds_finetune.trainer.rollouts.sampling import AnswerTexts
 
 @dataclass(frozen=True)
 class ScoredAnswers:
-    """Answers of one origin, and what each reward says of each; None where there was nothing to score."""
+    """Answers of one origin (references or samples), and the result of each reward on each; None where not
+    applicable.
+    """
 
     title: str
     answers: Sequence[AnswerToScore]
     parts: Sequence[Sequence[Part | None]]
 
     def column(self, reward: int) -> list[Part]:
-        """What one reward says of the answers that it got."""
+        """Results of one reward, without the answers that it did not get."""
         return [part for parts in self.parts if (part := parts[reward]) is not None]
 
     def scores(self, reward: int) -> list[float]:
-        """Scores of one reward, where it applies."""
+        """Scores of one reward, without answers to which it does not apply."""
         return [part["score"] for part in self.column(reward) if part.get("score") is not None]
 
     def errors(self, reward: int) -> list[str]:
-        """Errors of one reward, each with the location of its answer."""
+        """Errors of one reward, each with the name of its answer."""
         pairs = zip(self.answers, self.parts, strict=True)
         return [
             f"{answer.where}: it {part['error']}"
@@ -53,7 +55,9 @@ class ScoredAnswers:
         ]
 
     def numbers(self, reward: int) -> tuple[str, ...]:
-        """Texts for a row of a table: mean, answers with a result, not applicable, errors, seconds for an answer."""
+        """Cells of a table row: mean score, answers with a parsed result, not applicable, errors, seconds per
+        answer.
+        """
         parts, scores = self.column(reward), self.scores(reward)
         read = [part["has_result"] for part in parts if part.get("has_result") is not None]
         errors = len(self.errors(reward))
@@ -70,7 +74,7 @@ class _RewardTrial:
     tokenizer: PreTrainedTokenizerBase
 
     def references(self, rewards: Rewards, most: int) -> ScoredAnswers:
-        """Each reward gets the reference answer as it would stand in an answer that it understands."""
+        """Score each reference answer, wrapped for each reward in the form that it parses."""
         numbers = range(min(most, len(self.rows)))
         texts = [[_reference_text(section, self.rows.record(n)) for section in self.run.rewards] for n in numbers]
         given = [
@@ -85,7 +89,7 @@ class _RewardTrial:
         return ScoredAnswers(f"reference answers of {len(given)} records", [answers[0] for answers in given], parts)
 
     def samples(self, rewards: Rewards, most: int) -> ScoredAnswers:
-        """An answer of the model to each of the first prompts, sampled as a run samples it."""
+        """Score one answer to each of the first prompts, sampled from the model with the run's settings."""
         folder = resolve_folder(self.run.model.path)
         check_generates(folder)
         lm = load_model(folder, "")
@@ -108,10 +112,10 @@ class _RewardTrial:
 
 
 def try_rewards(run: RunSettings, *, records: int, samples: int) -> list[ScoredAnswers]:
-    """Scores of the reference answers of the first `records` prompts, and of an answer of the model to each of the
-    first `samples`.
+    """Results of the rewards on the reference answers of the first `records` data rows, and on one sampled answer to
+    each of the first `samples` prompts.
 
-    ConfigError where the run has no rewards, or one cannot be loaded; DataError for a record that a reward cannot use.
+    ConfigError where the run has no rewards, or one cannot be loaded; DataError for a row that a reward cannot use.
     """
     if not run.rewards:
         raise ConfigError(
@@ -128,7 +132,7 @@ def try_rewards(run: RunSettings, *, records: int, samples: int) -> list[ScoredA
 
 
 def _reference_text(section: RewardConfig, record: Mapping[str, object]) -> str | None:
-    """The text of a right answer; None where the record has none."""
+    """The reference answer in the form that the reward parses; None where the row has none."""
     column = section.read_column if section.reward != "code" else ANSWER
     value = column_of(record, column or ANSWER)
     value = value[0] if section.reward == "exact_match" and isinstance(value, list) else value
@@ -143,8 +147,8 @@ def _reference_text(section: RewardConfig, record: Mapping[str, object]) -> str 
 
 
 def faults(sections: Sequence[RewardConfig], scored: Sequence[ScoredAnswers]) -> Iterator[str]:
-    """What is wrong with the rewards: one that fails, that gives no reference answer a score above 0, or a function
-    that gives the same to all answers.
+    """Faults of the rewards: errors, a built-in reward that scores no reference answer above 0, or a user's function
+    that scores all answers alike.
     """
     for at, section in enumerate(sections):
         name, errors = section.shown_name, list(chain.from_iterable(each.errors(at) for each in scored))

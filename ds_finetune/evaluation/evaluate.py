@@ -1,4 +1,4 @@
-"""Scores a model and its baseline, one after the other, on rows that are tokenised as a run would tokenise them."""
+"""Evaluates a model, then its baseline, on held-out rows that are tokenised as in training."""
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -58,10 +58,11 @@ AnyDocument = TypeVar("AnyDocument", Document, LabelledDocument, MarkedDocument)
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """The models and data to score, and how; at most `limit` documents of each held-out set.
+    """The models and data to evaluate, and how; at most `limit` documents of each held-out set.
 
-    `extract` is the name of an extractor. With it, answers of at most `max_new_tokens` tokens are generated, and their
-    extracts compared with those of the rows' answers: a greedy one, and `samples` that are drawn at temperature 1.
+    `extract` is the name of an extractor. With it, answers of at most `max_new_tokens` tokens are generated, and the
+    results extracted from them compared with those of the rows' own answers: one greedy answer, and `samples` answers
+    sampled at temperature 1.
     """
 
     model: str
@@ -74,7 +75,7 @@ class EvalRequest:
     limit: int | None = None
     kind: RowKind = DIALOGUE
     preference: DocumentObjective | None = None
-    """The objective whose metrics score pairs of answers, or marked ones."""
+    """The objective whose metrics score pairs of answers or labelled answers."""
     samples: int = 0
 
 
@@ -82,7 +83,7 @@ class EvalRequest:
 class EvalReport:
     """Metrics by name, with the models and the numbers of documents and supervised tokens behind them.
 
-    `sets` has the metrics of each held-out set that has a name; `metrics` are those of all documents together.
+    `sets` has the metrics of each named held-out set; `metrics` are those of all documents together.
     """
 
     model: str
@@ -94,13 +95,13 @@ class EvalReport:
     sets: Mapping[str, Mapping[str, Metric]] = field(default_factory=dict)
     method: str = field(default=METHOD)
     unit: str = "documents"
-    """What `documents` counts: documents, pairs or examples."""
+    """Name of the unit that `documents` counts: documents, pairs, answers or examples."""
     counts_all_tokens: bool = False
-    """Whether `tokens` are all tokens, as of a classifier, and not the supervised ones."""
+    """Whether `tokens` counts all tokens (classifiers), not only supervised ones."""
 
     @property
     def counted(self) -> str:
-        """The numbers of units and tokens that were scored, in words."""
+        """The numbers of units and tokens scored, as text."""
         kind = "tokens" if self.counts_all_tokens else "supervised tokens"
         return f"{self.tokens:,} {kind} of {self.documents:,} {self.unit}"
 
@@ -132,7 +133,7 @@ def evaluate_model(request: EvalRequest) -> EvalReport:
 
 
 class _Scoring:
-    """The folders of the models to score, their tokenizer, and notes on what was read."""
+    """One evaluation: folders of the models, the tokenizer, and notes on the rows read."""
 
     def __init__(self, request: EvalRequest) -> None:
         self.request = request
@@ -142,7 +143,7 @@ class _Scoring:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of the model, whose ids both models are scored on."""
+        """The tokenizer of the model; both models are scored on its token ids."""
         return load_tokenizer(str(self.folder))
 
     def of_documents(self) -> EvalReport:
@@ -192,9 +193,10 @@ class _Scoring:
         return replace(self._report(sets, scores, baseline, tokens=tokens), unit=kind.unit, counts_all_tokens=True)
 
     def of_pairs(self, objective: DocumentObjective) -> EvalReport:
-        """Score a language model on pairs of answers, by the metrics of training.
+        """Score a language model on pairs of answers, with the metrics of training.
 
-        The baseline is the reference model where the objective compares with one, else a model to compare with.
+        The baseline serves as the reference model where the objective needs one, else it is a second model to compare
+        with.
         """
         sets = self._read(lambda rows, _: sides_of(rows, self.request.limit), "pairs")
         documents = list(chain.from_iterable(sets.values()))
@@ -206,7 +208,9 @@ class _Scoring:
         return replace(self._report(sets, scores, baseline, tokens=int(mine.tokens.sum())), unit="pairs")
 
     def of_marked(self, objective: DocumentObjective) -> EvalReport:
-        """Score a language model on marked answers, by the metrics of training; the baseline is the reference model."""
+        """Score a language model on labelled answers (KTO) with the metrics of training, the baseline as reference
+        model.
+        """
         limit = self.request.limit
         sets = self._read(lambda rows, length: marked_answers(rows, limit, max_seq_len=length), "answers")
         answers = list(chain.from_iterable(sets.values()))
@@ -221,8 +225,8 @@ class _Scoring:
     def _read(
         self, take: Callable[[PreparedRows, int], list[AnyDocument]], unit: str, kind: RowKind | None = None
     ) -> dict[str, list[AnyDocument]]:
-        """What `take` makes of the rows of each held-out set and the most tokens of a unit, by the name of the set
-        (empty for files without one). Rows are tokenised as a run would tokenise them.
+        """Units of each held-out set, by the name of the set (empty for files without a name). `take` makes them from
+        the tokenised rows and the maximum number of tokens.
         """
         config, request = text_config(AutoConfig.from_pretrained(self.folder, trust_remote_code=False)), self.request
         length = min(request.max_seq_len, max_positions(config) or request.max_seq_len)
@@ -255,7 +259,7 @@ class _Scoring:
     def _score(
         self, documents: Sequence[Document], references: list[object] | None = None
     ) -> tuple[Scores, Scores | None]:
-        """The scores of the model and those of the baseline."""
+        """Scores of the model and of the baseline on the same documents."""
         mine = _score(self.folder, documents, self.request, self.tokenizer, references)
         if self.base is None:
             return mine, None
@@ -264,7 +268,7 @@ class _Scoring:
     def _report(
         self, sets: Mapping[str, Sequence[AnyDocument]], scores: AnyScores, baseline: AnyScores | None, *, tokens: int
     ) -> EvalReport:
-        """The metrics of all documents and of each set that has a name; scores are in the order of the sets."""
+        """The metrics over all documents and over each named set; scores are in the order of the sets."""
         ends = accumulate(len(documents) for documents in sets.values())
         compared: dict[str, Mapping[str, Metric]] = {}
         for (name, documents), end in zip(sets.items(), ends, strict=True):
@@ -284,7 +288,9 @@ def _model_folder(name: str) -> Path:
 def _check_same_tokens(
     folder: Path, base: Path, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document | LabelledDocument]
 ) -> list[str]:
-    """Check that token ids mean the same to the baseline, else DataError; a note where it has no tokenizer."""
+    """Check that the baseline's tokenizer gives the used token ids the same meaning, else DataError; returns a note
+    where the baseline has no tokenizer.
+    """
     size = int(text_config(AutoConfig.from_pretrained(base, trust_remote_code=False)).vocab_size)
     largest = max(max(document.ids) for document in documents)
     if largest >= size:
@@ -308,7 +314,7 @@ def _check_same_tokens(
 
 
 def _references(extract: str, documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase) -> list[object]:
-    """The answers that `extract` finds in the rows' own answers; DataError where it finds none in a row."""
+    """The results that `extract` finds in the rows' own answers; DataError where a row has none."""
     references = [
         EXTRACTORS[extract](tokenizer.decode(document.answer, skip_special_tokens=True)) for document in documents
     ]

@@ -18,7 +18,7 @@ def run_tasks(
 ) -> dict[str, Metric]:
     """The metrics that have a standard error, by the name `task/metric,filter`; ConfigError without lm_eval.
 
-    Each of `tasks` is the name of an lm_eval task, or the configuration of a task.
+    Each of `tasks` is the name of an lm_eval task, or a task configuration.
     """
     if find_spec("lm_eval") is None:
         raise ConfigError(
@@ -40,7 +40,7 @@ def _results(model: str, tasks: Sequence[str | dict[str, Any]], limit: int | Non
     import torch
     from lm_eval import simple_evaluate
 
-    # If no device is named, lm_eval 0.4.13 takes `cuda`, even on a host without GPUs.
+    # Without a named device, lm_eval 0.4.13 selects `cuda`, even on a host without GPUs.
     device = "cuda" if torch.cuda.is_available() else "cpu"
     arguments = {"pretrained": str(resolve_folder(model)), "dtype": "auto"}
     results = simple_evaluate(

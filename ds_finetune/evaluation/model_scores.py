@@ -1,5 +1,5 @@
-"""Losses and greedy answers of documents, computed by plain transformers in batches; and predictions of the multi-token
-prediction layer of a folder, for a model of plain transformers, which has none.
+"""Loss and generated answers of documents under a plain transformers model. transformers does not load multi-token
+prediction (MTP) layers, so the MTP layer of a folder is loaded and scored here.
 """
 
 import json
@@ -28,7 +28,7 @@ Sums = NDArray[np.float64]
 
 
 class Drafter:
-    """A multi-token prediction layer with the model that it drafts for."""
+    """A multi-token prediction layer with the model whose tokens it predicts."""
 
     def __init__(self, model: PreTrainedModel, layer: Any, embedding: torch.Tensor, head: torch.Tensor) -> None:  # noqa: ANN401 - a decoder layer
         self._model, self._layer, self._embedding, self._head = model, layer, embedding, head
@@ -36,17 +36,17 @@ class Drafter:
     def score(
         self, hidden: torch.Tensor, ids: torch.Tensor, labels: torch.Tensor, *, chosen: torch.Tensor
     ) -> NDArray[np.float64]:
-        """Loss (nats) and number of the predictions of each row, how many are right, and how many the model accepts
-        because they are what it chooses itself, [rows, 4].
+        """Sums over each row's predictions, [rows, 4]: loss in nats, number of predictions, how many are right, and how
+        many equal the model's own greedy choice, so that the model would accept them.
 
-        `hidden` [rows, tokens, width] are states after the final norm. `ids` and `labels` [rows, tokens] are those of
-        one document a row, padded on the right; the label of a token is the next one, or IGNORE_INDEX. `chosen` [rows,
+        `hidden` [rows, tokens, width] are states after the final norm. `ids` and `labels` [rows, tokens] hold one
+        document per row, padded on the right; the label of a token is the next token, or IGNORE_INDEX. `chosen` [rows,
         tokens] are the next tokens that the model finds most likely.
         """
         embedded = functional.embedding(ids[:, 1:], self._embedding)
         joined = mtp_layer_inputs(self._layer, embedded, hidden[:, :-1])
         positions = torch.arange(joined.shape[1], device=joined.device)[None]
-        # Padding is behind a document, where causal attention does not see it.
+        # No attention mask is needed: padding follows the document, and attention is causal.
         states = run_mtp_layer(self._model, self._layer, joined, positions)
         logits = functional.linear(states, self._head)
         return np.array([_row_sums(*row) for row in zip(logits, labels[:, 1:], chosen[:, 1:], strict=True)])
@@ -60,8 +60,8 @@ def _row_sums(logits: torch.Tensor, labels: torch.Tensor, chosen: torch.Tensor) 
 
 
 def load_drafter(folder: Path, model: PreTrainedModel) -> Drafter | None:
-    """The layer of `folder` for its `model`, as a server uses it: with embedding and head of its own where they differ
-    from the model's. None where the folder has none, or another number than one.
+    """The MTP layer in `folder` for its `model`, as an inference server loads it: with an embedding and head of its own
+    where these differ from the model's. None unless the folder has exactly one layer.
     """
     family, tree = (
         family_of(model.config.model_type),
@@ -84,7 +84,7 @@ def load_drafter(folder: Path, model: PreTrainedModel) -> Drafter | None:
 
 
 def _own(hub: HubFolder, copy: str, original: str, weight: torch.Tensor) -> torch.Tensor:
-    """The layer's own tensor where there is one that differs from the model's `weight`."""
+    """The MTP layer's copy of a tensor where it differs from the model's `weight`, else `weight`."""
     if copy not in hub.shapes or hub.is_same(copy, original):
         return weight
     return hub.whole(copy).to(weight)
@@ -109,7 +109,7 @@ def _load_layer(hub: HubFolder, model: PreTrainedModel, family: Family, prefix: 
 
 @contextmanager
 def last_hidden_states(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """Collects the states after the final norm of each forward inside, [rows, tokens, width]."""
+    """Collects the hidden states after the final norm of each forward within the `with`, [rows, tokens, width]."""
     kept: list[torch.Tensor] = []
     handle = model.base_model.register_forward_hook(lambda _, __, out: kept.append(out.last_hidden_state))
     try:
@@ -122,7 +122,7 @@ def last_hidden_states(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
 class Document:
     """Token ids of a document, with a mask that is true for supervised tokens.
 
-    `answer` has the ids of its last supervised span, and `prompt` all ids before that span.
+    `answer` holds the ids of the last supervised span, and `prompt` all ids before that span.
     """
 
     ids: list[int]
@@ -135,19 +135,19 @@ class Document:
 class Scores:
     """Sums over the supervised tokens of each document, [documents] each.
 
-    `loss` is in nats, `tokens` is the number of tokens, and `correct` the number that the model predicts.
+    `loss` is in nats, `tokens` the number of tokens, and `correct` how many of them the model predicts.
     """
 
     loss: Sums
     tokens: Sums
     correct: Sums
     answers: Mapping[str, Sums] = field(default_factory=dict)
-    """Scores of generated answers: `exact_match` is 1 where the greedy one is right, else 0; probabilities that one of
-    k sampled ones is right are `sampled_pass_at_1` and `pass_at_K`.
+    """Scores of generated answers: `exact_match` is 1 where the greedy answer is right, else 0; `sampled_pass_at_1` and
+    `pass_at_K` are probabilities that one of k sampled answers is right.
     """
     drafts: Sums | None = None
-    """Sums of a multi-token prediction layer: loss and number of its predictions, how many are right, and how many the
-    model accepts, [documents, 4]; None where the model has none.
+    """Sums of a multi-token prediction layer, [documents, 4]: loss, number of predictions, right ones, and ones that
+    the model accepts; None where the model has no such layer.
     """
 
     def __len__(self) -> int:
@@ -155,9 +155,9 @@ class Scores:
         return len(self.tokens)
 
     def metrics(self, counts: Sums) -> dict[str, Sums]:
-        """Metrics of samples that contain each document `counts` [samples, documents] times, [samples] each: `loss`
-        (nats per supervised token), `perplexity`, `token_accuracy`, means of what is known of generated answers, and
-        `mtp_loss`, `mtp_accuracy` and `mtp_acceptance` of a multi-token prediction layer.
+        """Metrics of bootstrap samples, [samples] each; sample s contains document d `counts[s, d]` times. These are
+        `loss` (nats per supervised token), `perplexity`, `token_accuracy`, means of the scores of generated answers,
+        and `mtp_loss`, `mtp_accuracy` and `mtp_acceptance` of a multi-token prediction layer.
         """
         tokens = counts @ self.tokens
         loss = counts @ self.loss / tokens
@@ -171,7 +171,7 @@ class Scores:
         return metrics
 
     def part(self, documents: slice) -> Self:
-        """The scores of some documents."""
+        """The scores of a slice of the documents."""
         answers = {name: shares[documents] for name, shares in self.answers.items()}
         drafts = None if self.drafts is None else self.drafts[documents]
         return type(self)(self.loss[documents], self.tokens[documents], self.correct[documents], answers, drafts)
@@ -180,10 +180,8 @@ class Scores:
 def score_documents(
     model: PreTrainedModel, documents: Sequence[Document], *, batch_tokens: int, drafter: Drafter | None = None
 ) -> Scores:
-    """Scores of each document, from forwards of at most `batch_tokens` tokens; a longer document has a forward of its
-    own. With a `drafter` those of its predictions too.
-
-    Documents are padded on the right.
+    """Scores of each document, from batches of at most `batch_tokens` tokens, padded on the right; a longer document
+    has a batch of its own. With a `drafter`, its predictions are scored too.
     """
     sums, drafts = np.zeros((3, len(documents))), np.zeros((len(documents), 4))
     lengths = [len(document.ids) for document in documents]
@@ -218,8 +216,8 @@ def generate_answers(
     batch_tokens: int,
     samples: int = 0,
 ) -> list[list[list[int]]]:
-    """The greedy answer to each prompt, or `samples` answers drawn at temperature 1 by torch's generator; ids without
-    the stop token. Prompts are padded on the left.
+    """Token ids of generated answers to each prompt, without the stop token: the greedy answer, or `samples` answers
+    sampled at temperature 1 from torch's generator. Prompts are padded on the left.
     """
     answers: list[list[list[int]]] = [[] for _ in documents]
     draws = {"do_sample": True, "num_return_sequences": samples, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
@@ -249,7 +247,7 @@ def generate_answers(
 def length_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
     """Batches of indices of sequences of similar length, longest first; rows x longest is at most `batch_tokens`.
 
-    A sequence that is longer than `batch_tokens` has a batch of its own.
+    A sequence longer than `batch_tokens` has a batch of its own.
     """
     batch: list[int] = []
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):

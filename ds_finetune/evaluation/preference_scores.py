@@ -1,4 +1,4 @@
-"""Scores of answers by a language model: pairs as a preference objective scores them, marked answers as KTO does."""
+"""Evaluation of answers under a language model: pairs with a preference objective, labelled answers with KTO."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class PreferenceScores:
-    """What an objective adds up over pairs: `sums` [pairs, sums], and the tokens of chosen answers [pairs]."""
+    """Sums of a preference objective for each pair, [pairs, sums], and the tokens of chosen answers [pairs]."""
 
     objective: DocumentObjective
     sums: Numbers
@@ -29,7 +29,9 @@ class PreferenceScores:
 
     @classmethod
     def of(cls, objective: DocumentObjective, scores: Scores, reference: Scores | None) -> "PreferenceScores":
-        """From the scores of both sides of each pair, and those of a reference model where the objective needs one."""
+        """Computed from the scores of both sides of each pair, and the reference model's scores where the objective
+        needs one.
+        """
         assert (reference is not None) == objective.needs_reference
         logps = -scores.loss
         columns = (
@@ -48,14 +50,12 @@ class PreferenceScores:
         return len(self.sums)
 
     def part(self, documents: slice) -> "PreferenceScores":
-        """The scores of the pairs of some documents, of which each pair has two."""
+        """The scores of the pairs within a slice of the documents; each pair has two documents."""
         pairs = slice(documents.start // 2, documents.stop // 2)
         return replace(self, sums=self.sums[pairs], chosen_tokens=self.chosen_tokens[pairs])
 
     def metrics(self, counts: Numbers) -> dict[str, Numbers]:
-        """The metrics of training, of samples that contain each pair `counts` [samples, pairs] times, [samples]
-        each.
-        """
+        """Training metrics of bootstrap samples, [samples] each; sample s contains pair p `counts[s, p]` times."""
         totals, tokens = counts @ self.sums, counts @ self.chosen_tokens
         found = [
             self.objective.metrics(
@@ -68,13 +68,13 @@ class PreferenceScores:
 
 
 def preference_of(section: ObjectiveConfig) -> DocumentObjective | None:
-    """The objective of a section of the run file where it compares the answers of a language model, else None."""
+    """The preference or KTO objective of the run file's section; None for other objectives."""
     objective = make_objective(section)
     return objective if is_of_documents(objective) else None
 
 
 def check_reference(objective: DocumentObjective, baseline: str | None) -> None:
-    """ConfigError where an objective compares with a reference model and there is none."""
+    """ConfigError where an objective needs a reference model and no baseline is given."""
     if objective.needs_reference and baseline is None:
         raise ConfigError(
             f"objective {objective.name} compares with a reference model, and there is no baseline",
@@ -83,14 +83,16 @@ def check_reference(objective: DocumentObjective, baseline: str | None) -> None:
 
 
 def sides_of(rows: PreparedRows, limit: int | None) -> list[Document]:
-    """Both sides of each of the first `limit` pairs, the chosen one first."""
+    """Both documents of each of the first `limit` pairs, the chosen one first."""
     number = 2 * min(rows.num_units, limit or rows.num_units)
     return [Document(*rows.document(index), [], []) for index in range(number)]
 
 
 @dataclass(frozen=True)
 class MarkedDocument:
-    """An answer, its prompt with another one's answer, from which z0 is computed, and 1 for good or 0 for bad."""
+    """A labelled answer; the same prompt with another example's answer, from which z0 is computed; and 1 for good or 0
+    for bad.
+    """
 
     document: Document
     mismatched: Document
@@ -99,7 +101,7 @@ class MarkedDocument:
 
 @dataclass(frozen=True)
 class MarkedScores:
-    """What an objective adds up over answers: `sums` [answers, sums]."""
+    """Sums of the KTO objective for each labelled answer, [answers, sums]."""
 
     objective: DocumentObjective
     sums: Numbers
@@ -108,8 +110,8 @@ class MarkedScores:
     def of(
         cls, objective: DocumentObjective, sets: Sequence[Sequence[MarkedDocument]], scores: Scores, reference: Scores
     ) -> Self:
-        """From the scores, by the model and by its reference, of all answers of all sets and then of all mismatched
-        ones. Each set has a z0 of its own.
+        """Computed from the scores, under the model and the reference, of all answers of all sets followed by all
+        mismatched answers. Each set has a z0 of its own.
         """
         logps, references = (torch.from_numpy(-each.loss).view(2, -1) for each in (scores, reference))
         targets = torch.tensor([answer.target for answers in sets for answer in answers], dtype=torch.float64)
@@ -130,12 +132,12 @@ class MarkedScores:
         return len(self.sums)
 
     def part(self, answers: slice) -> Self:
-        """The scores of some answers."""
+        """The scores of a slice of the answers."""
         return replace(self, sums=self.sums[answers])
 
     def metrics(self, counts: Numbers) -> dict[str, Numbers]:
-        """The metrics of training, of samples that contain each answer `counts` [samples, answers] times, [samples]
-        each; z0 is that of all answers. NaN where a sample has no good or no bad answer.
+        """Training metrics of bootstrap samples, [samples] each; sample s contains answer a `counts[s, a]` times. z0 is
+        that of all answers. NaN where a sample has no good or no bad answer.
         """
         names = self.objective.sum_names
         found = [
@@ -147,7 +149,7 @@ class MarkedScores:
 
 
 def marked_answers(rows: PreparedRows, limit: int | None, *, max_seq_len: int) -> list[MarkedDocument]:
-    """The first `limit` answers; DataError where all have one prompt."""
+    """The first `limit` labelled answers; DataError where all have the same prompt, so that none can be mismatched."""
     mismatched = MismatchedAnswers(rows, seed=0, max_seq_len=max_seq_len, is_packed=False)
     mismatched.check("the held-out rows")
     return [

@@ -1,1 +1,3 @@
-"""Training objectives: what the loss of a batch is, as sums over units whose number in the global batch is known."""
+"""Training objectives. An objective turns a forward into the batch's contribution to the loss of the step: sums over
+units (tokens, pairs, examples), each divided by the number of these units in the global batch.
+"""

@@ -1,8 +1,8 @@
 """Group relative policy optimisation (GRPO): advantages of sampled answers, and the loss of their tokens.
 
-In formulas, `lp` is the log-probability of an answer token by the model that is trained, `old` by the weights that
-sampled the answer, `A` the advantage of its answer, and sg[...] has no gradient. A loss is the negative of what the
-papers maximise.
+In formulas, `lp` is the log-probability of an answer token under the model being trained, `old` under the weights that
+sampled the answer, and `A` is the advantage of its answer; sg[...] stops the gradient. A loss is the negative of what
+the papers maximise.
 """
 
 from collections.abc import Mapping
@@ -16,15 +16,17 @@ from ds_finetune.config.objectives import GrpoObjective
 from ds_finetune.objectives.objective import AnswerObjective, AnswerTokens, LossAndSums, Term
 
 _ROUNDING = 8 * np.finfo(np.float64).eps
-"""Rewards that differ by no more than this share of the larger one are equal: weighted sums are rounded."""
+"""Relative tolerance below which two rewards count as equal, since weighted sums of rewards are rounded."""
 
 
 def has_spread(rewards: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Whether the rewards of each group differ, bool [groups], from fp64 [groups, size]; NaN is no reward."""
+    """Whether the rewards within each group differ, bool [groups], from rewards fp64 [groups, size]. NaN means that an
+    answer has no reward.
+    """
     is_scored = ~np.isnan(rewards)
     top = np.where(is_scored, rewards, -np.inf).max(axis=1)
     bottom = np.where(is_scored, rewards, np.inf).min(axis=1)
-    # A group without a reward has a bottom above its top.
+    # In a group without rewards `bottom` is inf and `top` is -inf: the result is False.
     return np.asarray(top - bottom > _ROUNDING * np.maximum(np.abs(top), np.abs(bottom)))
 
 
@@ -32,11 +34,11 @@ def advantages(rewards: NDArray[np.float64], how: Literal["mean", "mean_std", "l
     """The advantage of each answer, fp64 [groups, size], from the rewards r of the same shape.
 
     `mean`: r - mean(r) (Dr. GRPO, arXiv 2503.20783). `mean_std`: (r - mean(r)) / std(r) (GRPO, arXiv 2402.03300), where
-    the standard deviation divides by n - 1. `leave_one_out`: r minus the mean of the others, which is
-    n / (n - 1) (r - mean(r)) (RLOO, arXiv 2402.14740).
+    the standard deviation divides by n - 1. `leave_one_out`: r minus the mean of the other answers' rewards, which is n
+    / (n - 1) (r - mean(r)) (RLOO, arXiv 2402.14740).
 
-    NaN is no reward: such an answer has the advantage 0 and does not count in its group. Where the rewards of a group
-    do not differ, its advantages are exactly 0.
+    An answer whose reward is NaN has the advantage 0 and does not count in its group. Where all rewards of a group are
+    equal, its advantages are exactly 0.
     """
     found = np.zeros_like(rewards)
     for number in np.flatnonzero(has_spread(rewards)):
@@ -54,11 +56,13 @@ def advantages(rewards: NDArray[np.float64], how: Literal["mean", "mean_std", "l
 def combine_rewards(
     parts: NDArray[np.float64], weights: NDArray[np.float64], how: Literal["sum", "each"]
 ) -> NDArray[np.float64]:
-    """The reward of each answer of a group, fp64 [answers], from those of all functions, fp64 [answers, rewards].
+    """The total reward of each answer of a group, fp64 [answers], from the scores of all reward functions, fp64
+    [answers, rewards].
 
     `sum` is sum_k w_k r_k. `each` is sum_k w_k (r_k - mean(r_k)) / std(r_k), as in GDPO (arXiv 2601.05242), where a
-    reward that is equal in the whole group counts as 0; its last step, the normalisation over the batch, is not done.
-    NaN, not applicable, is left out; an answer to which no reward applies is NaN.
+    reward function that gives all answers of the group the same score counts as 0. GDPO's last step, the normalisation
+    over the batch, is not done. NaN scores (reward not applicable) are left out; an answer to which no reward applies
+    gets NaN.
     """
     applies = ~np.isnan(parts)
     compared, factors = parts, weights
@@ -66,7 +70,8 @@ def combine_rewards(
         compared, found = advantages(parts.T, "mean").T, np.ma.masked_invalid(parts).std(axis=0, ddof=1)
         factors = weights / np.where(has_spread(parts.T), found.filled(1.0), 1.0)
     total = np.where(applies, compared * factors, 0.0).sum(axis=1)
-    # Parts that cancel each other leave their rounding, which `mean_std` would make as large as any reward.
+    # Scores that cancel each other leave only rounding errors, which `mean_std` would scale up to the size of real
+    # rewards.
     rounding = _ROUNDING * np.where(applies, np.abs(parts * factors), 0.0).sum(axis=1).max()
     scored = total[applies.any(axis=1)]
     if len(scored) and np.ptp(scored) <= rounding:
@@ -81,11 +86,11 @@ _SUMS = ("loss", *_PER_TOKEN, *_OTHER_SUMS, "tokens_of_reference", "tokens_of_sa
 
 
 class PolicyGradient(AnswerObjective):
-    """The loss of answer tokens: a policy gradient with a bounded ratio, and a divergence from a reference.
+    """Policy-gradient loss of answer tokens with a clipped importance ratio, and a KL penalty to a reference model.
 
-    `aggregation` says what it is a mean over: tokens, 1/N sum_i sum_t (DAPO, arXiv 2503.14476); answers,
-    1/G sum_i 1/n_i sum_t (GRPO, arXiv 2402.03300); or a fixed length L, 1/(G L) sum_i sum_t (Dr. GRPO, arXiv
-    2503.20783), for G answers with n_i of N tokens in the global batch.
+    `aggregation` selects the mean that the loss is, for G answers with n_i of the N answer tokens of the global batch:
+    over tokens, 1/N sum_i sum_t (DAPO, arXiv 2503.14476); over answers, 1/G sum_i 1/n_i sum_t (GRPO, arXiv 2402.03300);
+    or with a fixed length L, 1/(G L) sum_i sum_t (Dr. GRPO, arXiv 2503.20783).
     """
 
     name = "grpo"
@@ -132,11 +137,12 @@ class PolicyGradient(AnswerObjective):
         return LossAndSums(loss * weights[0], torch.stack([sums[name].detach().double() for name in self.sum_names]))
 
     def _policy(self, tokens: AnswerTokens, log_ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The loss of each token, and whether its ratio was too low or too high to have a gradient.
+        """The policy-gradient loss of each token, and two masks: tokens whose ratio was clipped at the lower and at the
+        upper bound, which have no gradient.
 
         `token`: -min(rho A, clip(rho, 1 - low, 1 + high) A) with rho = exp(lp - old) (PPO's surrogate, as in GRPO and
-        DAPO). With a dual clip c it is at most c |A| where A < 0 (arXiv 1912.09729). `sequence`: the same with
-        s = exp(1/n_i sum_t (lp - old)) for all tokens of an answer, whose gradient is that of sg[s] exp(lp - sg[lp])
+        DAPO). With a dual clip c the loss is at most c |A| where A < 0 (arXiv 1912.09729). `sequence`: the same formula
+        with s = exp(1/n_i sum_t (lp - old)) for all tokens of an answer; its gradient is that of sg[s] exp(lp - sg[lp])
         (GSPO, arXiv 2507.18071). `capped`: -sg[min(rho, cap)] A lp (CISPO, arXiv 2506.13585).
         """
         section, advantage = self._section, tokens.advantage
@@ -156,9 +162,9 @@ class PolicyGradient(AnswerObjective):
         return -gain, (ratio < low) & (advantage < 0), (ratio > high) & (advantage > 0)
 
     def _sampler_weight(self, tokens: AnswerTokens, difference: torch.Tensor) -> torch.Tensor:
-        """min(exp(d), cap) from the difference d = old - sampled of the log-probabilities by which the training forward
-        and the sampler know a token: 1 without a correction, d of the token, or its mean over the answer. A product
-        over the answer would be almost 0 for long ones.
+        """Importance weight min(exp(d), cap) of each token, which corrects for a sampler whose log-probabilities differ
+        from those of the training forward: d = old - sampled. Without a correction the weight is 1; with `geometric`, d
+        is its mean over the answer, because a product over the answer would be almost 0 for long ones.
         """
         if self._section.mismatch == "none":
             return torch.ones_like(difference)
@@ -166,12 +172,12 @@ class PolicyGradient(AnswerObjective):
         return difference.exp().clamp(max=self._section.mismatch_cap)
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """The loss; means over the answer tokens of the step, in nats but for ratios and shares; `advantage_abs` is a
-        mean over answers.
+        """The loss, and means over the answer tokens of the step: log-probabilities, entropy and divergences in nats,
+        ratios and shares without a unit. `advantage_abs` is a mean over answers.
 
-        `kl` is measured to the reference and `mismatch` to the sampler, where there is one. `mismatch_ess` is the
-        effective share of the tokens, (sum w)^2 / (n sum w^2), if each had the weight w that corrects the sampler.
-        A step in which no answer is left has a loss of 0, and no means over tokens.
+        `kl` (divergence from the reference model) and `mismatch` (difference to the sampler's log-probabilities) exist
+        only where these are known. `mismatch_ess` is the effective share of the tokens, (sum w)^2 / (n sum w^2), for
+        weights w = exp(old - sampled). A step without answers has a loss of 0 and no means over tokens.
         """
         (term,), tokens = self.terms, counts["supervised_tokens"]
         found = {"loss": term.weight * sums["loss"] / max(counts[term.unit], 1)}
@@ -186,11 +192,11 @@ class PolicyGradient(AnswerObjective):
 
 
 def _k3(logp: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """An estimate of the divergence KL(model || reference) of each token, exp(-d) - 1 + d with d = lp - reference; it
-    is never negative (Schulman, http://joschu.net/blog/kl-approx.html).
+    """Estimate of KL(model || reference) for each token, exp(-d) - 1 + d with d = lp - reference, which is never
+    negative (Schulman, http://joschu.net/blog/kl-approx.html).
 
-    As a loss of its own it pulls towards the reference by the other divergence. Multiplied by the ratio exp(lp - old),
-    its gradient is d times that of lp, as it should be (DeepSeek-V3.2, arXiv 2512.02556).
+    Without a correction, its gradient estimates that of the other direction, KL(reference || model). Multiplied by the
+    ratio exp(lp - old), its gradient is d times that of lp, which is right (DeepSeek-V3.2, arXiv 2512.02556).
     """
     difference = logp - reference
     return torch.expm1(-difference) + difference

@@ -1,6 +1,6 @@
 """The interface of a training objective.
 
-One law holds for all of them: a loss is a sum of terms, and each term is the mean over its units (supervised tokens,
+One law holds for all objectives: a loss is a sum of terms, and each term is the mean over its units (supervised tokens,
 pairs, examples) of the *global* batch, however the batch is split over ranks and micro-batches. The number of units is
 known before the first forward, so a forward returns its contribution to these means.
 """
@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from ds_finetune.config.objectives import OBJECTIVES, DistillObjective, Head, ObjectiveConfig
 
 Unit = Literal["supervised_tokens", "chosen_tokens", "pairs", "examples", "documents", "tokens"]
-"""What a term is a mean over. `chosen_tokens` are the supervised tokens of the chosen answers of pairs. `documents` are
-those with at least one token of text, supervised or not; each side of a pair is one. `tokens` are those of all texts,
-supervised or not, without padding.
+"""Unit over which a term is a mean. `chosen_tokens`: supervised tokens of the chosen answers of pairs. `documents`:
+documents with at least one token, supervised or not; each side of a pair is one. `tokens`: all tokens except padding,
+supervised or not.
 """
 
 
@@ -45,7 +45,9 @@ class LossAndSums(NamedTuple):
 
 
 class StepNumbers(NamedTuple):
-    """Numbers of the global batch that a forward needs; without them a forward returns plain sums."""
+    """Numbers of the global batch that a forward needs to scale its loss; a forward without them returns unscaled
+    sums.
+    """
 
     weights: torch.Tensor
     """Factors of the objective's terms, fp64 [terms]."""
@@ -54,54 +56,58 @@ class StepNumbers(NamedTuple):
 
 
 class DocumentLogProbs(NamedTuple):
-    """Log-probabilities of the documents of a forward, fp64 [documents] each; padding is no document.
+    """Log-probabilities of the documents of a forward, fp64 [documents] each. Padding is not a document.
 
-    Pairs are consecutive documents: the chosen answer, then the rejected one, each with its prompt.
+    The two documents of a pair are consecutive: prompt with chosen answer, then prompt with rejected answer.
     """
 
     logp: torch.Tensor
     """Sum of the log-probabilities of its supervised tokens in nats; has a gradient."""
     num_tokens: torch.Tensor
-    """Number of its supervised tokens."""
+    """Number of supervised tokens of the document."""
     target: torch.Tensor
-    """1 or 0 for a good or bad answer (KTO), else the objective's number of the row."""
+    """KTO: 1 for a good answer, 0 for a bad one. Other objectives: the target stored with the row."""
     reference: torch.Tensor
-    """`logp` by the reference model, without a gradient; zeros where the objective has none."""
+    """`logp` under the reference model, without a gradient; zeros for objectives without a reference."""
 
 
 class Objective(ABC):
-    """What the engine knows of an objective: its terms, and the metrics that follow from its sums."""
+    """What the engine knows of an objective: the terms of its loss, and how metrics follow from its sums."""
 
     name: str
     head: ClassVar[Head]
     terms: tuple[Term, ...]
     sum_names: tuple[str, ...]
-    """Names of the numbers that a forward adds up, for `metrics`."""
+    """Names of the sums that a forward returns, from which `metrics` computes."""
     documents_per_unit: int = 1
-    """Documents that are packed together: 2 for pairs; 0 where documents do not matter."""
+    """Number of documents that must be packed into the same row: 2 for pairs; 0 where the loss does not depend on
+    documents.
+    """
     is_per_token: bool = False
     """Whether the loss is the mean cross entropy of tokens."""
     reference_from_adapters: bool = False
-    """Whether the reference is the model with its adapters off, computed in each step."""
+    """Whether the reference model is the trained model with its adapters disabled, computed in each step."""
     reference_is_start: bool = False
-    """Whether the reference is the model before the first step, whose weights are kept."""
+    """Whether the reference model is the model before the first step, of which a copy is kept."""
     num_outputs: int = 0
-    """Outputs of the classification head that is trained; 0 for a language model's."""
+    """Outputs of the classification head; 0 for a language model head."""
     gathers_scores: bool = False
-    """Whether some metric of an evaluation needs the scores of all documents together."""
+    """Whether an evaluation metric needs the scores of all documents gathered, such as a rank correlation."""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether its loss compares with the log-probabilities of a reference model."""
+        """Whether the loss uses log-probabilities of a reference model."""
         return "reference" in OBJECTIVES[self.name].needs
 
     @property
     def needs_baseline(self) -> bool:
-        """Whether its loss needs a number of the global batch that is computed first, from documents of their own."""
+        """Whether the loss needs a number of the global batch (KTO's z0) that is computed first, from additional
+        documents.
+        """
         return "baseline" in OBJECTIVES[self.name].needs
 
     def baseline(self, log_ratio_sum: float, count: float) -> float:
-        """The number that every example's loss is compared with, such as KTO's z0, once for each global batch.
+        """The number of the global batch with which the loss compares every example, such as KTO's z0.
 
         `log_ratio_sum` and `count` are the sum (nats) and the number of the log-ratios of model to reference over the
         mismatched answers (`Batch.baseline`) of all ranks.
@@ -110,13 +116,15 @@ class Objective(ABC):
         return 0.0
 
     def score_metrics(self, scores: NDArray[np.float64], targets: NDArray[np.float64]) -> dict[str, float]:
-        """Metrics by name that need the first score of every document, and its target, together: fp64 [documents]."""
+        """Metrics that need all documents at once, by name, from the first score and the target of each, fp64
+        [documents].
+        """
         return {}
 
     @abstractmethod
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """Metrics by name, `loss` first, from the sums and the numbers of units of a global batch, or of all held-out
-        rows. The keys of `counts` are units. Without a unit every metric is 0.
+        """Metrics by name, `loss` first, from the sums of a global batch or of all held-out rows, and from `counts`,
+        the number of each unit. Without any unit every metric is 0.
         """
 
 
@@ -133,13 +141,17 @@ class TokenObjective(Objective):
         self.name = name
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """Mean loss in nats per supervised token, and share of tokens that are predicted right."""
+        """Mean loss in nats per supervised token, and share of supervised tokens whose argmax prediction is the
+        label.
+        """
         tokens = max(counts["supervised_tokens"], 1)
         return {"loss": sums["loss"] / tokens, "accuracy": sums["correct"] / tokens}
 
 
 class DocumentObjective(Objective):
-    """A loss of the log-probabilities of whole documents: preferences and marked answers."""
+    """Base of losses computed from the log-probability of each document: preference pairs and labelled completions
+    (KTO).
+    """
 
     head = "documents"
 
@@ -153,30 +165,30 @@ class DocumentObjective(Objective):
 
 
 class AnswerTokens(NamedTuple):
-    """The answer tokens of a forward, fp64 [tokens] each; NaN where a number is absent."""
+    """Numbers of the answer tokens of a forward, fp64 [tokens] each; NaN where a number is not known."""
 
     logp: torch.Tensor
-    """Log-probability in nats; has a gradient."""
+    """Log-probability in nats under the model being trained; has a gradient."""
     entropy: torch.Tensor
-    """Entropy of the distribution from which the token comes, in nats, without a gradient."""
+    """Entropy of the model's distribution at this position, in nats, without a gradient."""
     advantage: torch.Tensor
     """Advantage of the answer of each token."""
     lengths: torch.Tensor
-    """Tokens of the answer of each token."""
+    """Length in tokens of the answer to which each token belongs."""
     old: torch.Tensor
-    """`logp` by the weights that sampled the answer, in a training forward; absent where those are the weights of
-    now.
-    """
+    """Log-probability under the weights that sampled the answer; NaN where these are the current weights."""
     reference: torch.Tensor
-    """`logp` by the reference model."""
+    """Log-probability under the reference model."""
     sampled: torch.Tensor
-    """`logp` as the sampler knew it."""
+    """Log-probability that the sampler reported."""
     means: Callable[[torch.Tensor], torch.Tensor]
-    """The mean over its answer for each token, of numbers fp64 [tokens] without a gradient."""
+    """Function that replaces each number, fp64 [tokens] without a gradient, by the mean over the answer of its
+    token.
+    """
 
 
 class AnswerObjective(Objective):
-    """A loss of the tokens of answers that the model has sampled."""
+    """Base of losses computed from the tokens of sampled answers."""
 
     head = "answers"
 
@@ -188,11 +200,13 @@ class AnswerObjective(Objective):
 
 
 class ScoreObjective(Objective):
-    """A loss of the outputs of a classification head, one row of outputs for each document."""
+    """Base of losses computed from the outputs of a classification head, one row of outputs per document."""
 
     head = "scores"
     starts_small: bool = False
-    """Whether the first scores are close to 0, instead of what the model's own rule for classes gives."""
+    """Whether the head is initialised so that first scores are close to 0, instead of by the model's own
+    initialisation.
+    """
 
     @abstractmethod
     def loss(self, scores: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> LossAndSums:
@@ -202,14 +216,14 @@ class ScoreObjective(Objective):
 
 
 def token_objective(section: ObjectiveConfig) -> TokenObjective:
-    """The cross entropy of tokens, by the name of the section."""
+    """The cross-entropy objective named in the section."""
     return TokenObjective(section.name)
 
 
 def make_objective(section: ObjectiveConfig) -> Objective:
-    """The objective that `section` describes, made by the maker of its row.
+    """The objective that `section` describes, built by the `maker` of its row of the table.
 
-    A classification whose number of classes is left out gets two; the trainer fills in the number of the data.
+    A classification without a number of classes gets two; the trainer replaces this by the number found in the data.
     """
     row = section.row
     make = resolve_name(f"ds_finetune.objectives.{row.maker}") if isinstance(row.maker, str) else row.maker
@@ -220,28 +234,30 @@ def make_objective(section: ObjectiveConfig) -> Objective:
 
 
 def is_of_documents(objective: Objective) -> TypeGuard[DocumentObjective]:
-    """Whether the loss reads the log-probabilities of documents."""
+    """Whether the loss needs log-probabilities of documents."""
     return objective.head == "documents"
 
 
 def is_of_answers(objective: Objective) -> TypeGuard[AnswerObjective]:
-    """Whether the loss reads the tokens of sampled answers."""
+    """Whether the loss needs the tokens of sampled answers."""
     return objective.head == "answers"
 
 
 def is_of_scores(objective: Objective) -> TypeGuard[ScoreObjective]:
-    """Whether the loss reads the scores of a classification head."""
+    """Whether the loss needs the scores of a classification head."""
     return objective.head == "scores"
 
 
 @dataclass(frozen=True)
 class TopLogProbs:
-    """A teacher's distributions of the next token, of rows [rows, tokens]; zeros where a token is not supervised."""
+    """A teacher's next-token distributions for a batch [rows, tokens], truncated to the k most likely tokens; zeros
+    where a token is not supervised.
+    """
 
     ids: torch.Tensor
-    """Its k most likely token ids, int32 [rows, tokens, k]."""
+    """Ids of the k most likely tokens, int32 [rows, tokens, k]."""
     log_probs: torch.Tensor
-    """Their log-probabilities and, last, that of all other tokens together, fp16 [rows, tokens, k + 1]."""
+    """Log-probabilities of these k tokens and, last, of all other tokens together, fp16 [rows, tokens, k + 1]."""
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> "TopLogProbs":
         """These distributions on `device`."""
@@ -249,29 +265,29 @@ class TopLogProbs:
 
 
 UNKNOWN_EXPERTS = -1
-"""Mark of a token whose experts are not known."""
+"""Value in `AnswerNumbers.experts` for a token whose routed experts are not known."""
 
 
 @dataclass(frozen=True)
 class AnswerNumbers:
-    """What is known of answer tokens before the forward, at the positions of their labels: log-probabilities, fp32
-    [rows, tokens] each, which are NaN where one is not known.
+    """Log-probabilities of answer tokens that are known before the forward, at the positions of their labels: fp32
+    [rows, tokens] each, NaN where not known.
     """
 
     old: torch.Tensor
-    """By the weights that sampled the answers."""
+    """Log-probabilities under the weights that sampled the answers."""
     reference: torch.Tensor
-    """By the reference model."""
+    """Log-probabilities under the reference model."""
     sampled: torch.Tensor
-    """As the sampler knew them."""
+    """Log-probabilities that the sampler reported."""
     experts: torch.Tensor | None = None
-    """Marks of the experts that sampled them, int16 [rows, tokens, layers] (`model.routers`)."""
+    """Experts to which the sampler routed each token, encoded as int16 [rows, tokens, layers] (`model.routers`)."""
 
 
 @dataclass(frozen=True)
 class Examples:
-    """The documents of one forward in the order of its rows, without padding, for objectives whose loss is not a sum
-    over tokens.
+    """The documents of one forward in the order of its rows, without padding. Used by objectives whose loss is not
+    simply a sum over tokens.
     """
 
     index: torch.Tensor
@@ -287,9 +303,9 @@ class Examples:
     reference: torch.Tensor
     """Log-probability of each document under the reference model, fp64 [documents]; zeros where there is none."""
     top: TopLogProbs | None = None
-    """Stored distributions of a teacher; None where there are none."""
+    """Stored next-token distributions of a teacher; None without a teacher."""
     answers: AnswerNumbers | None = None
-    """What is known of the tokens of sampled answers; None for other documents."""
+    """Log-probabilities known of sampled answers; None for other documents."""
 
 
 class Distillation(Objective):
@@ -302,7 +318,7 @@ class Distillation(Objective):
 
     def __init__(self, section: DistillObjective) -> None:
         self.section = section
-        # Stored log-probabilities are found by the numbers of the documents.
+        # Stored teacher distributions are looked up by document number, so the documents must be known.
         self.documents_per_unit = 1 if section.scores is not None else 0
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:

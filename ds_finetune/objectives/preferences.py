@@ -1,4 +1,5 @@
-"""Preference objectives: on pairs of answers (DPO and its variants, CPO, ORPO, SimPO) and on single ones (KTO).
+"""Preference objectives: on pairs of answers (DPO and its variants, CPO, ORPO, SimPO) and on single labelled answers
+(KTO).
 
 An objective on pairs gives each answer a score, and its loss compares the scores of the two answers of a pair. An
 answer's *reward* is its score times beta.
@@ -18,10 +19,10 @@ _PER_PAIR = ("reward_margin", "reward_accuracy", "reward_chosen", "reward_reject
 
 
 class PairObjective(DocumentObjective):
-    """A loss of the scores of chosen and rejected answers, the mean over the pairs of the global batch.
+    """Mean over the pairs of the global batch of a loss that compares the scores of the chosen and the rejected answer.
 
-    With `nll_weight`, the cross entropy of the chosen answers is added: the mean over their supervised tokens in the
-    global batch, which has a count of its own.
+    With `nll_weight`, the cross entropy of the chosen answers is added as a second term: the mean over their supervised
+    tokens in the global batch.
     """
 
     documents_per_unit = 2
@@ -72,16 +73,18 @@ def log_ratios(documents: DocumentLogProbs) -> torch.Tensor:
 
 
 def per_token(numbers: torch.Tensor, documents: DocumentLogProbs) -> torch.Tensor:
-    """Sums over the supervised tokens of each answer, fp64 [documents], as means; 0 for an answer without tokens."""
+    """Mean per supervised token of each answer, fp64 [documents], from sums over its tokens; 0 for an answer without
+    tokens.
+    """
     return numbers / documents.num_tokens.clamp(min=1)
 
 
 MEAN_VARIANTS = ("ipo", "sigmoid_norm")
-"""Variants that compare means over the tokens of an answer instead of sums."""
+"""DPO variants that compare the mean log-ratio per token of the answers, not the sum over tokens."""
 
 
 class DirectPreference(PairObjective):
-    """A loss of the log-ratios to the reference model of both answers of a pair."""
+    """DPO and its variants: a loss of the log-ratios of both answers to the reference model."""
 
     def __init__(self, section: DpoObjective) -> None:
         super().__init__(section.name, beta=section.beta, nll_weight=section.nll_weight)
@@ -105,7 +108,7 @@ def _sigmoid(section: DpoObjective, chosen: torch.Tensor, rejected: torch.Tensor
 
 
 def _robust(section: DpoObjective, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """The estimate of the loss without swapped pairs that has no bias (Chowdhury et al., arXiv 2403.00409)."""
+    """Robust DPO: an unbiased estimate of the loss without mislabelled pairs (Chowdhury et al., arXiv 2403.00409)."""
     margin, e = section.beta * (chosen - rejected), section.label_smoothing
     return (-(1 - e) * logsigmoid(margin) + e * logsigmoid(-margin)) / (1 - 2 * e)
 
@@ -116,7 +119,7 @@ def _hinge(section: DpoObjective, chosen: torch.Tensor, rejected: torch.Tensor) 
 
 
 def _ipo(section: DpoObjective, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """Identity preference optimisation (Azar et al., arXiv 2310.12036), of means over tokens as in TRL 1.16."""
+    """Identity preference optimisation (Azar et al., arXiv 2310.12036), on mean log-ratios per token as in TRL 1.16."""
     return (chosen - rejected - 1 / (2 * section.beta)) ** 2
 
 
@@ -142,10 +145,11 @@ _VARIANTS: Mapping[str, Callable[[DpoObjective, torch.Tensor, torch.Tensor], tor
 
 
 class KahnemanTversky(DocumentObjective):
-    """A loss of single answers that are marked as good (target 1) or bad (0), the mean over those of the global batch.
+    """KTO: mean over the examples of the global batch of a loss on single answers labelled good (target 1) or bad (0).
 
-    An answer's gain is its log-ratio to the reference less z0, an estimate of the KL divergence from the reference:
-    the mean log-ratio of prompts with another example's answer, over the *global* batch, and 0 at least.
+    An answer's gain is its log-ratio to the reference less z0, an estimate of the KL divergence from the reference. z0
+    is the mean over the *global* batch of the log-ratios of prompts paired with another example's answer, and at least
+    0.
     """
 
     terms = (Term("examples"),)
@@ -180,10 +184,10 @@ class KahnemanTversky(DocumentObjective):
         return max(0.0, log_ratio_sum / max(count, 1))
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """The loss, z0 as `kl`, the mean rewards of good and of bad answers, and their difference.
+        """The loss, z0 as `kl`, the mean rewards of good and of bad answers, and their difference `reward_margin`.
 
-        A reward is beta times the log-ratio to the reference. Without a good answer there is no `reward_good`, and the
-        same for bad ones; the margin needs both.
+        A reward is beta times the log-ratio to the reference. `reward_good` is missing without good answers,
+        `reward_bad` without bad ones, and `reward_margin` without either.
         """
         examples = max(counts["examples"], 1)
         rewards = {f"reward_{side}": sums[f"reward_{side}"] / sums[side] for side in ("good", "bad") if sums[side]}
@@ -192,7 +196,9 @@ class KahnemanTversky(DocumentObjective):
 
 
 class ContrastivePreference(PairObjective):
-    """DPO's loss without a reference, plus the cross entropy of the chosen answers (Xu et al., arXiv 2401.08417)."""
+    """CPO: DPO's loss without a reference model, plus the cross entropy of the chosen answers (Xu et al., arXiv
+    2401.08417).
+    """
 
     def __init__(self, section: CpoObjective) -> None:
         super().__init__(section.name, beta=section.beta, nll_weight=section.nll_weight)
@@ -203,7 +209,9 @@ class ContrastivePreference(PairObjective):
         return per_token(documents.logp, documents) if self._variant == "ipo" else documents.logp
 
     def pair_losses(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-        """-log sigmoid of the margin, its hinge, or its squared distance from 1 / (2 beta)."""
+        """-log sigmoid of the margin, with `hinge` relu(1 - margin), with `ipo` (difference - 1 / (2 beta))^2; the
+        margin is beta times the difference of the scores.
+        """
         difference = chosen - rejected
         if self._variant == "ipo":
             return (difference - 1 / (2 * self.beta)) ** 2
@@ -212,15 +220,15 @@ class ContrastivePreference(PairObjective):
 
 
 LARGEST_MEAN = -1e-6
-"""Mean log-probabilities are clamped to this: log(1 - e^m) has no finite gradient at m = 0."""
+"""Upper clamp of mean log-probabilities m, because log(1 - e^m) has no finite gradient at m = 0."""
 
 
 class OddsRatioPreference(PairObjective):
-    """The cross entropy of the chosen answers plus beta times -log sigmoid of the log odds ratio, without a reference
-    (Hong et al., arXiv 2403.07691).
+    """ORPO: the cross entropy of the chosen answers plus beta times -log sigmoid of the log odds ratio, without a
+    reference model (Hong et al., arXiv 2403.07691).
 
-    The cross entropy is the mean over the tokens of the chosen *answers* of the global batch, as in LLaMA-Factory. TRL
-    1.16 takes the tokens of the prompts as well (experimental/orpo/orpo_trainer.py:799).
+    The cross entropy is the mean over the *answer* tokens of the chosen answers of the global batch, as in
+    LLaMA-Factory. TRL 1.16 includes the tokens of the prompts (experimental/orpo/orpo_trainer.py:799).
     """
 
     def __init__(self, section: OrpoObjective) -> None:
@@ -232,12 +240,12 @@ class OddsRatioPreference(PairObjective):
         return mean - torch.log(-torch.expm1(mean))
 
     def pair_losses(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-        """Equation 7 of the paper."""
+        """Equation 7 of the ORPO paper."""
         return -logsigmoid(chosen - rejected)
 
 
 class SimplePreference(PairObjective):
-    """-log sigmoid(beta x difference of the mean log-probabilities - gamma), without a reference.
+    """SimPO: -log sigmoid(beta x difference of the mean log-probabilities - gamma), without a reference model.
 
     Meng et al., arXiv 2405.14734.
     """
@@ -251,5 +259,5 @@ class SimplePreference(PairObjective):
         return per_token(documents.logp, documents)
 
     def pair_losses(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-        """Equation 6 of the paper."""
+        """Equation 6 of the SimPO paper."""
         return -logsigmoid(self.beta * (chosen - rejected) - self._gamma)

@@ -1,5 +1,5 @@
-"""Objectives on the scores of documents: the cross entropy of classes, the squared error of numbers, and the loss of a
-reward model on pairs of answers. Metrics follow from sums over all examples.
+"""Objectives of a classification head: the cross entropy of classes, the squared error of a regression, and the loss of
+a reward model on pairs of answers. Metrics are computed from sums over all examples.
 """
 
 import math
@@ -16,11 +16,11 @@ from ds_finetune.objectives.objective import LossAndSums, ScoreObjective, Term
 Floats = NDArray[np.float64]
 _BINARY = 2
 _ROUNDING = 1e-13
-"""Relative to a sum of squares in fp64, what is left of equal numbers after subtracting their mean."""
+"""Relative to a sum of squares in fp64: a smaller variance is the rounding error of equal numbers."""
 
 
 class Classification(ScoreObjective):
-    """The cross entropy of classes, the mean over the examples of the global batch."""
+    """Cross entropy of classes, averaged over the examples of the global batch."""
 
     name = "classification"
     terms = (Term("examples"),)
@@ -32,18 +32,19 @@ class Classification(ScoreObjective):
         self.sum_names = ("loss", *(f"{kind}_{k}" for kind in ("hits", "found", "true") for k in range(num_labels)))
 
     def loss(self, scores: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> LossAndSums:
-        """The contribution of these documents to the loss of the step; `targets` are numbers of classes.
+        """The contribution of these documents to the loss of the step; `targets` are class numbers.
 
-        The sums are the loss in nats and, for each class, the documents that are rightly given it (`hits`), those that
-        are given it (`found`) and those that have it (`true`). These margins of the confusion matrix suffice for all
-        metrics. Of equal scores the first class is taken.
+        The sums are the loss in nats and, for each class, the number of documents predicted correctly as it (`hits`),
+        predicted as it (`found`) and labelled with it (`true`). These margins of the confusion matrix suffice for all
+        metrics. Of equal scores the first class is predicted.
         """
         classes = targets.long()
         total = functional.cross_entropy(
             scores.double(), classes, reduction="sum", label_smoothing=self.label_smoothing
         )
         found = scores.detach().argmax(dim=1)
-        # `torch.bincount` and lists of documents would make a GPU wait for their lengths.
+        # `torch.bincount` and boolean indexing would synchronise the GPU, because the sizes of their results depend on
+        # data.
         every = torch.arange(self.num_outputs, device=scores.device)
         is_found, is_true = found[:, None] == every, classes[:, None] == every
         counted = [flags.sum(0).double() for flags in (is_found & is_true, is_found, is_true)]
@@ -75,7 +76,7 @@ class Classification(ScoreObjective):
 
 
 class Regression(ScoreObjective):
-    """The squared error of one number, the mean over the examples of the global batch."""
+    """Squared error of one number, averaged over the examples of the global batch."""
 
     name = "classification"
     terms = (Term("examples"),)
@@ -84,7 +85,9 @@ class Regression(ScoreObjective):
     gathers_scores = True
 
     def loss(self, scores: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> LossAndSums:
-        """The contribution of these documents to the loss of the step; the sums are those of a correlation."""
+        """The contribution of these documents to the loss of the step, and the sums from which a correlation is
+        computed.
+        """
         score = scores.double().squeeze(1)
         total = (score - targets).square().sum()
         x = score.detach()
@@ -109,14 +112,14 @@ class Regression(ScoreObjective):
 
 
 def _ranks(values: Floats) -> Floats:
-    """The rank of each value; equal values have the mean of their ranks."""
+    """The rank of each value; equal values get the mean of their ranks."""
     _, where, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     return (ends - (counts - 1) / 2)[where]
 
 
 def make_classification(section: ClassificationObjective) -> Classification | Regression:
-    """The objective of a section of the run file: with one label a regression."""
+    """A regression for one label, else a classification."""
     number = section.num_outputs
     return Regression() if number == 1 else Classification(number, label_smoothing=section.label_smoothing)
 
@@ -126,8 +129,8 @@ _MEANS = ("reward_margin", "reward_accuracy", "reward_chosen", "reward_rejected"
 
 
 class Reward(ScoreObjective):
-    """-log sigmoid(R_chosen - R_rejected - margin) + center_weight x (R_chosen + R_rejected)^2, the mean over the pairs
-    of the global batch (TRL 1.16, trainer/reward_trainer.py:788).
+    """Reward model: -log sigmoid(R_chosen - R_rejected - margin) + center_weight x (R_chosen + R_rejected)^2, averaged
+    over the pairs of the global batch (TRL 1.16, trainer/reward_trainer.py:788).
     """
 
     name = "reward"
@@ -152,12 +155,12 @@ class Reward(ScoreObjective):
         )
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """The mean loss in nats, and means over pairs: the difference of the rewards, the share of pairs whose chosen
-        answer has the higher one (equal rewards are no win), and the rewards.
+        """The mean loss in nats, and means over pairs: difference of the rewards, share of pairs whose chosen answer
+        has the higher reward (equal rewards do not count), and the reward of each side.
         """
         return {name: sums[name] / max(counts["pairs"], 1) for name in self.sum_names}
 
 
 def make_reward(section: RewardObjective) -> Reward:
-    """The objective of a section of the run file."""
+    """The reward objective that the run file's section describes."""
     return Reward(center_weight=section.center_weight)

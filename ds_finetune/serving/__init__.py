@@ -1,1 +1,3 @@
-"""Answers over HTTP from transformers or ONNX Runtime: requests are checked, queued, answered and stopped."""
+"""HTTP server of answers from transformers or ONNX Runtime: checks, queues and answers requests, and stops
+generation.
+"""

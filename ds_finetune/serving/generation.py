@@ -1,6 +1,6 @@
-"""Generation of one answer after the other: the queue of requests, how an answer is stopped, and its text.
+"""Generates one answer at a time: the queue of requests, stopping a generation, and decoding its text.
 
-An answer ends when its client disconnects, and before the first stop text.
+Generation ends when the client disconnects, and before the first stop text.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ from ds_finetune.serving.openai_request import RequestError
 
 _POLL_SECONDS = 0.01
 _CLOSING_SECONDS = 3.0
-"""How long an answer may still take when the server stops."""
+"""Seconds that the current answer may still take when the server stops."""
 _STOPPING = "the server is stopping"
 _DECODING = Foreign("transformers", "cli/serving/utils.py:476, DirectStreamer")
 _INCOMPLETE = "\ufffd"
-"""What a tokenizer decodes bytes to that are not yet, or never will be, a character."""
+"""Replacement character to which a tokenizer decodes an incomplete or invalid UTF-8 sequence."""
 
 
 class GenerationStoppedError(RuntimeError):
@@ -38,7 +38,7 @@ class GenerationStoppedError(RuntimeError):
 
 
 class GenerationStopper:
-    """Ends the generation of a model from another thread, before its next decoder layer.
+    """Ends a generation from another thread, before the next decoder layer.
 
     The check in every layer also ends the forward of a long prompt.
     """
@@ -51,7 +51,7 @@ class GenerationStopper:
             module.register_forward_pre_hook(self._check)
 
     def stop(self, reason: str) -> None:
-        """End the current generation; further ones also end at once, until `clear`."""
+        """End the current generation, and any that starts before `clear`."""
         self.reason = reason
         self._set_terminate(terminate=True)
 
@@ -61,7 +61,7 @@ class GenerationStopper:
         self._set_terminate(terminate=False)
 
     def _set_terminate(self, *, terminate: bool) -> None:
-        # A forward of ONNX Runtime is one call, which checks this flag between its operators.
+        # A forward of ONNX Runtime is one call, which checks this flag between operators.
         if self._options is not None:
             self._options.terminate = terminate
 
@@ -72,14 +72,14 @@ class GenerationStopper:
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """How many requests may wait while one is answered, and how long a request may take, including its wait."""
+    """Maximum number of waiting requests, and maximum seconds of a request including its wait."""
 
     queue: int
     request_seconds: float
 
 
 class RequestQueue:
-    """Answers one request after another, in the order of arrival; awaiting `idle()` waits until the model is idle."""
+    """Answers requests one at a time in the order of arrival; awaiting `idle()` waits until the model is idle."""
 
     def __init__(self, limits: QueueLimits, stopper: GenerationStopper, idle: Callable[[], Awaitable[Any]]) -> None:
         self._limits, self._stopper, self._idle = limits, stopper, idle
@@ -88,11 +88,11 @@ class RequestQueue:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request waits or is answered."""
+        """Whether no request is waiting or being answered."""
         return not self._waiting
 
     def close(self) -> None:
-        """Refuse the requests that wait and all later ones (503), and stop the current answer after a few seconds."""
+        """Refuse waiting and later requests (status 503), and stop the current answer after a few seconds."""
         if not self._is_closed:
             self._is_closed = True
             asyncio.get_running_loop().call_later(_CLOSING_SECONDS, self._stopper.stop, _STOPPING)
@@ -126,7 +126,7 @@ class RequestQueue:
             self._waiting.remove(request)
 
     async def _wait(self, request: object, client_left: "asyncio.Task[None]", until: float) -> bool:
-        """Wait until the request is first; false where its client disconnects before."""
+        """Wait until this request is first in the queue; false where its client disconnects before."""
         while self._waiting[0] is not request:
             await asyncio.wait({client_left}, timeout=_POLL_SECONDS)
             if client_left.done():
@@ -171,16 +171,18 @@ def _stopping() -> RequestError:
 
 
 def stop_position(text: str, stops: Sequence[str]) -> int | None:
-    """Where `text` is cut: at the beginning of the stop text that is complete first, of several the longest."""
+    """Position where `text` is cut: the start of the stop text that ends first; of several that end there, the
+    longest.
+    """
     found = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]
     return min(found)[1] if found else None
 
 
 class AnswerText:
-    """Decodes the tokens of an answer one by one, and leaves out the first stop text and what follows it.
+    """Decodes the tokens of an answer one by one, and cuts the text before the first stop text.
 
-    It takes the place of the `DecodeStream` of tokenizers 0.23, which raises an error where a byte makes the bytes
-    before it invalid.
+    Replaces the `DecodeStream` of tokenizers 0.23, which raises an error where a byte makes the bytes before it
+    invalid.
     """
 
     def __init__(self, stops: Sequence[str], *, skip_special_tokens: bool) -> None:
@@ -191,7 +193,7 @@ class AnswerText:
         self.is_stopped = False
 
     def step(self, tokenizer: Tokenizer, token: int) -> str | None:
-        """Add a token; returns the new text that later tokens cannot change, None where there is none."""
+        """Add a token; returns new text that later tokens cannot change, or None."""
         self._ids.append(token)
         text = self._undecoded(tokenizer)
         if not text or text.endswith(_INCOMPLETE):
@@ -200,17 +202,19 @@ class AnswerText:
         return self._release(text) or None
 
     def finish(self, tokenizer: Tokenizer) -> str:
-        """The text that was held back."""
+        """The text held back so far, at the end of the answer."""
         text = self._release(self._undecoded(tokenizer))
         return text if self.is_stopped else text + self._held
 
     def _undecoded(self, tokenizer: Tokenizer) -> str:
-        """The text of the tokens from `_end` on, decoded with some before them, because a first space may be lost."""
+        """Text of the tokens from `_end` on. Some earlier tokens are decoded too, because a tokenizer may drop a
+        leading space.
+        """
         before = tokenizer.decode(self._ids[self._begin : self._end], skip_special_tokens=self._skip)
         return str(tokenizer.decode(self._ids[self._begin :], skip_special_tokens=self._skip)[len(before) :])
 
     def _release(self, text: str) -> str:
-        """Add `text` to what is held back; returns what cannot be part of a stop text."""
+        """Add `text` to the text held back; returns the part that cannot begin a stop text."""
         if self.is_stopped:
             return ""
         self._held += text
@@ -225,7 +229,7 @@ class AnswerText:
 
 
 class AnswerStreamer(DirectStreamer):
-    """The streamer of `transformers serve`, with the text of an `AnswerText`."""
+    """The streamer of `transformers serve`, decoding with an `AnswerText`."""
 
     def __init__(self, text: AnswerText, settings: GenerationConfig, tokenizer: Tokenizer, *given: Any) -> None:  # noqa: ANN401
         super().__init__(tokenizer, *given)
@@ -233,7 +237,7 @@ class AnswerStreamer(DirectStreamer):
         self._decode_stream, self._settings = text, settings
 
     def end(self) -> None:
-        """Send the text that was held back, and the end of the answer."""
+        """Send the text held back, and the end of the answer."""
         rest = self._decode_stream.finish(self._tokenizer)
         items = [rest] if self._parser is None else response_events_to_chunks(self._parser.feed(rest))
         for item in items if rest else []:
@@ -245,7 +249,7 @@ class AnswerStreamer(DirectStreamer):
 
 
 class _StopCriterion(StoppingCriteria):
-    """Ends a generation whose text has come to a stop text."""
+    """Ends a generation whose text contains a stop text."""
 
     def __init__(self, text: AnswerText) -> None:
         self._text = text
@@ -255,21 +259,23 @@ class _StopCriterion(StoppingCriteria):
 
 
 class AnswerManager(GenerateManager):
-    """Generates one answer after the other on a thread, for the handlers of `transformers serve`."""
+    """Generates one answer at a time in a thread, for the handlers of `transformers serve`."""
 
     def __init__(self, stopper: GenerationStopper) -> None:
         super().__init__()
         self._stopper = stopper
 
     def generate_streaming(self, *given: Any, response_parser: Any = None, **_: object) -> tuple[Any, AnswerStreamer]:  # noqa: ANN401 - of transformers
-        """Start an answer; its pieces, an error, and None at its end come from the queue."""
+        """Start an answer; the queue then yields its pieces of text or an error, and None at the end."""
         queue: asyncio.Queue[object] = asyncio.Queue()
         done, streamer = self._start(*given, queue, response_parser)
         done.add_done_callback(lambda done: self._report(done.exception(), queue))
         return queue, streamer
 
     async def generate_non_streaming(self, *given: Any, **_: object) -> tuple[str, int, torch.Tensor]:  # noqa: ANN401 - of transformers
-        """The text of an answer, not cut yet, the number of tokens of the prompt, and the tokens of the answer."""
+        """The answer's text before it is cut at a stop text, the number of prompt tokens, and the answer's token
+        ids.
+        """
         done, _streamer = self._start(*given, asyncio.Queue(), None)
         length = given[2]["input_ids"].shape[-1]
         ids = (await done)[0, length:]
@@ -297,7 +303,7 @@ class AnswerManager(GenerateManager):
 
 
 class AnswerState(GenerationState):
-    """Gives all handlers the same manager."""
+    """Gives all handlers of `transformers serve` the same manager."""
 
     def __init__(self, stopper: GenerationStopper) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""What a reward gets, and what it says: an answer with its record, and an outcome. It needs the standard library only,
-because worker processes import it.
+"""Input and output of a reward function: an answer with its data row, and an outcome. This module imports only the
+standard library, because worker processes import it.
 """
 
 import re
@@ -12,10 +12,10 @@ _ANSWER_TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 @dataclass(frozen=True)
 class AnswerToScore:
-    """A sampled answer, with all that rewards may read."""
+    """A sampled answer, with everything that a reward may read."""
 
     record: Mapping[str, Any]
-    """The row of the data, with its reference answer as `answer` where it has one."""
+    """The data row, with its reference answer in the column `answer` where it has one."""
     prompt: str
     """The text of the prompt, with its control tokens."""
     text: str
@@ -23,29 +23,29 @@ class AnswerToScore:
     ids: Sequence[int]
     """Token ids of the answer, with the end token where it has one."""
     finish: str
-    """`stop` where the model ended the answer, `length` where it was cut."""
+    """`stop` where the model ended the answer, `length` where the token limit cut it."""
     where: str
-    """Names the answer in errors, as `train.jsonl line 7, answer 3`."""
+    """Name of the answer in error messages, such as `train.jsonl line 7, answer 3`."""
 
 
 class Outcome(NamedTuple):
-    """What a reward says of an answer."""
+    """What a reward function returns for one answer."""
 
     score: float | None
-    """None where the reward is not applicable."""
+    """The score; None where the reward is not applicable."""
     has_result: bool | None = None
-    """Whether the answer had a result that could be read, such as a number; None for rewards that read none."""
+    """Whether a result, such as a number, could be parsed from the answer; None for rewards that parse none."""
     read: str = ""
-    """The result that was read of the answer, as `ds-finetune rewards` shows it."""
+    """The result parsed from the answer, as `ds-finetune rewards` shows it."""
 
 
 class RewardFaultError(Exception):
-    """The reward or the record is at fault, not the answer; the argument says how."""
+    """Raised where the reward function or the data row is wrong, not the answer; the argument is the reason."""
 
 
 def final_part(answer: AnswerToScore) -> str:
-    """The answer proper: what follows the reasoning, or the last `<answer>` in it. It is empty where the reasoning,
-    which the prompt may have begun, does not end.
+    """The answer after the reasoning, or the content of the last `<answer>` tag in it. Empty where the reasoning, which
+    the prompt may have opened, does not end.
     """
     _, end, text = answer.text.rpartition("</think>")
     if not end and ("<think>" in answer.text or begins_reasoning(answer.prompt)):
@@ -73,7 +73,7 @@ def last_box(text: str) -> str | None:
 
 
 def column_of(record: Mapping[str, Any], column: str) -> object:
-    """The value of a column; a dot leads into a mapping. None where there is none."""
+    """The value of a column, or None without it; `a.b` is the key `b` of the mapping in column `a`."""
     if column in record:
         return record[column]
     outer, dot, inner = column.partition(".")

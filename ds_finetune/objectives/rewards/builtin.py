@@ -1,7 +1,7 @@
-"""The built-in rewards. Each reads the reference answer of a record, and scores an answer.
+"""The built-in rewards. Each compares a sampled answer with the reference answer of its data row, and returns a score.
 
-All look at the answer after its reasoning only, except `regex`, `format` and `length`. An answer without a result gets
-the score of the option `unparsed`.
+All read only the part of the answer after the reasoning, except `regex`, `format` and `length`. An answer from which no
+result can be parsed gets the score of the option `unparsed`.
 """
 
 import decimal
@@ -23,7 +23,7 @@ from ds_finetune.objectives.rewards.extractors import choice, last_number, plain
 from ds_finetune.objectives.rewards.programs import read_tests, score_program
 
 Settings = Mapping[str, Any]
-"""Keys of config.rewards.RewardConfig."""
+"""Options of a reward by name, as in config.rewards.RewardConfig."""
 _FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 _EXACT = decimal.Context(prec=50, traps=[])
 
@@ -33,13 +33,15 @@ class Builtin:
     """A built-in reward."""
 
     score: Callable[[AnswerToScore, Any, Settings], Outcome]
-    """Gets the answer, what `read` made of the reference answer, and its settings."""
+    """Function of the answer, of the reference that `read` returned, and of the reward's options."""
     read: Callable[[Any], Any] | None = None
-    """Makes of the column's value what `score` compares with; RewardFaultError where that is not possible."""
+    """Parses the reference answer of a data row into what `score` compares with; raises RewardFaultError where that
+    fails.
+    """
     is_long_answers_fault: bool = False
-    """Whether an answer that takes too much time is at fault, and not the reward."""
+    """Whether a timeout is the answer's fault, not that of the reward function."""
     package: str = ""
-    """Module of another package that it needs."""
+    """Module of a package that must be installed for this reward."""
 
 
 def _unparsed(settings: Settings) -> Outcome:
@@ -62,7 +64,7 @@ def _texts(value: Any) -> list[str]:  # noqa: ANN401 - any JSON value
 
 
 def _exact_match(answer: AnswerToScore, references: list[str], settings: Settings) -> Outcome:
-    """1 where the answer is the reference answer, or one of several; runs of white space count as one space."""
+    """1 where the answer equals the reference answer, or one of a list; runs of white space count as one space."""
     text = plain_text(final_part(answer))
     change = str.casefold if settings["ignore_case"] else str
     return _compared(text or None, change(text) in map(change, references), settings)
@@ -76,7 +78,9 @@ def _read_number(value: Any) -> decimal.Decimal:  # noqa: ANN401 - any JSON valu
 
 
 def _number(answer: AnswerToScore, reference: decimal.Decimal, settings: Settings) -> Outcome:
-    """1 where the last number is that of the reference answer, or at most `tolerance` x its size away from it."""
+    """1 where the answer's last number differs from the reference by at most `tolerance` x the reference's
+    magnitude.
+    """
     number = last_number(final_part(answer))
     if number is None:
         return _unparsed(settings)
@@ -95,19 +99,19 @@ def _read_choice(value: Any) -> str:  # noqa: ANN401 - any JSON value
 
 
 def _choice(answer: AnswerToScore, reference: str, settings: Settings) -> Outcome:
-    """1 where the letter of a multiple-choice answer is that of the reference answer; a number counts from A = 0."""
+    """1 where the letter of a multiple-choice answer is that of the reference; a reference number counts from A = 0."""
     letter = choice(final_part(answer))
     return _compared(letter, letter == reference, settings)
 
 
 def _regex(answer: AnswerToScore, _: object, settings: Settings) -> Outcome:
-    """1 where the regular expression is found anywhere in the answer."""
+    """1 where the regular expression matches anywhere in the answer."""
     return Outcome(float(bool(answer.text) and re.search(settings["pattern"], answer.text) is not None))
 
 
 def _format(answer: AnswerToScore, _: object, settings: Settings) -> Outcome:
-    """1 for `<think>...</think>` with a text in it, then an answer; where the prompt has opened it, without the first
-    tag.
+    """1 where the text is `<think>` reasoning `</think>` answer, both not empty. The first tag may be missing where the
+    prompt ends with it.
     """
     text = "<think>" * begins_reasoning(answer.prompt) + answer.text.strip()
     thought, end, rest = text.removeprefix("<think>").partition("</think>")
@@ -120,8 +124,8 @@ def _format(answer: AnswerToScore, _: object, settings: Settings) -> Outcome:
 
 
 def _length(answer: AnswerToScore, _: object, settings: Settings) -> Outcome:
-    """Soft overlong punishment of DAPO (arXiv 2503.14476, equation 13): with L = `max_tokens`, C = `soft_tokens` and n
-    tokens, 0 for n <= L - C, ((L - C) - n) / C up to L, and -1 beyond.
+    """Soft overlong punishment of DAPO (arXiv 2503.14476, equation 13) for an answer of n tokens, with L = `max_tokens`
+    and C = `soft_tokens`: 0 for n <= L - C, ((L - C) - n) / C up to L, and -1 beyond.
     """
     tokens, most, soft = len(answer.ids), settings["max_tokens"], settings["soft_tokens"]
     if tokens <= most - soft:
@@ -134,7 +138,7 @@ def _no_constant(name: str) -> float:
 
 
 def _parsed_json(text: str) -> Any:  # noqa: ANN401 - any JSON value
-    """The value of a JSON text, which may stand in a fenced block; ValueError where there is none."""
+    """The value of a JSON text, which may be in a fenced code block; ValueError without one."""
     fenced = _FENCED.findall(text)
     return json.loads(fenced[-1] if fenced else text, parse_constant=_no_constant)
 
@@ -149,7 +153,7 @@ def _read_json(value: Any) -> Any:  # noqa: ANN401 - any JSON value
 
 
 def _json(answer: AnswerToScore, reference: Any, settings: Settings) -> Outcome:  # noqa: ANN401 - any JSON value
-    """1 where the answer is JSON, or with `column` where its value is that of the reference answer."""
+    """1 where the answer is valid JSON, or with `column` where it equals the reference value."""
     try:
         value = _parsed_json(final_part(answer))
     except (ValueError, RecursionError):
@@ -158,9 +162,10 @@ def _json(answer: AnswerToScore, reference: Any, settings: Settings) -> Outcome:
 
 
 def _math(answer: AnswerToScore, reference: str, settings: Settings) -> Outcome:
-    r"""1 where the formula of the answer, of the last `\\boxed{...}` where it has one, equals the reference answer.
+    r"""1 where math-verify finds the answer's formula equal to the reference. The formula is read from the last
+    `\\boxed{...}` if there is one.
 
-    math-verify's own time limits are off: they use the alarm on which the worker relies.
+    math-verify's own time limits are off, because they use the alarm signal on which the worker process relies.
     """
     from math_verify import parse, verify
 
@@ -174,7 +179,7 @@ def _math(answer: AnswerToScore, reference: str, settings: Settings) -> Outcome:
 
 
 def _code(answer: AnswerToScore, tests: Any, settings: Settings) -> Outcome:  # noqa: ANN401 - what read_tests makes
-    """1 where the program of the answer passes all tests of the record, or with `partial` their share."""
+    """1 where the program in the answer passes all tests of the data row; with `partial`, the share of tests passed."""
     share = score_program(final_part(answer), tests, timeout=settings["timeout"], memory=settings["memory"])
     if share is None:
         return _unparsed(settings)
@@ -192,4 +197,4 @@ BUILTIN: Mapping[str, Builtin] = {
     "math": Builtin(_math, _text, is_long_answers_fault=True, package="math_verify"),
     "code": Builtin(_code, read_tests, is_long_answers_fault=True),
 }
-"""The built-in rewards by name; `config.rewards.OPTIONS` has their options."""
+"""The built-in rewards by name; `config.rewards.OPTIONS` lists their options."""

@@ -1,4 +1,4 @@
-"""Extractors: functions that return the answer in a text, or None if there is none."""
+"""Extractors: functions that parse the final result from a text, or return None if there is none."""
 
 import decimal
 import json
@@ -30,13 +30,13 @@ _SPELLINGS = (
     (r"\^[{(]\s*([-+]?\d+)\s*[})]", r"^\1"),
     (r"\*\*|__", ""),
 )
-"""Other ways of writing the same number, and how each is written in `_NUMBER`."""
+"""Regular expressions of other spellings of a number, and the spelling that `_NUMBER` matches."""
 _EXACT = decimal.Context(prec=50, traps=[])
 
 _STYLE = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 _MARKS = re.compile(r"\*\*|__|\$|`|\\[()\[\]]")
 _LETTER = (
-    # `A` and `I` are letters of a choice only where no other word follows, as in `A bird`.
+    # `A` and `I` are choice letters only where no ordinary word follows, unlike in `A bird`.
     r"[(\[{*]*\b(?:([A-Z])(?![\w'\u2019+#/-])"
     r"(?!(?<=[AI])\s+(?!(?:is|because|since|as|and|or|but|not)\b)\w)|([a-z])(?=\)))"
 )
@@ -49,10 +49,10 @@ _LONE_LINE = re.compile(r"\W*([A-Z])\W*")
 
 
 def last_number(text: str) -> decimal.Decimal | None:
-    r"""The last number of the last `\\boxed{...}`, or of a text that has none; None where there is no finite number.
+    r"""The last number in the last `\\boxed{...}`, or in the text if it has none; None without a finite number.
 
-    `$` and separators of thousands are left out. Powers (`10^6`, `2 \\times 10^5`), fractions and mixed numbers
-    (`3 1/2`, `\\frac12`) have their value.
+    `$` and thousands separators are ignored. Powers (`10^6`, `2 \\times 10^5`), fractions and mixed numbers (`3 1/2`,
+    `\\frac12`) are evaluated.
     """
     return _read_number(text, which=-1)
 
@@ -87,8 +87,8 @@ def _value(number: re.Match[str]) -> decimal.Decimal:
 
 
 def gsm8k(text: str) -> str | None:
-    """The first number after the last `####`, the form of answers in GSM8K (Cobbe et al., arXiv 2110.14168), as
-    `last_number` reads numbers, without zeros at the ends.
+    """The first number after the last `####`, the form of answers in GSM8K (Cobbe et al., arXiv 2110.14168), parsed as
+    in `last_number` and written without leading or trailing zeros.
     """
     _, mark, result = text.rpartition("####")
     number = _read_number(result.strip().partition("\n")[0], which=0) if mark else None
@@ -98,8 +98,9 @@ def gsm8k(text: str) -> str | None:
 def choice(text: str) -> str | None:
     r"""The letter of a multiple-choice answer, as a capital; None where the text has none.
 
-    It is read from the last `\\boxed{...}` if there is one. It follows the last `answer` or `correct option` (`Answer:
-    B`, `the answer I choose is (b)`); without one it is alone in the last line, or the text begins with it.
+    It is read from the last `\\boxed{...}` if there is one. The letter is the one after the last `answer` or `correct
+    option` (`Answer: B`, `the answer I choose is (b)`); without these words, it is the only one on the last line, or
+    the text begins with it.
     """
     text = _MARKS.sub("", _STYLE.sub(r"\1", last_box(text) or text)).strip()
     stated = [first or second for first, second in _STATED.findall(text)]

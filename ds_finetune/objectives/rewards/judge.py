@@ -1,8 +1,9 @@
-"""Runs a program in one process and its tests in another, of which the program sees the arguments of its calls alone.
+"""Runs a generated program in one process and its tests in another, so that the program cannot read or fake the tests.
 
-programs.py starts this module, which imports no other of the package. It forks a process for the program before it
-reads the tests, in which each name of the program is a proxy. Back come data of built-in types, or numbers of the
-program's objects. Data is compared in the process of the tests, so that a program passes only by the right values.
+programs.py starts this module, which imports no other module of the package. It forks the program's process before it
+reads the tests. In the process of the tests, each name of the program is a proxy; a call sends its arguments and
+returns data of built-in types, or a handle of an object of the program. Results are compared in the process of the
+tests, so that a program passes only with the right values.
 """
 
 import ast
@@ -36,7 +37,7 @@ _VALUES: Mapping[str, Callable[[Any], tuple[Any, ...]]] = {
     "numpy.ndarray": lambda value: (value.tolist(), value.dtype.str),
     **{f"datetime.{name}": lambda value: value.__reduce__()[1] for name in ("date", "datetime", "time", "timedelta")},
 }
-"""Types that the process of the tests makes anew, of these arguments."""
+"""Types that the tests' process rebuilds from the returned constructor arguments."""
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.GeneratorType)
 _HEADER = struct.Struct("=cQ")
 """Kind of a message (request or reply) and its number."""
@@ -46,12 +47,12 @@ _FORWARDED += ["abs", "neg", "index", "reversed", "enter", "exit", "hash", "call
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
 _ORDER = ("lt", "le", "gt", "ge")
 _DIFFERENCES = ("add", "sub", "mod", "xor")
-"""Operations that give zero for the value that a test expects."""
+"""Operations whose result could be faked as zero against the expected value of a test."""
 _TO_NUMBERS = ("abs", "bool", "float", "index", "int", "round")
 
 
 class Proxy:
-    """An object of the other process."""
+    """Handle of an object that lives in the other process."""
 
     # Without `__dict__`, which a pickle could fill.
     __slots__ = ("_asks", "_is_difference", "_number")
@@ -62,13 +63,13 @@ class Proxy:
         object.__setattr__(self, "_is_difference", False)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the program has
-        # Libraries would obey others, as `__array_interface__`.
+        # Libraries act on other dunder attributes, such as `__array_interface__`.
         if name.startswith("__") and name != "__name__":
             raise AttributeError(name)
         return self._asks("getattr", self, name)
 
     def __eq__(self, other: object) -> bool:
-        """The program decides only whether two objects of its own are equal."""
+        """Compare data in this process; the program's own `__eq__` is used only between two of its objects."""
         if isinstance(other, Proxy):
             return other is self or self._asks("eq", self, other) is True
         data = self._asks("data", self)
@@ -85,7 +86,7 @@ def _forwarded(name: str) -> Callable[..., Any]:
     def forward(self: Proxy, *given: Any, **named: Any) -> Any:  # noqa: ANN401
         result = _marked(self._asks(name, self, *given, **named), self._is_difference)
         if self._is_difference and name in _TO_NUMBERS and not isinstance(result, Proxy):
-            # `abs(f(3) - 3.5) < 1e-6` would pass by an object whose differences are 0.
+            # `abs(f(3) - 3.5) < 1e-6` would pass for an object of the program whose differences are always 0.
             raise TypeError(f"{name}() of a difference from an object")
         return result
 
@@ -93,14 +94,16 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
 
 def _marked(result: Any, is_difference: bool) -> Any:  # noqa: ANN401
-    """The result of an operation; objects of the program that come from a difference are marked."""
+    """The result of an operation. A proxy that results from a difference is marked as one."""
     if is_difference and isinstance(result, Proxy):
         object.__setattr__(result, "_is_difference", True)
     return result
 
 
 def _operator(name: str, is_reflected: bool) -> Callable[[Proxy, Any], Any]:
-    """An operator. What a test computes with its own data is not left to an object that is no data."""
+    """A binary operator of proxies. Where the other operand is data of the test, the object is converted to data first,
+    so that the operation runs in this process; an object without data may only return another object.
+    """
 
     def operate(self: Proxy, other: Any) -> Any:  # noqa: ANN401
         if isinstance(other, Proxy):
@@ -116,7 +119,7 @@ def _operator(name: str, is_reflected: bool) -> Callable[[Proxy, Any], Any]:
 
 
 def _data(value: Any) -> Any:  # noqa: ANN401
-    """The data of an object whose class is derived from a built-in type, or the object."""
+    """The value as a built-in type where its class derives from one, else the object."""
     kinds: Sequence[Callable[[Any], Any]] = [kind for kind in _PLAIN if isinstance(value, kind)]
     return kinds[0](value) if kinds else value
 
@@ -140,7 +143,9 @@ for _name in _BINARY + _ORDER:
 
 
 class _Peer:
-    """One end of the pipes between both processes; either may ask, and answers while it waits."""
+    """One end of the pipes between the two processes. Either side may send a request, and answers requests while it
+    waits.
+    """
 
     def __init__(self, reads: int, writes: int, say: Callable[[str], object] | None = None) -> None:
         self.reads, self.writes = Connection(reads, writable=False), Connection(writes, readable=False)
@@ -151,8 +156,8 @@ class _Peer:
         self._asked = 0
 
     def ask(self, operation: str, *given: Any, **named: Any) -> Any:  # noqa: ANN401
-        """The result of an operation on an object of the other process. Lists, dictionaries and sets that it has
-        changed change here.
+        """The result of an operation on an object of the other process. Lists, dictionaries and sets that the operation
+        changed there are changed here too.
         """
         self._asked += 1
         number = self._asked
@@ -166,7 +171,7 @@ class _Peer:
         self._send(b"?", number, body)
         while (reply := self._receive())[0] == b"?":
             self._answer(*reply[1:])
-        # A program that writes into the pipe itself ends its tests.
+        # A program that writes into the pipe itself fails its tests.
         if reply[:2] != (b"!", number):
             self.end()
         error, value, after, printed = self._loads(reply[2])
@@ -177,21 +182,21 @@ class _Peer:
             elif type(mine) is type(changed) and isinstance(mine, dict | set):
                 mine.clear()
                 mine.update(changed)
-            # An argument that is returned is itself.
+            # An argument that is returned is returned as the same object.
             value = mine if value is changed and value is not None else value
         if error is not None:
             raise error.__new__(error, *value)
         return value
 
     def serve(self) -> NoReturn:
-        """Answer until the other process ends."""
+        """Answer requests until the other process ends."""
         sys.stdout = io.StringIO()
         while (request := self._receive())[0] == b"?":
             self._answer(*request[1:])
         self.end()
 
     def end(self) -> NoReturn:
-        """End this process; no `except` of a test or program stops that."""
+        """End this process at once; an `except` of a test or program cannot stop it."""
         os._exit(1)
 
     def _answer(self, number: int, body: bytes) -> None:
@@ -234,7 +239,7 @@ class _Peer:
         if not self.is_judge:
             return _Unpickler(self, io.BytesIO(body)).load()
         try:
-            # The only instruction that changes a function of the tests.
+            # BUILD is the only pickle instruction that could change a function of the tests.
             if self.held and any(code.name == "BUILD" for code, *_ in pickletools.genops(body)):
                 self.end()
             return _DataUnpickler(self, io.BytesIO(body)).load()
@@ -242,7 +247,7 @@ class _Peer:
             self.end()
 
     def hold(self, value: object) -> int:
-        """The number of an object of this process."""
+        """The handle of an object of this process, which is kept alive."""
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self.held)
             self.held.append(value)
@@ -250,8 +255,8 @@ class _Peer:
 
 
 class _Pickler(pickle.Pickler):
-    """Names what is no data: with all of its types in the process of the program, and functions in that of the tests,
-    whose other objects are sent as pickle does.
+    """Pickles plain data, and replaces the rest by handles. The program's process sends a handle for every other type;
+    the tests' process only for functions, and pickles its other objects.
     """
 
     def __init__(self, peer: _Peer, file: io.BytesIO) -> None:
@@ -287,7 +292,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads what the tests send."""
+    """Unpickles requests of the tests."""
 
     def __init__(self, peer: _Peer, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -313,15 +318,15 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _DataUnpickler(_Unpickler):
-    """Reads what a program sends: data of built-in types, and what persistent_load makes."""
+    """Unpickles what a program sends: data of built-in types, and what persistent_load returns; no classes."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 
 def _names(tests: Sequence[ast.Module]) -> tuple[set[str], set[str], dict[str, Any]]:
-    """Names that tests may mean of a program; those of Python's own functions; and modules whose attributes they read,
-    which are the library's also where only the program imports them.
+    """Three groups of names that the tests use: names that the program may define, built-in functions, and modules
+    whose attributes are read. The modules are imported here, also where only the program imports them.
     """
     nodes = [node for test in tests for node in ast.walk(test)]
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
@@ -335,7 +340,7 @@ def _names(tests: Sequence[ast.Module]) -> tuple[set[str], set[str], dict[str, A
 
 
 def _judge(peer: _Peer, tests: Sequence[str]) -> None:
-    """Say the number of each test that runs to its end."""
+    """Run the tests, and report the number of each that raises nothing."""
     parsed: dict[int, ast.Module] = {}
     for number, test in enumerate(tests):
         with suppress(SyntaxError, ValueError):
@@ -352,16 +357,16 @@ def _judge(peer: _Peer, tests: Sequence[str]) -> None:
 
 
 def _run(peer: _Peer, folder: str) -> None:
-    """Run the program, without tests to its end, else to answer their calls."""
+    """Run the program to its end and, with tests, answer their calls afterwards."""
     program, limits, is_tested = peer.reads.recv()
     for number, (name, flags) in enumerate((("in", os.O_RDONLY), ("out", os.O_WRONLY | os.O_CREAT))):
         os.dup2(os.open(f"{folder}/{name}", flags, 0o600), number)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     libc = ctypes.CDLL(None)
-    # A network of its own, as `unshare --net`; as another user than root it needs a user namespace first. Where neither
-    # is allowed, the program has the network of this machine.
+    # A network namespace without interfaces, as `unshare --net`; users other than root need a user namespace first.
+    # Where neither is allowed, the program can use the network of this machine.
     libc.unshare(0x40000000 | (0x10000000 if os.geteuid() else 0))
-    # No capabilities, by which root could read the memory of the other process.
+    # Drop capabilities, with which root could read the memory of the other process.
     libc.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24))
     for name, most in limits.items():
         hard = resource.getrlimit(getattr(resource, name))[1]
@@ -375,8 +380,8 @@ def _run(peer: _Peer, folder: str) -> None:
 
 
 def main(folder: str) -> None:
-    """Run the task that comes through standard input; what is said of it goes to standard output."""
-    # The folder of this file, which is no package of the program's.
+    """Run the task read from standard input; results are written to standard output."""
+    # Remove this file's folder from the import path, so that the program cannot import from it.
     sys.path.pop()
     # PR_SET_DUMPABLE of prctl(2): no other process of the same user reads or writes this one's memory and files.
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)

@@ -15,8 +15,8 @@ def pass_at(k: int, *, samples: int, right: int) -> float:
 
 
 def pass_shares(right: Sequence[int], *, samples: int) -> dict[str, NDArray[np.float64]]:
-    """`sampled_pass_at_1` and `pass_at_K`, K being the powers of two up to `samples` and `samples` itself, from the
-    numbers of right answers to each prompt; [prompts] each.
+    """`sampled_pass_at_1` and `pass_at_K` of each prompt, [prompts] each, from its number of right answers. K is each
+    power of two up to `samples`, and `samples` itself.
     """
     ks = {1, samples} | {2**power for power in range(samples.bit_length())}
     return {

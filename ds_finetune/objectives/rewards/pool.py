@@ -1,8 +1,8 @@
-"""Scores answers in worker processes, while the caller does something else.
+"""Scores answers with reward functions in worker processes, while the caller continues.
 
-A reward may loop for ever, end its process or take all memory. A process that ends is started again once for the same
-reward; one that does not answer in time is killed with all that it has started. What the other rewards say of the
-answer counts in both cases.
+A reward function may loop for ever, end its process or use up the memory. A process that ended is restarted once for
+the same reward; one that exceeds the time limit is killed with all its child processes. The other rewards of the answer
+count in both cases.
 """
 
 import fcntl
@@ -30,7 +30,7 @@ from ds_finetune.objectives.rewards.answers import AnswerToScore, RewardFaultErr
 from ds_finetune.objectives.rewards.worker import GRACE_SECONDS, late_part, seconds_of
 
 Part = Mapping[str, Any]
-"""What a reward says of an answer: `score`, `has_result`, `read` and `seconds`, or an `error`."""
+"""Result of one reward on one answer: `score`, `has_result`, `read` and `seconds`, or an `error`."""
 _PACKAGES = str(Path(__file__).resolve().parents[3])
 _PROGRAM = (
     f"import sys; sys.path.append({_PACKAGES!r}); from ds_finetune.objectives.rewards import worker; "
@@ -38,19 +38,19 @@ _PROGRAM = (
 )
 _START_SECONDS, _END_SECONDS = 120.0, 1.0
 _LOG_BYTES = 2**24
-"""A log that is longer is emptied, and says so."""
+"""Size at which the log of the workers is emptied; a line in it says so."""
 
 
 class _EndedError(Exception):
-    """The process has ended without an answer; the argument says how."""
+    """The worker process ended without a reply; the argument says how."""
 
 
 class _LateError(Exception):
-    """The process did not answer in time, and was killed."""
+    """The worker process did not reply in time, and was killed."""
 
 
 class _Worker:
-    """One process, which is started when it is first needed and again after it has ended."""
+    """One worker process, started when first needed and again after it has ended."""
 
     def __init__(self, settings: Sequence[Mapping[str, Any]], log: IO[bytes]) -> None:
         self._settings, self._log = settings, log
@@ -58,16 +58,17 @@ class _Worker:
         self._socket: socket.socket | None = None
         self._is_closed = False
         self.at = 0
-        """Number of the reward that it computes, or cannot load."""
+        """Index of the reward that is being computed, or that cannot be loaded."""
         self._requests = 0
 
     def start(self) -> None:
-        """Start the process unless it runs; RewardFaultError where a reward cannot be loaded."""
+        """Start the process if it is not running; RewardFaultError where a reward cannot be loaded."""
         if self._process is not None:
             return
         if self._is_closed:
             raise _EndedError("is not needed any more")
-        # A session of its own: Ctrl-C reaches the program only, and what a reward starts is killed with it.
+        # A session of its own: Ctrl-C does not reach the worker, and the child processes of a reward are killed with
+        # it.
         self._socket, other = socket.socketpair()
         self._requests = 0
         with other:
@@ -80,7 +81,7 @@ class _Worker:
                 start_new_session=True,
             )
         if self._is_closed:
-            # Meanwhile, by a thread that has not seen the process.
+            # Another thread called `close` before it could see the new process.
             self._signal()
         limit = _START_SECONDS + max(map(seconds_of, self._settings))
         try:
@@ -93,7 +94,7 @@ class _Worker:
             raise RewardFaultError(said["error"])
 
     def score(self, at: int, answer: str) -> Part:
-        """What reward number `at` says of an answer, which is given as JSON."""
+        """The result of reward number `at` on an answer given as JSON."""
         self.at = at
         self.start()
         said = self._reply(f"[{at}, {answer}]", seconds_of(self._settings[at]) + GRACE_SECONDS)
@@ -102,12 +103,12 @@ class _Worker:
         return said
 
     def close(self) -> None:
-        """End the process for good; a thread that waits for it hears of that."""
+        """End the process for good; a thread that waits for its reply gets an error."""
         self._is_closed = True
         self._signal()
 
     def kill(self) -> None:
-        """End the process, and all of its session."""
+        """End the process and its child processes."""
         if self._process is None:
             return
         assert self._socket is not None
@@ -122,7 +123,7 @@ class _Worker:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def _reply(self, message: str, seconds: float) -> dict[str, Any]:
-        """Send a line and read one, which has its number."""
+        """Send one line and read the reply, which repeats the request's number."""
         assert self._socket is not None
         self._requests += 1
         self._socket.settimeout(seconds)
@@ -148,7 +149,7 @@ class _Worker:
 
     def _raise_ended(self) -> NoReturn:
         assert self._process is not None
-        # It may have closed its socket only; one that ends says itself how.
+        # The worker may have closed only its socket; wait for an exit code first.
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
         self._signal()
@@ -159,7 +160,7 @@ class _Worker:
 
 
 class PendingScores:
-    """Answers that are being scored."""
+    """Answers whose rewards are being computed in the background."""
 
     def __init__(self, rewards: "Rewards", submit: Callable[[AnswerToScore], Future[list[Part]]]) -> None:
         self._rewards, self._submit = rewards, submit
@@ -167,29 +168,29 @@ class PendingScores:
         self._futures: list[Future[list[Part]]] = []
 
     def add(self, answer: AnswerToScore) -> None:
-        """Begin to score a further answer, in the background."""
+        """Queue a further answer for scoring."""
         self._answers.append(answer)
         self._futures.append(self._submit(answer))
 
     def cancel(self) -> None:
-        """Score none of the answers that nobody has begun to score."""
+        """Cancel the answers that no worker has started to score."""
         for future in self._futures:
             future.cancel()
 
     def is_scored(self, *, within: float) -> bool:
-        """Whether all answers are scored, or a reward failed on one; waits for at most so many seconds."""
+        """Whether all answers are scored, or one failed; waits at most `within` seconds."""
         done, left = wait(self._futures, within)
         parts = (part for future in done if not future.cancelled() for part in future.result())
         return not left or any("error" in part for part in parts)
 
     def parts(self) -> list[list[Part]]:
-        """What each reward says of each answer, errors included; waits until all are scored."""
+        """Results of each reward on each answer, errors included; waits for all."""
         return [future.result() for future in self._futures]
 
     def result(self) -> NDArray[np.float64]:
-        """Scores [answers, rewards], NaN where a reward is not applicable; waits until all are scored.
+        """Scores, fp64 [answers, rewards], NaN where a reward is not applicable; waits for all answers.
 
-        RewardError for the first answer on which a reward failed; the answers after it are not waited for.
+        Raises RewardError for the first answer on which a reward failed, without waiting for the answers after it.
         """
         for answer, future in zip(self._answers, self._futures, strict=True):
             parts = zip(self._rewards.names, future.result(), strict=True)
@@ -199,7 +200,7 @@ class PendingScores:
         return self._array("score")
 
     def has_result(self) -> NDArray[np.float64]:
-        """1 where an answer had a result that the reward could read, 0 where not, NaN for rewards that read none
+        """1 where a reward could parse a result from the answer, 0 where not, NaN for rewards that parse none; fp64
         [answers, rewards].
         """
         return self._array("has_result")
@@ -210,7 +211,7 @@ class PendingScores:
 
 
 class Rewards:
-    """The rewards of a run, with the processes that compute them; `open_rewards` makes one."""
+    """The reward functions of a run with their worker processes; made by `open_rewards`."""
 
     def __init__(self, sections: Sequence[RewardConfig], workers: int, log: IO[bytes]) -> None:
         self.names = tuple(section.shown_name for section in sections)
@@ -224,7 +225,7 @@ class Rewards:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="rewards")
 
     def check(self) -> None:
-        """Start a process; ConfigError where a reward cannot be loaded."""
+        """Start one worker; ConfigError where a reward cannot be loaded."""
         worker = self._workers[0]
         try:
             worker.start()
@@ -237,14 +238,14 @@ class Rewards:
             ) from None
 
     def start(self, answers: Iterable[AnswerToScore] = ()) -> PendingScores:
-        """Begin to score answers, in the background; more may be added."""
+        """Score answers in the background; more may be added to the result."""
         pending = PendingScores(self, lambda answer: self._threads.submit(self._score, answer))
         for answer in answers:
             pending.add(answer)
         return pending
 
     def error(self, name: str, how: str, answer: AnswerToScore) -> RewardError:
-        """The error of a reward on an answer."""
+        """Error message for a reward that failed on an answer."""
         record = json.dumps(answer.record, ensure_ascii=False)
         return RewardError(
             f"reward `{name}` failed on {answer.where}: it {how}\n  answer: {answer.text!r:.300}\n"
@@ -277,7 +278,9 @@ class Rewards:
             self._idle.put(worker)
 
     def _part(self, worker: _Worker, at: int, answer: str) -> Part:
-        """What a reward says. One that ends its process is asked twice, one that is late once."""
+        """The result of one reward on one answer. A request is repeated once if the process ended, and not after a
+        timeout.
+        """
         how, settings = "", self._settings[at]
         for _ in range(2):
             try:
@@ -292,7 +295,7 @@ class Rewards:
 
 
 def check_files(sections: Sequence[RewardConfig]) -> None:
-    """ConfigError where the file of a reward cannot be read, or does not have its function; no file is imported."""
+    """ConfigError where the file of a reward cannot be read or lacks the named function. The file is not imported."""
     for section in sections:
         try:
             text = Path(section.file).read_text(encoding="utf-8") if section.file else section.reward
@@ -307,11 +310,11 @@ def check_files(sections: Sequence[RewardConfig]) -> None:
 def open_rewards(
     sections: Sequence[RewardConfig], *, workers: int = 0, ranks_here: int = 1, log: Path | None = None
 ) -> Iterator[Rewards]:
-    """The rewards of a run, whose processes end with the `with`.
+    """The rewards of a run; their worker processes end with the `with`.
 
-    `workers` is the number of processes; 0 is what `workers` of the sections says, else this rank's share of the cores
-    of a machine with `ranks_here` ranks. What rewards print is appended to the file `log`, or to a temporary one.
-    ConfigError where a reward cannot be loaded.
+    `workers` is the number of processes. 0 means the `workers` of the sections, or else this rank's share of the cores
+    of a machine with `ranks_here` ranks. Output of reward functions is appended to the file `log`, or to a temporary
+    one. ConfigError where a reward cannot be loaded.
     """
     cores = max(1, len(os.sched_getaffinity(0)) // ranks_here)
     number = workers or max(section.workers for section in sections) or cores

@@ -1,8 +1,8 @@
-"""Runs the program of an answer with the tests of its record, in processes with limits (judge.py).
+"""Runs the program in a sampled answer against the tests of its data row, in processes with resource limits (judge.py).
 
-The limits protect a run from programs that are wrong: endless loops, much memory or output, writing into the current
-folder, use of the network. They are no security boundary: a program runs as the user of the run and can read the user's
-files. Where answers may be hostile, run the whole training in a container without secrets.
+The limits protect a run from faulty programs: endless loops, much memory or output, writes into the current folder, use
+of the network. They are no security boundary: a program runs as the user of the run and can read the user's files.
+Where answers may be hostile, run the whole training in a container without secrets.
 """
 
 import ctypes
@@ -30,15 +30,15 @@ _JUDGE = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import j
 
 @dataclass(frozen=True)
 class Tests:
-    """Tests of a program: Python code, or inputs with the outputs that are expected."""
+    """Tests of a program: Python code, or pairs of standard input and expected output."""
 
     code: tuple[str, ...] = ()
     dialogues: tuple[tuple[str, str], ...] = ()
 
 
 def read_tests(value: Any) -> Tests:  # noqa: ANN401 - any JSON value
-    """The tests of a record: Python code as a text or a list of texts, `{inputs: [...], outputs: [...]}`, or a list of
-    `{input, output}`; the latter two may be JSON texts.
+    """The tests of a data row: Python code as a text or a list of texts, `{inputs: [...], outputs: [...]}`, or a list
+    of `{input, output}`; the latter two may be JSON texts.
     """
     if isinstance(value, str):
         with suppress(ValueError):
@@ -65,8 +65,8 @@ def _is_dialogue(test: object) -> bool:
 
 
 def score_program(text: str, tests: Tests, *, timeout: float, memory: int) -> float | None:
-    """The share of the tests that the program in a text passes within `timeout` seconds for all of them; None where the
-    text has no program. The program is the last fenced block of Python, or else the last block.
+    """The share of tests that the program in an answer passes; all tests together have `timeout` seconds. None where
+    the answer has no program. The program is the last code block marked as Python, or else the last code block.
     """
     blocks = _BLOCK.findall(text)
     ours = [code for language, code in blocks if language.lower() in ("python", "py", "python3")]
@@ -89,7 +89,7 @@ def _lines(output: str) -> list[str]:
 
 
 def _run(program: str, tests: Sequence[str], given: str, *, deadline: float, memory: int) -> tuple[int, str]:
-    """The number of tests that passed, or without tests 1 if the program ran to its end, and what it printed."""
+    """The number of tests passed (without tests: 1 if the program ran to its end), and the program's output."""
     seconds = deadline - time.monotonic()
     if seconds <= 0:
         return 0, ""
@@ -99,10 +99,10 @@ def _run(program: str, tests: Sequence[str], given: str, *, deadline: float, mem
         "RLIMIT_FSIZE": _OUTPUT_BYTES,
         "RLIMIT_NOFILE": 64,
         "RLIMIT_CORE": 0,
-        # No further processes and threads; root is not bound by it.
+        # No further processes or threads; the limit does not bind root.
         "RLIMIT_NPROC": 0,
     }
-    # The program may have made folders that cannot be removed.
+    # The program may have created folders that cannot be removed.
     with tempfile.TemporaryDirectory(prefix="reward-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / "in").write_text(given)
@@ -119,7 +119,9 @@ def _run(program: str, tests: Sequence[str], given: str, *, deadline: float, mem
 
 
 def _drive(folder: Path, task: bytes, seconds: float) -> tuple[str, str, bool]:
-    """What judge.py says of a task, its errors, and whether its time was up; then nothing that it started is left."""
+    """What judge.py reported, its standard error, and whether the time was over. Kills all processes that were
+    started.
+    """
     libc, others = ctypes.CDLL(None), _children()
     # PR_SET_CHILD_SUBREAPER of prctl(2): processes whose parents have ended become children of this one.
     libc.prctl(36, 1, 0, 0, 0)
@@ -156,10 +158,10 @@ def _kill(children: set[int]) -> None:
 
 
 def _children() -> set[int]:
-    """The children of this process, zombies too."""
+    """Process ids of the children of this process, including zombies."""
     found: set[int] = set()
     for file in Path("/proc/self/task").glob("*/children"):
-        # A thread may end meanwhile.
+        # A thread may end while its file is read.
         with suppress(OSError):
             found |= set(map(int, file.read_text().split()))
     return found

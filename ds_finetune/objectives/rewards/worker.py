@@ -1,8 +1,8 @@
-"""A process that computes rewards, started by pool.py. It reads an answer and the number of a reward as a line of
-JSON, and writes a line back.
+"""The worker process that computes rewards, started by pool.py. It reads the number of a reward and an answer as one
+line of JSON, and replies with one line.
 
-Each reward has an alarm that raises an exception in it. Where that does not arrive, as in C code, the process that
-started this one ends it; where that has ended itself, the kernel does. What rewards print goes to the log of the pool.
+Each call of a reward has an alarm that raises an exception. Where the exception is not raised, as in C code, pool.py
+kills the worker; if that process has died, the kernel does. Output of reward functions goes to the log of the pool.
 """
 
 import ctypes
@@ -28,26 +28,26 @@ from ds_finetune.objectives.rewards.answers import AnswerToScore, Outcome, Rewar
 from ds_finetune.objectives.rewards.builtin import BUILTIN
 
 GRACE_SECONDS = 10.0
-"""From the alarm on until the process is killed from outside."""
+"""Seconds between the alarm and the moment when pool.py kills the process."""
 ARGUMENTS = ("record", "prompt", "text", "token_ids", "finish_reason")
-"""Names of the arguments that a reward of a file may have."""
+"""Names of the arguments that a user's reward function may have."""
 _READ = 100
-"""Characters of what was read of an answer that are sent back."""
+"""Maximum length in characters of a parsed result that is sent back."""
 Scorer = Callable[[AnswerToScore], Outcome]
 Settings = Mapping[str, Any]
 
 
 class RewardAlarmError(BaseException):
-    """The alarm of a reward. It is not an Exception, so that code which ignores those does not ignore it."""
+    """Raised by the alarm of a reward. Not an Exception, so that `except Exception` in a reward does not swallow it."""
 
 
 def seconds_of(settings: Settings) -> float:
-    """Seconds after which the alarm of a reward rings. The programs of `code` have a limit of their own before."""
+    """Seconds until the alarm of a reward. The reward `code` enforces its own `timeout` before."""
     return float(settings["timeout"]) + GRACE_SECONDS * (settings["reward"] == "code")
 
 
 def load_scorer(settings: Settings) -> Scorer:
-    """The function of a reward; RewardFaultError where a file has none that can be called."""
+    """The callable of a reward; RewardFaultError where the user's file has no such function."""
     builtin = BUILTIN.get(settings["reward"])
     if builtin is None:
         return _FileReward(settings["reward"])
@@ -70,7 +70,7 @@ def load_scorer(settings: Settings) -> Scorer:
 
 
 def read_reference(settings: Settings, record: Mapping[str, Any]) -> Any:  # noqa: ANN401 - any JSON value
-    """What a built-in reward compares answers with; RewardFaultError where the record does not have it."""
+    """The reference answer of a data row as the built-in reward parses it; RewardFaultError where the row has none."""
     builtin, column = BUILTIN[settings["reward"]], settings["column"]
     if builtin.read is None or not column:
         return None
@@ -84,7 +84,7 @@ def read_reference(settings: Settings, record: Mapping[str, Any]) -> Any:  # noq
 
 
 def needs_of(rewards: Sequence[Settings], record: Mapping[str, Any]) -> str:
-    """What the first of `rewards` that cannot use a record says of it; empty where all can."""
+    """Error of the first of `rewards` that cannot use the data row; empty where all can."""
     for settings in rewards:
         try:
             _ = settings["reward"] in BUILTIN and read_reference(settings, record)
@@ -94,7 +94,9 @@ def needs_of(rewards: Sequence[Settings], record: Mapping[str, Any]) -> str:
 
 
 def late_part(settings: Settings, end: str = "") -> dict[str, Any]:
-    """What is said of a reward that took too long: its error, or for some built-in ones the score of such an answer."""
+    """Result of a reward that exceeded its time: an error, or the `unparsed` score where a slow answer is the answer's
+    fault.
+    """
     builtin = BUILTIN.get(settings["reward"])
     if builtin is not None and builtin.is_long_answers_fault:
         return {"score": settings["unparsed"], "has_result": False}
@@ -102,7 +104,7 @@ def late_part(settings: Settings, end: str = "") -> dict[str, Any]:
 
 
 class _FileReward:
-    """The reward of a file. Coroutines run in one event loop, so that what they open can be kept."""
+    """A reward function of a user's file. Coroutines share one event loop, so that connections can stay open."""
 
     def __init__(self, reward: str) -> None:
         file, _, name = reward.rpartition(":")
@@ -124,12 +126,12 @@ class _FileReward:
         self._names = [name for name in ARGUMENTS if takes_all or name in {each.name for each in by_name}]
 
     def __call__(self, answer: AnswerToScore) -> Outcome:
-        # A copy, since other rewards get the record as well.
+        # A copy, because other rewards get the same record.
         values = (deepcopy(answer.record), answer.prompt, answer.text, list(answer.ids), answer.finish)
         given = dict(zip(ARGUMENTS, values, strict=True))
         score = self._call(**{name: given[name] for name in self._names})
         if inspect.isawaitable(score):
-            # It takes half the time of the start.
+            # Importing asyncio would take half of the start-up time.
             import asyncio
 
             self._loop = self._loop or asyncio.Runner()
@@ -138,7 +140,7 @@ class _FileReward:
 
 
 def _module_of(file: str) -> ModuleType:
-    """The module of a file, which is imported once, under a name that hides no other module."""
+    """The imported module of a file, under a name that cannot hide another module."""
     name = f"reward file {Path(file).resolve()}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
@@ -154,8 +156,8 @@ async def _awaited(value: Any) -> Any:  # noqa: ANN401 - what a reward returns
 
 
 def check_score(score: Any) -> float | None:  # noqa: ANN401 - what a reward returns
-    """A score as a number, or None; RewardFaultError for anything else. Numbers and truth values of numpy and torch
-    count as those of Python.
+    """The score as a float, or None; RewardFaultError for other types and non-finite numbers. Numbers and booleans of
+    numpy and torch are accepted.
     """
     score = score.item() if getattr(score, "shape", None) == () else score
     if score is None:
@@ -174,7 +176,7 @@ def check_score(score: Any) -> float | None:  # noqa: ANN401 - what a reward ret
 
 
 def run_reward(scorer: Scorer, settings: Settings, answer: AnswerToScore) -> dict[str, Any]:
-    """What a reward says of an answer: `score`, `has_result`, `read` and `seconds`, or an `error`."""
+    """Result of one reward on one answer: `score`, `has_result`, `read` and `seconds`, or an `error`."""
     began = time.monotonic()
     said: dict[str, Any] = {}
     try:
@@ -195,14 +197,14 @@ def run_reward(scorer: Scorer, settings: Settings, answer: AnswerToScore) -> dic
 
 
 def _shown(raised: BaseException) -> str:
-    """An exception with the place of the reward's code that raised it."""
+    """An exception with the file and line of the reward's code that raised it."""
     frames = traceback.extract_tb(raised.__traceback__)
     place = f" at {frames[-1].filename} line {frames[-1].lineno}" if frames else ""
     return f"{type(raised).__name__}: {raised!s:.300}{place}"
 
 
 def _set_limits(seconds: float, memory: int) -> None:
-    """Set alarm and memory for one call; what the last call has changed of them is set again."""
+    """Set the alarm and the memory limit of one call; the previous reward may have changed them."""
     signal.signal(signal.SIGALRM, _raise_time_is_up)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
@@ -215,7 +217,7 @@ def _raise_time_is_up(_: int, __: FrameType | None) -> None:
 
 
 def _load(every: list[Settings]) -> tuple[list[Scorer], str, int]:
-    """The functions of all rewards; or the error of one, and its number."""
+    """The callables of all rewards, or the error and the index of the first that cannot be loaded."""
     scorers: list[Scorer] = []
     for number, settings in enumerate(every):
         try:
@@ -232,16 +234,14 @@ def _load(every: list[Settings]) -> tuple[list[Scorer], str, int]:
 
 
 def main(descriptor: int) -> None:
-    """Answer the requests that come through a socket until it is closed, or the thread that started this process has
-    ended.
-    """
+    """Answer requests from the socket until it is closed, or until the thread that started this process ends."""
     owner = os.getpid()
-    # PR_SET_PDEATHSIG of prctl(2).
+    # PR_SET_PDEATHSIG of prctl(2): this process is killed when its parent thread ends.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-    # A scheduler that asks a run to end signals all of its processes; rewards are still needed until it has saved.
+    # A scheduler that ends a run sends SIGTERM to all its processes; rewards are needed until the run has saved.
     signal.signal(signal.SIGTERM, lambda *_: None)
     with socket.socket(fileno=descriptor) as connection, connection.makefile("rw", encoding="utf-8") as lines:
-        # Neither a program that a reward starts nor a process that it forks keeps the connection open.
+        # Neither programs that a reward starts nor processes that it forks keep the connection open.
         connection.set_inheritable(False)
         os.register_at_fork(after_in_child=lambda: os.close(descriptor))
         every = json.loads(lines.readline())
@@ -251,6 +251,6 @@ def main(descriptor: int) -> None:
             at, answer = json.loads(line)
             said = run_reward(scorers[at], every[at], AnswerToScore(**answer))
             if os.getpid() != owner:
-                # A process that a reward has forked has returned from the reward as well.
+                # A process that a reward forked has also returned from the reward.
                 os._exit(0)
             print(json.dumps({**said, "request": request}), file=lines, flush=True)
