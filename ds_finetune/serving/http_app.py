@@ -61,14 +61,14 @@ _BODY_BYTES, _BYTES_PER_TOKEN = MIB, 64
 _PIECE = 2**16
 """Number of characters of a long prompt that are tokenised at a time."""
 _SHUTDOWN_SECONDS = 2
-"""How long connections may still send and receive when the last answer has ended."""
+"""Seconds that connections may still send and receive after the last answer has ended."""
 _PARSING = Foreign("transformers", "cli/serving/utils.py:313, parse_response")
 
 
 class ServedModel(ModelManager):
-    """The model of the server, in the form that the handlers of `transformers serve` expect.
+    """The served model, as the handlers of `transformers serve` expect it.
 
-    The handlers load no other model.
+    The handlers cannot load another model.
     """
 
     def __init__(self, folder: Path, device: str) -> None:
@@ -100,7 +100,9 @@ class ServedModel(ModelManager):
 
     @staticmethod
     def process_model_name(model_id: str) -> str:
-        """The name that answers give the model; transformers adds `@main` to it, which requests do not accept."""
+        """The model's name in answers; transformers would append `@main`, a name that this server's requests do not
+        accept.
+        """
         return model_id
 
     @property
@@ -119,19 +121,22 @@ class ServedModel(ModelManager):
         return _BODY_BYTES + _BYTES_PER_TOKEN * (self.context or 0)
 
     def prompt_tokens(self, text: str, *, add_special_tokens: bool) -> int:
-        """Number of tokens of the prompt, or of its beginning where that is already much longer than the context."""
+        """Number of tokens of the prompt; counting stops where the prompt is already much longer than the model's
+        context.
+        """
         seen, most = 0, 2 * self.context if self.context and len(text) > _PIECE else None
         for begin in range(0, len(text) if most else 0, _PIECE):
             seen += len(self.tokenizer(text[begin : begin + _PIECE], add_special_tokens=False)["input_ids"])
-            # Words that are cut here have a few tokens more, hence twice the context.
+            # Splitting the text into pieces may add some tokens, hence the limit of twice the context.
             if most and seen > most:
                 return seen
         return len(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def prompt_text(self, request: AnswerRequest) -> str:
-        """The prompt as text; RequestError where the chat template fails, drops something or computes for too long.
+        """The prompt as text; RequestError where the chat template fails, drops a part of the messages or takes too
+        long.
 
-        It has to be called in the main thread, since the time of a template is limited there only.
+        Must be called in the main thread, because the time limit of a template works only there.
         """
         if isinstance(request, CompletionRequest):
             return request.prompt
@@ -156,7 +161,7 @@ class ServedModel(ModelManager):
             raise RequestError(400, f"the chat template refuses these messages: {wrong}", param="messages") from wrong
         if len(set(texts)) < len(texts):
             raise RequestError(400, "the chat template ignores `tools`", param="tools")
-        # Many templates leave out reasoning, and write the results of tools as JSON.
+        # A template may leave out reasoning, and may write the results of tools as JSON.
         for number, message in enumerate(messages):
             if message["role"] not in ("assistant", "tool") and message["content"].strip() not in texts[0]:
                 text = f"the chat template drops the text of message {number}, role `{message['role']}`"
@@ -165,10 +170,10 @@ class ServedModel(ModelManager):
 
 
 def _parse_or_text(tokenizer: PreTrainedTokenizerBase) -> Callable[..., dict[str, Any]]:
-    """`parse_response` of the tokenizer, which returns an answer that it cannot parse as text, as vLLM does.
+    """Wraps the tokenizer's `parse_response`: an answer that it cannot parse is returned as plain text, as vLLM does.
 
-    That is an answer with a tool call that `max_tokens` cuts, or that is not valid JSON; transformers 5.23 raises an
-    error for it, except in streams (cli/serving/utils.py:545).
+    This happens where a tool call is cut by `max_tokens` or is not valid JSON; transformers 5.23 raises an error for
+    it, except in streams (cli/serving/utils.py:545).
     """
     parse = _PARSING.attribute(tokenizer, "parse_response")
 
@@ -182,7 +187,9 @@ def _parse_or_text(tokenizer: PreTrainedTokenizerBase) -> Callable[..., dict[str
 
 
 def _within_limits(tokenizer: PreTrainedTokenizerBase) -> Callable[..., Any]:
-    """`apply_chat_template` of the tokenizer, with limits of time and memory: the template may be of unknown origin."""
+    """Wraps the tokenizer's `apply_chat_template` with limits of time and memory, since the template may be of unknown
+    origin.
+    """
     render = tokenizer.apply_chat_template
 
     @wraps(render)
@@ -212,7 +219,7 @@ class AnswerRoute:
             request = await self._request(Request(scope, receive))
 
             async def answer() -> None:
-                # Here and not before, so that many long prompts are not tokenised beside each other.
+                # Tokenised in its turn in the queue, so that many long prompts are not tokenised at the same time.
                 body = await self._body(request)
                 response = await self._handler.handle_request(body, str(uuid.uuid4()))
                 await _finish_answer(response, body["stop"])(scope, _never, send)
@@ -224,7 +231,7 @@ class AnswerRoute:
             await refused.response()(scope, receive, send)
 
     async def _request(self, http_request: Request) -> AnswerRequest:
-        """The request, checked as far as that needs no tokens."""
+        """The parsed request, after all checks that need no tokenisation."""
         request = parse_request(self._kind, await self._read(http_request))
         if request.model != self._served.name:
             raise self._served.not_found(request.model)
@@ -278,9 +285,10 @@ class AnswerRoute:
 
 
 def _finish_answer(response: Response, stops: Sequence[str]) -> Response:
-    """The answer as clients expect it: the end of a stream is marked, and other texts end before the first stop text.
+    """The response as OpenAI clients expect it: a stream gets its end mark, and a complete text ends before the first
+    stop text.
 
-    Streams are cut while they are generated.
+    The text of a stream is already cut while it is generated.
     """
     if isinstance(response, StreamingResponse):
         response.body_iterator = _with_end(response.body_iterator)
@@ -294,9 +302,10 @@ def _finish_answer(response: Response, stops: Sequence[str]) -> Response:
 
 
 async def _with_end(pieces: AsyncIterable[Any]) -> AsyncGenerator[Any, None]:
-    """The pieces of a stream, and OpenAI's mark of its end, which transformers 5.23 leaves out."""
+    """The pieces of a stream, followed by OpenAI's end mark, which transformers 5.23 leaves out."""
     assert isinstance(pieces, AsyncGenerator)
-    # Closed with this one, since transformers then ends the generation (cli/serving/chat_completion.py:278).
+    # Closing this generator closes `pieces`, whereupon transformers ends the generation
+    # (cli/serving/chat_completion.py:278).
     async with aclosing(pieces):
         async for piece in pieces:
             yield piece
@@ -374,7 +383,9 @@ def make_app(folder: Path, limits: QueueLimits, *, device: str = "cpu", api_key:
 
 
 class AnsweringServer(uvicorn.Server):
-    """After a signal it still listens, and refuses requests with status 503, until the current answer has ended."""
+    """A server that after a signal keeps listening, and refuses requests with status 503, until the current answer has
+    ended.
+    """
 
     def __init__(self, config: uvicorn.Config, queue: RequestQueue) -> None:
         super().__init__(config)

@@ -1,4 +1,6 @@
-"""What every HTTP server of this program refuses: foreign Host and Origin headers, and connections that only wait."""
+"""Protection of all HTTP servers of this program: refuses foreign Host and Origin headers, and closes connections that
+send no complete request.
+"""
 
 import asyncio
 import ipaddress
@@ -11,9 +13,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 RECEIVE_SECONDS = 30.0
-"""How long the headers and the body of a request may take to arrive."""
+"""Seconds in which the headers and the body of a request must arrive."""
 CONNECTIONS = 256
-"""Open connections at most; the usual limit of a process is 1,024 files."""
+"""Maximum number of open connections; a process may usually open 1,024 files."""
 _OWN_NAMES = ("localhost", "127.0.0.1", "::1")
 _REFUSED = (
     "The Host or Origin header names another server. If the name is right, start the server with --allow-host NAME.\n"
@@ -21,20 +23,20 @@ _REFUSED = (
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address that is given as `--host`."""
+    """Whether an address given as `--host` is reachable only from this machine."""
     address = _address(host)
     return host == "localhost" or (address is not None and address.is_loopback)
 
 
 @dataclass(frozen=True)
 class HostRules:
-    """The names under which requests reach a server that listens on `host`."""
+    """The host names that requests to a server listening on `host` may use."""
 
     host: str
     allowed: tuple[str, ...] = field(default=(), kw_only=True)
-    """Further names, as a proxy or a cluster gives them; `*` allows every name."""
+    """Further host names, such as those of a proxy or cluster; `*` allows every name."""
     own_names: frozenset[str] = field(init=False)
-    """Names that lead to this server, looked up once: where a name server does not answer, that takes seconds."""
+    """Names of this server, looked up once, because a look-up takes seconds where a name server does not answer."""
 
     def __post_init__(self) -> None:
         names = {*_OWN_NAMES, self.host.lower(), *(name.lower() for name in self.allowed)}
@@ -45,9 +47,9 @@ class HostRules:
     def allows(self, headers: Headers) -> bool:
         """Whether the Host header of a request names this server, and its Origin header, if any, does too.
 
-        A page of another site that makes its own name resolve to this machine (DNS rebinding) sends that name as Host.
-        Addresses in numbers are no names, so they are allowed where the server listens for other machines. Where a
-        page of another site posts to this server, the browser sends the name of that site as Origin.
+        A page of another site whose host name resolves to this machine (DNS rebinding) sends that name as Host. Numeric
+        addresses cannot be rebound, so they are allowed where the server listens for other machines. A page of another
+        site that posts to this server sends the name of that site as Origin.
         """
         hosts = headers.getlist("host")
         if len(hosts) != 1:
@@ -72,22 +74,22 @@ class HostCheck:
 
 
 def foreign_host() -> ASGIApp:
-    """The answer to a request whose Host or Origin header names another server."""
+    """The response to a request whose Host or Origin header names another server."""
     return PlainTextResponse(_REFUSED, status_code=421)
 
 
 class BoundedProtocol(H11Protocol):
-    """HTTP/1.1 as uvicorn reads it, with a time limit for each request to arrive and a limit of connections.
+    """uvicorn's HTTP/1.1 protocol with a time limit for each request to arrive and a limit of open connections.
 
-    uvicorn 0.54 limits the time between two requests only (`timeout_keep_alive`), and counts connections when a
-    request is complete (h11_impl.py:250). Beyond `CONNECTIONS` the one that has waited longest without a complete
-    request is closed, which is the new one where all others are being answered.
+    uvicorn 0.54 limits only the time between two requests (`timeout_keep_alive`), and counts connections when a request
+    is complete (h11_impl.py:250). Beyond `CONNECTIONS` connections, the one that has waited longest without a complete
+    request is closed. This is the new one where all others are being answered.
     """
 
     _waits_since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the time limit, and make room."""
+        """Start the time limit, and close another connection where there are too many."""
         super().connection_made(transport)
         self._await_request()
         if len(self.connections) > CONNECTIONS:
@@ -101,7 +103,7 @@ class BoundedProtocol(H11Protocol):
 
     @property
     def _is_waiting(self) -> bool:
-        """Whether a part of the next request is missing."""
+        """Whether the next request has not arrived completely."""
         return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
     def _await_request(self) -> None:

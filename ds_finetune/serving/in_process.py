@@ -1,4 +1,4 @@
-"""Completes prompts, scores texts and chats with an exported folder, by plain transformers or ONNX Runtime in this
+"""Completes prompts, classifies texts and chats with an exported folder, by plain transformers or ONNX Runtime in this
 process.
 """
 
@@ -13,11 +13,11 @@ from ds_finetune.errors import ExportError
 
 Message = dict[str, str]
 EXIT_WORD = "exit"
-"""What the user types to end the chat."""
+"""What the user types to end a chat."""
 
 
 def ask(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) -> list[str]:
-    """Greedy answers of the model in `folder` to prompts, which its chat template renders where it has one."""
+    """Greedy answers of the model in `folder` to prompts, rendered by its chat template where it has one."""
     import torch
 
     from ds_finetune.data.prompt_format import end_ids
@@ -42,18 +42,19 @@ def ask(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) -> l
 
 
 def _inputs(tokenizer: Any, messages: Sequence[Message]) -> Any:  # noqa: ANN401 - of transformers
-    """The token ids [1, tokens] of messages and of the beginning of an answer, by the tokenizer's chat template."""
+    """Token ids [1, tokens] of messages followed by the start of an answer, rendered by the tokenizer's chat
+    template.
+    """
     with TemplateLimits(str(tokenizer.chat_template)):
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
     return tokenizer(text, add_special_tokens=False, return_tensors="pt")
 
 
 def classify(folder: Path, texts: Sequence[str]) -> list[dict[str, float]]:
-    """For each text the probability of each class by its name, or under the name of the only label the number that a
-    regression predicts.
+    """For each text the probability of each class by name. A regression gives its number under the name of its only
+    label.
 
-    The texts are tokenised as a pipeline of transformers tokenises them. ExportError for a reward model, whose input is
-    a dialogue.
+    The texts are tokenised as in a pipeline of transformers. ExportError for a reward model, whose input is a dialogue.
     """
     from ds_finetune.export.load import load_scorer
     from ds_finetune.foreign.auto_configs import AutoConfig, AutoTokenizer
@@ -95,7 +96,7 @@ class ChatSession:
         self.messages: list[Message] = []
 
     def _check_generates(self, folder: Path) -> None:
-        """ExportError where transformers refuses to sample by the generation config, e.g. at temperature 0."""
+        """ExportError where transformers refuses to sample with the generation config, e.g. at temperature 0."""
         import torch
 
         ids = torch.zeros((1, 1), dtype=torch.long, device=self._model.device)
@@ -108,10 +109,9 @@ class ChatSession:
             ) from refused
 
     def make_room(self, text: str) -> str:
-        """Forget the earliest messages until `text` and its answer fit into the model's context.
+        """Drop the earliest messages until `text` and its answer fit into the model's context.
 
-        Returns what to tell the user, which is empty where all messages fit; ExportError where `text` does not fit
-        without earlier messages.
+        Returns a line for the user, empty where all messages fit; ExportError where `text` does not fit even alone.
         """
         context, kept = self._context, self.messages
         while context and kept and self._num_tokens(kept, text) + self._max_new_tokens > context:
@@ -129,9 +129,9 @@ class ChatSession:
         return int(_inputs(self._tokenizer, [*messages, {"role": "user", "content": text}])["input_ids"].shape[1])
 
     def reply(self, text: str) -> Iterator[str]:
-        """The model's answer to `text` after all earlier messages, in pieces, sampled by its generation config.
+        """The model's answer to `text` after all earlier messages, in pieces, sampled with its generation config.
 
-        Question and answer are added to the messages when the answer is complete.
+        The question and its answer are added to the messages when the answer is complete.
         """
         from transformers import TextIteratorStreamer
 
@@ -164,7 +164,9 @@ class ChatSession:
 
 
 def run_chat(session: ChatSession, *, read: Callable[[], str], write: Callable[[str], None]) -> None:
-    """Answer lines until `read` returns `exit` or raises EOFError; `write` prints a piece of text unchanged."""
+    """Answer each line of `read` until it returns `exit` or raises EOFError; `write` prints a piece of text
+    unchanged.
+    """
     while True:
         try:
             text = read().strip()

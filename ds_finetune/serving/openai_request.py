@@ -1,4 +1,4 @@
-"""The requests of OpenAI's API that are supported; others are refused with OpenAI's error object."""
+"""The supported requests of OpenAI's API; others are refused with OpenAI's error object."""
 
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -11,7 +11,7 @@ MIN_TEMP = 0.01
 
 
 class RequestError(Exception):
-    """A request that is answered with an HTTP status and OpenAI's error object."""
+    """A refused request: an HTTP status with OpenAI's error object."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -43,7 +43,9 @@ class _Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, value: object) -> object:
-        """Remove nulls, which mean that a key is absent; the official client sends them in messages it repeats."""
+        """Remove keys whose value is null, which means absent; OpenAI's client sends them in the messages that it
+        repeats.
+        """
         return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
@@ -85,7 +87,9 @@ _Zero = Annotated[float, Field(ge=0, le=0)]
 
 
 class AnswerRequest(_Strict):
-    """What chat and plain completions share. Parameters that are not supported may have their neutral value."""
+    """The parameters common to chat and plain completions. Parameters that are not supported may only have their
+    neutral value.
+    """
 
     model: str
     max_tokens: int | None = Field(default=None, ge=1)
@@ -146,7 +150,7 @@ class ChatRequest(AnswerRequest):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """Maximum number of tokens of the answer, by the new name of the parameter or the old one."""
+        """Maximum number of tokens of the answer, from `max_completion_tokens` or the older `max_tokens`."""
         return self.max_completion_tokens or self.max_tokens
 
     def body(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Starts a server of the model in an exported folder, waits until it is healthy, and stops it.
+"""Starts an HTTP server for the model in an exported folder, waits until it is healthy, and stops it.
 
 The server is vLLM, or this package's own (`http_app`).
 """
@@ -29,14 +29,16 @@ from ds_finetune.system.processes import python_module, with_package
 from ds_finetune.system.versions import check_versions
 
 _SERVING = ("fastapi", "uvicorn", "pydantic", "openai")
-"""What `transformers serve` imports (transformers 5.23, utils/import_utils.py:972)."""
+"""Packages that `transformers serve` imports (transformers 5.23, utils/import_utils.py:972)."""
 API_KEY = "DS_FINETUNE_API_KEY"
-"""Environment variable with the key that requests need; other users of a machine can read command lines."""
+"""Environment variable with the API key of requests. Not a command-line option, since other users of a machine can read
+command lines.
+"""
 QUEUE, REQUEST_SECONDS = 16, 600.0
 """Defaults of --queue and --request-seconds."""
 _POLL_SECONDS = 0.3
 _STOP_SECONDS = 30.0
-"""How long a server may take to end after SIGINT."""
+"""Seconds that a server may take to end after a signal."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Address:
 
     @property
     def url(self) -> str:
-        """The URL under which this host reaches it."""
+        """The URL of the server as seen from this host."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
@@ -59,7 +61,7 @@ class ServeOptions:
 
     `queue`, `request_seconds` and `allowed_hosts` are for the engines transformers and onnx only; None means the
     default. Requests may name the server by its address, by the names of this machine, and by `allowed_hosts`. With
-    `no_api_key` other machines may send requests without a key.
+    `no_api_key`, other machines may send requests without a key.
     """
 
     engine: str = "auto"
@@ -69,7 +71,7 @@ class ServeOptions:
     allowed_hosts: tuple[str, ...] = ()
     no_api_key: bool = False
     adapter: Path | None = None
-    """Folder of an adapter, which vLLM offers as a second model beside that of the folder."""
+    """Folder of a LoRA adapter, which vLLM serves as a second model beside the base model."""
 
     def resolve(self, folder: Path) -> "ServeOptions":
         """The options with the engine chosen and defaults filled in; ServeError where they are not valid together."""
@@ -149,9 +151,9 @@ def serve(folder: Path, address: Address, options: ServeOptions, *, show: Callab
 
 
 def choose_engine(engine: str, folder: Path) -> str:
-    """The engine of a folder.
+    """The engine that serves a folder.
 
-    `auto` is the first engine of the folder's format; vllm is left out where it is not installed or there is no GPU.
+    `auto` is the first engine of the folder's format; vllm is skipped where it is not installed or there is no GPU.
     ServeError where the engine is not installed or cannot read the folder.
     """
     row = format_of(folder)
@@ -179,7 +181,7 @@ def choose_engine(engine: str, folder: Path) -> str:
 
 
 def server_command(options: ServeOptions, folder: Path, address: Address) -> list[str]:
-    """The command that starts the server; the model's name is the path of `folder`."""
+    """The command that starts the server; requests name the model by the path of `folder`."""
     listen = ["--host", address.host, "--port", str(address.port)]
     if options.engine == "vllm":
         return ["vllm", "serve", str(folder), "--served-model-name", str(folder), *listen]
@@ -191,9 +193,9 @@ def server_command(options: ServeOptions, folder: Path, address: Address) -> lis
 
 
 def _adapter_arguments(options: ServeOptions, folder: Path, cache: str) -> list[str]:
-    """What tells vLLM of the adapter, which is written to `cache` under the names that it looks up.
+    """vLLM's arguments for the adapter, which is written to `cache` under the parameter names that vLLM expects.
 
-    ExportError where it does not fit the model in `folder`, or vLLM would leave out a part of it.
+    ExportError where the adapter does not fit the model in `folder`, or vLLM would ignore a part of it.
     """
     if options.adapter is None:
         return []
@@ -203,7 +205,7 @@ def _adapter_arguments(options: ServeOptions, folder: Path, cache: str) -> list[
     out = Path(cache) / "adapter"
     ADAPTER.load().write(options.adapter, out, ADAPTER.resolved(ExportOptions(base=folder)))
     given = ["--lora-modules", f"{options.adapter}={out}"]
-    # Both models of the server then render prompts and end answers as the adapter was trained.
+    # With these, prompts and end tokens of both served models are as the adapter was trained.
     given += ["--tokenizer", str(out)] if (out / "tokenizer_config.json").is_file() else []
     given += ["--generation-config", str(out)] if (out / GENERATION).is_file() else []
     return ["--enable-lora", "--max-lora-rank", str(served_rank(out)), *given]
@@ -252,7 +254,7 @@ def _catch_signals() -> Iterator[list[int]]:
 
 @contextmanager
 def _start_server(command: list[str], cache: str) -> Iterator["subprocess.Popen[bytes]"]:
-    """Start the server in a new session, and end all its processes afterwards.
+    """Start the server in a session of its own, and end all its processes afterwards.
 
     In the terminal's session it would get the SIGINT of Ctrl-C twice, from the terminal and from this process.
     """
@@ -264,7 +266,7 @@ def _start_server(command: list[str], cache: str) -> Iterator["subprocess.Popen[
         yield server
     finally:
         if server.poll() is None:
-            # SIGINT would end in a traceback while the server imports.
+            # SIGTERM, because SIGINT during the server's imports would print a traceback.
             server.terminate()
         try:
             server.wait(_STOP_SECONDS)

@@ -1,1 +1,1 @@
-"""Attention by document, in packed rows, and sparse attention with an indexer."""
+"""Attention within each document of packed rows, and sparse attention with an indexer."""

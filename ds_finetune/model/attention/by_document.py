@@ -1,4 +1,4 @@
-"""Attention over each document of a packed row, without a mask over the whole row: causal, or in both directions."""
+"""Attention restricted to each document of a packed row, causal or bidirectional, without a mask over the whole row."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -29,47 +29,50 @@ from ds_finetune.model.kept_outputs import kept
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 
 BY_DOCUMENT = "ds_finetune_by_document"
-"""Name of this attention in a model's configuration."""
+"""Name of this attention implementation in a model's configuration."""
 
 FLASH = "flash_attention_2"
 """transformers' name of FlashAttention."""
 BY_LENGTHS = "ds_finetune_by_lengths"
-"""Name of a slow attention for trials on CPUs that takes the same arguments as FlashAttention."""
+"""Name of a slow attention for tests on CPUs, which takes the same arguments as FlashAttention."""
 
 KNOWS_DOCUMENTS = (BY_DOCUMENT, BY_LENGTHS, FLASH)
-"""Attention that is told where documents begin, so that nobody has to find them in positions."""
+"""Attention implementations that are passed the document boundaries, so that transformers need not derive them from
+positions.
+"""
 
 _DocumentBatches = tuple[list[tuple[int, int, int]], torch.Tensor, torch.Tensor, torch.Tensor]
 ChosenTokens = tuple[tuple[torch.Tensor | None, ...], ...]
-"""The keys that each query of a document attends to, by row and document: bool [queries, keys], none of them later than
-the query; None for all earlier ones."""
+"""The keys that each query attends to, by row and document: bool [queries, keys], never later than the query; None
+means all earlier keys.
+"""
 
 _WINDOW_BLOCK = 512
-"""Queries at a time, at least, where a document is longer than a model's window."""
+"""Minimum number of queries per block where a document is longer than a model's sliding window."""
 _SHORT = 128
-"""Tokens up to which documents share a call on CPUs; those of more have enough to compute in a call of their own."""
+"""Number of tokens up to which documents share a call on CPUs; longer ones have enough work for a call of their own."""
 _SINK_COLUMNS = 8
-"""Columns that queries and keys get for attention sinks."""
+"""Columns added to queries and keys for attention sinks."""
 _WITHOUT_EFFECT = ("position_ids", "cache_position")
-"""Tensors that models pass to every attention and that do not change attention over whole documents."""
+"""Tensors that models pass to every attention and that do not change attention within documents."""
 
 
 @dataclass(frozen=True)
 class _DocumentAttention:
     scaling: float
     window: int | None
-    """A query attends to tokens that are fewer than this number of positions away; None for all."""
+    """Size of the sliding window: a query attends to tokens fewer than this number of positions away; None for all."""
     dropout: float
     is_causal: bool = True
-    """Whether a query attends to no later tokens."""
+    """Whether a query attends only to itself and earlier tokens."""
     sinks: torch.Tensor | None = None
-    """A further logit in the softmax of each head, whose value is zero: [heads]."""
+    """Attention sinks, [heads]: an additional logit in the softmax of each head, whose value vector is zero."""
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chosen: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The queries are the last tokens of the document whose keys and values are given, all of them where attention
-        is not causal. With `chosen` they attend only to these keys.
+        """Attention within one document. The queries are its last tokens, or all of its tokens where attention is not
+        causal. With `chosen` the queries attend only to these keys.
         """
         assert chosen is None or self.window is None
         queries, keys, width = query.shape[2], key.shape[2], value.shape[3]
@@ -87,7 +90,7 @@ class _DocumentAttention:
             mask = None if mask is None else functional.pad(mask, (1, 0), value=True)
             query, key, value = _with_sinks(query, key, value, self.sinks / self.scaling)
             if mask is None and is_whole:
-                # A query of the sink's own, so that the causal mask is that of a whole document one token longer.
+                # Add a query for the sink, so that the kernel's causal mask is that of a document one token longer.
                 query = functional.pad(query, (0, 0, 1, 0))
         out = attend_document(
             query,
@@ -105,14 +108,15 @@ class _DocumentAttention:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_key: torch.Tensor | None
     ) -> torch.Tensor:
         """Attention of the last token of each row: query [rows, heads, 1, width], key and value [rows, key heads,
-        tokens, width]. With `is_key`, bool [rows, 1, 1, tokens], other tokens are not part of their row.
+        tokens, width]. With `is_key`, bool [rows, 1, 1, tokens], the query attends only to the marked tokens.
         """
         if self.window is not None:
             key, value = key[:, :, -self.window :], value[:, :, -self.window :]
             is_key = None if is_key is None else is_key[..., -self.window :]
         rows, heads, _, _ = query.shape
         if self.sinks is None:
-            # Queries that share a head of keys are those of one head, so that keys are not copied for each.
+            # Query heads that share a key head are handled as further queries of it, so that keys are not copied for
+            # each.
             query = query.reshape(rows, key.shape[1], -1, query.shape[3])
             out = attend_document(
                 query, key, value, is_padded=False, scale=self.scaling, mask=is_key, dropout=self.dropout
@@ -128,8 +132,9 @@ class _DocumentAttention:
         return out[..., :width]
 
     def _in_blocks(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, size: int) -> torch.Tensor:
-        """Attention of `size` queries at a time to the keys in their windows, so that no mask of all tokens by all
-        tokens is made."""
+        """Sliding-window attention in blocks of `size` queries and the keys in their windows, which needs no mask of
+        tokens x tokens.
+        """
         assert self.window is not None
         earlier, outs = key.shape[2] - query.shape[2], []
         for begin in range(0, query.shape[2], size):
@@ -142,11 +147,12 @@ class _DocumentAttention:
 def _with_sinks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, logits: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values with a further key before the others, whose product with each query of head h is
+    """Adds attention sinks to queries, keys and values: a first key whose product with each query of head h is
     `logits[h]` and whose value is zero.
 
-    It needs a further column in which queries are one and the other keys zero. So kernels without a mask compute
-    attention with sinks, and their gradients. Columns are added by eight, as kernels on GPUs want.
+    The product comes from one more column, in which queries are one and all other keys zero. So kernels without masks
+    can compute attention with sinks and its gradients. Eight columns are added, because GPU kernels need multiples of
+    eight.
     """
     columns = _SINK_COLUMNS
     query = functional.pad(functional.pad(query, (0, 1), value=1.0), (0, columns - 1))
@@ -174,28 +180,27 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
     is_key: torch.Tensor | None = None,
     **others: Any,  # noqa: ANN401 - what other implementations take
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query [rows, heads, tokens, width], key and value [rows, key heads, tokens,
-    width].
+    """Attention with transformers' interface: query [rows, heads, tokens, width], key and value [rows, key heads,
+    tokens, width]. Returns [rows, tokens, heads, value width].
 
-    Returns [rows, tokens, heads, value width]. `documents` has one entry for each row; with None each row is one
-    document, and with fewer queries than keys the queries are its last tokens (decoding with a cache). `shared` are the
-    tokens that each document continues, `MicroBatch.shared`: its queries attend to them too. With `sp_group` the
-    tensors have this rank's tokens, and `documents` describes whole rows. Without `sliding_window` the module's own
-    applies; in encoders it reaches as far in both directions. `s_aux` [heads] are attention sinks: a logit that each
-    head's softmax has beside those of the tokens (gpt_oss/modeling_gpt_oss.py:244). With `chosen` queries attend only
-    to these keys. With `packed`, which describes the same documents, one call attends to all of them; a call for each
-    remains where the kernel lacks what is asked for: sinks, dropout, chosen keys. A module whose `is_causal` is false
-    attends in both directions, as in transformers 5.23 (integrations/sdpa_attention.py:143). With `is_key`, bool [rows,
-    1, 1, keys], a single query of each row attends only to these keys. ModelError where another argument would change
-    the result.
+    `documents`: lengths of the documents of each row. With None each row is one document, and with fewer queries than
+    keys the queries are its last tokens (decoding with a cache). `shared`: number of tokens of an earlier document that
+    each document continues and also attends to (`MicroBatch.shared`). `sp_group`: the tensors hold this rank's tokens,
+    and `documents` describes whole rows. `sliding_window`: the module's own where None; in encoders it reaches as far
+    in both directions. `s_aux` [heads]: attention sinks, an additional logit in the softmax of each head
+    (gpt_oss/modeling_gpt_oss.py:244). `chosen`: keys to which queries attend. `packed`: the same documents in the form
+    of a kernel that attends to all of them in one call; sinks, dropout and chosen keys still need a call per document.
+    `is_key`, bool [rows, 1, 1, keys]: keys to which the single query of each row attends. A module whose `is_causal` is
+    false attends in both directions, as in transformers 5.23 (integrations/sdpa_attention.py:143). ModelError where
+    another argument would change the result.
     """
     check_arguments(module, others)
     assert attention_mask is None, "attention by document does not support masked tokens inside a row"
     if sp_group is not None:
         query, key, value = sp_group.gather_tokens_scatter_heads(query, key, value)
-        # Each rank has the gradient of its own heads' sinks; the sum over ranks is that of all.
+        # Each rank computes the gradient of the sinks of its own heads; the sum over ranks is the whole gradient.
         s_aux = None if s_aux is None else s_aux.chunk(sp_group.size)[sp_group.group_rank]
-    # transformers 5.23, qwen2_moe/modeling_qwen2_moe.py:226,254: the model applies its window only in the mask.
+    # transformers 5.23, qwen2_moe/modeling_qwen2_moe.py:226,254: the model applies its sliding window only in the mask.
     window, is_causal = sliding_window or getattr(module, "sliding_window", None), getattr(module, "is_causal", True)
     if packed is not None and s_aux is None and chosen is None and not dropout:
         out = attend_packed((query, key, value), packed, scaling=scaling, window=window, is_causal=is_causal)
@@ -217,7 +222,7 @@ def _attend_to_rows(
     shared: tuple[Documents, ...] | None,
     chosen: ChosenTokens | None,
 ) -> torch.Tensor:
-    """Attention of query, key and value [rows, heads, tokens, width], by document where rows have some."""
+    """Attention of query, key and value [rows, heads, tokens, width], within the documents of each row."""
     query, groups = parts[0], parts[0].shape[1] // parts[1].shape[1]
     parts = (query, repeat_kv(parts[1], groups), repeat_kv(parts[2], groups))
     if documents is None and chosen is None:
@@ -235,9 +240,9 @@ def _attend_to_rows(
 def _attend_in_batches(
     attend: _DocumentAttention, parts: Sequence[torch.Tensor], batches: _DocumentBatches
 ) -> torch.Tensor:
-    """Attention by document, as `_attend_to_rows`, where short documents of nearly the same length share a call. They
-    are padded at their ends, which no token before attends to. Keys begin with those of the tokens that documents
-    continue.
+    """Attention by document, where short documents of similar length share a call. They are padded at their ends, which
+    is invisible to earlier tokens because attention is causal. The keys of a document start with the tokens that it
+    continues.
     """
     shapes, order, of_keys, places = batches
     sizes = [[rows * tokens, *[rows * (continued + tokens)] * 2] for rows, tokens, continued in shapes]
@@ -254,9 +259,10 @@ def _attend_in_batches(
 
 @lru_cache(maxsize=4)
 def _document_batches(documents: tuple[Documents, ...], shared: tuple[Documents, ...] | None) -> _DocumentBatches:
-    """The documents of each batch, the tokens of the longest one, and how many other tokens each of them continues; the
-    tokens of all batches among those of the rows, with the last token of a document in the place of padding; the same
-    with the tokens that they continue before them; and where each token of the rows is among the former.
+    """Batches of documents for `_attend_in_batches`. For each batch: number of documents, tokens of the longest, and
+    number of other tokens that each continues. Then three index tensors: queries of all batches among the tokens of the
+    flattened rows (padding repeats a document's last token), keys likewise, and for each token of the rows its index
+    among the queries.
     """
     lengths = np.array([length for row in documents for length in row])
     begins, origins, continued = find_origins(documents, shared or [(0,) * len(row) for row in documents])
@@ -289,23 +295,25 @@ def check_arguments(module: nn.Module, others: Mapping[str, Any]) -> None:
 
 
 def _unknown(others: Mapping[str, Any]) -> list[str]:
-    """Names of arguments that change the result: tensors such as a bias of positions, a softcap, no causality."""
+    """Names of arguments that would change the result: tensors such as a position bias, a softcap, `is_causal`
+    false.
+    """
     tensors = {name for name, value in others.items() if isinstance(value, torch.Tensor)} - set(_WITHOUT_EFFECT)
     plain = {"softcap": (None,), "is_causal": (None, True)}
     return sorted(tensors) + [name for name, values in plain.items() if others.get(name) not in values]
 
 
 def mask_context(lm: PreTrainedModel) -> AbstractContextManager[None]:
-    """What is open while `lm` makes masks for rows without masked tokens."""
+    """Context within which `lm` makes its attention masks for rows without padding."""
     is_told = lm.config._attn_implementation in KNOWS_DOCUMENTS
     return without_search_for_documents() if is_told else nullcontext()
 
 
 def flash_arguments(documents: Sequence[Documents], device: torch.device) -> dict[str, Any]:
-    """Arguments that tell FlashAttention where documents begin; it concatenates the rows of a batch.
+    """Arguments that tell FlashAttention where documents begin in the concatenated rows of a batch.
 
     transformers 5.23 derives them only for batches of one row (modeling_flash_attention_utils.py:574). The bounds are
-    int32, and the maximum lengths plain numbers, as torch's kernels need them.
+    int32, and the maximum lengths Python numbers, as torch's kernels need them.
     """
     packed = pack_documents(documents, device)
     bounds, longest = packed.bounds, packed.longest
@@ -324,7 +332,9 @@ def attend_by_lengths(  # noqa: PLR0913 - transformers' interface
     sliding_window: int | None = None,
     **others: Any,  # noqa: ANN401 - what other implementations take
 ) -> tuple[torch.Tensor, None]:
-    """Attention that takes documents from `flash_arguments`, as FlashAttention does; without them each row is one."""
+    """Attention that reads the documents from `flash_arguments`, as FlashAttention does; without them each row is one
+    document.
+    """
     assert attention_mask is None, "this attention does not support masked tokens inside a row"
     rows, _, tokens, width = query.shape
     lengths = [tokens] * rows if cu_seq_lens_q is None else cu_seq_lens_q.diff().tolist()
@@ -344,7 +354,7 @@ def _row(
     lengths: Documents | None,
     chosen: Sequence[torch.Tensor | None] | None = None,
 ) -> torch.Tensor:
-    """Attention within the documents of one row, which is a document itself where `lengths` is None."""
+    """Attention within the documents of one row; the row is a single document where `lengths` is None."""
     split = [[tensor] if lengths is None else tensor.split(lengths, dim=2) for tensor in parts]
     documents = zip(*split, chosen or [None] * len(split[0]), strict=True)
     return torch.cat([attend(*document) for document in documents], dim=2)

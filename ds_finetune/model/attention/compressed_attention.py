@@ -1,10 +1,11 @@
-"""Attention of DeepSeek-V4 by document: to a window of tokens, and to entries that each hold some tokens compressed.
+"""Attention of DeepSeek-V4 within documents. Queries attend to a window of earlier tokens, and to compressed entries.
 
-An entry is a mean of the tokens of a window of `compress_rate` tokens, and where windows overlap also of the window
-before; a document's last tokens that fill no window are in none. An indexer chooses `index_topk` of them for a query.
+An entry is a weighted mean of the keys of `compress_rate` consecutive tokens (a window), or of this window and the one
+before where windows overlap. A document's last tokens that fill no window belong to no entry. An indexer chooses
+`index_topk` entries for each query.
 
-Sequence parallel ranks hold the queries of their tokens, the tokens of a window before these, and all entries: each
-makes those whose last token it has, of tokens that it has or gets from the ranks before.
+A sequence parallel rank holds the queries of its tokens, the window of tokens before them, and all entries. Each rank
+computes the entries whose last token it holds, from its own tokens and those received from earlier ranks.
 """
 
 import math
@@ -44,35 +45,36 @@ from ds_finetune.model.parallel.rank_group import RankGroup
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 
 PRODUCTS_AT_ONCE = 2**26
-"""Products of queries and keys that are computed at a time, of all heads: 0.25 GiB in fp32."""
+"""Bound on query-key products in memory at once, over all heads: 0.25 GiB in fp32."""
 _SCORES_AT_ONCE = 2**24
-"""Products of an indexer's queries and keys that are computed at a time, of all its heads: 64 MiB."""
+"""Bound on an indexer's query-key products in memory at once, over all its heads: 64 MiB."""
 _QUERIES = 72
-"""Queries at a time at most. With more, each is multiplied with more keys that only others of them see; with fewer,
-there are more operations.
+"""Maximum number of queries per block. In larger blocks each query is multiplied with more keys that only other queries
+see; smaller blocks need more operations.
 """
 _LOG2_E = 1 / math.log(2)
 
 
 class _Seen(NamedTuple):
-    """What queries attend to, for all parts of a forward."""
+    """The tokens and entries that the queries of a forward attend to."""
 
     tokens: SeenTokens
     entries: Entries | None
     scored: ScoreInputs | None
-    """What an indexer scores entries from; None where queries see all up to their own."""
+    """Inputs of the indexer's scores of entries; None where queries attend to all entries up to their own position."""
     topk: int
-    """How many entries an indexer chooses for a query; 0 where it chooses none."""
+    """Number of entries that the indexer chooses for a query; 0 without an indexer."""
     scale: float
-    """The scale of products that the indexer makes."""
+    """Factor of the indexer's query-key products."""
 
     def parts(self, heads: int) -> tuple[QueryPart, ...]:
-        """All queries, some at a time."""
+        """All queries of the forward, in blocks."""
         return parts_of(self.tokens, self.entries, self.topk, _QUERIES, PRODUCTS_AT_ONCE // heads)
 
     def choose(self, part: QueryPart) -> torch.Tensor | None:
-        """The best entries of `part` for each query, int64 [queries, chosen], some of which it may not see; None where
-        each sees so few that all are chosen. Some entries are scored at a time, of which the best so far are kept.
+        """The entries with the highest scores for each query of `part`, int64 [queries, chosen]; some of them may be
+        invisible to the query. None where each query sees at most `topk` entries. Scores are computed in blocks of
+        entries, keeping the best so far.
         """
         if self.scored is None or self.entries is None:
             return None
@@ -95,7 +97,7 @@ class _Seen(NamedTuple):
         return best[1]
 
     def bias(self, part: QueryPart, chosen: torch.Tensor | None) -> torch.Tensor:
-        """0 where a query of `part` attends to one of its tokens and entries, else -inf, fp32 [queries, 1, keys]."""
+        """Additive mask, fp32 [queries, 1, keys]: 0 where a query of `part` attends to a token or entry, else -inf."""
         seen = self._seen(part, chosen) if part.seen is None else part.seen
         if part.keeps_seen and chosen is None:
             part.seen = seen
@@ -112,18 +114,20 @@ class _Seen(NamedTuple):
         return torch.cat([seen, self.sees(part.queries, entry)], dim=1)
 
     def sees(self, queries: slice, entry: torch.Tensor) -> torch.Tensor:
-        """Whether each of `queries` may see entries: the same for all, or those of each query in its row."""
+        """Whether each of `queries` may attend to entries; `entry` has numbers common to all queries, or a row for each
+        query.
+        """
         assert self.entries is not None
         return (entry >= self.entries.first[queries, None]) & (entry < self.entries.end[queries, None])
 
 
 class _Attention(torch.autograd.Function):
-    """Attention whose values are its keys and whose softmax has a sink: query [tokens, heads, width], tokens [tokens,
-    width], entries [entries, width] and sinks [heads] to [tokens, heads, width]; the logarithms to base 2 of the
-    softmax's sums, [tokens, heads]; and the chosen entries of each part, which `_Seen.choose` describes.
+    """Attention whose values are its keys and whose softmax has a sink.
 
-    Numbers for each query and key are computed for some queries at a time, and again in backward. Powers of 2 are
-    several times as fast on a CPU as those of e where many are 0.
+    Inputs: query [tokens, heads, width], tokens [tokens, width], entries [entries, width] and sinks [heads]. Outputs:
+    [tokens, heads, width]; base-2 logarithms of the softmax's sums, [tokens, heads]; the chosen entries of each block
+    (`_Seen.choose`). Products of queries and keys are computed in blocks of queries, and recomputed in backward. On a
+    CPU, powers of 2 are several times faster than those of e where many are 0.
     """
 
     @staticmethod
@@ -175,7 +179,9 @@ class _Attention(torch.autograd.Function):
 
 
 class _Keys:
-    """The tokens and entries that queries attend to: a range of entries, or those that are chosen for each query."""
+    """The tokens and entries that a block of queries attends to: a range of entries, or entries chosen for each
+    query.
+    """
 
     def __init__(self, tokens: torch.Tensor, entries: torch.Tensor, among: slice, chosen: torch.Tensor | None) -> None:
         self._among, self._chosen, self._number = among, chosen, len(tokens)
@@ -183,12 +189,12 @@ class _Keys:
         self._own = None if chosen is None else entries[chosen]
 
     def products(self, query: torch.Tensor) -> torch.Tensor:
-        """The products of queries [queries, heads, width] and keys, [queries, heads, keys]."""
+        """Products of queries [queries, heads, width] with all keys, [queries, heads, keys]."""
         shared = query @ self._shared.T
         return shared if self._own is None else torch.cat([shared, query @ self._own.transpose(1, 2)], -1)
 
     def sums(self, weights: torch.Tensor) -> torch.Tensor:
-        """The weighted sums of keys [queries, heads, width]."""
+        """Weighted sums of the keys, [queries, heads, width]."""
         if self._own is None:
             return weights @ self._shared
         return (weights[..., : self._number] @ self._shared).add_(weights[..., self._number :] @ self._own)
@@ -196,7 +202,7 @@ class _Keys:
     def add_gradients(
         self, weights: torch.Tensor, query: torch.Tensor, of_tokens: torch.Tensor, of_entries: torch.Tensor
     ) -> None:
-        """Add the sums of queries, weighted for each key, to those of tokens and entries."""
+        """Add the gradients of tokens and entries: for each key the sum of `query` vectors times `weights`."""
         if self._chosen is None:
             found = weights.flatten(0, 1).T @ query.flatten(0, 1)
             of_tokens += found[: self._number]
@@ -208,9 +214,9 @@ class _Keys:
 
 
 class _EntryWeights(NamedTuple):
-    """The attention that an indexer of entries follows: their shares of the weights that the softmax over tokens,
-    entries and the sink gives, from query [tokens, heads, width], entries [entries, width], the logarithms of that
-    softmax's sums [tokens, heads] and the chosen entries of each part.
+    """Target distribution of the indexer of compressed entries: attention weights of entries within the softmax over
+    tokens, entries and sink. The tensors that it reads are query [tokens, heads, width], entries [entries, width],
+    base-2 logarithms of the softmax's sums [tokens, heads], and the chosen entries of each block.
     """
 
     scale: float
@@ -219,7 +225,7 @@ class _EntryWeights(NamedTuple):
     seen: _Seen
 
     def parts(self, index: ScoreInputs, tensors: Sequence[Any]) -> Iterator[KeyPart]:
-        """The parts of attention, divided where all entries need more memory."""
+        """The blocks of queries of the attention, split further where products with all entries need more memory."""
         heads = max(index.query.shape[1], tensors[0].shape[1])
         for whole in self.seen.parts(tensors[0].shape[1]):
             entries = whole.entries.stop - whole.entries.start
@@ -228,7 +234,7 @@ class _EntryWeights(NamedTuple):
                 yield KeyPart(slice(begin, min(begin + size, whole.queries.stop)), whole.entries)
 
     def weights(self, part: KeyPart, tensors: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weights summed over heads, and which entries are seen."""
+        """Attention weights of the entries, summed over heads, and a mask of the entries that each query sees."""
         query, entries, log_sum, *chosen = tensors
         entry = torch.arange(part.keys.start, part.keys.stop, device=query.device)
         is_seen = self.seen.sees(part.queries, entry)
@@ -249,7 +255,7 @@ def _wide(tensor: torch.Tensor) -> torch.dtype:
 def _attend(
     query: torch.Tensor, keys: _Keys, sinks: torch.Tensor, bias: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output of queries, and the logarithms of their softmax's sums to base 2."""
+    """The output of queries, and the base-2 logarithms of their softmax's sums."""
     logits = torch.add(bias, keys.products(query), alpha=scaling * _LOG2_E)
     sinks = sinks.to(logits.dtype) * _LOG2_E
     most = torch.maximum(logits.amax(-1), sinks)
@@ -259,7 +265,7 @@ def _attend(
 
 
 def rotate_last_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_back: bool = False) -> torch.Tensor:
-    """Turn pairs of the last columns of `x` [rows, tokens, heads, width] by cosines and sines, or turn them back
+    """Rotary embedding of pairs of the last columns of `x` [rows, tokens, heads, width]; `is_back` rotates back
     (transformers 5.23, deepseek_v4/modeling_deepseek_v4.py:335-357).
     """
     angles = torch.complex(cos.float(), (-sin if is_back else sin).float())[:, :, None]
@@ -269,8 +275,8 @@ def rotate_last_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, 
 
 
 class CompressorByDocument(nn.Module):
-    """Mixed into transformers' compressors and indexer: the entries of each document, [entries, width], the same on
-    every sequence parallel rank.
+    """Mixed into transformers' compressors and indexer: computes the entries of each document, [entries, width],
+    identical on every sequence parallel rank.
     """
 
     compress_rate: int
@@ -283,11 +289,14 @@ class CompressorByDocument(nn.Module):
     rotate = staticmethod(rotate_last_pairs)
     indexer: "IndexerByDocument"
     chooses = False
-    """Whether documents may have more entries than an indexer chooses. Under ZeRO-3 its parameters are gathered, which
-    all ranks must do equally often, so this is not decided by the documents of a forward."""
+    """Whether documents may have more entries than the indexer chooses. Under ZeRO-3 every rank must gather the
+    indexer's parameters equally often, so this does not depend on the documents of a forward.
+    """
 
     def forward(self, hidden: torch.Tensor, *others: Any, rows: RowShards | None = None, sp_group: Any = None) -> Any:  # noqa: ANN401
-        """transformers' own result, and with `rows` entries and what an indexer scores them from, of flattened rows."""
+        """transformers' own result; with `rows`, the entries of the flattened rows and the inputs of the indexer's
+        scores.
+        """
         if rows is None:
             return super().forward(hidden, *others)
         is_scored = self.chooses and hasattr(self, "indexer")
@@ -296,11 +305,11 @@ class CompressorByDocument(nn.Module):
 
     @property
     def series(self) -> int:
-        """How many windows an entry is a mean of: 2 where they overlap."""
+        """Number of windows that an entry is a mean of: 2 where windows overlap, else 1."""
         return int(self.kv_proj.out_features) // self.head_dim
 
     def layout(self, rows: RowShards, device: torch.device) -> Entries:
-        """The entries of `rows`."""
+        """Positions and visibility of the entries of `rows`."""
         return entries_of(rows, self.compress_rate, self.series * self.compress_rate - 1, device)
 
     def entries(
@@ -313,7 +322,7 @@ class CompressorByDocument(nn.Module):
             before = self.series * self.compress_rate - 1
             value, gate = sp_group.with_tokens_before(torch.cat([value, gate], dim=-1), before).chunk(2, dim=-1)
         value, gate = (_in_windows(part.flatten(0, 1), layout, self.series) for part in (value, gate))
-        # transformers keeps the bias in fp32, and the sum with it.
+        # The position bias stays in fp32, as in transformers, and so does the sum.
         bias = torch.cat(self.position_bias.chunk(self.series, dim=-1))
         gate = gate + bias.to(torch.promote_types(gate.dtype, torch.float32))
         if self.series > 1:
@@ -330,8 +339,9 @@ class CompressorByDocument(nn.Module):
 
 
 def _in_windows(tokens: torch.Tensor, layout: Entries, series: int) -> torch.Tensor:
-    """From [tokens, series x width] the tokens of each entry, [entries, series x rate, width]: the last columns of its
-    window, and before them the first columns of the window before. A document's first window has none, and gets others.
+    """Tokens of each entry, [entries, series x rate, width], from [tokens, series x width]. With two series, the first
+    columns of the preceding window come before the last columns of the entry's own window. For a document's first
+    window the preceding one is arbitrary, and masked later.
     """
     windows = layout.windows
     of_series = [(windows - windows.shape[1]).clamp_min(0), windows][-series:]
@@ -339,14 +349,16 @@ def _in_windows(tokens: torch.Tensor, layout: Entries, series: int) -> torch.Ten
 
 
 class IndexerByDocument(CompressorByDocument):
-    """Mixed into transformers' indexer. Its own loss trains it, or none; the model gets no gradient from it."""
+    """Mixed into transformers' indexer. It is trained only by its own loss, if at all; no gradient flows from it to the
+    model.
+    """
 
     q_b_proj: nn.Linear
     scorer: Any
     is_trained = False
 
     def forward(self, hidden: torch.Tensor, *others: Any, rows: RowShards | None = None, sp_group: Any = None) -> Any:  # noqa: ANN401
-        """transformers' own result, and with `rows` what it scores the entries of flattened rows from."""
+        """transformers' own result; with `rows`, the inputs of the scores of entries of the flattened rows."""
         if rows is None:
             return super().forward(hidden, *others)
         low_rank, positions = others[:2]
@@ -369,7 +381,7 @@ class IndexerByDocument(CompressorByDocument):
 
 
 class CompressedAttention(nn.Module):
-    """Mixed into transformers' attention of DeepSeek-V4."""
+    """Mixed into transformers' attention of DeepSeek-V4: attention within documents, and training of indexers."""
 
     config: PretrainedConfig
     by_document: bool
@@ -390,9 +402,11 @@ class CompressedAttention(nn.Module):
     compressor: CompressorByDocument | None
     rotate = staticmethod(rotate_last_pairs)
     collector: DivergenceCollector | None = None
-    """None where its indexer is not trained, or there is none."""
+    """Collects the loss of a trained indexer; None where the layer's indexer is not trained, or there is none."""
     for_heads: Callable[[torch.Tensor], torch.Tensor] = staticmethod(lambda shared: shared)
-    """What tensor parallel ranks do with what the heads of all ranks attend to."""
+    """Applied to keys that the heads of all tensor parallel ranks share; sums their gradients over ranks where heads
+    are sharded.
+    """
 
     def forward(  # noqa: PLR0913 - transformers' interface
         self,
@@ -404,9 +418,9 @@ class CompressedAttention(nn.Module):
         sp_group: SequenceParallelGroup | None = None,
         **others: Any,  # noqa: ANN401 - a cache, and what other implementations take
     ) -> tuple[torch.Tensor, None]:
-        """Hidden states [batch, tokens, width] before and after; None in place of attention weights.
+        """Maps hidden states [batch, tokens, width]; returns None in place of attention weights.
 
-        With a cache, the attention is transformers' own, which needs a mask where BY_DOCUMENT has none.
+        With a cache, transformers' own attention runs, and gets the mask that BY_DOCUMENT leaves out.
         """
         cached = take_cache(others)
         if not self.by_document or cached is not None:
@@ -440,8 +454,8 @@ class CompressedAttention(nn.Module):
         return self.o_b_proj(self.o_a_proj(out).flatten(2)), None
 
     def _attend(self, query: torch.Tensor, tokens: torch.Tensor, entries: torch.Tensor, seen: _Seen) -> torch.Tensor:
-        """The outputs of heads, [tokens, heads, width]; the collector gets how far the indexer's scores are from what
-        entries get.
+        """The outputs of heads, [tokens, heads, width]. The collector gets the divergence of the indexer's scores from
+        the attention weights of entries.
         """
         scored, collector = seen.scored, self.collector
         if collector is not None and collector.attends_to_all:
@@ -456,7 +470,7 @@ class CompressedAttention(nn.Module):
         return out  # type: ignore[no-any-return]
 
     def _cached_mask(self, hidden: torch.Tensor, cache: Any) -> torch.Tensor:  # noqa: ANN401 - transformers' Cache
-        """What the next tokens of a text see of those in the window: [1, 1, tokens, cached tokens + tokens]."""
+        """Sliding-window mask of the next tokens of a text with a cache, [1, 1, tokens, cached tokens + tokens]."""
         layer, number = cache.layers[self.layer_idx], hidden.shape[1]
         cached = layer.keys.shape[-2] if layer.is_initialized else 0
         distance = torch.arange(cached, cached + number)[:, None] - torch.arange(cached + number)
@@ -466,7 +480,7 @@ class CompressedAttention(nn.Module):
 
 
 def _choice_of(compressor: CompressorByDocument) -> tuple[int, float]:
-    """How many entries the indexer of a compressor chooses, and the scale of its products."""
+    """Number of entries that the compressor's indexer chooses, and the factor of its products."""
     indexer: Any = getattr(compressor, "indexer", None)
     return (0, 1.0) if indexer is None else (indexer.index_topk, indexer.scorer.softmax_scale)
 
@@ -479,7 +493,7 @@ def _mixins() -> dict[type[nn.Module], type[nn.Module]]:
 
 
 def install_compressed_attention(lm: PreTrainedModel) -> None:
-    """Make attention of DeepSeek-V4 work by document, in place; other models stay as they are."""
+    """Make DeepSeek-V4's attention work by document, in place; other models are unchanged."""
     if not family_of(lm.config.model_type).compresses:
         return
     if lm.config.attention_dropout:
@@ -493,7 +507,7 @@ def install_compressed_attention(lm: PreTrainedModel) -> None:
         if mixin is not None:
             replace_compressed(module, mixin)
         if mixin is CompressedAttention:
-            # transformers' own attention, with a cache, is eager.
+            # With a cache, transformers' own attention runs, which is `eager`.
             module.config, module.by_document = copy(module.config), by_document
             if by_document:
                 module.config._attn_implementation = "eager"

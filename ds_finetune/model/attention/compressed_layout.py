@@ -1,7 +1,8 @@
-"""The tokens and entries that queries of DeepSeek-V4's attention see: of packed rows, on sequence parallel ranks.
+"""Index ranges of the tokens and entries that queries of DeepSeek-V4's attention may attend to, for packed rows and
+sequence parallel ranks.
 
-Rows are flattened, and the entries of all documents are in the order of their tokens: a query attends to a range of
-tokens and in a range of entries, with which some queries at a time are compared.
+Rows are flattened, and the entries of all documents are in the order of their tokens. So each query attends to a
+contiguous range of tokens and of entries, and a block of queries is multiplied with the union of their ranges.
 """
 
 from dataclasses import dataclass
@@ -15,13 +16,15 @@ import torch
 from ds_finetune.model.attention.by_document import Documents
 
 _LAYOUTS = 8
-"""Layouts of documents that are kept: those of a forward by compression rate, for all of its layers."""
+"""Size of the caches of layouts: the layers of a forward share one layout per compression rate."""
 _KEPT_PAIRS = 2**20
-"""Pairs of queries and keys of which a layout keeps, in 1 MiB, which are seen; those of more are computed by layer."""
+"""Maximum number of query-key pairs for which a layout keeps its boolean mask (1 MiB); larger masks are recomputed in
+each layer.
+"""
 
 
 class RowShards(NamedTuple):
-    """The documents of rows, and which of the equal shards of each row this rank has."""
+    """The lengths of the documents of each row, the number of equal shards of a row, and this rank's shard."""
 
     documents: tuple[Documents, ...]
     sp: int = 1
@@ -29,17 +32,17 @@ class RowShards(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens of a row on a rank."""
+        """Number of tokens of a row on each rank."""
         return sum(self.documents[0]) // self.sp
 
     def own(self, of_tokens: np.ndarray) -> np.ndarray:
-        """What belongs to this rank's tokens, of an array with something for each token of the flattened rows."""
+        """The elements of this rank's tokens, from an array with one element per token of the flattened rows."""
         begin = self.rank * self.tokens
         return of_tokens.reshape(len(self.documents), -1)[:, begin : begin + self.tokens].reshape(-1)
 
     def places(self, tokens: np.ndarray, before: int) -> np.ndarray:
-        """Where some of the flattened rows' tokens are, after `before` tokens of earlier ranks in front of each row's
-        shard, or all where there are fewer.
+        """Indices of tokens of the flattened rows within this rank's shards. Each shard is preceded by `before` tokens
+        of earlier ranks, or all of them where there are fewer.
         """
         begin, (row, in_row) = self.rank * self.tokens, np.divmod(tokens, self.tokens * self.sp)
         before = min(before, begin)
@@ -48,52 +51,58 @@ class RowShards(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """The entries of documents whose rows are flattened, and what each of this rank's tokens sees of them."""
+    """The entries of the documents of flattened rows, and the entries that each token of this rank may attend to."""
 
     windows: torch.Tensor
-    """Tokens of the window of each entry that this rank makes, int64 [own entries, rate]; those of the windows before
-    are `rate` places earlier.
+    """Indices of the tokens of each entry that this rank computes, int64 [own entries, rate]; the preceding window is
+    `rate` tokens earlier.
     """
     is_first: torch.Tensor
     """Whether an entry is the first of its document, bool [own entries]."""
     positions: torch.Tensor
     """The position in its document of the first token of each entry's window, int64 [own entries]."""
     order: torch.Tensor
-    """Where each entry is among those of all ranks, of which each gives `most`, int64 [entries]."""
+    """Index of each entry in the result of the all-gather, where every rank contributes `most` entries (padded), int64
+    [entries].
+    """
     most: int
     first: torch.Tensor
     """The first entry of each token's document, int64 [tokens]."""
     end: torch.Tensor
-    """One past the last entry that each token sees: those whose windows end at it or before, int64 [tokens]."""
+    """One past the last entry that each token may attend to, int64 [tokens]: entries whose window ends at the token or
+    before.
+    """
     ranges: tuple[np.ndarray, np.ndarray]
-    """`first` and `end` in host memory."""
+    """`first` and `end` as numpy arrays in host memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class SeenTokens:
-    """What each of this rank's tokens sees of them and those before."""
+    """For each token of this rank, the range of tokens that it attends to within the window, as indices into its shards
+    with their preceding tokens.
+    """
 
     own: torch.Tensor
-    """The token itself, int64 [tokens]."""
+    """Index of the token itself, which is the last it attends to, int64 [tokens]."""
     first: torch.Tensor
-    """The first token that it sees: a window's, or its document's; int64 [tokens]."""
+    """First token that it attends to: the start of the window or of the document, int64 [tokens]."""
     places: np.ndarray
-    """`own` in host memory."""
+    """`own` as a numpy array in host memory."""
     begins: np.ndarray
-    """`first` in host memory."""
+    """`first` as a numpy array in host memory."""
     starts: np.ndarray
-    """The first of this rank's tokens of each document, and how many tokens it has."""
+    """Where each document begins among this rank's tokens, and last the number of these tokens."""
 
 
 def _begins(documents: tuple[Documents, ...]) -> np.ndarray:
-    """The first token of the document of each token of flattened rows."""
+    """Index of the first token of its document, for each token of the flattened rows."""
     lengths = [length for row in documents for length in row]
     return np.repeat(np.cumsum([0, *lengths])[:-1], lengths)
 
 
 @lru_cache(_LAYOUTS)
 def tokens_of(shards: RowShards, window: int, device: torch.device) -> SeenTokens:
-    """What tokens see of rows, each of up to `window` tokens."""
+    """The range of up to `window` tokens that each token attends to."""
     begins = _begins(shards.documents)
     first = np.maximum(begins, np.arange(len(begins)) - window + 1)
     own, seen = (shards.places(shards.own(of), window - 1) for of in (np.arange(len(begins)), first))
@@ -103,7 +112,9 @@ def tokens_of(shards: RowShards, window: int, device: torch.device) -> SeenToken
 
 @lru_cache(_LAYOUTS)
 def entries_of(shards: RowShards, rate: int, before: int, device: torch.device) -> Entries:
-    """The entries of documents, each for `rate` tokens, where each rank has `before` tokens of those before its own."""
+    """The entries of documents, each for `rate` tokens; `before` is the number of preceding tokens that each rank
+    holds.
+    """
     sizes = np.array([length for row in shards.documents for length in row], dtype=np.int64)
     begins, number = np.cumsum(sizes) - sizes, sizes // rate
     first_entries = np.cumsum(number) - number
@@ -124,20 +135,21 @@ def entries_of(shards: RowShards, rate: int, before: int, device: torch.device) 
 
 @dataclass(eq=False)
 class QueryPart:
-    """Some queries, and the tokens and entries that any of them may see."""
+    """A block of queries, and the range of tokens and entries that any of them may attend to."""
 
     queries: slice
     tokens: slice
     entries: slice
     keeps_seen: bool = False
     seen: torch.Tensor | None = None
-    """Which of `tokens` and `entries` each query sees, bool [queries, keys], where it is kept and has been computed."""
+    """Mask of `tokens` and `entries` by query, bool [queries, keys], once computed and where it is kept."""
 
 
 @lru_cache(_LAYOUTS)
 def parts_of(tokens: SeenTokens, entries: Entries | None, topk: int, queries: int, pairs: int) -> tuple[QueryPart, ...]:
-    """All queries, up to `queries` of a document or of several whole ones at a time, and fewer where they have more
-    than `pairs` with keys; with the tokens from the first that one of them sees.
+    """Blocks of queries: at most `queries` of one document, or several whole documents, and fewer where a block would
+    have more than `pairs` query-key products. The tokens of a block start with the first that one of its queries
+    attends to.
     """
     own, seen, stops = tokens.places, tokens.begins, [0]
     for begin, stop in pairwise(tokens.starts.tolist()):

@@ -1,8 +1,8 @@
-"""DeepSeek sparse attention (DeepSeek-V3.2) by document.
+"""DeepSeek sparse attention (DeepSeek-V3.2) within documents.
 
-An indexer scores the earlier tokens of a document for each query, and the query attends to the `index_topk` best. In
-documents of at most `index_topk` tokens these are all tokens, so an indexer that is not trained is run only where some
-may be longer.
+An indexer scores the earlier tokens of a document for each query, and the query attends to the `index_topk` best. In a
+document of at most `index_topk` tokens these are all tokens, so an indexer that is not trained only runs where a
+document may be longer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,57 +21,59 @@ from ds_finetune.model.parallel.rank_group import RankGroup
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 
 SCORES_AT_ONCE = 2**27
-"""Scores that are computed at a time, fp32 [heads, queries, keys]: 0.5 GiB."""
+"""Bound on scores in memory at once, fp32 [heads, queries, keys]: 0.5 GiB."""
 
 
 class ScoreInputs(NamedTuple):
-    """What scores of an indexer are computed from; of one document without the first dimension."""
+    """Inputs of an indexer's scores; for a single document without the batch dimension."""
 
     query: torch.Tensor
-    """[batch, tokens, heads, width]"""
+    """Indexer queries [batch, tokens, heads, width]."""
     key: torch.Tensor
-    """[batch, tokens, width]; with a cache there are more keys than queries."""
+    """Indexer keys [batch, tokens, width]; with a cache there are more keys than queries."""
     weight: torch.Tensor
-    """fp32 [batch, tokens, heads]"""
+    """Weights of the indexer's heads, fp32 [batch, tokens, heads]."""
 
 
 @dataclass(frozen=True)
 class Attended:
-    """The attention of a layer that an indexer follows."""
+    """A layer's attention, whose weights are the target of its indexer."""
 
     query: torch.Tensor
-    """[batch, heads, tokens, width], of this rank's heads."""
+    """Queries of this rank's heads, [batch, heads, tokens, width]."""
     key: torch.Tensor
-    """As `query`."""
+    """Keys of this rank's heads, [batch, heads, tokens, width]."""
     scaling: float
     groups: tuple[RankGroup, ...]
-    """Ranks that have the other heads."""
+    """Groups of ranks that hold the other heads, over which weights are summed."""
 
 
 class KeyPart(NamedTuple):
-    """Some queries, and the keys that any of them may see."""
+    """A block of queries, and the range of keys that any of them may attend to."""
 
     queries: slice
     keys: slice
 
 
 class FollowedWeights(Protocol):
-    """The attention that the scores of some queries follow; the tensors that it is computed from are not in it."""
+    """Attention whose weights are the target distribution of an indexer. Tensors are passed to its methods, not
+    held.
+    """
 
     @property
     def scale(self) -> float:
-        """The scale of products that the indexer makes."""
+        """Factor of the indexer's query-key products."""
 
     @property
     def groups(self) -> tuple[RankGroup, ...]:
-        """Ranks that have the other heads."""
+        """Groups of ranks that hold the other heads."""
 
     def parts(self, index: ScoreInputs, tensors: Sequence[Any]) -> Iterator[KeyPart]:
-        """All queries, some at a time."""
+        """All queries, in blocks."""
 
     def weights(self, part: KeyPart, tensors: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """What attention gives the keys of a part, summed over this rank's heads, fp32 [queries, keys], and
-        which of them each query sees, bool [queries, keys].
+        """Attention weights of the keys of a block, summed over this rank's heads, fp32 [queries, keys], and a mask of
+        the keys that each query sees, bool [queries, keys].
         """
 
 
@@ -91,10 +93,11 @@ def divergences(
     documents: Sequence[Sequence[int]],
     chosen: Sequence[Sequence[torch.Tensor | None]] | None,
 ) -> torch.Tensor:
-    """D_KL(p || softmax(I)) of each query in nats, fp32 [batch, tokens]; only `scored` gets a gradient.
+    """D_KL(p || softmax(I)) of each query in nats, fp32 [batch, tokens], of indexer scores I from attention weights p;
+    only `scored` gets a gradient.
 
-    `documents` are the lengths of the documents of each row. `chosen` are the tokens that a query attends to, bool
-    [queries, keys] for each document; with None, for all or for one, they are all earlier ones.
+    `documents` are the lengths of the documents of each row. `chosen` are the keys that queries attend to, bool
+    [queries, keys] for each document; None, for all documents or for one, means all earlier tokens.
     """
     followed = _DocumentWeights(scale, attended.groups, attended.scaling)
     rows = []
@@ -108,14 +111,14 @@ def divergences(
 
 
 def divergence_from(followed: FollowedWeights, scored: ScoreInputs, *tensors: torch.Tensor | None) -> torch.Tensor:
-    """D_KL(p || softmax(I)) of each query in nats, fp32 [queries]; only `scored` gets a gradient. p are the weights of
-    attention, computed from `tensors`, divided by their sum.
+    """D_KL(p || softmax(I)) of each query in nats, fp32 [queries]; only the inputs `scored` of the indexer's scores I
+    get a gradient. p are the attention weights computed from `tensors`, normalised over keys.
     """
     return _Divergence.apply(followed, *scored, *tensors)  # type: ignore[no-any-return]
 
 
 class _Divergence(torch.autograd.Function):
-    """Numbers for each query and key are computed for some queries at a time, and again in backward."""
+    """Divergences in blocks of queries; the products of queries and keys are recomputed in backward."""
 
     @staticmethod
     def forward(
@@ -134,7 +137,7 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        # Under activation checkpointing they may be read once.
+        # Read once, because activation checkpointing allows saved tensors to be read only once.
         saved, followed = ctx.saved_tensors, ctx.followed
         index, tensors = ScoreInputs(*saved[:3]), saved[3:]
         found = ScoreInputs(*(torch.zeros_like(tensor, dtype=torch.float32) for tensor in index))
@@ -156,23 +159,23 @@ def _of_part(index: ScoreInputs, part: KeyPart) -> ScoreInputs:
 def _divergence(
     index: ScoreInputs, followed: FollowedWeights, part: KeyPart, tensors: tuple[torch.Tensor | None, ...]
 ) -> torch.Tensor:
-    """The divergence of the queries of a part, fp32 [queries], of whose queries and keys `index` is."""
+    """The divergence of a block's queries, fp32 [queries]; `index` holds only the block's queries and keys."""
     with torch.no_grad():
         weights, is_seen = followed.weights(part, tensors)
         for group in followed.groups:
             weights = group.all_reduce(weights)
-        # A query that sees no key has no weights.
+        # A query without any visible key has no weights.
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
     scores = index_scores(index, followed.scale).masked_fill(~is_seen, float("-inf"))
-    # Where nothing is seen the logarithm is -inf and the weight 0.
+    # For invisible keys the logarithm is -inf and the weight 0; a logarithm of 0 avoids NaN.
     logs = scores.log_softmax(dim=-1).masked_fill(~is_seen, 0.0)
     return (torch.xlogy(weights, weights) - weights * logs).sum(dim=-1)
 
 
 @dataclass(frozen=True)
 class _DocumentWeights:
-    """The attention of a document to its own earlier tokens, from its query and key [heads, tokens, width], and which
-    tokens each attends to, bool [tokens, tokens], or all earlier ones.
+    """Attention of one document to its own earlier tokens. Tensors: query and key [heads, tokens, width], and a mask of
+    chosen tokens, bool [tokens, tokens], or None for all earlier ones.
     """
 
     scale: float
@@ -198,40 +201,40 @@ class _DocumentWeights:
 
 
 class Choice(NamedTuple):
-    """What an indexer gives its layer and those that share its choice."""
+    """Result of an indexer, for its layer and for later layers that share its choice."""
 
     tokens: ChosenTokens | None
-    """The chosen tokens; None where all are."""
+    """The chosen tokens; None where queries attend to all earlier tokens."""
     scored: ScoreInputs | None
-    """What its scores are computed from, with a gradient; None where it is not trained."""
+    """Inputs of the indexer's scores, with a gradient; None where the indexer is not trained."""
 
 
 class DivergenceCollector:
-    """Collects how far the scores of indexers are from the weights of attention, in each layer of a forward."""
+    """Collects, for each layer of a forward, the divergence of the indexer's scores from the attention weights."""
 
     def __init__(self, groups: tuple[RankGroup, ...], *, attends_to_all: bool) -> None:
         self.groups = groups
         self.attends_to_all = attends_to_all
-        """Whether attention is to all earlier tokens, whatever is chosen."""
+        """Whether queries attend to all earlier tokens instead of the chosen ones."""
         self.is_listening = False
         self.found: dict[int, torch.Tensor] = {}
         """The divergence of each query in nats, fp32 [rows, tokens], by layer."""
 
     def is_needed(self, *, in_training: bool) -> bool:
-        """Whether a layer has to compute its divergence: in the forwards of the loss, and where activation
-        checkpointing repeats one in backward, which must compute what the forward did.
+        """Whether a layer has to compute its divergence: in forwards of the loss, and where activation checkpointing
+        recomputes such a forward in backward, since recomputation must save the same tensors.
         """
         return self.is_listening or (in_training and torch.is_grad_enabled())
 
     def add(self, layer: int, values: torch.Tensor) -> None:
-        """Take the divergences of a layer, unless its forward is repeated."""
+        """Store the divergences of a layer, except during recomputation."""
         if self.is_listening:
             self.found[layer] = values
 
 
 class IndexedAttention(nn.Module):
     """Mixed into a family's attention: that of transformers 5.23 (deepseek_v32/modeling_deepseek_v32.py:410-480) with
-    the tokens chosen in each document instead of a mask over the row.
+    tokens chosen within each document instead of a mask over the row.
     """
 
     config: PretrainedConfig
@@ -242,14 +245,15 @@ class IndexedAttention(nn.Module):
     indexer: Any
     expand_kv: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     rotate = staticmethod(rotate)
-    """Turns queries and keys."""
+    """Applies the rotary embedding to queries and keys."""
     rotates_pairs: bool
-    """Whether the indexer's rotary embedding turns pairs of neighbouring columns, not the two halves."""
+    """Whether the indexer's rotary embedding rotates pairs of neighbouring columns instead of the two halves."""
     chooses = False
-    """Whether documents may be longer than `index_topk`, or indexers are trained. Under ZeRO-3 the indexer's parameters
-    are gathered, which all ranks must do equally often, so this is not decided by the documents of a forward."""
+    """Whether documents may be longer than `index_topk`, or indexers are trained. Under ZeRO-3 every rank must gather
+    the indexer's parameters equally often, so this does not depend on the documents of a forward.
+    """
     collector: DivergenceCollector | None = None
-    """None where indexers are not trained."""
+    """Collects the loss of trained indexers; None where they are not trained."""
 
     def forward(
         self,
@@ -258,7 +262,7 @@ class IndexedAttention(nn.Module):
         attention_mask: torch.Tensor | None,
         **others: Any,  # noqa: ANN401 - a cache, and what attention implementations take
     ) -> tuple[Any, ...]:
-        """Hidden states [batch, tokens, width] before and after; None in place of attention weights."""
+        """Maps hidden states [batch, tokens, width]; returns None in place of attention weights."""
         out, _ = self._attend(hidden_states, position_embeddings, attention_mask, None, others)
         return out, None
 
@@ -270,7 +274,9 @@ class IndexedAttention(nn.Module):
         choice: Choice | None,
         others: dict[str, Any],
     ) -> tuple[torch.Tensor, Choice | None]:
-        """Hidden states after attention, and the choice: that of the layer before where this one has no indexer."""
+        """Hidden states after attention, and the choice; a layer without an indexer reuses the previous layer's
+        choice.
+        """
         cache: Any = take_cache(others)
         low_rank, query, latent, rotary_key = _project(self, hidden, position_embeddings)
         if cache is not None:
@@ -308,7 +314,7 @@ class IndexedAttention(nn.Module):
     def _divergences(
         self, choice: Choice | None, query: torch.Tensor, key: torch.Tensor, others: dict[str, Any]
     ) -> torch.Tensor:
-        """The divergence of each of this rank's tokens in nats, fp32 [rows, tokens]."""
+        """The divergence of each token of this rank in nats, fp32 [rows, tokens]."""
         assert self.collector is not None
         assert choice is not None, self.layer_idx
         assert choice.scored is not None, self.layer_idx
@@ -327,7 +333,7 @@ class IndexedAttention(nn.Module):
 
 
 class IndexedAttentionWithChoice(IndexedAttention):
-    """Indexed attention that also returns the tokens it chose, for the next layer."""
+    """Indexed attention that also returns its choice of tokens, for layers that share it."""
 
     def forward(
         self,
@@ -338,7 +344,7 @@ class IndexedAttentionWithChoice(IndexedAttention):
         prev_topk_indices: Choice | None = None,
         **others: Any,  # noqa: ANN401
     ) -> tuple[Any, ...]:
-        """As `IndexedAttention`, and the choice; None where no indexer is run."""
+        """As `IndexedAttention.forward`, and third the choice; None where no indexer runs."""
         out, choice = self._attend(hidden_states, position_embeddings, attention_mask, prev_topk_indices, others)
         return out, None, choice
 
@@ -366,7 +372,7 @@ def _score_inputs(
     low_rank: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
 ) -> ScoreInputs:
-    """What the indexer scores tokens from, without a gradient to the model (DeepSeek-V3.2's report)."""
+    """Inputs of the indexer's scores, without a gradient to the model (DeepSeek-V3.2's report)."""
     with torch.set_grad_enabled(torch.is_grad_enabled() and attention.collector is not None):
         return _inputs_of_scores(attention, hidden.detach(), low_rank.detach(), position_embeddings)
 
@@ -377,7 +383,9 @@ def _inputs_of_scores(
     low_rank: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
 ) -> ScoreInputs:
-    """transformers 5.23, deepseek_v32/modeling_deepseek_v32.py:212-235; glm_moe_dsa rotates pairs."""
+    """Indexer queries, keys and head weights, as in transformers 5.23, deepseek_v32/modeling_deepseek_v32.py:212-235;
+    glm_moe_dsa rotates pairs.
+    """
     indexer, rope = attention.indexer, attention.indexer.qk_rope_head_dim
     query = indexer.wq_b(low_rank).unflatten(-1, (indexer.n_heads, indexer.head_dim))
     key = indexer.k_norm(indexer.wk(hidden))[:, :, None]
@@ -394,8 +402,8 @@ def _inputs_of_scores(
 def _choose(
     attention: IndexedAttention, scored: ScoreInputs, documents: tuple[Documents, ...] | None
 ) -> ChosenTokens | None:
-    """The tokens that each query attends to, by row and document; None for a document of at most `index_topk` tokens,
-    or where all are.
+    """The tokens that each query attends to, by row and document. None for a document of at most `index_topk` tokens,
+    and None altogether where all documents are that short.
     """
     if documents is None:
         documents = ((scored.key.shape[1],),) * len(scored.key)
@@ -404,7 +412,7 @@ def _choose(
         return None
     chosen = []
     for row, lengths in enumerate(documents):
-        # With a cache the queries are the last tokens of the only document.
+        # With a cache the queries are the last tokens of the row's only document.
         is_last = scored.query.shape[1] < sum(lengths)
         parts = [part[row].split(lengths) if not is_last else (part[row],) for part in scored]
         chosen.append(
@@ -417,8 +425,8 @@ def _choose(
 
 
 def _best(document: ScoreInputs, limit: int, scale: float) -> torch.Tensor:
-    """For each query of one document whether it attends to a key, bool [queries, keys]: to the `limit` best of the
-    earlier ones and itself.
+    """Mask of the `limit` best keys of each query of one document, among itself and earlier tokens, bool [queries,
+    keys].
     """
     queries, keys = len(document.query), len(document.key)
     positions = torch.arange(keys, device=document.key.device)
@@ -443,7 +451,7 @@ def _check_length(tokens: int, limit: int) -> None:
 
 
 def install_indexed_attention(lm: PreTrainedModel) -> None:
-    """Make attention with an indexer work by document, in place; models without indexers stay as they are."""
+    """Make attention with an indexer work by document, in place; models without indexers are unchanged."""
     indexer = family_of(lm.config.model_type).indexer
     if indexer is None or indexer.chooses_entries:
         return
@@ -454,7 +462,7 @@ def install_indexed_attention(lm: PreTrainedModel) -> None:
 
 
 def expect_documents(lm: PreTrainedModel, *, longest: int) -> None:
-    """Let the indexers of a model choose, in place, where documents of `longest` tokens need it."""
+    """Enable the model's indexers, in place, where documents of `longest` tokens are longer than what they choose."""
     limit = longest_document(lm.config)
     if limit is None or longest <= limit:
         return
@@ -464,8 +472,8 @@ def expect_documents(lm: PreTrainedModel, *, longest: int) -> None:
 
 
 def train_indexers(lm: PreTrainedModel, collector: DivergenceCollector) -> list[tuple[int, bool]]:
-    """Let the attention of each layer give `collector` its divergences, in place. Returns the numbers of the layers
-    that are here, and whether each has an indexer of its own.
+    """Make the attention of each layer report its divergences to `collector`, in place. Returns the numbers of the
+    layers on this rank, and whether each has an indexer of its own.
     """
     found = []
     for module in lm.modules():
@@ -473,15 +481,15 @@ def train_indexers(lm: PreTrainedModel, collector: DivergenceCollector) -> list[
             module.chooses, module.collector = True, collector
             found.append((module.layer_idx, module.indexer is not None))
         elif (indexer := getattr(getattr(module, "compressor", None), "indexer", None)) is not None:
-            # DeepSeek-V4's (model/attention/compressed_attention.py).
+            # DeepSeek-V4's attention (model/attention/compressed_attention.py).
             module.collector, module.compressor.chooses, indexer.is_trained = collector, True, True
             found.append((module.layer_idx, True))
     return found
 
 
 def longest_document(hf_config: PretrainedConfig) -> int | None:
-    """Maximum number of tokens of a document in which an indexer leaves nothing out; None where documents of any length
-    are such.
+    """Maximum number of tokens of a document in which the indexer leaves out no token; None where there is no such
+    limit.
     """
     indexer = family_of(hf_config.model_type).indexer
     return None if indexer is None else indexer.longest_document(hf_config.to_dict())

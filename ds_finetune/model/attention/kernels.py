@@ -1,5 +1,5 @@
-"""The kernels of attention: torch's for one document, whose values may be narrower than its keys (128 and 192 columns
-in multi-head latent attention), and FlashAttention's for all documents of a forward in one call.
+"""Attention kernels: torch's for a single document, with values that may be narrower than keys (128 and 192 columns in
+multi-head latent attention), and FlashAttention's variable-length kernel for all documents of a forward.
 """
 
 import inspect
@@ -22,17 +22,19 @@ from ds_finetune.model.kept_outputs import kept
 from ds_finetune.plan.forward import MAX_WIDTH, flash_3_problem, varlen_problem
 
 Documents = tuple[int, ...]
-"""Lengths of the consecutive documents of a row, with padding as one of them; their sum is the row's length."""
+"""Lengths of the consecutive documents of a row; padding counts as a document, so their sum is the row's length."""
 Places = NDArray[np.int64]
 
 _COLUMNS = 8
-"""Columns of a head are a multiple of this in the kernel (torch 2.13, flash_attn/flash_api.cpp, mha_varlen_fwd)."""
+"""The kernel needs a multiple of this number of columns per head (torch 2.13, flash_attn/flash_api.cpp,
+mha_varlen_fwd).
+"""
 
 
 def packs_documents(attention: str, hf_config: PretrainedConfig, *, device: str, precision: str) -> bool:
-    """Whether attention takes all documents of a forward in one call on this rank's `device`, `cpu` or `cuda`.
+    """Whether this rank's `device` (`cpu` or `cuda`) computes the attention of all documents of a forward in one call.
 
-    ModelError where the run file names that kernel and this GPU does not have it.
+    ModelError where the run file selects that kernel and this GPU does not have it.
     """
     if attention not in OWN_ATTENTIONS or attention == "by_document":
         return False
@@ -50,11 +52,11 @@ def packs_documents(attention: str, hf_config: PretrainedConfig, *, device: str,
 
 
 _FLASH_3, FLASH_3_MODULE = "FA3", "flash_attn_interface"
-"""torch's name of FlashAttention 3, and the module that torch takes it from (2.13, nn/attention/_fa3.py:65)."""
+"""torch's name of FlashAttention 3, and the module that torch imports for it (2.13, nn/attention/_fa3.py:65)."""
 
 
 def problem_of_flash_3(hf_config: PretrainedConfig) -> str:
-    """Why this GPU does not attend by FlashAttention 3; empty where it does, if documents are packed."""
+    """Reason why this GPU cannot use FlashAttention 3 for packed documents; empty where it can."""
     known: list[str] = getattr(attention, "list_flash_attention_impls", list)()
     is_installed = _FLASH_3 in known and find_spec(FLASH_3_MODULE) is not None
     capability = torch.cuda.get_device_capability()
@@ -62,8 +64,8 @@ def problem_of_flash_3(hf_config: PretrainedConfig) -> str:
 
 
 def choose_flash_attention(hf_config: PretrainedConfig, *, is_wanted: bool) -> None:
-    """Let torch compute attention by FlashAttention 3 where it can on this GPU and it `is_wanted`, as for a model whose
-    documents are packed, and by its own kernels else, for the whole process.
+    """Select FlashAttention 3 for torch's attention in this process where it `is_wanted` (for models with packed
+    documents) and this GPU supports it; else torch's own kernels.
 
     DependencyError where the package of FlashAttention 3 cannot be loaded.
     """
@@ -85,24 +87,29 @@ def choose_flash_attention(hf_config: PretrainedConfig, *, is_wanted: bool) -> N
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """Where the documents of a forward begin in its concatenated rows."""
+    """Document boundaries in the concatenated rows of a forward, as the variable-length kernel takes them."""
 
     bounds: torch.Tensor
-    """First tokens of all documents, and the number of all tokens: int32 [documents + 1] on the device."""
+    """Index of the first token of each document, and last the number of all tokens: int32 [documents + 1] on the
+    device.
+    """
     longest: int
-    """Tokens of the longest document."""
+    """Number of tokens of the longest document."""
     keys: torch.Tensor | None = None
-    """Tokens of the concatenated rows to which the queries of each document attend, with those that it continues: int64
-    [keys]; None where each document has its own tokens only."""
+    """Indices of the keys of each document, first the tokens of the document that it continues and then its own: int64
+    [keys]; None where no document continues another.
+    """
     key_bounds: torch.Tensor | None = None
-    """First of the keys of each document, and the number of all: int32 [documents + 1]; None as `keys`."""
+    """Index of each document's first key, and last the number of all keys: int32 [documents + 1]; None where `keys`
+    is.
+    """
     most_keys: int = 0
 
 
 def pack_documents(
     documents: Sequence[Documents], device: torch.device, shared: Sequence[Documents] | None = None
 ) -> PackedDocuments:
-    """The documents of all rows on `device`, copied there without waiting for it, and the tokens that they continue."""
+    """The document boundaries of all rows on `device`, copied there asynchronously."""
 
     def copied(numbers: Sequence[int] | Places, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
@@ -120,8 +127,8 @@ def pack_documents(
 
 
 def find_origins(documents: Sequence[Documents], shared: Sequence[Documents]) -> tuple[Places, Places, Places]:
-    """For each document its first token among those of all rows, that of the document which it continues, and how many
-    tokens of that it continues.
+    """For each document: index of its first token in the flattened rows, index of the first token of the document that
+    it continues, and the number of tokens of that document that it continues.
     """
     lengths, continued = (np.fromiter(chain.from_iterable(each), dtype=np.int64) for each in (documents, shared))
     begins = lengths.cumsum() - lengths
@@ -130,7 +137,7 @@ def find_origins(documents: Sequence[Documents], shared: Sequence[Documents]) ->
 
 @kept
 def varlen_attn(*parts: Any, **options: Any) -> object:  # noqa: ANN401 - what torch's takes
-    """torch's kernel, imported at the first call: it registers operators, for which it imports torch's compiler."""
+    """torch's variable-length kernel, imported at the first call, because the import loads torch's compiler."""
     from torch.nn.attention import varlen
 
     return varlen.varlen_attn(*parts, **options)
@@ -138,7 +145,9 @@ def varlen_attn(*parts: Any, **options: Any) -> object:  # noqa: ANN401 - what t
 
 @cache
 def _grouped_queries() -> dict[str, Any]:
-    """torch 2.11 takes fewer heads of keys without being told, and 2.13 refuses them (nn/attention/varlen.py:419)."""
+    """Argument for grouped-query attention: torch 2.11 needs none, and 2.13 refuses fewer key heads without it
+    (nn/attention/varlen.py:419).
+    """
     from torch.nn.attention import varlen
 
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
@@ -155,9 +164,9 @@ def attend_packed(
     """Attention of `parts`: query [rows, heads, tokens, width], key [rows, key heads, tokens, width] and value [rows,
     key heads, tokens, value width], in fp16 or bf16 on a GPU. Returns [rows, tokens, heads, value width].
 
-    A query attends to tokens that are fewer than `window` positions away, only to earlier ones where attention is
-    causal. Columns of zeros make heads as wide as the kernel wants them, which changes neither products nor sums. The
-    queries of a document that continues another are the last of its keys, as the kernel places them.
+    A query attends to tokens fewer than `window` positions away, and only to earlier ones where attention is causal.
+    Heads are padded with columns of zeros to the width that the kernel needs, which does not change the result. The
+    queries of a document that continues another are the last of its keys, as the kernel aligns them.
     """
     rows, _, tokens, value_width = parts[2].shape
     widest = max(part.shape[3] for part in parts)
@@ -190,17 +199,17 @@ def _flatten(part: torch.Tensor, *, width: int) -> torch.Tensor:
 
 
 _PAD_FROM = 1024
-"""Tokens of a document from which values are padded on the CPU: torch 2.13's fused kernel needs equal widths there.
-Measured 0.26 to 0.5 of the unfused time from 1,024 tokens on, no gain at 512.
+"""Number of tokens from which values are padded to the width of keys on the CPU, where torch 2.13's fused kernel needs
+equal widths. Measured 0.26 to 0.5 of the unfused time from 1,024 tokens on, no gain at 512.
 """
 
 
 def pads_values(query: torch.Tensor, value: torch.Tensor, *, is_masked: bool) -> bool:
-    """Whether values [rows, heads, tokens, value width] are made as wide as queries [rows, heads, tokens, width], by
-    the device that computes.
+    """Whether values [rows, heads, tokens, value width] are padded to the width of queries [rows, heads, tokens,
+    width], which depends on the device.
 
-    On GPUs FlashAttention computes 1.2 times as much with padded values, and is expected to be faster all the same; it
-    takes neither fp32 nor masks, which leaves torch's memory-efficient kernel. No GPU has measured it.
+    On GPUs FlashAttention computes 1.2 times as much with padded values, and is expected to be faster all the same. It
+    supports neither fp32 nor masks; there torch's memory-efficient kernel takes unequal widths. Not measured on a GPU.
     """
     if value.shape[3] >= query.shape[3]:
         return False
@@ -223,10 +232,10 @@ def attend_document(  # noqa: PLR0913 - the arguments of torch's attention
     dropout: float = 0.0,
     is_causal: bool = False,
 ) -> torch.Tensor:
-    """torch's attention; shapes as in torch, returns [rows, heads, tokens, value width].
+    """torch's scaled_dot_product_attention; shapes as in torch, returns [rows, heads, tokens, value width].
 
-    With `is_padded` columns of zeros make values as wide as keys, for kernels that need equal widths such as
-    FlashAttention's.
+    With `is_padded`, values are padded with zeros to the width of keys, for kernels such as FlashAttention that need
+    equal widths.
     """
     width = value.shape[3]
     out = _attend(

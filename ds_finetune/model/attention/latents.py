@@ -1,8 +1,8 @@
-"""Attention of single queries to the latents of multi-head latent attention, whose keys and values are not expanded
+"""Decoding with multi-head latent attention directly on the cached latents, without expanding them to keys and values
 (DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
 
-The projection of latents to keys and values is applied to the query and to the sum of latents instead: for each new
-token a few products with its weight, not one for each token of the cache.
+The up-projection of latents is applied to the query and to the weighted sum of latents instead. So a new token costs a
+few products with its weight, not one for each token of the cache.
 """
 
 from collections.abc import Iterator
@@ -22,14 +22,16 @@ _Weights = tuple[torch.Tensor, torch.Tensor]
 
 
 class _LatentWeights:
-    """The projection of one layer, by its parts: to keys [rank, heads, width] and to values [rank, heads, width]."""
+    """The up-projection of one layer, split into keys [rank, heads, width] and values [rank, heads, width]."""
 
     def __init__(self, attention: Any, *, is_kept: bool) -> None:  # noqa: ANN401 - latent attention of transformers
         self._attention, self._is_kept = attention, is_kept
         self._parts: _Weights | None = None
 
     def parts(self, like: torch.Tensor) -> _Weights:
-        """Computed by the module, which may have adapters, weights in four bits or weights that are gathered."""
+        """The two weights. They are read by calling the module, since it may have LoRA adapters, 4-bit weights or
+        ZeRO-3 shards.
+        """
         if self._parts is not None:
             return self._parts
         attention = self._attention
@@ -42,10 +44,10 @@ class _LatentWeights:
 
 @contextmanager
 def attending_to_latents(lm: PreTrainedModel, *, keeps_weights: bool) -> Iterator[None]:
-    """While this is open, forwards of `lm` with a cache take one token of each row. Other models than those with latent
-    attention stay as they are.
+    """Within this context, forwards of `lm` with a cache take one token per row and attend to latents. Models without
+    multi-head latent attention are unchanged.
 
-    With `keeps_weights` the weights do not change while it is open, and are computed once.
+    `keeps_weights` means that the weights do not change within the context, so that they are split once.
     """
     family = family_of(lm.config.model_type)
     layers = (
@@ -75,7 +77,7 @@ def _attend_to_latents(  # noqa: PLR0913 - transformers' interface
     **_: Any,  # noqa: ANN401 - what other implementations take
 ) -> tuple[torch.Tensor, None]:
     """Attention of query [rows, heads, 1, width] to latents, `key` [rows, 1, tokens, rank], and rotary keys, `value`
-    [rows, 1, tokens, rotary width]; those of `is_key` where it is given. Returns [rows, 1, heads, value width].
+    [rows, 1, tokens, rotary width]; with `is_key` only to the marked tokens. Returns [rows, 1, heads, value width].
     """
     assert attention_mask is None
     latents, rotary = key[:, 0], value[:, 0]

@@ -1,1 +1,1 @@
-"""Losses computed chunk by chunk: tokens, log-probabilities, scores, a teacher's distribution."""
+"""Losses computed in chunks of tokens: cross entropy, log-probabilities, scores, and distillation from a teacher."""

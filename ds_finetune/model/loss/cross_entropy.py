@@ -1,5 +1,5 @@
-"""Summed cross entropy and its gradients, for a chunk of tokens at a time: in plain PyTorch, and with Liger's fused
-kernel.
+"""Summed cross entropy of a language model head and its gradients, computed in chunks of tokens: in plain PyTorch, and
+with Liger's fused kernel.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,12 +19,14 @@ from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.objectives.labels import IGNORE_INDEX
 
 _LIGER_BLOCK = 32768
-"""Logits that Liger's kernel takes at a time (liger-kernel 0.8.5, ops/fused_linear_cross_entropy.py:26)."""
+"""Maximum number of vocabulary columns per block of Liger's kernel (liger-kernel 0.8.5,
+ops/fused_linear_cross_entropy.py:26).
+"""
 
 
 class LossAndGradients(NamedTuple):
-    """Summed cross entropy in nats (fp32 scalar), number of tokens predicted right (int64 scalar), and the gradients of
-    the sum.
+    """Summed cross entropy in nats (fp32 scalar), number of tokens predicted correctly (int64 scalar), and the
+    gradients of the sum.
 
     Gradients have the shapes of `hidden`, `weight` and `bias`; None where they are not needed.
     """
@@ -37,7 +39,8 @@ class LossAndGradients(NamedTuple):
 
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, NeededGradients], LossAndGradients]
-"""From `hidden` [tokens, width], `weight` [vocabulary, width], `bias` [vocabulary] or None, `targets` [tokens] int64.
+"""A function of `hidden` [tokens, width], `weight` [vocabulary, width], `bias` [vocabulary] or None, `targets` int64
+[tokens], and the gradients needed.
 """
 
 
@@ -51,16 +54,16 @@ def chunked_cross_entropy(  # noqa: PLR0913 - a Kernel, its chunk and its group 
     chunk: int = CHUNK_TOKENS,
     tp_group: TensorParallelGroup | None = None,
 ) -> LossAndGradients:
-    """The loss in plain PyTorch; softmax and the sums over chunks are fp32, as are `d_weight` and `d_bias`.
+    """Summed cross entropy in plain PyTorch; softmax and sums over chunks are fp32, as are `d_weight` and `d_bias`.
 
-    With `tp_group`, `weight` and `bias` are this rank's shard of the vocabulary, and `d_hidden` is its partial sum.
-    Only a few numbers per token are reduced over ranks, never the logits.
+    With `tp_group`, `weight` and `bias` are this rank's shard of the vocabulary, and `d_hidden` is this rank's partial
+    sum. A few numbers per token are all-reduced, never the logits.
     """
     loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
     num_correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
     gradients = HeadGradients.zeros(hidden, weight, bias, needed)
-    # One buffer for the logits of every chunk: fresh pages cost a third of the product on a CPU (torch 2.13, [1024,
-    # 102400] fp32).
+    # One buffer for the logits of all chunks: fresh memory pages would cost a third of the matrix product on a CPU
+    # (torch 2.13, [1024, 102400] fp32).
     buffer = hidden.new_empty(min(chunk, len(hidden)), weight.shape[0])
     blocks, logp = ChunkBlocks(buffer, bias, tp_group), loss_sum.new_empty(len(buffer))
     for start in range(0, len(hidden), chunk):
@@ -90,12 +93,12 @@ def liger_cross_entropy(  # noqa: PLR0913 - a Kernel and its chunk
     *,
     chunk: int = CHUNK_TOKENS,
 ) -> LossAndGradients:
-    """The loss by the kernel of liger-kernel (0.8.5, ops/cross_entropy.py): softmax, loss and gradient of the logits in
-    one pass over them, in their memory.
+    """Summed cross entropy with liger-kernel's kernel (0.8.5, ops/cross_entropy.py), which computes softmax, loss and
+    gradient in one pass and overwrites the logits.
 
-    Products and sums are those of `chunked_cross_entropy`. Liger's own function around the kernel reads the number of
-    supervised tokens, for which the host waits for the GPU in every forward, and chooses chunks of a hundred tokens or
-    so, each of which costs a pass over `d_weight`.
+    Matrix products and sums are those of `chunked_cross_entropy`. Liger's own wrapper of the kernel is not used: it
+    reads the number of supervised tokens, which synchronises host and GPU in every forward, and its chunks of about a
+    hundred tokens each cost a pass over `d_weight`.
     """
     losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
     predicted = torch.empty_like(targets)
@@ -116,11 +119,11 @@ def liger_cross_entropy(  # noqa: PLR0913 - a Kernel and its chunk
 def _run_liger_kernel(
     logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, predicted: torch.Tensor, *, has_gradients: bool
 ) -> None:
-    """Write the loss and the most likely id of each row of `logits` [tokens, vocabulary]; with `has_gradients` their
-    gradient takes the place of the logits.
+    """Write the loss and the most likely id of each row of `logits` [tokens, vocabulary]; with `has_gradients`, their
+    gradient overwrites the logits.
 
-    As in liger-kernel 0.8.5, ops/fused_linear_cross_entropy.py:240-272. A sum uses no number of tokens, and all targets
-    are ids.
+    As in liger-kernel 0.8.5, ops/fused_linear_cross_entropy.py:240-272. The sum reduction needs no number of tokens,
+    and no target is IGNORE_INDEX.
     """
     import triton
     from liger_kernel.ops.cross_entropy import liger_cross_entropy_kernel
@@ -155,7 +158,7 @@ def _run_liger_kernel(
         HAS_SOFTCAPPING=False,
         HAS_GRADIENTS=has_gradients,
         BLOCK_SIZE=min(_LIGER_BLOCK, triton.next_power_of_2(columns)),
-        # A warp has 64 threads on AMD's GPUs, and a block 1,024 at most; Liger does the same.
+        # A warp has 64 threads on AMD GPUs, where a block has at most 1,024; Liger does the same.
         num_warps=32 if torch.version.hip is None else 16,
     )
 
