@@ -98,7 +98,7 @@ class Launched:
         ]
 
     def processes(self, host: int, word: str) -> list[int]:
-        """Processes of this run on a host that have `word` in their command; of supervisors and sshd, those of any run."""
+        """Processes of this run on a host that have `word` in their command; of agents and sshd, those of any run."""
         found = [pid for pid in self.bed.hosts[host - 1].pids() if word in _command(pid) and _state(pid) not in "ZX"]
         ours = set(self.left())
         return sorted(pid for pid in found if pid in ours or not ours.intersection(found))

@@ -95,7 +95,8 @@ def test_the_rank_that_fails_is_named(tmp_path: Path, kind: str) -> None:
     code, said = run(tmp_path, f"{RANKS}print('before')\n{end}", ranks=2)
     assert code == wanted, said
     (line,) = [line for line in said if line.startswith("attempt 1 failed after ")]
-    assert line.endswith(f" s: {text}")
+    # The kernel may kill a process of somebody else at the same time, which is then said too.
+    assert f" s: {text}" in line
     assert ("  | no rows" if kind == "an error" else "  | before") in said
     log = tmp_path / "run" / "logs" / "r-1" / "attempt-1" / "rank-00001.log"
     assert log.read_text() == "before\n"
