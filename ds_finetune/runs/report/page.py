@@ -170,12 +170,13 @@ _TILES = (
     ("rollout/answer_tokens", "answer length", "number", "tokens, last rollout"),
     ("train/reward_accuracy", "reward accuracy", "percent", "at the last step"),
     ("train/reward_margin", "reward margin", "number", "at the last step"),
+    ("eval/reward_accuracy", "eval reward accuracy", "percent", "last evaluation"),
     ("eval/reward", "eval reward", "number", "greedy answers, last evaluation"),
     ("eval/accuracy", "eval accuracy", "percent", "last evaluation"),
     ("eval/exact_match", "exact match", "percent", "last evaluation"),
     ("memory/peak_gib", "peak memory", "gib", "of rank 0"),
 )
-"""Metrics whose last value has a tile, with its label, kind of number and note."""
+"""Metrics whose last value has a tile, and a row where runs are compared: label, kind of number and note."""
 
 
 def _tiles(run: ReportedRun, status: RunStatus) -> list[Tile]:
@@ -224,23 +225,13 @@ def _result_rows(runs: Sequence[ReportedRun]) -> list[tuple[str, ...]]:
     best = [run.best("eval/loss") for run in runs]
     rows: list[tuple[str, ...]] = [
         ("steps", *(f"{run.metrics.last_step:,}" for run in runs)),
-        *(
-            (label, *(number_text(run.last(name), kind) for run in runs))
-            for label, name, kind in (
-                ("train loss at the end", "train/loss", "number"),
-                ("eval loss at the end", "eval/loss", "number"),
-                ("eval accuracy at the end", "eval/accuracy", "percent"),
-                ("exact match at the end", "eval/exact_match", "percent"),
-                ("eval reward at the end", "eval/reward", "number"),
-                ("reward accuracy at the end", "eval/reward_accuracy", "percent"),
-            )
-        ),
+        *((label, *(number_text(run.last(name), kind) for run in runs)) for name, label, kind, _ in _TILES),
+        ("eval loss", *(number_text(run.last("eval/loss")) for run in runs)),
         ("best eval loss", *(NONE if found is None else number_text(found[1]) for found in best)),
         ("at step", *(NONE if found is None else f"{found[0]:,}" for found in best)),
         ("tokens", *(number_text(run.last("data/tokens_seen")) for run in runs)),
         ("training time", *(duration_text(run.seconds) if run.seconds else NONE for run in runs)),
         ("tokens per second", *(_speed_text(run) for run in runs)),
-        ("peak memory of rank 0", *(number_text(run.last("memory/peak_gib"), "gib") for run in runs)),
         ("skipped steps", *(number_text(run.last("train/skipped_steps")) for run in runs)),
         ("state", *(run.folder.status.state for run in runs)),
     ]
