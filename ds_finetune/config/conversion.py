@@ -1,5 +1,6 @@
 """Converts the keys of another trainer's file to those of a run file, and says what became of each."""
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -101,11 +102,8 @@ class ConvertedRun:
         """The run file, with the origin of each key and the words that have none as comments."""
         tree = self.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
         origins = " ".join(self.origins.values())
-        title = (
-            f"# Written by `ds-finetune init --from {source}` for {self.ranks} ranks, from {self.program.name}'s keys."
-        )
         lines = [
-            _comment(title),
+            _comment(f"# Written by `ds-finetune init --from {source}` for {self.ranks} ranks ({self.program.name})."),
             "# docs/reference/other-trainers.md says how keys are converted.",
             *(_comment(f"# FILL IN {key}: {reason}") for key, reason in self.to_fill.items()),
             *self._lines(tree, ""),
@@ -133,9 +131,9 @@ class ConvertedRun:
 
     def _take_objective(self) -> None:
         words = [word for word, value in self.words.items() if KEY_OF.get(word) == "objective" and value]
-        word = words[0] if words else ""
+        word = next((word for word in words if str(self.words[word]).lower() != "causal_lm"), "")
         name = value_of(word, self.words[word], "objective") if word else "sft"
-        name = {"causal_lm": "sft", "seq_cls": "classification"}.get(str(name), str(name))
+        name = str(name)
         loss = str(self.words.get("pref_loss") or self.words.get("loss_type"))
         if name == "dpo" and loss in ("orpo", "simpo"):
             name = loss
@@ -144,7 +142,7 @@ class ConvertedRun:
         if name == "sft" and self._is_plain_text():
             word, name = "datasets", "pretrain"
         self.method = str(self.words.get(word) or name)
-        self.tree["objective"] = yaml.safe_load(name)
+        self.tree["objective"] = yaml.safe_load(name) if name.startswith("{name: ") else name
         self.objective = read_objective(self.tree["objective"])
         self.origins["objective"] = self._said(word)
         self.origins |= {
@@ -211,8 +209,10 @@ class ConvertedRun:
     def _listed(self, name: str) -> str:
         """What LLaMA-Factory's list of data sets has for a name; the name itself where it has nothing."""
         folder = Path(str(self.words.get("dataset_dir") or "data"))
-        file = folder / "dataset_info.json"
-        entry = _entry(yaml.safe_load(file.read_text(encoding="utf-8")).get(name)) if file.is_file() else {}
+        listed: object = {}
+        with suppress(OSError, ValueError):
+            listed = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
+        entry = _entry(_entry(listed).get(name))
         columns = {_COLUMNS.get(key, key): column for key, column in _entry(entry.get("columns")).items()}
         renamed = {key: column for key, column in columns.items() if key not in (column, "messages")}
         if renamed:
@@ -254,11 +254,11 @@ class ConvertedRun:
         totals = [w for w, key in mine.items() if key == "train.global_batch_size" and w not in _ACCUMULATION]
         micros = [word for word, key in mine.items() if key == "train.micro_batch_size"]
         micro = self.words[micros[0]] if micros else self.defaults["per_device_train_batch_size"]
-        dp = max(1, self.ranks // math.prod(int(self._number(f"parallel.{axis}", 1)) for axis in ("tp", "pp", "sp")))
+        dp = max(1, self.ranks // math.prod(self._size(f"parallel.{axis}", 1) for axis in ("tp", "pp", "sp")))
         given = next((self.words[word] for word in _ACCUMULATION if self.words.get(word)), None)
         held = given or self.defaults["gradient_accumulation_steps"]
         if isinstance(micro, int) and held == PER_16_ROWS:
-            held = math.ceil(16 / micro / dp)
+            held = math.ceil(16 / max(micro, 1) / dp)
         rows, origin = self.words[totals[0]] if totals else self.defaults.get("global_batch_size"), self._said(*totals)
         if isinstance(rows, int):
             rows, held = rows * (dp if totals == ["batch_size"] else 1), 1
@@ -274,13 +274,13 @@ class ConvertedRun:
             self._take("train.global_batch_size", rows, origin=origin)
 
     def _take_prompts(self, rows: int, origin: str, accumulation: int) -> None:
-        group = int(self._number("objective.group_size", 8))
+        group = self._size("objective.group_size", 8)
         if rows % group:
             reason = f"a step has {rows} answers ({origin}), no groups of {group}; give the ranks with --ranks"
             self.to_fill["rollout.prompts_per_step"] = reason
             return
         self._take("rollout.prompts_per_step", rows // group, origin=f"{origin} / {group} answers to a prompt")
-        steps = self._number("generation_batch_size", 0) / rows
+        steps = self._number("generation_batch_size", 0) / max(rows, 1)
         steps = steps or self._number("steps_per_generation", accumulation) / accumulation
         if steps > 1:
             self._take("rollout.steps_per_rollout", math.ceil(steps), origin="rows of a rollout / rows of a step")
@@ -362,6 +362,9 @@ class ConvertedRun:
                     return value
         return default
 
+    def _size(self, name: str, default: int) -> int:
+        return max(1, int(self._number(name, default)))
+
     def _said(self, *words: str) -> str:
         said = (f"{word}: {_short(self.words[word])}" if word in self.words else word for word in words if word)
         return ", ".join(said) or f"default of {self.program.name}"
@@ -369,8 +372,9 @@ class ConvertedRun:
 
 def _flattened(words: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     for word, value in words.items():
-        if isinstance(value, str) and value.startswith("{"):
-            value = yaml.safe_load(value)
+        if word in _SECTIONS and isinstance(value, str):
+            with suppress(yaml.YAMLError):
+                value = yaml.safe_load(value)
         if word in _SECTIONS and isinstance(value, Mapping):
             yield from ((f"{word}.{inner}", _as_number(part)) for inner, part in value.items())
         else:
@@ -381,7 +385,8 @@ def _as_number(value: object) -> object:
     """A text such as `1e-5`, which YAML does not read as a number, as one."""
     if isinstance(value, str):
         with suppress(ValueError):
-            return float(value) if not value.isdecimal() else int(value)
+            number = int(value) if value.isdecimal() else float(value)
+            return number if math.isfinite(number) else value
         return {"true": True, "false": False}.get(value.lower(), value)
     return value
 
@@ -416,7 +421,7 @@ def _duration(self: ConvertedRun, word: str, value: object) -> object:
 def _row_length(self: ConvertedRun, word: str, value: object) -> object:
     """The other trainers' lengths are of prompts where answers are sampled."""
     if is_grpo(self.objective) and isinstance(value, int):
-        return value + int(self._number("rollout.max_new_tokens", 0))
+        return value + self._size("rollout.max_new_tokens", 1)
     return value
 
 
@@ -428,7 +433,7 @@ def _last_rate(self: ConvertedRun, word: str, value: object) -> object:
     if not isinstance(value, int | float):
         return None
     is_rate = word.rpartition(".")[2] in ("min_lr", "eta_min")
-    return float(f"{value / self._number('optim.lr', 1.0):.6g}") if is_rate else value
+    return float(f"{value / (self._number('optim.lr', 1.0) or 1.0):.6g}") if is_rate else value
 
 
 def _warmup(self: ConvertedRun, word: str, value: object) -> object:
