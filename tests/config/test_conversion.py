@@ -319,3 +319,40 @@ def test_the_words_of_programs_are_known() -> None:
     for program in PROGRAMS:
         words = {*program.defaults, *program.of_lora, *(w for more in program.of_objective.values() for w in more)}
         assert all(word in NO_KEY or meant_key(word, GrpoObjective, RunConfig) for word in words)
+
+
+ODD = """\
+model_name_or_path: m
+dataset_name: a/b
+use_peft: {use_peft}
+per_device_train_batch_size: 0
+tensor_parallel_size: 0.5
+pipeline_parallel_size: nan
+learning_rate: 0
+lr_scheduler_kwargs: '{{"min_lr": 1.0}}'
+chat_template: "{{% x"
+lora_target_modules: [null]
+num_train_epochs: "two\\nlines"
+"""
+
+
+def test_odd_values_are_said_and_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("odd.yaml").write_text(ODD.format(use_peft="true"))
+    assert main(["init", "--from", "odd.yaml"]) == 0
+    run = read_config("run.yaml")
+    assert (run.parallel.tp, run.optim.lr, run.train.duration) == (1, 2e-5, "1 epochs")
+    assert "# not available: tensor_parallel_size: 0.5" in Path("run.yaml").read_text()
+
+
+def test_lengths_beside_sampled_answers_are_those_of_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In ms-swift `max_length` bounds the prompt and `max_completion_length` the answer; a row here holds both."""
+    monkeypatch.chdir(tmp_path)
+    Path("g.sh").write_text(
+        "swift rlhf --rlhf_type grpo --model m --dataset a/b --max_length 512 --max_completion_length 64 "
+        "--per_device_train_batch_size 8\n"
+    )
+    assert main(["init", "--from", "g.sh"]) == 0
+    run = read_config("run.yaml")
+    assert (run.train.max_seq_len, run.rollout.max_new_tokens, run.rollout.prompts_per_step) == (576, 64, 1)
+    assert run.optim.lr == 1e-4  # ms-swift trains adapters by default
