@@ -1,6 +1,6 @@
-"""Auxiliary losses, which are trained beside the loss of an objective.
+"""Auxiliary losses, trained in addition to the loss of the objective.
 
-As in objectives, each term is the mean over its units of the global batch.
+As in objectives, each term is a mean over its units in the global batch.
 """
 
 from abc import ABC, abstractmethod
@@ -21,48 +21,48 @@ class ExtraLoss(ABC):
     name: str
     terms: tuple[Term, ...]
     sum_names: tuple[str, ...]
-    """Names of the numbers that a forward adds up, for `metrics`; no other part of the loss has the same names."""
+    """Names of the sums that a forward returns, from which `metrics` computes; unique among all parts of the loss."""
     trains_embedding: bool = False
-    """Whether its gradient reaches the embedding, of which the last pipeline stage has a copy."""
+    """Whether its gradient reaches the input embedding, of which the last pipeline stage holds a copy."""
 
     @abstractmethod
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """Metrics by name from the sums and the numbers of units of a global batch, or of all held-out rows. `sums` has
-        those of the whole loss. Without a unit every metric is 0.
+        """Metrics by name from the sums of the whole loss and the number of each unit, in a global batch or in all
+        held-out rows. Without any unit every metric is 0.
         """
 
     def listen(self, rows: ForwardRows, *, is_counting: bool, is_first: bool) -> AbstractContextManager[None]:
-        """What is open during the forward of the layers whose part of the loss is asked for afterwards.
+        """Context of the forward of the layers, within which the loss records what it needs from them.
 
-        `is_counting` in the forwards of a step. `is_first` unless this rank has passed the same rows through an earlier
-        chunk of the model.
+        `is_counting` is true in the forwards of a training step. `is_first` is false where this rank has already passed
+        the same rows through an earlier chunk of an interleaved pipeline.
         """
         return nullcontext()
 
     @abstractmethod
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
-        """The contribution of a forward to the loss of the step, after the forward of the layers.
+        """The contribution of a forward to the loss of the step, called after the forward of the layers.
 
-        `hidden` [rows, tokens, width] are the states after the final norm, or what a pipeline stage sends on. `weights`
-        fp64 [terms] multiply the sums of the terms over their units. None where the layers of this stage
-        have no part in it.
+        `hidden` [rows, tokens, width] are the states after the final norm, or the states that a pipeline stage sends
+        on. `weights` fp64 [terms] multiply the sums of the terms over their units. None where the layers of this stage
+        do not contribute.
         """
 
     def counted(self, mesh: Mesh) -> torch.Tensor | None:
-        """What this rank has counted since the last call, in the forwards of a step: fp64 on its device, to be added up
-        over all ranks. None where nothing is counted.
+        """Counts of this rank's forwards since the last call, fp64 on its device, to be summed over all ranks; None
+        where nothing is counted.
         """
         return None
 
     def finish_step(self, here: torch.Tensor, on_host: torch.Tensor, *, num_tokens: int, is_skipped: bool) -> object:
-        """Act on the sum of `counted` over all ranks, which is `here` on the device and `on_host`, after a step on a
-        global batch of `num_tokens`. What it returns is given to observers, as `StepRecord.counted[name]`.
+        """Called after a step on a global batch of `num_tokens` with `counted` summed over all ranks, as `here` on the
+        device and `on_host`. The result is passed to observers as `StepRecord.counted[name]`.
         """
         return None
 
 
 def numbers_of_parts(numbers: StepNumbers, extras: Sequence[ExtraLoss]) -> tuple[StepNumbers, list[torch.Tensor]]:
-    """Only the numbers for the objective, and the factors of the terms of each extra loss."""
+    """Splits the numbers of a step into those for the objective and the weights of the terms of each auxiliary loss."""
     sizes = [len(extra.terms) for extra in extras]
     own, *others = numbers.weights.split([len(numbers.weights) - sum(sizes), *sizes])
     return numbers._replace(weights=own), others
@@ -71,7 +71,7 @@ def numbers_of_parts(numbers: StepNumbers, extras: Sequence[ExtraLoss]) -> tuple
 def add_extra_losses(
     extras: Sequence[ExtraLoss], rows: ForwardRows, hidden: torch.Tensor, weights: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """The sum of all contributions (None without one), and all sums in the order of the extras, fp64."""
+    """The sum of the auxiliary losses of a forward (None without a contribution), and all their sums in order, fp64."""
     total, sums = None, [torch.zeros(0, dtype=torch.float64, device=hidden.device)]
     for extra, factors in zip(extras, weights, strict=True):
         found = extra.loss(rows, hidden, factors)
@@ -85,30 +85,30 @@ def add_extra_losses(
 
 @dataclass(frozen=True)
 class TotalLoss:
-    """An objective and its auxiliary losses: their terms and sums, the objective's first, then those of the others."""
+    """An objective and its auxiliary losses. Terms and sums are concatenated, the objective's first."""
 
     objective: Objective
     extras: tuple[ExtraLoss, ...] = ()
 
     @property
     def terms(self) -> tuple[Term, ...]:
-        """Terms of all parts."""
+        """Terms of the objective and of all auxiliary losses."""
         return tuple(term for part in self._parts for term in part.terms)
 
     @property
     def sum_names(self) -> tuple[str, ...]:
-        """Names of the sums of all parts."""
+        """Names of the sums of the objective and of all auxiliary losses."""
         return tuple(name for part in self._parts for name in part.sum_names)
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """Metrics by name, the objective's `loss` first, which has no auxiliary loss in it."""
+        """Metrics by name, first the objective's `loss`, which excludes auxiliary losses."""
         found = self.objective.metrics(sums, counts)
         for extra in self.extras:
             found |= extra.metrics(sums, counts)
         return found
 
     def named(self, sums: Sequence[float]) -> dict[str, float]:
-        """Sums by name."""
+        """Sums by their names."""
         return dict(zip(self.sum_names, sums, strict=True))
 
     @property

@@ -1,4 +1,4 @@
-"""What a forward of the model takes and gives."""
+"""Inputs and outputs of a forward of the model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -13,26 +13,26 @@ from ds_finetune.objectives.objective import AnswerNumbers, Examples, TopLogProb
 
 
 class RealTokens(NamedTuple):
-    """The documents of a forward without padding; on a sequence parallel rank its tokens of them."""
+    """The tokens of a forward's documents without padding; a sequence parallel rank holds its own tokens."""
 
     document: torch.Tensor
-    """Number of the document of each token of the flattened rows, int64 [tokens]; padding has the number after the last
-    one.
+    """Number of the document of each token of the flattened rows, int64 [tokens]; padding has the number of
+    documents.
     """
     lengths: torch.Tensor
-    """Tokens of each document, on all ranks together, int64 [documents]."""
+    """Number of tokens of each document, over all sequence parallel ranks, int64 [documents]."""
 
     @property
     def is_real(self) -> torch.Tensor:
-        """Whether each token is no padding, [tokens]."""
+        """Whether each token is not padding, bool [tokens]."""
         return self.document < len(self.lengths)
 
 
 def find_real_tokens(
     real: Sequence[int], documents: Sequence[Sequence[int]] | None, tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers of the documents of all tokens, int64 [rows, tokens], and the lengths of the documents, int64
-    [documents]. The first `real` tokens of each row are no padding; with `documents` None each row is one.
+    """Document numbers of all tokens, int64 [rows, tokens], and lengths of the documents, int64 [documents]. The first
+    `real` tokens of each row are not padding; without `documents` each row is one document.
     """
     numbers, lengths = np.full((len(real), tokens), -1, dtype=np.int64), list[int]()
     for row, (parts, end) in enumerate(zip(documents or [(tokens,)] * len(real), real, strict=True)):
@@ -50,7 +50,7 @@ def find_real_tokens(
 
 @dataclass(frozen=True)
 class ForwardRows:
-    """The rows of one forward as this rank has them; a sequence parallel rank has its tokens of them.
+    """The rows of one forward, with this rank's tokens under sequence parallelism.
 
     `input_ids`, `position_ids` and `labels` (already shifted) are int64 [rows, tokens].
     """
@@ -61,25 +61,29 @@ class ForwardRows:
     documents: tuple[Documents, ...] | None = None
     """Lengths of the documents of each whole row; None where each row is one document."""
     shared: tuple[Documents, ...] | None = None
-    """How many tokens of an earlier one each document continues; None where none does."""
+    """Number of tokens of an earlier document that each document continues; None where none does."""
     examples: Examples | None = None
-    """The documents as an objective sees them; their `index` has this rank's tokens."""
+    """The documents for objectives that need them; `index` is restricted to this rank's tokens."""
     token_types: torch.Tensor | None = None
     """1 in the second text of a pair of texts, int64 [rows, tokens], for encoders."""
     next_ids: torch.Tensor | None = None
-    """The id after each of `input_ids` in its document, for multi-token prediction; anything at a document's end."""
+    """The id after each of `input_ids` in its document, for multi-token prediction; arbitrary at a document's end."""
     next_labels: torch.Tensor | None = None
     """The label after each of `labels` in its document, IGNORE_INDEX at its end."""
     real: RealTokens | None = None
-    """The documents without padding; None where nothing asks for them."""
+    """The documents without padding; None where no auxiliary loss needs them."""
     supervised: torch.Tensor | None = None
-    """Positions in the flattened rows whose label counts, int64 [supervised tokens]; found in `labels` where None."""
+    """Positions of supervised labels in the flattened rows, int64 [supervised tokens]; None means to derive them from
+    `labels`.
+    """
     next_supervised: torch.Tensor | None = None
-    """Positions whose label in `next_labels` counts, int64 [number]; found in `next_labels` where None."""
+    """Positions of supervised labels in `next_labels`, int64 [positions]; None means to derive them from
+    `next_labels`.
+    """
 
 
 def with_tensors(rows: ForwardRows, change: Callable[[torch.Tensor], torch.Tensor]) -> ForwardRows:
-    """`rows` with `change` applied to each of their tensors."""
+    """`rows` with `change` applied to each tensor, such as a copy to a device."""
 
     def changed(value: Any) -> Any:  # noqa: ANN401 - a field of the rows
         if isinstance(value, torch.Tensor):
@@ -94,8 +98,8 @@ def with_tensors(rows: ForwardRows, change: Callable[[torch.Tensor], torch.Tenso
 
 
 def find_supervised(labels: torch.Tensor) -> torch.Tensor:
-    """Positions in the flattened rows of labels that count, int64 [supervised tokens]. A GPU waits for their number, so
-    they are found before labels are copied to it.
+    """Positions of supervised labels in the flattened rows, int64 [supervised tokens]. Computed before the labels are
+    copied to a GPU, because there the unknown length of the result would synchronise it.
     """
     return (labels.reshape(-1) != IGNORE_INDEX).nonzero().squeeze(1)
 
@@ -104,8 +108,8 @@ class StageOutput(NamedTuple):
     """Result of a forward on a pipeline stage before the last."""
 
     hidden: torch.Tensor
-    """For the next stage, [rows, tokens, width]."""
+    """Hidden states for the next stage, [rows, tokens, width]."""
     loss: torch.Tensor | None
-    """Contribution of this stage's layers to the auxiliary losses, scalar; None where they have none."""
+    """Contribution of this stage's layers to the auxiliary losses, scalar; None without one."""
     sums: torch.Tensor
     """Sums of the auxiliary losses, fp64."""

@@ -1,5 +1,5 @@
-"""A language-model head on a chunk of tokens: logits, softmax and gradients, for every loss that builds no logits of
-all tokens. The vocabulary may be sharded over tensor parallel ranks.
+"""A language model head applied to chunks of tokens: logits, softmax and gradients, for losses that never hold the
+logits of all tokens. The vocabulary may be sharded over tensor parallel ranks.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,12 +11,12 @@ from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.plan.forward import CPU_BLOCK_NUMBERS, CPU_TOKENS
 
 CHUNK_TOKENS = CPU_TOKENS
-"""Supervised positions whose logits exist at a time, where the plan says nothing else."""
+"""Default number of supervised positions whose logits are held at once."""
 _BLOCK_NUMBERS = CPU_BLOCK_NUMBERS
 
 
 class NeededGradients(NamedTuple):
-    """Which gradients are computed."""
+    """Which gradients of a head have to be computed."""
 
     hidden: bool
     weight: bool
@@ -24,7 +24,7 @@ class NeededGradients(NamedTuple):
 
 
 def needed_gradients(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> NeededGradients:
-    """The gradients that autograd asks for now."""
+    """The gradients that autograd will ask for."""
     is_on = torch.is_grad_enabled()
     return NeededGradients(*(is_on and given is not None and given.requires_grad for given in (hidden, weight, bias)))
 
@@ -51,7 +51,9 @@ class HeadGradients(NamedTuple):
         )
 
     def add_chunk(self, d_logits: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, start: int) -> None:
-        """Add what follows from `d_logits` fp32 of the chunk `part` of `hidden`, whose tokens begin at `start`."""
+        """Add the gradients that result from `d_logits` fp32 of the chunk `part` of `hidden`, which starts at token
+        `start`.
+        """
         self.add_bias(d_logits)
         self.add_products(d_logits.to(part.dtype), part, weight, start)
 
@@ -61,7 +63,9 @@ class HeadGradients(NamedTuple):
             self.d_bias.add_(d_logits.sum(0, dtype=self.d_bias.dtype))
 
     def add_products(self, d_logits: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, start: int) -> None:
-        """Add the gradients of hidden states and weight, as `add_chunk`, from `d_logits` in the dtype of `hidden`."""
+        """Add the gradients of hidden states and weight, as in `add_chunk`, from `d_logits` in the dtype of
+        `hidden`.
+        """
         if self.d_hidden is not None:
             torch.mm(d_logits, weight, out=self.d_hidden[start : start + len(part)])
         if self.d_weight is not None:
@@ -73,15 +77,15 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
     if left.dtype == total.dtype:
         torch.addmm(total, left, right, out=total)
     elif total.device.type == "cuda":
-        # Products of 16-bit numbers are added in fp32: no product is rounded and written before it is added.
+        # The product of 16-bit matrices is accumulated in fp32, without rounding it to 16 bits first.
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
-        # torch 2.13 has products of 16-bit numbers in fp32 on GPUs only.
+        # torch 2.13 computes products of 16-bit matrices with an fp32 result only on GPUs.
         total += left @ right
 
 
 class LossSumsAndGradients(NamedTuple):
-    """What a head computes at once: its loss, an fp32 scalar, sums for metrics, and the gradients of the loss."""
+    """Loss of a head (fp32 scalar), sums for metrics, and the gradients of the loss, all computed in the forward."""
 
     loss: torch.Tensor
     sums: torch.Tensor
@@ -89,16 +93,16 @@ class LossSumsAndGradients(NamedTuple):
 
 
 LossAtOnce = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], LossSumsAndGradients]
-"""From `hidden` [tokens, width], `weight` [vocabulary, width] and `bias` [vocabulary] or None."""
+"""A function of `hidden` [tokens, width], `weight` [vocabulary, width] and `bias` [vocabulary] or None."""
 
 
 def loss_with_gradients(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, compute: LossAtOnce
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss and sums of `compute`, whose gradients are those of the loss.
+    """Loss and sums of `compute`, as an autograd function with the gradients that `compute` returns.
 
-    They are computed chunk by chunk in forward, while a chunk's logits exist, and only scaled in backward: three matrix
-    products instead of the four that recomputation would need. The cost is the memory of one gradient of the head,
+    The gradients are computed chunk by chunk in forward, while a chunk's logits exist, and only scaled in backward.
+    This takes three matrix products instead of the four of recomputation, and the memory of one gradient of the head,
     which backward needs soon after anyway.
     """
     return _ScaledGradients.apply(hidden, weight, bias, compute)  # type: ignore[no-any-return]
@@ -132,13 +136,14 @@ class _ScaledGradients(torch.autograd.Function):
 
 
 class ChunkSoftmax(NamedTuple):
-    """The softmax of the logits of a chunk and what it says of the labels; fp32.
+    """Softmax of the logits of a chunk, and the log-probabilities of its labels; fp32.
 
-    With a tensor parallel group, `exps` is this rank's shard of the vocabulary and the rest is of the whole vocabulary.
+    With a tensor parallel group, `exps` covers this rank's shard of the vocabulary, the other fields the whole
+    vocabulary.
     """
 
     exps: torch.Tensor
-    """exp(logit - largest logit), [tokens, vocabulary]; the memory of the logits."""
+    """exp(logit - largest logit), [tokens, vocabulary]; in the memory of the logits."""
     norm: torch.Tensor
     """Sum of `exps` over the vocabulary, [tokens]."""
     log_sum: torch.Tensor
@@ -152,17 +157,18 @@ class ChunkSoftmax(NamedTuple):
 def logits_of_chunk(
     part: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, buffer: torch.Tensor
 ) -> torch.Tensor:
-    """`part @ weight.T + bias` in fp32, in `buffer` where that is fp32."""
+    """`part @ weight.T + bias` in fp32; in place of `buffer` where that is fp32."""
     torch.mm(part, weight.T, out=buffer)
     logits = buffer.float()
     return logits if bias is None else logits.add_(bias)
 
 
 class ChunkBlocks:
-    """The logits of a chunk in fp32, some rows at a time: on CPUs as many as stay in the caches, else all of them.
+    """Converts the matrix products of a chunk to fp32 logits in blocks of rows: on CPUs blocks that fit in the caches,
+    elsewhere the whole chunk.
 
-    Rows are independent, so the numbers are those of the whole chunk. Products in fp32 are their own logits. With a
-    tensor parallel group all rows are one block, as each block would cost reductions over ranks.
+    Rows are independent, so blocks do not change the result. Products in fp32 are used in place. With a tensor parallel
+    group the chunk is one block, because each block would cost all-reduces.
     """
 
     def __init__(self, buffer: torch.Tensor, bias: torch.Tensor | None, tp_group: TensorParallelGroup | None) -> None:
@@ -174,8 +180,9 @@ class ChunkBlocks:
             self._scratch = buffer.new_empty(rows, buffer.shape[1], dtype=torch.float32)
 
     def split(self, products: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Rows, and their logits fp32 [rows, vocabulary] from `products` [tokens, vocabulary] = `hidden @ weight.T`: in
-        their memory where they are fp32, else in memory that the next block overwrites.
+        """Yields each block's rows and their logits fp32 [rows, vocabulary], from `products` [tokens, vocabulary] =
+        `hidden @ weight.T`. Logits are in place where products are fp32, else in a buffer that the next block
+        overwrites.
         """
         for start in range(0, len(products), self._rows):
             rows = slice(start, min(start + self._rows, len(products)))
@@ -185,7 +192,7 @@ class ChunkBlocks:
             yield rows, logits if self._bias is None else logits.add_(self._bias)
 
     def keep(self, d_logits: torch.Tensor, products: torch.Tensor) -> None:
-        """Write the gradients of a block's logits to its rows of `products`, unless they are there."""
+        """Copy the gradients of a block's logits into its rows of `products`, unless they were computed in place."""
         if self._scratch is not None:
             products.copy_(d_logits)
 
@@ -193,10 +200,11 @@ class ChunkBlocks:
 def softmax_of_chunk(
     logits: torch.Tensor, labels: torch.Tensor, tp_group: TensorParallelGroup | None = None
 ) -> ChunkSoftmax:
-    """The softmax of `logits` fp32 [tokens, vocabulary], which are overwritten, and `labels` int64 [tokens].
+    """The softmax of `logits` fp32 [tokens, vocabulary], which are overwritten, and the log-probabilities of `labels`
+    int64 [tokens].
 
-    With `tp_group` the logits are this rank's shard of the vocabulary. Only a few numbers per token are reduced over
-    ranks, never the logits.
+    With `tp_group` the logits are this rank's shard of the vocabulary. A few numbers per token are all-reduced, never
+    the logits.
     """
     top, most_likely = logits.max(-1)
     if tp_group is not None:
@@ -215,7 +223,7 @@ def softmax_of_chunk(
 def subtract_one_hot(
     probabilities: torch.Tensor, labels: torch.Tensor, tp_group: TensorParallelGroup | None = None
 ) -> torch.Tensor:
-    """`probabilities` [tokens, vocabulary] minus 1 at each label, in place; with `tp_group` a shard of them."""
+    """`probabilities` [tokens, vocabulary] minus 1 at each label, in place; with `tp_group` for this rank's shard."""
     columns, is_here = columns_in_shard(labels[:, None], probabilities.shape[1], tp_group)
     return probabilities.scatter_(1, columns, probabilities.gather(1, columns) - is_here.to(probabilities.dtype))
 
@@ -223,8 +231,8 @@ def subtract_one_hot(
 def columns_in_shard(
     ids: torch.Tensor, size: int, tp_group: TensorParallelGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The column of each of `ids` in this rank's shard of `size` columns, int64, and whether it is there; 0 for an id
-    of another shard. A list of the ids here would make a GPU wait for its length.
+    """The column of each id in this rank's vocabulary shard of `size` columns, int64 (0 for an id of another shard),
+    and whether the id is in the shard. A mask is used, since a list of the ids would synchronise the GPU.
     """
     if tp_group is None:
         return ids.long(), torch.ones_like(ids, dtype=torch.bool)

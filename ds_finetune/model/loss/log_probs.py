@@ -1,9 +1,9 @@
-"""Log-probabilities of tokens and documents, and the gradients of any loss of them, without [tokens, vocabulary]
+"""Log-probabilities of tokens and documents, and gradients of any loss of them, without holding [tokens, vocabulary]
 logits.
 
 With logits z_t = W h_t + b and the log-probability lp_t = z_t[y_t] - log sum exp z_t, a loss L(lp) has the gradient
-dL/dz_t = g_t (onehot(y_t) - softmax(z_t)) with g_t = dL/dlp_t. The weights g_t are known only after the
-log-probabilities of whole documents are, so the tokens are visited twice, chunk by chunk.
+dL/dz_t = g_t (onehot(y_t) - softmax(z_t)) with g_t = dL/dlp_t. The g_t are known only once the log-probabilities of
+whole documents are, so the head is applied to all tokens twice, chunk by chunk.
 """
 
 from dataclasses import dataclass
@@ -34,8 +34,8 @@ from ds_finetune.objectives.objective import (
 
 
 class HeadInputs(NamedTuple):
-    """What a head predicts `targets` int64 [tokens] from: `hidden` [tokens, width], `weight` [vocabulary, width] and
-    `bias` [vocabulary] or None.
+    """Inputs of a head that predicts `targets` int64 [tokens]: `hidden` [tokens, width], `weight` [vocabulary, width]
+    and `bias` [vocabulary] or None.
 
     With a tensor parallel group, `weight` and `bias` are this rank's shard of the vocabulary.
     """
@@ -55,10 +55,10 @@ class HeadInputs(NamedTuple):
 
 
 class TwoPassHead:
-    """The log-probabilities of tokens in a first pass over their chunks, and gradients in a second one.
+    """A head that computes log-probabilities of tokens in a first pass over chunks, and gradients in a second pass.
 
-    The second pass goes backwards and so begins with the chunk whose softmax is still in memory. Where only the
-    gradient of `hidden` is needed, the first pass computes it up to the factor g_t of each token.
+    The second pass runs backwards, because the softmax of the last chunk is still in memory. Where only the gradient of
+    `hidden` is needed, the first pass computes it up to the factor g_t of each token.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class TwoPassHead:
         forbidden: torch.Tensor | None = None,
         with_entropy: bool = False,
     ) -> None:
-        """Ids that are `forbidden`, bool [vocabulary], have probability 0, as if they had no logits; with a tensor
-        parallel group it is this rank's shard. `with_entropy` lets the first pass compute entropies.
+        """`forbidden`, bool [vocabulary] or this rank's shard of it, marks ids that get probability 0. `with_entropy`
+        makes the first pass compute entropies.
         """
         self._inputs, self._chunk, self._tp_group = inputs, chunk, tp_group
         self._forbidden = forbidden
@@ -81,22 +81,22 @@ class TwoPassHead:
         self._log_sum = torch.zeros(tokens, dtype=torch.float32, device=inputs.hidden.device)
         self._last: torch.Tensor | None = None
         self.entropy = torch.zeros_like(self._log_sum) if with_entropy else None
-        """Entropy of the distribution of each token in nats, fp32 [tokens], once the first pass is done."""
+        """Entropy of the distribution at each token in nats, fp32 [tokens], after the first pass."""
 
     def log_probs(self) -> torch.Tensor:
-        """The log-probability of each target in nats, fp32 [tokens]; the first pass."""
+        """First pass: the log-probability of each target in nats, fp32 [tokens]."""
         return self._first_pass(directions=None)
 
     def log_probs_and_directions(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same, and the gradient of each log-probability with respect to its row of `hidden` [tokens, width]; all
-        that a frozen head needs, in one pass.
+        """First pass with the gradient of each log-probability with respect to its row of `hidden` [tokens, width],
+        which is all that a frozen head needs.
         """
         directions = torch.zeros_like(self._inputs.hidden)
         return self._first_pass(directions), directions
 
     def gradients(self, d_logp: torch.Tensor, needed: NeededGradients) -> HeadGradients:
-        """The gradients of a loss with the gradient `d_logp` fp32 [tokens] of the log-probabilities; the second
-        pass.
+        """Second pass: the gradients of a loss whose gradient with respect to the log-probabilities is `d_logp` fp32
+        [tokens].
         """
         hidden, weight, bias, targets = self._inputs
         gradients = HeadGradients.zeros(hidden, weight, bias, needed)
@@ -114,7 +114,7 @@ class TwoPassHead:
             softmax = softmax_of_chunk(self._logits(start), targets[here], self._tp_group)
             logp[here], self._log_sum[here] = softmax.logp, softmax.log_sum
             if self.entropy is not None:
-                # With exps e and their sum n, -sum e/n log(e/n) = log n - 1/n sum e log e.
+                # With e = `exps` and their sum n: -sum e/n log(e/n) = log n - 1/n sum e log e.
                 weighted = torch.special.entr(softmax.exps).sum(-1)
                 weighted = weighted if self._tp_group is None else self._tp_group.all_reduce(weighted)
                 self.entropy[here] = softmax.norm.log() + weighted / softmax.norm
@@ -126,7 +126,7 @@ class TwoPassHead:
         return logp
 
     def _probabilities(self, start: int) -> torch.Tensor:
-        """The softmax of the chunk that begins at `start`, fp32 in memory that may be overwritten."""
+        """Softmax of the chunk that begins at `start`, fp32, in memory that may be overwritten."""
         last, self._last = self._last, None
         if last is not None:
             return last
@@ -142,9 +142,9 @@ class TwoPassHead:
 
 @dataclass(frozen=True, eq=False)
 class DocumentTokens:
-    """The supervised tokens of a forward and the documents that they belong to.
+    """The supervised tokens of a forward, and the documents to which they belong.
 
-    With `sp_group`, tokens are those of this rank, and documents reach over its ranks.
+    With `sp_group`, these are this rank's tokens, while documents extend over its ranks.
     """
 
     index: torch.Tensor
@@ -153,9 +153,9 @@ class DocumentTokens:
     sp_group: SequenceParallelGroup | None = None
 
     def sums(self, logp: torch.Tensor) -> DocumentLogProbs:
-        """The documents' log-probabilities from those of this rank's tokens, fp32 [tokens]; the same on every rank.
+        """Log-probabilities of documents from `logp`, fp32 [tokens] of this rank; identical on every rank.
 
-        Collective in the sequence parallel group, also for a rank without a supervised token.
+        Collective in the sequence parallel group; ranks without a supervised token take part too.
         """
         sums = torch.zeros(2, len(self.examples.numbers), dtype=torch.float64, device=logp.device)
         sums.index_add_(1, self.index, torch.stack([logp.double(), torch.ones_like(logp, dtype=torch.float64)]))
@@ -166,14 +166,14 @@ class DocumentTokens:
 
 @dataclass(frozen=True, eq=False)
 class AnswerPositions:
-    """The answer tokens of a forward: where their numbers stand, and the documents that they belong to."""
+    """The answer tokens of a forward: positions of their labels, and the documents to which they belong."""
 
     positions: torch.Tensor
-    """Positions of their labels in the flattened rows, int64 [tokens]."""
+    """Positions of the labels in the flattened rows, int64 [tokens]."""
     documents: DocumentTokens
 
     def numbers(self, logp: torch.Tensor, entropy: torch.Tensor) -> AnswerTokens:
-        """All that a loss reads of these tokens; collective in the sequence parallel group."""
+        """All inputs of a loss on answer tokens; collective in the sequence parallel group."""
         examples, index = self.documents.examples, self.documents.index
         known = examples.answers
         absent = torch.full_like(logp, torch.nan, requires_grad=False)
@@ -195,7 +195,7 @@ class AnswerPositions:
 
 
 class LossOfDocuments:
-    """An objective at the numbers of one step: what a forward needs to turn log-probabilities into its loss."""
+    """An objective on documents with the numbers of one step, which turns log-probabilities into a forward's loss."""
 
     def __init__(self, objective: DocumentObjective, tokens: DocumentTokens, numbers: StepNumbers | None) -> None:
         self._objective, self._tokens = objective, tokens
@@ -203,9 +203,9 @@ class LossOfDocuments:
 
     def of_tokens(self, logp: torch.Tensor, *, has_gradient: bool) -> tuple[LossAndSums, torch.Tensor | None]:
         """Loss and sums from the log-probabilities of this rank's tokens, fp32 [tokens], and the gradient of the loss
-        with respect to them, fp64 [tokens]; None without `has_gradient`.
+        with respect to them, fp64 [tokens], or None without `has_gradient`.
 
-        Sums are zeros on all sequence parallel ranks but the first, so that each document counts once.
+        Sums are zero on all sequence parallel ranks but the first, so that each document counts once.
         """
         documents = self._tokens.sums(logp)
         weights, baseline = self._numbers or self._plain_sums(logp.device)
@@ -224,7 +224,7 @@ class LossOfDocuments:
 
 
 class LossOfAnswers:
-    """An objective of answer tokens at the numbers of one step; `head` computes their log-probabilities."""
+    """An objective on answer tokens with the numbers of one step; `head` computes the log-probabilities."""
 
     def __init__(
         self, objective: AnswerObjective, tokens: AnswerPositions, numbers: StepNumbers | None, head: TwoPassHead
@@ -232,8 +232,8 @@ class LossOfAnswers:
         self._objective, self._tokens, self._numbers, self._head = objective, tokens, numbers, head
 
     def of_tokens(self, logp: torch.Tensor, *, has_gradient: bool) -> tuple[LossAndSums, torch.Tensor | None]:
-        """Loss, sums and gradient, as `LossOfDocuments.of_tokens`. With sequence parallelism both are those of this
-        rank's tokens.
+        """Loss, sums and gradient, as in `LossOfDocuments.of_tokens`; with sequence parallelism those of this rank's
+        tokens.
         """
         assert self._head.entropy is not None
         logp = logp.double().requires_grad_(has_gradient)
@@ -246,10 +246,10 @@ class LossOfAnswers:
 
 
 class _DocumentLoss(torch.autograd.Function):
-    """The loss of an objective over documents or their tokens, with gradients of the head computed in forward and
+    """Autograd function of a loss on documents or answer tokens; the head's gradients are computed in forward, and
     scaled in backward.
 
-    Nothing of the head is needed in backward, where ZeRO-3 may not hold it any more.
+    Backward reads no weight of the head, because under ZeRO-3 it may be partitioned again by then.
     """
 
     @staticmethod
@@ -267,7 +267,8 @@ class _DocumentLoss(torch.autograd.Function):
         if needed.weight or needed.bias:
             found, d_logp = loss.of_tokens(head.log_probs(), has_gradient=True)
             assert d_logp is not None
-            # Of size one, so that nothing is lost in the dtype of the hidden states.
+            # Scaled to a largest value of one, so that small gradients do not underflow in the dtype of the hidden
+            # states.
             factors = torch.cat([d_logp.abs(), d_logp.new_full((1,), torch.finfo(torch.float32).tiny)]).max()[None]
             gradients = head.gradients((d_logp / factors).float(), needed)
         elif needed.hidden:
@@ -312,8 +313,8 @@ def answer_loss(
     objective: AnswerObjective,
     head: TwoPassHead,
 ) -> LossAndSums:
-    """The loss of the answers of a forward, as `document_loss`; `head` has the same inputs, detached, and computes
-    entropies.
+    """The loss of the sampled answers of a forward, with gradients as in `document_loss`. `head` has the same inputs,
+    detached, and computes entropies.
     """
     return _loss(inputs, LossOfAnswers(objective, tokens, numbers, head), head)
 
@@ -327,5 +328,5 @@ def _loss(inputs: HeadInputs, loss: LossOfDocuments | LossOfAnswers, head: TwoPa
 def document_log_probs(
     inputs: HeadInputs, tokens: DocumentTokens, *, tp_group: TensorParallelGroup | None = None
 ) -> torch.Tensor:
-    """The log-probabilities of the documents of a forward in nats, fp64 [documents], without a gradient."""
+    """Log-probabilities of the documents of a forward in nats, fp64 [documents], without a gradient."""
     return tokens.sums(TwoPassHead(inputs.detach(), tp_group=tp_group).log_probs()).logp

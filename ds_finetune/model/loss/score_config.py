@@ -1,4 +1,4 @@
-"""The parts of a model's configuration that belong to its scores: names of the classes, and the padding token."""
+"""Keys of a model's configuration for its classification head: names of the classes, and the padding token."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,15 +13,16 @@ from ds_finetune.model.build.skeleton import Task
 from ds_finetune.objectives.objective import Objective
 
 SETTINGS = "ds_finetune"
-"""Key of config.json under which a run writes its `objective`, and `pooled_token`: the token of a text that is scored,
-`last` or `first`, or `mean` where it is the mean of all."""
+"""Key of config.json under which a run stores its `objective` and `pooled_token`, the token whose hidden state is
+scored: `last`, `first`, or `mean` for the mean over all tokens.
+"""
 REWARD = "reward"
-"""Name of the score of a reward model, and of its objective."""
+"""Name of the reward objective, and of the only class of a reward model."""
 _CLASS_SUFFIX = "ForSequenceClassification"
 _SPARE = re.compile(r"pad|reserved|unused|placeholder|fim", re.IGNORECASE)
-"""Names of added tokens that no text contains and no template of dialogues ends in."""
+"""Names of added tokens that neither texts nor chat templates use."""
 NEW_PADDING = "<|pad|>"
-"""Name of the padding token that a tokenizer without a spare token gets in an export."""
+"""Name of the padding token that an exported tokenizer gets where it has no unused token."""
 _UNNAMED = re.compile(r"LABEL_\d+")
 _FRESH = ("score.weight", "score.bias")
 
@@ -33,16 +34,16 @@ def is_classifier(config: PretrainedConfig | Mapping[str, Any]) -> bool:
 
 
 def fresh_parameters(base: PretrainedConfig, task: Task, head: Sequence[str] = ()) -> tuple[str, ...]:
-    """Names of the parameters that the base model of a training need not have: the head of a new classifier, with
-    the parameters `head` of this rank's.
+    """Names of parameters that the base model may lack, because they are randomly initialised: those of a new
+    classification head, with `head`, the parameter names on this rank.
     """
     return (*_FRESH, *head) if task == "sequence_classification" and not is_classifier(base) else ()
 
 
 def with_base_classes(section: ObjectiveConfig, base: PretrainedConfig) -> ObjectiveConfig:
-    """The section of a classification with number and names of the classes of `base`, where that is a classifier and
-    the section names none; other sections as they are. ModelError where the numbers differ, or the same names have
-    another order.
+    """The section with the number and names of the classes of `base`, where `base` is a classifier and the section
+    names none; other sections are returned unchanged. ModelError where the numbers differ, or the names are in another
+    order.
     """
     if not isinstance(section, ClassificationObjective) or not is_classifier(base):
         return section
@@ -68,21 +69,21 @@ def _check_number(base: PretrainedConfig, outputs: int) -> None:
 
 
 def set_classes(hf_config: PretrainedConfig, section: ObjectiveConfig, *, outputs: int) -> None:
-    """Write number and names of the scores into `hf_config`; ModelError where it is that of a classifier with another
-    number.
+    """Write the number and names of the classes into `hf_config`; ModelError where it describes a classifier with
+    another number.
     """
     _check_number(hf_config, outputs)
     names = section.labels if isinstance(section, ClassificationObjective) else (REWARD,)
     hf_config.num_labels = outputs
     hf_config.id2label = dict(enumerate(names or (f"LABEL_{number}" for number in range(outputs))))
     hf_config.label2id = {name: number for number, name in hf_config.id2label.items()}
-    # A pipeline returns the number itself for this problem type, without a sigmoid.
+    # With this problem type a transformers pipeline returns a regression's number without a sigmoid.
     hf_config.problem_type = "regression" if outputs == 1 else "single_label_classification"
 
 
 def score_settings(hf_config: PretrainedConfig, objective: Objective) -> dict[str, Any]:
-    """Keys of an exported config.json on its scores: their number, and under `SETTINGS` what transformers has no key
-    for.
+    """Keys of an exported config.json for the classification head: the number of classes, and under `SETTINGS` what
+    transformers has no key for.
     """
     encoder = encoder_of(hf_config)
     pooling = None if encoder is None else getattr(hf_config, encoder.pooling_key or "", "cls")
@@ -91,12 +92,12 @@ def score_settings(hf_config: PretrainedConfig, objective: Objective) -> dict[st
 
 
 def set_padding_token(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Choose the padding token of a classifier and write it into `hf_config`; returns a text on it for people.
+    """Choose the padding token of a classifier and write it into `hf_config`; returns a text for the log.
 
-    transformers 5.23 scores the last token that is not this one (modeling_layers.py:186), so it must never end a
-    document. It is the tokenizer's or the model's own where that is not an end of sequence, else an added token that
-    texts do not contain, else a new one, `NEW_PADDING`, with the first id of the model's vocabulary that the tokenizer
-    has no token for. ModelError where there is none.
+    transformers 5.23 scores the last token that is not the padding token (modeling_layers.py:186), so no document may
+    end in it. Candidates in order: the tokenizer's or the model's own padding token unless it ends sequences; an added
+    token that texts do not contain; a new token `NEW_PADDING`, with the first id of the model's vocabulary that the
+    tokenizer does not use. ModelError where there is none.
     """
     given = hf_config.eos_token_id
     ends = {*(given if isinstance(given, list) else [given]), tokenizer.eos_token_id, tokenizer.bos_token_id}
@@ -119,7 +120,7 @@ def set_padding_token(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenize
 
 
 def _new_id(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id of a new padding token; ModelError where the tokenizer has a token for every id of the vocabulary."""
+    """The id of the new padding token; ModelError where the tokenizer uses every id of the model's vocabulary."""
     tokens = tokenizer.get_vocab()
     number = max(tokens.values()) + 1
     if number < hf_config.vocab_size and NEW_PADDING not in tokens:

@@ -1,7 +1,7 @@
-"""The head of a classifier or reward model: it scores the last token of each document.
+"""The head of a classifier or reward model, which scores the last token of each document.
 
-Documents are known by their ends, never by padding tokens: transformers' own classes find the last token that is not
-`pad_token_id`, which gives one score for a packed row, and drops the end of a document that ends in the padding token.
+Documents are located by their lengths, never by padding tokens. transformers' own classes search the last token that is
+not `pad_token_id`, which gives one score for a packed row, and drops the end of a document that ends in that token.
 """
 
 import math
@@ -22,18 +22,18 @@ from ds_finetune.model.weights.load import draw_normal, initialise_weights, seed
 from ds_finetune.objectives.objective import Examples, LossAndSums, Objective, ScoreObjective, StepNumbers, is_of_scores
 
 SCORE_HEAD = "score"
-"""Name of the head in transformers' classes for sequence classification of causal models."""
+"""Attribute name of the head in transformers' classes for sequence classification of causal models."""
 INITIAL_REWARD = 1e-4
-"""Standard deviation of the first rewards where hidden states have a mean square of 1: the first loss is then ln 2 to
-less than 1e-3, and hidden states still get a gradient, which they would not from a head of zeros.
+"""Standard deviation of the first rewards for hidden states with a mean square of 1. The first loss is then ln 2 to
+within 1e-3, and hidden states still get a gradient, unlike with a head of zeros.
 """
 
 
 def loss_of_scores(
     objective: ScoreObjective, scores: torch.Tensor, examples: Examples, numbers: StepNumbers | None
 ) -> LossAndSums:
-    """The contribution of all documents of a forward to the loss of the step, from their scores fp32 [documents,
-    outputs]; without `numbers` plain sums.
+    """The contribution of all documents of a forward to the loss of the step, from scores fp32 [documents, outputs];
+    without `numbers` unscaled sums.
     """
     device = scores.device
     weights = torch.ones(len(objective.terms), dtype=torch.float64) if numbers is None else numbers.weights
@@ -42,10 +42,10 @@ def loss_of_scores(
 
 
 class ScoreHead(nn.Linear):
-    """A head that returns logits, or with `examples` the loss of the scores of their last tokens.
+    """A linear head that returns logits or, with `examples`, the loss of the scores of each document's last token.
 
-    Tensor parallel ranks hold the same head and get the same hidden states; sequence parallel ranks score the documents
-    that end in their tokens, and share the scores.
+    Tensor parallel ranks hold identical heads and hidden states. A sequence parallel rank scores the documents that end
+    in its tokens; scores are then all-reduced.
     """
 
     objective: ScoreObjective
@@ -60,11 +60,11 @@ class ScoreHead(nn.Linear):
         *,
         supervised: torch.Tensor | None = None,
     ) -> Any:  # noqa: ANN401 - logits or LossAndSums
-        """`hidden` [rows, tokens, width] -> logits [rows, tokens, outputs]; with `examples` -> their LossAndSums, from
-        scores in fp32. `labels` and `supervised` are not used.
+        """Maps `hidden` [rows, tokens, width] to logits [rows, tokens, outputs], or with `examples` to their
+        LossAndSums, with scores in fp32. `labels` and `supervised` are not used.
 
         Without a document the loss is 0 and its gradients are zeros, so that every rank takes part in the reductions.
-        With sequence parallelism `hidden` has this rank's tokens of each row, and sums are zeros on all ranks but the
+        With sequence parallelism `hidden` holds this rank's tokens of each row, and sums are zero on all ranks but the
         first, so that each document counts once.
         """
         if examples is None:
@@ -75,15 +75,15 @@ class ScoreHead(nn.Linear):
         return found if is_first else found._replace(sums=torch.zeros_like(found.sums))
 
     def scores(self, hidden: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """Scores of documents whose last tokens are at `ends` (int64 [documents]) of the flattened rows, fp32
-        [documents, outputs].
+        """Scores fp32 [documents, outputs] of documents whose last tokens are at `ends` (int64 [documents]) of the
+        flattened rows.
         """
         sp_group = self.groups.sp
         ranks, rank = (1, 0) if sp_group is None else (sp_group.size, sp_group.group_rank)
         ends, tokens = ends.to(hidden.device), hidden.shape[1]
         row, place = ends // (tokens * ranks), ends % (tokens * ranks) - tokens * rank
         is_own = (place >= 0) & (place < tokens)
-        # A list of the documents that end here would make a GPU wait for its length.
+        # A mask, since a list of the documents that end on this rank would synchronise the GPU.
         pooled = hidden.reshape(-1, hidden.shape[-1]).index_select(0, (row * tokens + place).where(is_own, 0))
         bias = None if self.bias is None else self.bias.float()
         scores = functional.linear(pooled.float(), self.weight.float(), bias)
@@ -91,7 +91,7 @@ class ScoreHead(nn.Linear):
 
 
 def logits_of_prompt(lm: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
-    """Logits [tokens, vocabulary] of one prompt, int64 [1, tokens]; of a classifier its scores, [1, outputs].
+    """Logits [tokens, vocabulary] of one prompt, int64 [1, tokens]; for a classifier its scores, [1, outputs].
 
     A decoder's score is that of the last token, whatever the padding token is.
     """
@@ -104,7 +104,7 @@ def logits_of_prompt(lm: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tens
 
 
 def head_parameters(lm: PreTrainedModel) -> list[str]:
-    """Names of the parameters of a score head on this rank; none of a language model."""
+    """Names of the parameters of a classification head on this rank; none for a language model."""
     encoder = encoder_of(lm.config)
     modules = (SCORE_HEAD,) if encoder is None else encoder.head
     prefixes = tuple(f"{module}." for module in modules)
@@ -114,9 +114,10 @@ def head_parameters(lm: PreTrainedModel) -> list[str]:
 def initialise_score_head(
     lm: PreTrainedModel, objective: Objective, names: Sequence[str], *, seed: int, where: Where
 ) -> None:
-    """Draw the parameters `names` of the score head: by the model's own rule for classes, and small for rewards.
+    """Randomly initialise the parameters `names` of the classification head: by the model's own rule, or with small
+    values for reward models.
 
-    The values depend only on the seed and the parameter's name.
+    The values depend only on the seed and the parameter's name, not on the layout.
     """
     if not (is_of_scores(objective) and objective.starts_small):
         initialise_weights(lm, seed=seed, where=where, names=names)
@@ -128,9 +129,7 @@ def initialise_score_head(
 
 
 class EncoderHead:
-    """The modules of an encoder that score documents, with the interface of a ScoreHead; it has no parameters of its
-    own.
-    """
+    """The classification modules of an encoder, with the interface of a ScoreHead; it has no parameters of its own."""
 
     def __init__(self, lm: PreTrainedModel, objective: ScoreObjective) -> None:
         self.lm = lm

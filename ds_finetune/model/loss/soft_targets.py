@@ -1,7 +1,8 @@
-"""Distillation: summed divergence of a model's distributions of the next token from a teacher's, with its gradients.
+"""Distillation: summed KL divergence of a model's next-token distributions from a teacher's, with its gradients.
 
-Logits of model and teacher exist for a chunk of tokens at a time. The divergence is KL(teacher || model). Its gradient
-by the model's logits is p_model - p_teacher, so that one pass with three matrix products is enough.
+Logits of model and teacher are held for one chunk of tokens at a time. The divergence is KL(teacher || model). Its
+gradient with respect to the model's logits is p_model - p_teacher, so that one pass with three matrix products is
+enough.
 """
 
 from dataclasses import dataclass
@@ -14,16 +15,16 @@ from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.plan.forward import DISTILLATION_TOKENS
 
 CHUNK_TOKENS = DISTILLATION_TOKENS
-"""Supervised positions whose logits exist at a time."""
+"""Number of supervised positions whose logits are held at once."""
 
 
 @dataclass(frozen=True)
 class Mix:
-    """The loss of a token: `label_weight` x cross entropy + (1 - `label_weight`) x T^2 x divergence.
+    """Weights of the loss of a token: `label_weight` x cross entropy + (1 - `label_weight`) x T^2 x divergence.
 
-    T is `temperature`, by which the logits of both are divided in the divergence. Its gradients are about 1 / T^2 as
-    large as at T = 1 (Hinton et al., arXiv 1503.02531, section 2.1); the factor keeps the balance of both parts, and
-    the learning rate that fits, when the temperature changes.
+    T is `temperature`, which divides the logits of model and teacher in the divergence. Gradients of the divergence
+    shrink as 1 / T^2 (Hinton et al., arXiv 1503.02531, section 2.1). The factor T^2 keeps the balance of both parts,
+    and the fitting learning rate, independent of T.
     """
 
     temperature: float = 1.0
@@ -31,7 +32,7 @@ class Mix:
 
 
 class VocabularyShard(NamedTuple):
-    """The ids from `start` on, as many as there are columns of logits; other ranks of `tp_group` hold the others."""
+    """This rank's shard of the vocabulary: the ids from `start` on, one for each column of logits."""
 
     start: int
     tp_group: TensorParallelGroup | None
@@ -44,7 +45,7 @@ class VocabularyShard(NamedTuple):
         return torch.logsumexp(self.tp_group.all_gather_last_dim(own), dim=-1, keepdim=True)
 
     def add_up(self, partial: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks."""
+        """The sum of `partial` over tensor parallel ranks."""
         return partial if self.tp_group is None else self.tp_group.all_reduce(partial)
 
     def most_likely(self, logits: torch.Tensor) -> torch.Tensor:
@@ -54,27 +55,29 @@ class VocabularyShard(NamedTuple):
 
 
 class SoftTargets(Protocol):
-    """The teacher's distribution of each supervised token."""
+    """A source of the teacher's distribution for each supervised token."""
 
     def divergence(
         self, log_probs: torch.Tensor, tokens: slice, shard: VocabularyShard
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum of KL(teacher || model) over the supervised `tokens`, a scalar, and its gradient by the model's logits.
+        """Sum of KL(teacher || model) over a slice of the supervised tokens, scalar, and its gradient with respect to
+        the model's logits.
 
-        `log_probs` fp32 [tokens, columns of the shard] are the model's; the gradient has their shape.
+        `log_probs` fp32 [tokens, columns of the shard] are the model's; the gradient has the same shape.
         """
         ...
 
 
 _NEVER = -1e30
-"""Logit of an id that the teacher does not have; finite, so that zero times its logarithm is zero."""
+"""Logit of an id that the teacher lacks; finite, so that its probability of zero times its logarithm is zero."""
 
 
 @dataclass(frozen=True)
 class TeacherStates:
-    """Targets from a teacher's hidden states and head, whose width need not be the model's.
+    """Target distributions from a teacher's hidden states and head, whose width may differ from the model's.
 
-    Vocabularies of one tokenizer are padded to different sizes: ids that only one of the two has get no probability.
+    Vocabularies of one tokenizer may be padded to different sizes; an id that only one of both models has gets
+    probability 0.
     """
 
     hidden: torch.Tensor
@@ -103,16 +106,16 @@ class TeacherStates:
 
 @dataclass(frozen=True)
 class TopTargets:
-    """Targets from the teacher's k most likely tokens; all others are one bucket with the rest of its probability.
+    """Target distributions over the teacher's k most likely tokens and one bucket for all other tokens.
 
-    The model's probability of the bucket is what it gives to all tokens other than these k, from its softmax over the
-    whole vocabulary, so that no part of its distribution is free.
+    The model's probability of the bucket is the sum over all other tokens of its softmax over the whole vocabulary, so
+    that its whole distribution is trained.
     """
 
     ids: torch.Tensor
-    """Token ids, integers [supervised tokens, k]; those of a token differ."""
+    """Ids of the k most likely tokens, integers [supervised tokens, k], distinct within a row."""
     log_probs: torch.Tensor
-    """Log-probabilities of these ids and, last, of the bucket, [supervised tokens, k + 1]; they are normalised here."""
+    """Log-probabilities of these ids and, last, of the bucket, [supervised tokens, k + 1]; normalised before use."""
 
     def divergence(
         self, log_probs: torch.Tensor, tokens: slice, shard: VocabularyShard
@@ -121,7 +124,8 @@ class TopTargets:
         wanted = torch.log_softmax(self.log_probs[tokens].float(), dim=-1)
         columns, is_here = columns_in_shard(self.ids[tokens], log_probs.shape[1], shard.tp_group)
         top = shard.add_up(torch.where(is_here, log_probs.gather(1, columns), 0.0))
-        # A list of the ids here would make a GPU wait for its length. Ids of other shards share column 0 with one here.
+        # A mask, since a list of the ids of this shard would synchronise the GPU. Ids of other shards are mapped to
+        # column 0, which an id of this shard may use too.
         infinity = torch.full_like(top, float("inf"))
         others = log_probs.scatter_reduce(1, columns, torch.where(is_here, -infinity, infinity), "amin")
         bucket = shard.log_norm(others)
@@ -134,7 +138,7 @@ class TopTargets:
 class MixedLoss(NamedTuple):
     """Sums over tokens, fp64 scalars, and the gradients of `loss_sum`.
 
-    `divergence_sum` and `label_loss_sum` are in nats, without the weights of `Mix`.
+    `divergence_sum` and `label_loss_sum` are in nats, before the weights of `Mix`.
     """
 
     loss_sum: torch.Tensor
@@ -156,11 +160,12 @@ def chunked_mixed_loss(  # noqa: PLR0913 - a head, its targets, and how they are
     chunk: int = CHUNK_TOKENS,
     tp_group: TensorParallelGroup | None = None,
 ) -> MixedLoss:
-    """The loss of `hidden` [tokens, width] with the head `weight` [vocabulary, width], `bias` [vocabulary] or None.
+    """Distillation loss of `hidden` [tokens, width] with the head `weight` [vocabulary, width] and `bias` [vocabulary]
+    or None.
 
-    `labels` int64 [tokens]. Without `targets` it is only the cross entropy of the labels. Softmax, sums and the
-    gradients of the head are fp32 at least. With `tp_group`, `weight` and `bias` are this rank's shard of the
-    vocabulary, and `d_hidden` is its partial sum.
+    `labels` are int64 [tokens]. Without `targets` it is the cross entropy of the labels only. Softmax, sums and the
+    gradients of the head are at least fp32. With `tp_group`, `weight` and `bias` are this rank's shard of the
+    vocabulary, and `d_hidden` is this rank's partial sum.
     """
     shard = VocabularyShard(0 if tp_group is None else tp_group.group_rank * weight.shape[0], tp_group)
     mix = mix if targets is not None else Mix(label_weight=1.0)
@@ -188,7 +193,7 @@ def _chunk_loss(  # noqa: PLR0913 - the values of one chunk
     shard: VocabularyShard,
     mix: Mix,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of divergence, label loss and right predictions, fp64 [3], and the gradient of the loss by the `logits`."""
+    """Sums of divergence, label loss and correct predictions, fp64 [3], and the gradient with respect to `logits`."""
     correct = (shard.most_likely(logits) == labels).sum()
     soft = None if mix.temperature == 1 else logits / mix.temperature
     log_probs = logits.sub_(shard.log_norm(logits))
@@ -210,10 +215,10 @@ def _chunk_loss(  # noqa: PLR0913 - the values of one chunk
 def top_log_probs(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, top_k: int, *, chunk: int = CHUNK_TOKENS
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `top_k` most likely token ids, int32 [tokens, top_k], with their log-probabilities and, last, that of all
-    other tokens together, fp16 [tokens, top_k + 1].
+    """The `top_k` most likely token ids, int32 [tokens, top_k], and fp16 [tokens, top_k + 1]: their log-probabilities
+    and, last, that of all other tokens together.
 
-    `hidden` [tokens, width], `weight` [vocabulary, width], `bias` [vocabulary] or None; softmax in fp32.
+    `hidden` is [tokens, width], `weight` [vocabulary, width], `bias` [vocabulary] or None; the softmax is fp32.
     """
     assert top_k < len(weight)
     ids = torch.zeros(len(hidden), top_k, dtype=torch.int32, device=hidden.device)

@@ -1,4 +1,4 @@
-"""The teacher of a distillation: its weights, and its distributions of the next token."""
+"""The teacher model of a distillation: its weights and its next-token distributions."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -32,17 +32,17 @@ from ds_finetune.model.weights.load import load_weights
 
 @dataclass(frozen=True)
 class TeacherPlan:
-    """A model that runs beside the one that is trained."""
+    """The teacher model of a distillation run."""
 
     path: str
     """Folder or hub id."""
     hf_config: PretrainedConfig = field(repr=False)
     offload: str
-    """`cpu` where its weights are held in host memory, else `none`."""
+    """`cpu` where its weights are kept in host memory, else `none`."""
 
 
 def plan_teacher(objective: ObjectiveConfig) -> TeacherPlan | None:
-    """The teacher that `objective` names, None where it names none."""
+    """The teacher model that `objective` names, else None."""
     if not is_distillation(objective) or objective.teacher is None:
         return None
     teacher = read_hf_config(objective.teacher, files=TOKENIZER_PATTERNS)
@@ -50,8 +50,8 @@ def plan_teacher(objective: ObjectiveConfig) -> TeacherPlan | None:
 
 
 def check_same_tokens(teacher: TeacherPlan, tokens: Mapping[str, int], model_tokens: Mapping[str, int]) -> None:
-    """ModelError where the same id is not the same token in the vocabularies (id by token) of teacher and model, or
-    the teacher's model does not have all of them.
+    """ModelError unless teacher and model have the same vocabulary (id by token), and the teacher's model has an output
+    for each id.
     """
     size = int(teacher.hf_config.vocab_size)
     if tokens == model_tokens and size <= max(tokens.values()):
@@ -87,7 +87,7 @@ class HiddenStates(TrainedModel):
         return head
 
     def whole(self) -> "Teacher":
-        """The teacher of this model, whose weights each rank holds whole."""
+        """A Teacher with this model, whose weights are not sharded."""
         return Teacher(self, self.head, nullcontext)
 
 
@@ -101,7 +101,7 @@ def load_teacher(  # noqa: PLR0913 - where and how the model is built
     where: Where = whole,
     init_context: AbstractContextManager[object] | None = None,
 ) -> HiddenStates:
-    """The teacher in evaluation mode, without gradients; arguments as those of `build_skeleton` and `load_weights`."""
+    """The teacher model in evaluation mode, without gradients; arguments as in `build_skeleton` and `load_weights`."""
     dtype = PRECISION_DTYPES[precision]
     lm = build_skeleton(teacher.hf_config, attention=attention, dtype=dtype, device=device, init_context=init_context)
     in_fp32 = Fp32Weights(lm, where)
@@ -115,13 +115,13 @@ def load_teacher(  # noqa: PLR0913 - where and how the model is built
 
 @dataclass(frozen=True)
 class Teacher:
-    """A teacher that runs beside the model. It is no part of the module that is trained."""
+    """A teacher model ready to run. It is not part of the module that is trained."""
 
     run: Callable[..., torch.Tensor]
-    """`HiddenStates`, or the engine that runs it."""
+    """`HiddenStates`, or the DeepSpeed engine around it."""
     head: nn.Linear
     open_weights: Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
-    """Makes parameters whole while the context is open."""
+    """Context within which ZeRO-3 parameters are gathered."""
 
     @torch.no_grad()
     def hidden(
@@ -136,7 +136,7 @@ class Teacher:
 
     @contextmanager
     def targets(self, hidden: torch.Tensor, temperature: float) -> Iterator[TeacherStates]:
-        """The targets that follow from `hidden`, with the head's weights whole while the context is open."""
+        """Target distributions from `hidden`, within a context in which the head's weights are gathered."""
         bias: nn.Parameter | None = self.head.bias
         with self.open_weights(list(self.head.parameters())):
             yield TeacherStates(hidden, self.head.weight.detach(), None if bias is None else bias.detach(), temperature)

@@ -1,4 +1,4 @@
-"""The loss over supervised positions, chunk by chunk: the [tokens, vocabulary] logits are never built."""
+"""The loss at supervised positions, computed in chunks: logits of all tokens [tokens, vocabulary] are never built."""
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -57,25 +57,25 @@ from ds_finetune.objectives.objective import (
 
 @dataclass(frozen=True)
 class HeadGroups:
-    """The ranks with which a head computes its loss; None along an axis of one rank."""
+    """Process groups with which a head computes its loss; None for a parallel axis of size one."""
 
     tp: TensorParallelGroup | None = None
     """Ranks that hold the other shards of the vocabulary."""
     sp: SequenceParallelGroup | None = None
     """Ranks that hold the other tokens of the documents."""
     pp: PipelineGroup | None = None
-    """Stages; the head is on the last one, which sends its logits to the others."""
+    """Pipeline stages; the last one has the head, and sends its logits to the others."""
 
 
 class LossHead(nn.Linear):
-    """A language-model head that returns logits, or with `labels` the loss without building all logits."""
+    """A language model head that returns logits or, with `labels`, the loss without building all logits."""
 
     kernel: Kernel = staticmethod(chunked_cross_entropy)
     objective: Objective = TokenObjective("sft")
     groups = HeadGroups()
     forbidden: torch.Tensor | None = None
-    """Ids that are never sampled, bool [vocabulary], this rank's shard of it; answers have the probabilities of a
-    softmax without them.
+    """Mask of ids that are never sampled, bool [vocabulary] or this rank's shard of it; the softmax over answer tokens
+    excludes them.
     """
 
     def forward(  # noqa: PLR0913
@@ -89,18 +89,17 @@ class LossHead(nn.Linear):
         wants_log_probs: bool = False,
         is_trained: bool = True,
     ) -> Any:  # noqa: ANN401 - logits, LossAndSums or log-probabilities
-        """`hidden` [..., width] -> logits [..., vocabulary]; with `labels` [...] (already shifted, int64) -> the
-        LossAndSums of the objective.
+        """Maps `hidden` [..., width] to logits [..., vocabulary], or with `labels` [...] (already shifted, int64) to
+        the LossAndSums of the objective.
 
-        With `wants_log_probs`: the sum of the log-probabilities of the supervised tokens of each document in `examples`
-        instead, fp64 [documents], without a gradient; the same on every tensor and sequence parallel rank. For sampled
-        answers those of this rank's tokens, fp32 [supervised tokens].
+        With `wants_log_probs` it returns the sum of the log-probabilities of the supervised tokens of each document in
+        `examples`, fp64 [documents], without a gradient and identical on every tensor and sequence parallel rank. For
+        sampled answers it returns those of this rank's tokens, fp32 [supervised tokens].
 
-        Unless `is_trained` no gradient reaches the head's own weights from this call.
-
-        `supervised` are the positions whose label is not IGNORE_INDEX, int64 [supervised tokens]; others are not
-        computed. They are found in the labels where it is None, for which a GPU waits. Without a supervised position
-        the loss is 0 and its gradients are zeros, so that every rank takes part in the reductions.
+        Without `is_trained`, the head's own weights get no gradient from this call. `supervised` are the positions
+        whose label is not IGNORE_INDEX, int64 [supervised tokens]; only they are computed. None means to derive them
+        from the labels, which synchronises a GPU. Without a supervised position the loss is 0 and its gradients are
+        zeros, so that every rank takes part in the reductions.
         """
         if labels is None:
             logits = super().forward(hidden)
@@ -168,17 +167,17 @@ def install_loss_head(
 
 
 class TrainedModel(nn.Module):
-    """A model whose forward is the loss; the Hugging Face model is `lm`, or a stage of it."""
+    """A module whose forward returns the loss. `lm` is the Hugging Face model, or a pipeline stage of it."""
 
     extras: tuple[ExtraLoss, ...] = ()
-    """Auxiliary losses beside that of the head."""
+    """Auxiliary losses, added to the loss of the head."""
     packs_documents = False
-    """Whether attention takes all documents of a forward in one call."""
+    """Whether attention handles all documents of a forward in one kernel call."""
     _packed: tuple[tuple[Documents, ...], PackedDocuments] | None = None
     chunks: ModelChunks | None = None
-    """The chunks of an interleaved pipeline rank; None where it has one."""
+    """The model chunks of a rank in an interleaved pipeline; None with one chunk per rank."""
     in_fp32: Fp32Weights
-    """What forwards use in fp32 in a run in 16 bits."""
+    """Weights that forwards use in fp32 in a 16-bit run."""
 
     def __init__(
         self, lm: PreTrainedModel, sp_group: SequenceParallelGroup | None = None, pp_group: PipelineGroup | None = None
@@ -189,8 +188,8 @@ class TrainedModel(nn.Module):
         self.pp_group = pp_group
 
     def continues_documents(self, device: torch.device) -> bool:
-        """Whether documents may continue others (`MicroBatch.shared`) where forwards run on `device`: attention is told
-        of it, and nothing else reads the tokens of a document together.
+        """Whether documents may continue earlier ones (`MicroBatch.shared`) in forwards on `device`. It needs attention
+        by document, and no other layer that reads several tokens of a document.
         """
         family = family_of(self.config.model_type)
         is_told = self.config._attn_implementation == BY_DOCUMENT and (self.packs_documents or device.type == "cpu")
@@ -198,21 +197,21 @@ class TrainedModel(nn.Module):
 
     @property
     def has_head(self) -> bool:
-        """Whether a forward ends with the head on this rank; elsewhere it ends with hidden states."""
+        """Whether a forward ends with the head on this rank; otherwise it returns hidden states."""
         return self.pp_group is None or self.pp_group.runs_head
 
     @property
     def config(self) -> Any:  # noqa: ANN401 - a PretrainedConfig
-        """The model's configuration, where DeepSpeed looks for it."""
+        """The model's configuration, under the name that DeepSpeed reads."""
         return self.lm.config
 
     def forward(
         self, rows: ForwardRows, numbers: StepNumbers | None = None, *, wants_log_probs: bool = False
     ) -> LossAndSums | StageOutput | torch.Tensor:
-        """The loss of `rows`: that of the objective, and with `numbers` the auxiliary losses.
+        """The loss of `rows`: the objective's, and with `numbers` the auxiliary losses.
 
-        With `wants_log_probs` the result has only those of the examples, fp64 [documents]. Pipeline stages before the
-        last return hidden states, and so do chunks before the last one of the model.
+        With `wants_log_probs` it returns the log-probabilities of the examples instead, fp64 [documents]. Pipeline
+        stages or chunks before the last return hidden states.
         """
         with self._running_chunk():
             return self._loss(rows, numbers, wants_log_probs=wants_log_probs)
@@ -228,7 +227,7 @@ class TrainedModel(nn.Module):
         self, rows: ForwardRows, numbers: StepNumbers | None, *, wants_log_probs: bool
     ) -> LossAndSums | StageOutput | torch.Tensor:
         inputs = self.head_inputs(rows)
-        # Score heads have no log-probabilities.
+        # Classification heads do not have this argument.
         inputs |= {"wants_log_probs": True} if wants_log_probs else {}
         extras = () if numbers is None or wants_log_probs else self.extras
         is_first = self.pp_group is None or not self.pp_group.running_chunk
@@ -250,8 +249,8 @@ class TrainedModel(nn.Module):
         return out._replace(loss=loss, sums=torch.cat([out.sums, extra_sums]))
 
     def head_inputs(self, rows: ForwardRows) -> dict[str, Any]:
-        """What the head takes beside hidden states, labels and numbers; called while no activations are kept for
-        backward.
+        """Arguments of the head besides hidden states, labels and numbers. Called before the forward, while no
+        activations are kept for backward.
         """
         return {"examples": rows.examples, "supervised": rows.supervised}
 
@@ -265,10 +264,9 @@ class TrainedModel(nn.Module):
     ) -> torch.Tensor:
         """Hidden states before the head, [batch, tokens, width].
 
-        Documents are separated by their lengths in attention by document and FlashAttention, and by positions that
-        restart in other implementations of transformers. No attention mask and no cache are passed: with either,
-        transformers 5.23 ignores the positions (masking_utils.py:873), and packed documents would attend to each
-        other.
+        Attention by document and FlashAttention separate documents by their lengths, transformers' other
+        implementations by positions that restart at 0. Neither an attention mask nor a cache is passed: with either,
+        transformers 5.23 ignores the positions (masking_utils.py:873), and packed documents would attend to each other.
         """
         lengths = self.document_arguments(documents, input_ids.device, shared)
         inputs = {"position_ids": position_ids, "input_ids": input_ids}
@@ -280,7 +278,9 @@ class TrainedModel(nn.Module):
     def document_arguments(
         self, documents: tuple[Documents, ...] | None, device: torch.device, shared: tuple[Documents, ...] | None = None
     ) -> dict[str, Any]:
-        """What tells attention where the documents of each row begin, and how much of earlier ones they continue."""
+        """Arguments by which attention knows where documents begin, and how many tokens of earlier documents they
+        continue.
+        """
         attention = self.lm.config._attn_implementation
         if attention == BY_DOCUMENT:
             packed = self._pack(documents, device, shared) if self.packs_documents and documents is not None else None
@@ -294,7 +294,7 @@ class TrainedModel(nn.Module):
     def _pack(
         self, documents: tuple[Documents, ...], device: torch.device, shared: tuple[Documents, ...] | None
     ) -> PackedDocuments:
-        """The documents on `device`; copied once for all layers, stages of a loss and extra losses of a forward."""
+        """The document boundaries on `device`, copied once for all layers and losses of a forward."""
         if self._packed is None or self._packed[0] is not documents:
             self._packed = documents, pack_documents(documents, device, shared)
         return self._packed[1]

@@ -1,7 +1,7 @@
 """Expert parallelism: each rank holds some of the routed experts and computes them for the tokens of all ranks.
 
-Tokens are sent to the ranks of their experts and back by all-to-all (Lepikhin et al., GShard, arXiv 2006.16668). No
-token is dropped, and none is padded. Every rank has the whole router, which is the family's own.
+Tokens are exchanged with the ranks of their experts by all-to-all (Lepikhin et al., GShard, arXiv 2006.16668). No token
+is dropped, and none is padded. Every rank holds the whole router, which is the family's own.
 """
 
 import copy
@@ -23,12 +23,12 @@ from ds_finetune.model.parallel.rank_group import RankGroup
 
 
 class ExpertParallelGroup(RankGroup):
-    """Ranks that hold the routed experts of a layer; rank i holds the i-th of equal shards."""
+    """Ranks that share the routed experts of a layer; rank i holds the i-th of equal shards."""
 
 
 class _Exchange:
-    """An exchange of rows in forward, and that of their gradients in backward; what is computed between the beginning
-    and the end of each is hidden behind it.
+    """An asynchronous all-to-all of rows in forward, and of their gradients in backward, so that computation between
+    start and wait overlaps with it.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class _Exchange:
         self._kept = current_outputs() if is_kept else None
 
     def start(self, rows: torch.Tensor, *, is_backward: bool = False) -> torch.Tensor:
-        """Begin to send `rows`; returns the tensor that is being filled."""
+        """Start to send `rows`; returns the tensor that the all-to-all will fill."""
         send, receive = (self._receive, self._send) if is_backward else (self._send, self._receive)
         given = rows.contiguous()
         work: dist.Work | None = None
@@ -51,12 +51,12 @@ class _Exchange:
             return out
 
         out = begin() if self._kept is None or is_backward else self._kept.keep(begin)
-        # With what is sent, which is kept until all of it is.
+        # The sent rows are kept too, because the all-to-all reads them until it has ended.
         self._pending = out, given, work
         return out
 
     def wait(self) -> torch.Tensor:
-        """The tensor, once it is filled."""
+        """Wait for the all-to-all, and return the filled tensor."""
         assert self._pending is not None
         (out, _, work), self._pending = self._pending, None
         if work is not None:
@@ -65,10 +65,10 @@ class _Exchange:
 
 
 class _StartExchange(torch.autograd.Function):
-    """Begins an exchange; backward awaits that of the gradients.
+    """Starts an all-to-all in forward; backward waits for the all-to-all of the gradients.
 
-    Autograd runs nodes in the reverse order of their forwards. What was computed between this and `_AwaitExchange` has
-    its backward between the two as well, where gradients are under way.
+    Autograd runs backward in the reverse order of forward. So computation between this and `_AwaitExchange` overlaps
+    with the all-to-all in forward, and its backward overlaps with the all-to-all of the gradients.
     """
 
     @staticmethod
@@ -82,7 +82,7 @@ class _StartExchange(torch.autograd.Function):
 
 
 class _AwaitExchange(torch.autograd.Function):
-    """Awaits an exchange; backward begins that of the gradients."""
+    """Waits for an all-to-all in forward; backward starts the all-to-all of the gradients."""
 
     @staticmethod
     def forward(ctx: Any, arriving: torch.Tensor, exchange: _Exchange) -> torch.Tensor:  # noqa: ANN401
@@ -93,20 +93,22 @@ class _AwaitExchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
         ctx.exchange.start(grad, is_backward=True)
-        # A gradient of the right shape; `_StartExchange` takes that which arrives.
+        # A placeholder of the right shape; `_StartExchange.backward` returns the gradients that were received.
         return grad, None
 
 
 class ExpertParallelExperts(nn.Module):
-    """Mixed into a family's experts module that holds `num_experts` of the layer's experts."""
+    """Mixed into a family's experts module that holds `num_experts` of the layer's routed experts."""
 
     ep_group: ExpertParallelGroup
     num_experts: int
     compute_meanwhile: Callable[[], None] | None = None
-    """Called while rows are on their way to their experts."""
+    """Called while the all-to-all to the experts runs."""
 
     def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """[tokens, width], chosen experts of the whole layer [tokens, k] and their weights -> [tokens, width]."""
+        """Maps hidden states [tokens, width], routed experts of the whole layer [tokens, k] and their weights to
+        [tokens, width].
+        """
         chosen = SortedRows.of(top_k_index)
         kept, counted = current_outputs(), partial(self._count_rows, chosen.experts)
         arriving, send_counts, receive_counts = counted() if kept is None else kept.keep(counted)
@@ -117,39 +119,39 @@ class ExpertParallelExperts(nn.Module):
             self.compute_meanwhile()
         rows = _AwaitExchange.apply(arriving_rows, of_rows)
         weights = _AwaitExchange.apply(arriving_weights, of_weights)
-        # No gradient needs these rows.
+        # Not kept for recomputation: no gradient needs these rows.
         back = _Exchange(self.ep_group, receive_counts, send_counts, is_kept=False)
         out = self._run_local_experts(rows, weights, arriving)
         return chosen.sums_of(_AwaitExchange.apply(_StartExchange.apply(out, back), back))
 
     def _count_rows(self, experts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
-        """Rows that arrive for each expert of this rank from each rank, and rows sent to and received from each rank;
-        `experts` are the sorted ones of this rank's rows.
+        """Three counts: rows received for each local expert from each rank, rows sent to each rank, and rows received
+        from each rank. `experts` are the sorted expert numbers of this rank's rows.
         """
         per_expert = rows_up_to(experts, self.num_experts * self.ep_group.size).diff(prepend=experts.new_zeros(1))
         arriving = torch.empty_like(per_expert)
         dist.all_to_all_single(arriving, per_expert, group=self.ep_group.group)
         both = torch.stack([per_expert, arriving]).view(2, self.ep_group.size, -1)
-        # The only wait of the host in a layer: NCCL needs the numbers of rows.
+        # The only host synchronisation of a layer: NCCL needs the row counts on the host.
         send_counts, receive_counts = both.sum(2).tolist()
         return arriving, send_counts, receive_counts
 
     def _run_local_experts(self, rows: torch.Tensor, weights: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
-        """The outputs of this rank's experts for `rows`, times `weights` [rows, 1], sorted by source rank and expert;
-        `arriving` counts them.
+        """Outputs of this rank's experts for `rows`, times `weights` [rows, 1]. Rows are sorted by source rank and
+        expert, and counted by `arriving`.
         """
         expert = torch.arange(self.num_experts, device=rows.device).repeat(self.ep_group.size)
         expert = expert.repeat_interleave(arriving, output_size=len(rows))
         if not len(rows):
-            # Without a row neither experts nor exchanges would have a gradient, for which other ranks wait. The row of
-            # zeros has the history of `rows`: recomputation stops where the last tensor for backward is saved, which
-            # must not be before the exchanges, and frozen experts save none for a row without history.
+            # Without rows, experts and all-to-alls would have no gradient, and other ranks would hang. The row of zeros
+            # depends on `rows`: recomputation stops at the last tensor saved for backward, which must not be before the
+            # all-to-alls, and frozen experts save nothing for a row without a gradient.
             zero = self.run_experts(rows.sum(0, keepdim=True), expert.new_zeros(1, 1), weights.sum(0, keepdim=True))
             return rows + zero.sum() * 0
         return self.run_experts(rows, expert[:, None], weights)
 
     def run_experts(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """The family's own forward of the experts that this rank holds, without communication."""
+        """The family's own forward of this rank's experts, without communication."""
         return super().forward(hidden, top_k_index, top_k_weights)  # type: ignore[no-any-return]
 
 
@@ -160,8 +162,8 @@ MarkParameter = Callable[[nn.Parameter], None]
 def build_local_experts(
     model_class: type[PreTrainedModel], family: Family, *, ep_size: int, mark: MarkParameter
 ) -> Iterator[None]:
-    """A model built inside gets one of `ep_size` equal shards of its routed experts; `mark` is called with each of
-    their parameters.
+    """A model built within this context has one of `ep_size` equal shards of its routed experts; `mark` is called with
+    each of their parameters.
     """
     if ep_size == 1 or family.experts_class is None:
         yield
@@ -191,29 +193,31 @@ def install_expert_parallel(lm: PreTrainedModel, ep_group: ExpertParallelGroup) 
 
 
 class SharedExpertsAhead(nn.Module):
-    """Mixed into the shared experts of a layer: their output may be computed before it is asked for."""
+    """Mixed into a layer's shared experts: lets their output be computed before the layer calls them."""
 
     _ahead: torch.Tensor | None = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The output that was computed ahead, once; else that of `hidden`, like any module."""
+        """The output computed ahead, once; otherwise the output for `hidden`, as usual."""
         ready, self._ahead = self._ahead, None
         return super().__call__(hidden) if ready is None else ready  # type: ignore[no-any-return]
 
     def compute_ahead(self, hidden: torch.Tensor) -> None:
-        """Compute the output of `hidden`, with all hooks of the module."""
+        """Compute the output for `hidden` now, with all hooks of the module."""
         self._ahead = super().__call__(hidden)
 
     def forget(self) -> None:
-        """Drop an output that nobody has asked for."""
+        """Drop an output that was computed ahead and not used."""
         self._ahead = None
 
 
 def compute_shared_experts_ahead(lm: PreTrainedModel) -> None:
-    """Compute shared experts while rows are on their way to routed ones, or before these on ranks that hold all of
-    them, in place; the numbers stay the same. Recomputation then ends before the down projection of routed experts.
+    """Compute shared experts during the all-to-all to the routed experts, or before them on ranks that hold all
+    experts, in place. Results do not change, and recomputation can stop before the down projection of the routed
+    experts.
 
-    Only in families whose layers compute `shared_experts(x)` after `experts(x, ...)`. Others compute theirs first.
+    It affects families whose layers compute `shared_experts(x)` after `experts(x, ...)`; other families compute them
+    first.
     """
     for name, module in list(lm.named_modules()):
         shared = getattr(module, "shared_experts", None)
@@ -223,14 +227,15 @@ def compute_shared_experts_ahead(lm: PreTrainedModel) -> None:
 
 
 class _Overlap:
-    """Gives the input of a layer's MLP to its shared experts as soon as rows are on their way."""
+    """Hooks that pass the input of a layer's MLP to its shared experts once the all-to-all has started."""
 
     def __init__(self, mlp: nn.Module, shared: SharedExpertsAhead, experts: Any) -> None:  # noqa: ANN401 - of any family
         self._shared = shared
         self._hidden: torch.Tensor | None = None
         self._has_grad = False
         mlp.register_forward_pre_hook(self._begin)
-        # Also after an error: torch ends the recomputation of a layer by one, as soon as it has what backward needs.
+        # Also after an exception: torch stops a layer's recomputation by raising one, as soon as backward has what it
+        # needs.
         mlp.register_forward_hook(self._end, always_call=True)
         if isinstance(experts, ExpertParallelExperts):
             experts.compute_meanwhile = self._compute
