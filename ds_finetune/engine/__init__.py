@@ -1,1 +1,1 @@
-"""The engine, which drives DeepSpeed: start, step, evaluation, generation, and the state for checkpoints."""
+"""The engine, which drives DeepSpeed: training steps, evaluation, generation, and the state for checkpoints."""

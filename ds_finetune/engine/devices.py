@@ -1,4 +1,4 @@
-"""This process's accelerator: its choice, its memory, and a check that no two ranks use the same GPU."""
+"""The accelerator of this process: selection, memory, and a check that no two ranks use the same GPU."""
 
 import json
 import os
@@ -27,8 +27,8 @@ _HIDDEN = ("", "-1", "NoDevFiles")
 
 
 def present_gpus(devices: Path = Path("/dev")) -> int:
-    """Number of GPUs in `devices`, or that nvidia-smi lists where there are none, as in WSL 2; 0 where
-    CUDA_VISIBLE_DEVICES hides all of them on purpose.
+    """Number of NVIDIA GPUs of this machine, from the device files or, without any (WSL 2), from nvidia-smi; 0 where
+    CUDA_VISIBLE_DEVICES hides all of them.
     """
     if os.environ.get("CUDA_VISIBLE_DEVICES") in _HIDDEN:
         return 0
@@ -36,7 +36,7 @@ def present_gpus(devices: Path = Path("/dev")) -> int:
 
 
 def why_no_gpu() -> str:
-    """CUDA's own reason why torch can use no GPU."""
+    """CUDA's error message where torch cannot use a GPU."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as why:
@@ -45,7 +45,7 @@ def why_no_gpu() -> str:
 
 
 def visible_device(local_rank: int) -> int:
-    """Number of a local rank's GPU among those visible to this process; 0 where a scheduler shows each process only its
+    """Index of a local rank's GPU among those visible to this process; 0 where a scheduler shows each process only its
     own GPU.
     """
     count = torch.cuda.device_count()
@@ -58,27 +58,27 @@ def visible_device(local_rank: int) -> int:
 
 
 def device_of_rank(device: str, local_rank: int) -> str:
-    """The device `cpu` or `cuda` of a local rank, with the number of its GPU, as torch names it."""
+    """torch's name of a local rank's device, such as `cpu` or `cuda:1`."""
     return device if device == "cpu" else f"cuda:{visible_device(local_rank)}"
 
 
 def bf16_support(device: str, world: World) -> Bf16Support | None:
-    """Whether this rank's GPU has products in bf16; None for a CPU, which answers itself."""
+    """Whether this rank's GPU supports bf16 matrix products; None for a CPU, where DeepSpeed checks it."""
     if device == "cpu":
         return None
     index = visible_device(world.local_rank)
     capability = torch.cuda.get_device_capability(index)
     name = f"{torch.cuda.get_device_name(index)} (compute capability {'.'.join(map(str, capability))})"
-    # ROCm's numbers are of another count; all GPUs that its torch runs on have products in bf16.
+    # ROCm numbers its capabilities differently; every GPU that its torch supports has bf16 products.
     return Bf16Support(name, is_native=capability >= OLDEST_BF16 or torch.version.hip is not None)
 
 
 def choose_device() -> str:
-    """`cuda` where a GPU can be used and `DS_ACCELERATOR` is not `cpu`, else `cpu`; the variable is set to the
-    choice for DeepSpeed.
+    """`cuda` where a GPU can be used and `DS_ACCELERATOR` is not `cpu`, else `cpu`. The variable is set to the result,
+    for DeepSpeed.
 
-    ConfigError where `DS_ACCELERATOR` names an accelerator that cannot be used, where it is not set and this machine
-    has GPUs that torch or this program cannot use, and where the installed torch has no kernels for this process's GPU.
+    ConfigError where `DS_ACCELERATOR` names an accelerator that cannot be used; where it is not set and this machine
+    has GPUs that torch or this program cannot use; and where the installed torch has no kernels for this process's GPU.
     """
     wanted = os.environ.get("DS_ACCELERATOR") or None
     if wanted not in (None, "cpu", "cuda"):
@@ -103,10 +103,10 @@ def choose_device() -> str:
         )
     device = "cuda" if usable and wanted != "cpu" else "cpu"
     if device == "cuda" and torch.version.cuda:
-        # torch's allocator grows its segments, so that free blocks of other sizes do not add up to gigabytes. It reads
-        # the variable when CUDA is first used (2.13, c10/core/AllocatorConfig.h). Nothing is chosen where the user has,
-        # where NCCL is to register torch's memory, which excludes it, and in WSL 2, where a first allocation may fail
-        # (pytorch issue 192330).
+        # torch's allocator uses expandable segments, so that fragmentation does not add up to gigabytes. It reads the
+        # variable when CUDA is first used (2.13, c10/core/AllocatorConfig.h). The default is kept where the user has
+        # set the variable, where NCCL registers torch's memory, which excludes expandable segments, and in WSL 2, where
+        # a first allocation may fail (pytorch issue 192330).
         is_chosen = any(name in os.environ for name in (*_ALLOCATOR, "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"))
         if not is_chosen and not torch.cuda.is_initialized() and "microsoft" not in platform.release().lower():
             os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
@@ -116,19 +116,19 @@ def choose_device() -> str:
 
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Variables with settings of torch's allocator, by age of their names, the newer first."""
+"""Environment variables with settings of torch's allocator, the newer name first."""
 
 
 def allocator_settings() -> str:
-    """The settings of torch's allocator for GPUs; empty where none are chosen."""
+    """The user's or this program's settings of torch's GPU allocator; empty where none are set."""
     return next((os.environ[name] for name in _ALLOCATOR if name in os.environ), "")
 
 
 def _check_kernels(index: int) -> None:
-    """ConfigError where torch was built without kernels for a GPU: its first operation would fail.
+    """ConfigError where torch was built without kernels for a GPU, on which the first operation would fail.
 
-    Those of `sm_XY` run on the same major and an equal or later minor capability; `compute_XY` is compiled for any
-    later one when it is loaded. A letter, as in `sm_90a`, restricts kernels to that capability.
+    Kernels for `sm_XY` run on the same major and an equal or higher minor capability; `compute_XY` is compiled at load
+    time for any later one. A letter, as in `sm_90a`, restricts kernels to exactly that capability.
     """
     major, minor = torch.cuda.get_device_capability(index)
     built = torch.cuda.get_arch_list()
@@ -146,9 +146,9 @@ def _check_kernels(index: int) -> None:
 
 @contextmanager
 def deepspeed_local_rank(index: int) -> Iterator[None]:
-    """While this is open, the variables that DeepSpeed reads as its local rank are `index`.
+    """Within this context the environment variables that DeepSpeed reads as its local rank are `index`.
 
-    DeepSpeed takes the local rank for the number of its GPU (0.19.8, runtime/engine.py:1941-1966).
+    DeepSpeed uses the local rank as the index of its GPU (0.19.8, runtime/engine.py:1941-1966).
     """
     names = [name for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK") if name in os.environ]
     kept = {name: os.environ[name] for name in names}
@@ -160,7 +160,9 @@ def deepspeed_local_rank(index: int) -> Iterator[None]:
 
 
 def exchange(store: dist.Store, world: World, topic: str, mine: str, *, timeout: timedelta) -> list[str]:
-    """The text of every rank about `topic`, by rank, before there is a process group; RunError after `timeout`."""
+    """Exchange a text with all ranks through `store`, before there is a process group; returns the texts by rank.
+    RunError after `timeout`.
+    """
     keys = [f"{topic}/{rank}" for rank in range(world.world_size)]
     store.set(keys[world.rank], mine)
     try:
@@ -175,14 +177,14 @@ def exchange(store: dist.Store, world: World, topic: str, mine: str, *, timeout:
 
 
 def own_device(world: World, device: str) -> str:
-    """Kind, GPU and host of this process as JSON, for `check_same_devices`."""
+    """This process's kind of device, GPU and host as JSON, for `check_same_devices`."""
     gpu = str(torch.cuda.get_device_properties(visible_device(world.local_rank)).uuid) if device == "cuda" else ""
     return json.dumps({"device": device, "gpu": gpu, "host": socket.gethostname()})
 
 
 def check_same_devices(found: list[str]) -> None:
-    """LaunchError where ranks use different accelerators or two of them one GPU; `found` has their `own_device` by
-    rank.
+    """LaunchError where ranks use different kinds of accelerators, or two ranks the same GPU; `found` are the
+    `own_device` texts by rank.
     """
     ranks = [json.loads(text) for text in found]
     first = ranks[0]
@@ -210,14 +212,14 @@ _WORDS = (
     "Cuda failure 'out of memory'",
     "Cuda failure 2 'out of memory'",
 )
-"""In RuntimeErrors of torch 2.13: of its CPU allocator (c10/core/impl/alloc_cpu.cpp), of C++, of calls of the driver,
-of workspaces of cuBLAS, and of communicators of NCCL, whose older versions leave the number out.
+"""Texts of RuntimeErrors that mean out of memory, in torch 2.13: its CPU allocator (c10/core/impl/alloc_cpu.cpp), C++,
+CUDA driver calls, cuBLAS workspaces, and NCCL communicators, whose older versions omit the number.
 """
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The memory of a rank's device, of a CPU rank its share of the host's, as seen at one moment."""
+    """Memory of a rank's device at one moment; for a CPU rank its share of the host's memory."""
 
     name: str
     total_bytes: int
@@ -225,9 +227,10 @@ class DeviceMemory:
 
 
 def read_device_memory(world: World, device: str) -> DeviceMemory:
-    """What this rank may use: free memory of its GPU by the driver, or a rank's share of what the host has left.
+    """Memory that this rank may use: free memory of its GPU as the driver reports it, or its share of the host's
+    available memory.
 
-    Limits of control groups and of the address space (`ulimit -v`) count as the host's.
+    Limits of control groups and of the address space (`ulimit -v`) are taken into account.
     """
     if device == "cuda":
         index = visible_device(world.local_rank)
@@ -241,18 +244,18 @@ def read_device_memory(world: World, device: str) -> DeviceMemory:
 
 
 class PeakMemory:
-    """The most that this process has taken of its device since the object was made."""
+    """Peak memory of this process on its device since the object was created."""
 
     def __init__(self, device: str, world: World) -> None:
         self._index = visible_device(world.local_rank) if device == "cuda" else None
         if self._index is not None and torch.cuda.is_initialized():
-            # Of an earlier run of this process, whose device may be another.
+            # Reset the peak of an earlier run in this process.
             torch.cuda.reset_peak_memory_stats(self._index)
         self._before = _status_bytes("VmRSS") if self._index is None else _bytes_besides_torch(self._index)
 
     def num_bytes(self) -> int:
-        """On a GPU what torch has reserved for tensors, and what NCCL and other libraries have taken since; on a CPU
-        the growth of the process's resident memory up to its peak.
+        """On a GPU: peak memory reserved by torch, plus memory that NCCL and other libraries have taken since. On a
+        CPU: growth of the process's resident memory up to its peak.
         """
         if self._index is None:
             return max(0, peak_bytes("cpu") - self._before)
@@ -261,14 +264,14 @@ class PeakMemory:
 
 
 def _bytes_besides_torch(index: int) -> int:
-    """Bytes of a GPU that are taken, but not by the allocator of this process."""
+    """Used bytes of a GPU outside the allocator of this process."""
     free, total = torch.cuda.mem_get_info(index)
     return total - free - torch.cuda.memory_reserved(index)
 
 
 def peak_bytes(device: str) -> int:
-    """Peak memory of this process: allocated by tensors on its GPU (`torch.cuda.max_memory_allocated`), or resident on
-    the host.
+    """Peak memory of this process in bytes: allocated by tensors on its GPU (`torch.cuda.max_memory_allocated`), or
+    resident on the host.
     """
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
@@ -277,14 +280,14 @@ def peak_bytes(device: str) -> int:
 
 
 def restart_peak() -> None:
-    """Let the host's `peak_bytes` count from what is resident now; on Linux only."""
+    """Reset the host's `peak_bytes` to the memory that is resident now; on Linux only."""
     with suppress(OSError), Path("/proc/self/clear_refs").open("w") as file:
         # proc(5): 5 resets the peak resident set size.
         file.write("5")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error`, or what caused it, is that an allocation failed on a GPU or on the host."""
+    """Whether `error`, or an error that caused it, is a failed allocation on a GPU or on the host."""
     seen: set[int] = set()
     following: BaseException | None = error
     while following is not None and id(following) not in seen:
@@ -298,7 +301,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _status_bytes(name: str) -> int:
-    """A number of /proc/self/status in bytes; 0 where there is none."""
+    """A value of /proc/self/status in bytes; 0 where it is missing."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""The engine: one `step` is one optimizer step, and its loss is the mean over the units of the global batch.
+"""The engine: `step` is one optimizer step, whose loss is the mean over the units of the global batch.
 
-It knows the terms, sums and metrics of an objective, and nothing else about it.
+Of an objective it knows only the terms, sums and metrics.
 """
 
 import math
@@ -69,16 +69,14 @@ def _never() -> bool:
 
 
 class Engine:
-    """A model under DeepSpeed: `step`, `evaluate`, `document_log_probs`, `generate`, `sample`, `logits`, and its
-    whole `tensors`.
-    """
+    """A model under DeepSpeed: trains, evaluates, generates, and gathers full tensors."""
 
     drawn: tuple[str, ...] = ()
-    """Names of this rank's parameters that were drawn because the model's folder does not have them."""
+    """Names of this rank's randomly initialised parameters, which the model's folder does not have."""
     has_bad_gradient = False
-    """Whether a gradient of the latest step was not finite on any rank."""
+    """Whether any rank had a non-finite gradient in the latest step."""
     own_norms: Mapping[str, float] = MappingProxyType({})
-    """Norms of the latest gradients of the parameters that only an auxiliary loss trains, by the name of the loss."""
+    """Latest gradient norms of parameters that only an auxiliary loss trains, by the name of the loss."""
 
     def __init__(self, wrapped: Any, plan: Plan, groups: Groups, objective: Objective) -> None:  # noqa: ANN401 - a DeepSpeedEngine
         self.plan = plan
@@ -91,24 +89,24 @@ class Engine:
         self._probe = FiniteProbe(named_parameters(wrapped.module))
         self._whole = WholeTensors(wrapped.module, plan, groups, self._device)
         self._kept: KeptWeights | None = None
-        """Weights of a reference."""
+        """Weights of the reference model."""
 
     @property
     def lm(self) -> nn.Module:
-        """The Hugging Face model inside."""
+        """The Hugging Face model."""
         return self._ds.module.lm
 
     @property
     def state(self) -> EngineState:
-        """What a checkpoint saves and restores of this rank."""
+        """This rank's state for checkpoints, to save and restore."""
         return EngineState(self._ds, self.plan, self._groups.same_part)
 
     def use_device(self) -> None:
-        """Let CUDA calls of this thread use the device of this rank."""
+        """Set this rank's GPU as the device of CUDA calls in this thread."""
         use_device(self._device)
 
     def check_replicas(self) -> None:
-        """RunError on every rank where ranks that hold copies of a weight have different bits; collective."""
+        """RunError on every rank where replicas of a weight differ in any bit; collective."""
         module, shared = self._ds.module, None
         if self._trains_both_ends:
             weight = module.lm.get_input_embeddings().weight
@@ -117,11 +115,11 @@ class Engine:
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this process is the one that writes and prints."""
+        """Whether this process is the one that prints and writes files."""
         return self.plan.world.rank == 0
 
     def step(self, batch: Batch, *, lr: float) -> StepResult:
-        """Do one optimizer step with learning rate `lr` on the global batch of which `batch` is this rank's share."""
+        """One optimizer step with learning rate `lr`; `batch` is this rank's share of the global batch."""
         self.meter.restart()
         prepared, mesh = self.prepare(batch), self.plan.mesh
         rows = tuple(map(self._with_reference, prepared.rows))
@@ -158,17 +156,17 @@ class Engine:
         )
 
     def prepare(self, batch: Batch) -> RankBatch:
-        """What `step` does first with a batch: it needs only the host, and may be done while the device computes."""
+        """The host's part of a step on `batch`, which may run while the device computes an earlier step."""
         return batch if isinstance(batch, RankBatch) else rank_batch(batch, self._ds.module.sp_group, self._device)
 
     def evaluate(
         self, batches: Iterable[Batch], *, baseline: Iterable[MicroBatch] = (), is_over: Callable[[], bool] = _never
     ) -> HeldOutScores | None:
-        """Metrics over `batches`, which hold every row of the data once over all ranks.
+        """Metrics over `batches`, which over all ranks hold every row of the data once.
 
-        `baseline` has this rank's share of the documents from which the objective's number of the global batch is
-        computed, here of all the data. `is_over` is called before each batch and must return the same on every rank;
-        where it is true, the result is None.
+        `baseline` is this rank's share of the documents from which the objective's baseline (KTO's z0) is computed,
+        here for all the data. `is_over` is called before each batch and must return the same on every rank; once it is
+        true, the result is None.
         """
         self._share_embedding()
         self._ds.eval()
@@ -191,7 +189,7 @@ class Engine:
         return self._scores(self._total_loss.named(totals), everywhere, together)
 
     def pool(self, scores: Iterable[HeldOutScores]) -> HeldOutScores:
-        """Scores over all rows of several evaluations together."""
+        """Metrics over the rows of several evaluations pooled."""
         sums, counts, together = Counter[str](), Counter[str](), NO_SCORES
         for part in scores:
             sums.update(part.sums)
@@ -200,11 +198,11 @@ class Engine:
         return self._scores(sums, counts, together)
 
     def document_log_probs(self, batches: Iterable[Batch]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Numbers [n] of all documents of `batches`, ascending, and their log-probabilities [n] in nats: the sum over
-        the supervised tokens of each.
+        """Numbers [n] of all documents of `batches`, ascending, and their log-probabilities [n] in nats, each summed
+        over the document's supervised tokens.
 
-        The batches of all ranks hold each document once, and every rank gets all documents. They are the numbers that
-        `step` computes, bit by bit, where the forwards have the same rows.
+        The batches of all ranks hold each document once, and every rank gets all results. The values are bitwise those
+        that `step` computes in forwards with the same rows.
         """
         self._ds.eval()
         numbers, logps = [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
@@ -223,11 +221,11 @@ class Engine:
     def token_log_probs(
         self, batches: Iterable[Batch], *, of_reference: bool = False
     ) -> dict[int, NDArray[np.float32]]:
-        """The log-probability of each supervised token in nats by the number of its document, on every rank.
+        """The log-probability of each supervised token in nats, by document number, on every rank.
 
-        The batches of all ranks hold each document once, and have equally many forwards. They are the numbers that
-        `step` computes, bit by bit, where the forwards have the same rows. With `of_reference` they are those of
-        the model as it was at `keep_as_reference`, else of the model before it got its adapters.
+        The batches of all ranks hold each document once, with equally many forwards on each rank. The values are
+        bitwise those that `step` computes in forwards with the same rows. `of_reference` uses the weights kept by
+        `keep_as_reference`, or else the model with its adapters disabled.
         """
         self._ds.eval()
         mine = list[tuple[int, NDArray[np.float32]]]()
@@ -250,21 +248,21 @@ class Engine:
         return {number: np.concatenate(parts) for number, parts in found.items()}
 
     def keep_as_reference(self) -> None:
-        """Keep the weights of this moment for `token_log_probs`, in the memory of the host."""
+        """Keep a copy of the current weights in host memory, as the reference of `token_log_probs`."""
         self._kept = KeptWeights(self._ds.module)
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether answers to a prompt share its tokens in a packed row. Where experts are balanced they do not, since
-        each document's tokens count in its balance.
+        """Whether the answers to a prompt can share its tokens in a packed row. They cannot where router load is
+        balanced, because each document's tokens count there.
         """
         router = self.plan.router
         is_balanced = router is not None and bool(router.balance or router.bias_update)
         return not is_balanced and self._ds.module.continues_documents(self._device)
 
     def allow_only(self, allowed: torch.Tensor | None) -> None:
-        """From now on the loss of answers knows only the ids that are `allowed`, bool [vocabulary], or all of them, as
-        the sampler draws no others: its softmax has probability 0 for the rest.
+        """Restrict the softmax of answer losses to the `allowed` ids, bool [vocabulary], as in sampling; None allows
+        all.
         """
         head, tp = self._ds.module.lm.get_output_embeddings(), self.plan.mesh.tp
         head.forbidden = None if allowed is None else ~allowed.chunk(tp)[self.plan.mesh.place("tp")].to(self._device)
@@ -272,10 +270,9 @@ class Engine:
     def generate(
         self, prompts: list[list[int]], limits: SamplingLimits, *, is_over: Callable[[], bool] = _never
     ) -> list[list[int]] | None:
-        """Greedy answers (token ids without the prompt and the stop token) to `prompts`, which are distributed over
-        the ranks.
+        """Greedy answers (token ids without the prompt and the stop token); `prompts` are distributed over the ranks.
 
-        `is_over` is called before each answer and must return the same on every rank; where it is true, the result is
+        `is_over` is called before each answer and must return the same on every rank; once it is true, the result is
         None.
         """
         self._ds.eval()
@@ -286,7 +283,7 @@ class Engine:
         return [merged[index] for index in range(len(prompts))]
 
     def sample(self, request: SamplingRequest) -> list[list[SampledAnswer]] | None:
-        """The answers to each prompt, on every rank; prompts are distributed over the ranks."""
+        """Sampled answers to each prompt, on every rank; prompts are distributed over the ranks."""
         was_training = self._ds.training
         self._ds.eval()
         mine = sample_prompts(self._ds, self.plan, self._groups.tensor, request)
@@ -301,10 +298,10 @@ class Engine:
         return [[every[prompt * size + at] for at in range(size)] for prompt in range(len(request.prompts))]
 
     def logits(self, prompts: Sequence[Sequence[int]]) -> Iterator[torch.Tensor]:
-        """Logits of each prompt (token ids) in the run's precision, [tokens, vocabulary] as fp32, on every rank; of a
-        classifier the scores of the prompt, [1, outputs].
+        """Logits of each prompt (token ids), computed in the run's precision and returned as fp32 [tokens, vocabulary]
+        on every rank; for a classifier the scores of the prompt, [1, outputs].
 
-        Every rank must run the iterator to its end.
+        Collective: every rank must exhaust the iterator.
         """
         self._ds.eval()
         for prompt in prompts:
@@ -312,30 +309,30 @@ class Engine:
                 yield logits_of_prompt(self.lm, torch.tensor([prompt], device=self._device)).float()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Every parameter and persistent buffer by its Hugging Face name: the whole tensor on rank zero's CPU, None
-        elsewhere.
+        """Full tensors of all parameters and persistent buffers, by Hugging Face name, on rank zero's CPU; None on
+        other ranks.
 
-        One parameter is gathered at a time; every rank must run the iterator to its end. Adapters are left out and not
-        merged. Weights in four bits are dequantised.
+        One parameter is gathered at a time; every rank must exhaust the iterator. Adapters are neither included nor
+        merged. 4-bit weights are dequantised.
         """
         return self._whole.gather(lambda name: not is_adapter(name))
 
     def adapters(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """The parameters of adapters in the same way."""
+        """Full tensors of the adapters' parameters, as in `tensors`."""
         return self._whole.gather(is_adapter)
 
     def score_head(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """The parameters of a score head in the same way; none of a language model."""
+        """Full tensors of a classification head's parameters, as in `tensors`; empty for a language model."""
         return self._whole.gather(lambda name: name.startswith(f"{SCORE_HEAD}."))
 
     def tensor_specs(self) -> dict[str, torch.Tensor]:
-        """Shape and dtype of what `tensors` yields, in its order, as tensors on the meta device; nothing is
-        gathered.
-        """
+        """Shapes and dtypes of the results of `tensors`, in its order, as meta tensors; nothing is gathered."""
         return {name: spec for name, spec in self._whole.specs().items() if not is_adapter(name)}
 
     def gather_shards(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The whole tensor of which `part` is sharded like parameter `name`, on the first rank of its stage."""
+        """The full tensor, on the first rank of its pipeline stage, from `part`, which is sharded like parameter
+        `name`.
+        """
         return self._whole.gather_shards(name, part)
 
     def _forward(self, rows: ForwardRows, numbers: StepNumbers | None) -> LossAndSums | StageOutput:
@@ -343,7 +340,9 @@ class Engine:
         return out
 
     def _log_probs(self, rows: ForwardRows) -> torch.Tensor:
-        """Log-probabilities of the documents of a forward, fp64 [documents], the same on all its ranks."""
+        """Log-probabilities of the documents of a forward, fp64 [documents], identical on all ranks that share its
+        rows.
+        """
         with torch.no_grad():
             out = self._ds(rows_on_device(rows, self._device), wants_log_probs=True)
         if self._stage is None:
@@ -353,7 +352,7 @@ class Engine:
         return self._stage.broadcast_from_last(out if self._stage.is_last else logps)  # type: ignore[arg-type]
 
     def _with_reference(self, rows: ForwardRows) -> ForwardRows:
-        """The rows with log-probabilities of the reference, where that is the model without its adapters."""
+        """The rows, with log-probabilities of the reference where that is the model with its adapters disabled."""
         if not self.objective.reference_from_adapters:
             return rows
         self._ds.eval()
@@ -361,7 +360,7 @@ class Engine:
             return replace(rows, examples=replace(_examples_of(rows), reference=self._log_probs(rows)))
 
     def _baseline(self, every: Iterable[ForwardRows]) -> float:
-        """The objective's number of the global batch, from the log-ratios of the documents of all ranks."""
+        """The objective's baseline of the global batch, from the log-ratios of the documents of all ranks."""
         if not self.objective.needs_baseline:
             return 0.0
         self._ds.eval()
@@ -373,9 +372,9 @@ class Engine:
         return self.objective.baseline(*self._sum_over_ranks(numbers, copies=self.plan.mesh.sharing))
 
     def _run_micro_batches(self, every: Sequence[ForwardRows], numbers: StepNumbers) -> torch.Tensor:
-        """Forward and backward of every micro-batch; returns this rank's sums of the objective, fp64."""
+        """Forward and backward of all micro-batches; returns this rank's sums of the objective, fp64."""
         sums, once = self._no_sums(), self.plan.reduces_once
-        # How many forwards sampled answers take is not known to DeepSpeed, which would count them to find the last.
+        # The number of forwards varies with the sampled answers, so DeepSpeed is told which micro-batch is the last.
         varies = not once and is_of_answers(self.objective)
         with gradients_reduced_at_end(self._ds, zero_stage=self.plan.zero_stage) if once else nullcontext():
             for index, rows in enumerate(every, start=1):
@@ -390,7 +389,9 @@ class Engine:
         return sums
 
     def _run_pipeline(self, every: Sequence[ForwardRows], numbers: StepNumbers, stage: PipelineGroup) -> torch.Tensor:
-        """Forward and backward on a pipeline stage; only the last stage has sums other than zeros."""
+        """Forward and backward of all micro-batches on a pipeline stage; only the last stage has sums other than
+        zeros.
+        """
         sums = self._no_sums()
 
         def forward(rows: ForwardRows) -> StageForward:
@@ -406,7 +407,9 @@ class Engine:
         return sums
 
     def _share_embedding(self) -> None:
-        """Give the last stage the first one's embedding, where multi-token prediction only reads it."""
+        """Copy the first stage's embedding to the last stage, where multi-token prediction reads but does not train
+        it.
+        """
         stage, module = self._stage, self._ds.module
         if stage is not None and stage.is_end and mtp_layers(module.config) and not self._trains_both_ends:
             stage.broadcast_embedding(module.lm.get_input_embeddings().weight)
@@ -434,7 +437,7 @@ class Engine:
         return HeldOutScores(metrics, counts, self.objective.is_per_token, sums, together)
 
     def _step_optimizer(self) -> tuple[float, bool]:
-        """Take the optimizer step of a whole batch; returns the gradient norm before clipping and whether the step was
+        """Optimizer step after all micro-batches; returns the gradient norm before clipping, and whether the step was
         skipped.
         """
         if self.plan.is_engine_clipping:
@@ -444,8 +447,8 @@ class Engine:
             self.own_norms = dict(zip(self.own_norms, own, strict=True))
             is_skipped = self.has_bad_gradient or not all(map(math.isfinite, (norm, *own)))
             if is_skipped:
-                # DeepSpeed 0.19.8 applies NaN at stage 0 in fp32; parameters without a gradient are left alone by
-                # torch's optimizers.
+                # DeepSpeed 0.19.8 applies NaN at stage 0 in fp32. torch's optimizers skip parameters without a
+                # gradient.
                 self._ds.zero_grad()
             self._ds.step()
             return norm, is_skipped
@@ -464,12 +467,14 @@ class Engine:
 
     @property
     def _trains_both_ends(self) -> bool:
-        """Whether this stage and another one have the embedding's weight and each get a part of its gradient."""
+        """Whether the embedding's weight is trained on both the first and the last stage, each with a part of its
+        gradient.
+        """
         module, is_end = self._ds.module, self._stage is not None and self._stage.is_end
         trains_copy = has_tied_head(module.lm) or any(each.trains_embedding for each in module.extras)
         return is_end and trains_copy and module.lm.get_input_embeddings().weight.requires_grad
 
     def _sum_over_ranks(self, values: torch.Tensor, *, copies: int) -> list[float]:
-        """Sums of `values` fp64 over all ranks, where each value is held by `copies` ranks and counts once."""
+        """Sums of `values` fp64 over all ranks; each value is replicated on `copies` ranks and counts once."""
         dist.all_reduce(values)
         return (values / copies).tolist()

@@ -1,4 +1,6 @@
-"""The gradients of a step: the first that is not finite, the norm of the whole, and clipping where the engine clips."""
+"""Gradients of a step: detection of non-finite ones, the global norm, and clipping where the engine clips instead of
+DeepSpeed.
+"""
 
 import itertools
 import math
@@ -18,10 +20,10 @@ from ds_finetune.plan.mesh import Mesh
 def clip_gradients(
     params: Sequence[nn.Parameter], max_norm: float, groups: Groups, *, losses: Iterable[str], device: torch.device
 ) -> list[float]:
-    """Scale the gradients of `params` down to a norm of at most `max_norm`, 0 for any, and return their norm before;
-    then those of the parameters that only one of `losses` trains, which are scaled by themselves. Collective.
+    """Clip the gradients of `params` to a global norm of `max_norm` (0: no limit), and return the norm before clipping.
+    Parameters trained by one of `losses` only are clipped separately, and their norms follow. Collective.
 
-    Where a norm is not finite nothing is scaled.
+    Nothing is scaled where a norm is not finite.
     """
     parts = [[param for param in params if loss_of(param) == loss] for loss in (None, *losses)]
     norms = torch.stack([global_gradient_norm(part, groups, device) for part in parts])
@@ -33,11 +35,11 @@ def clip_gradients(
 
 
 def global_gradient_norm(params: Sequence[nn.Parameter], groups: Groups, device: torch.device) -> torch.Tensor:
-    """Norm of the whole gradient, after its reduction over data parallel ranks, fp32 scalar on `device`; this rank
-    holds a shard of the gradient. Collective.
+    """Global norm of the gradients after their reduction over data parallel ranks, fp32 scalar on `device`; each rank
+    holds a shard of the gradients. Collective.
 
-    Each element counts once: tensor parallel shards are summed over their group, experts over theirs, everything
-    over the pipeline's stages.
+    Each element counts once: squares are summed over the tensor parallel group for sharded parameters, over the expert
+    parallel group for experts, and over pipeline stages for all.
     """
     square = torch.zeros((), device=device)
     for has_shards, has_experts in itertools.product((False, True), repeat=2):
@@ -48,7 +50,7 @@ def global_gradient_norm(params: Sequence[nn.Parameter], groups: Groups, device:
             and not is_copy(param)
             and (param.model_parallel, is_expert(param)) == (has_shards, has_experts)  # type: ignore[attr-defined]
         ]
-        # torch makes the norm of no gradients on the host.
+        # torch computes the norm of an empty list on the host.
         part = torch.nn.utils.get_total_norm(grads).to(device) ** 2 if grads else torch.zeros((), device=device)
         for group, is_distributed in ((groups.tensor, has_shards), (groups.experts, has_experts), (groups.stage, True)):
             if group is not None and is_distributed:
@@ -61,7 +63,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 class FiniteProbe:
-    """Checks every gradient in a hook of autograd, before a reduction can spread a NaN to other ranks."""
+    """Checks every gradient in an autograd hook, before a reduction can spread a NaN to other ranks."""
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         trained = [(name, param) for name, param in named if param.requires_grad]
@@ -75,34 +77,36 @@ class FiniteProbe:
         self._seen.clear()
 
     def is_bad(self) -> torch.Tensor:
-        """Whether any gradient since `reset` held a NaN or an infinity on this rank: a scalar on their device."""
+        """Whether any gradient on this rank since `reset` had a NaN or an infinity: bool scalar on the gradients'
+        device.
+        """
         if not self._seen:
             return torch.zeros((), dtype=torch.bool)
         return ~torch.isfinite(torch.stack(list(self._seen.values())).sum())
 
     def culprit(self, mesh: Mesh) -> str:
-        """The parameter with the first non-finite gradient, and its rank; collective."""
+        """Name of the parameter with the first non-finite gradient, and its rank; collective."""
         names = all_gather_object(
             next((self._names[index] for index, value in self._seen.items() if not bool(torch.isfinite(value))), None)
         )
         ranks = list(range(len(names)))
         if mesh.pp > 1:
-            # Later layers of a pipeline send a non-finite gradient on to the ones before them.
+            # In a pipeline a non-finite gradient spreads from later layers to earlier ones.
             ranks.sort(key=lambda rank: -_depth(names[rank] or "", is_last=mesh.place("pp", rank) == mesh.pp - 1))
         culprits = [f"{names[rank]} on rank {rank}" for rank in ranks if names[rank]]
         return culprits[0] if culprits else "no single gradient; the reduction overflowed"
 
     def _check(self, index: int, grad: torch.Tensor) -> None:
-        # x * 0 is 0 for finite x and NaN otherwise; fp32, since a sum of fp16 values may overflow by itself. That of
-        # bf16 is fp32 inside, and on a CPU another dtype would cost a copy.
+        # x * 0 is 0 for finite x and NaN otherwise. fp16 is summed in fp32, since a sum of fp16 values may overflow.
+        # Sums of bf16 are accumulated in fp32 by torch, and on a CPU another dtype would cost a copy.
         wide = torch.float32 if grad.dtype == torch.float16 else None
         zero_or_nan = (grad.detach().sum(dtype=wide) * 0).float()
         self._seen[index] = self._seen[index] + zero_or_nan if index in self._seen else zero_or_nan
 
 
 def _depth(name: str, *, is_last: bool) -> float:
-    """Where a parameter is in the order of forward: the number of its layer; norm and head, on the last rank, are after
-    all layers, and the embedding before them.
+    """Sort key of a parameter in the order of the forward: its layer's number; infinity for norm and head, which are on
+    the last stage; -1 for the embedding.
     """
     layer = _LAYER.search(name)
     return int(layer[1]) if layer else math.inf if is_last else -1

@@ -1,4 +1,4 @@
-"""Names the phases of a step while it is profiled, by wrapping methods of one engine; outside nothing is wrapped."""
+"""Labels the phases of a step for profiling, by wrapping methods of an engine; without profiling nothing is wrapped."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, ExitStack, contextmanager
@@ -28,12 +28,12 @@ _OWN = {
 _DEEPSPEED = {"backward": BACKWARD, "step": OPTIMIZER}
 _OPTIMIZER_SWAPS = ("swap_in_optimizer_state", "swap_out_optimizer_state", "swap_out_gradients")
 _PARAMETER_SWAPS = ("swap_in", "synchronize_reads", "swap_out_and_release", "swap_out_partitioned_params")
-"""Methods of DeepSpeed's swappers to NVMe (0.19.8, runtime/swap_tensor/)."""
+"""Methods of DeepSpeed's swappers that move data to and from NVMe (0.19.8, runtime/swap_tensor/)."""
 
 
 @contextmanager
 def wrapped_phases(engine: Engine, during: Callable[[str], ContextDecorator]) -> Iterator[None]:
-    """While open, `during(phase)` decorates the methods of `engine` in which a step's phases take place."""
+    """Within this context, `during(phase)` decorates the methods of `engine` that run the phases of a step."""
     places = [
         *((engine, name, phase) for name, phase in _OWN.items()),
         *((engine._ds, name, phase) for name, phase in _DEEPSPEED.items()),
@@ -46,7 +46,7 @@ def wrapped_phases(engine: Engine, during: Callable[[str], ContextDecorator]) ->
 
 
 def _swappers(engine: Engine) -> Iterator[tuple[object, tuple[str, ...]]]:
-    """DeepSpeed's swappers to NVMe, with the methods that move data; none without offload to NVMe."""
+    """DeepSpeed's NVMe swappers, with their methods that move data; none without offload to NVMe."""
     optimizer = getattr(engine._ds.optimizer, "optimizer_swapper", None)
     if optimizer is not None:
         yield optimizer, _OPTIMIZER_SWAPS

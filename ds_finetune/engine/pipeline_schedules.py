@@ -1,5 +1,5 @@
-"""The schedules of pipeline stages: 1F1B, in which forwards and backwards of micro-batches alternate, and interleaved
-1F1B, in which ranks hold several chunks of layers and so wait less (Narayanan et al., arXiv 2104.04473, section 2.2).
+"""Schedules of pipeline stages: 1F1B, in which forwards and backwards of micro-batches alternate, and interleaved 1F1B,
+in which ranks hold several chunks of layers and so idle less (Narayanan et al., arXiv 2104.04473, section 2.2).
 """
 
 from collections import deque
@@ -18,18 +18,20 @@ class StageForward(NamedTuple):
     """Result of a stage's forward."""
 
     loss: torch.Tensor | None
-    """The scaled loss of the last stage, scalar; on others that of their layers' auxiliary losses, None without one."""
+    """The scaled loss of the last stage, scalar; on other stages the auxiliary losses of their layers, None without
+    one.
+    """
     hidden: torch.Tensor | None
     """Hidden states [batch, tokens, width] for the next stage; None on the last stage."""
 
 
 Forward = Callable[[ForwardRows], StageForward]
 Backward = Callable[[torch.Tensor], None]
-"""From a scalar to gradients."""
+"""Computes gradients from a scalar."""
 
 
 class _WithGradient(torch.autograd.Function):
-    """A scalar whose gradient with respect to hidden states is the one that the next stage sent back."""
+    """A scalar of value 0 whose gradient with respect to the hidden states is the one received from the next stage."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
@@ -43,10 +45,10 @@ class _WithGradient(torch.autograd.Function):
 
 
 def run_1f1b(stage: PipelineGroup, every: Sequence[ForwardRows], forward: Forward, backward: Backward) -> None:
-    """Forward and backward of every micro-batch, in the order of DeepSpeed's schedule (0.19.8, pipe/schedule.py:189).
+    """Forward and backward of all micro-batches, in the order of DeepSpeed's schedule (0.19.8, pipe/schedule.py:189).
 
-    Neighbours send and receive in the same order, so a send may block until its receiver is ready. A stage holds the
-    activations of as many forwards as there are stages from it to the last.
+    Neighbours send and receive in matching order, so sends may block. A stage holds the activations of as many
+    micro-batches as there are stages from it to the last.
     """
     from deepspeed.runtime.pipe import schedule
 
@@ -55,8 +57,8 @@ def run_1f1b(stage: PipelineGroup, every: Sequence[ForwardRows], forward: Forwar
     arrived: dict[int, torch.Tensor | None] = {}
     done: dict[int, StageForward] = {}
     grads: dict[int, torch.Tensor] = {}
-    # RecvActivation comes right before its ForwardPass, in which hidden states are received
-    # (model/parallel/pipeline.py).
+    # Hidden states are received within the forward (model/parallel/pipeline.py), directly after the schedule's
+    # RecvActivation.
     actions: dict[type, Callable[[int], object]] = {
         schedule.ForwardPass: lambda slot: (
             done.update({slot: forward(next(waiting))}),
@@ -76,13 +78,15 @@ def run_1f1b(stage: PipelineGroup, every: Sequence[ForwardRows], forward: Forwar
 
 
 def hidden_of(done: StageForward) -> torch.Tensor:
-    """The hidden states for the next stage."""
+    """The hidden states to send to the next stage."""
     assert done.hidden is not None, "the last stage sends no hidden states"
     return done.hidden
 
 
 def scalar_of(done: StageForward, grad: torch.Tensor | None) -> torch.Tensor:
-    """The scalar whose gradients are those of the stage: `grad` is that of its hidden states."""
+    """The scalar to call backward on: the loss, and on earlier stages a term whose gradient with respect to the hidden
+    states is `grad`.
+    """
     if grad is None:
         assert done.loss is not None, "the last stage has no loss"
         return done.loss
@@ -91,27 +95,27 @@ def scalar_of(done: StageForward, grad: torch.Tensor | None) -> torch.Tensor:
 
 
 def grad_of(tensor: torch.Tensor | None) -> torch.Tensor:
-    """The gradient of hidden states that arrived, after their backward."""
+    """The gradient of received hidden states, after their backward."""
     assert tensor is not None
     assert tensor.grad is not None, "no gradient reached the hidden states from the stage before"
     return tensor.grad
 
 
 class _TensorMessage(NamedTuple):
-    """A tensor on its way, which must stay in memory until then."""
+    """An asynchronous send or receive; the tensor must stay in memory until it is complete."""
 
     tensor: torch.Tensor
     work: dist.Work | None
 
     def wait(self) -> torch.Tensor:
-        """The tensor, once it was sent or has arrived."""
+        """The tensor, once it has been sent or received."""
         if self.work is not None:
             self.work.wait()
         return self.tensor
 
 
 def run_pipeline(stage: PipelineGroup, every: Sequence[ForwardRows], forward: Forward, backward: Backward) -> None:
-    """Forward and backward of every micro-batch in the order of the schedule for this number of chunks a rank."""
+    """Forward and backward of all micro-batches, interleaved where a rank has several chunks."""
     run = run_interleaved_1f1b if stage.num_chunks > 1 else run_1f1b
     run(stage, every, forward, backward)
 
@@ -119,9 +123,9 @@ def run_pipeline(stage: PipelineGroup, every: Sequence[ForwardRows], forward: Fo
 def run_interleaved_1f1b(
     stage: PipelineGroup, every: Sequence[ForwardRows], forward: Forward, backward: Backward
 ) -> None:
-    """Forward and backward of every micro-batch through every chunk of this rank.
+    """Forward and backward of all micro-batches through all chunks of this rank.
 
-    A rank waits for what it receives, never for a receiver: with blocking sends neighbours would wait for each other.
+    Sends are asynchronous: with blocking sends, neighbours would wait for each other.
     """
     step = _InterleavedStep(stage, every)
     turns = interleaved_turns(pp=stage.size, vpp=stage.num_chunks, micro_batches=len(every), rank=stage.group_rank)
@@ -129,7 +133,7 @@ def run_interleaved_1f1b(
         arriving = step.receive(turns[0])
         for number, turn in enumerate(turns, start=1):
             arrived = arriving.wait() if arriving is not None else None
-            # Asked for before this turn is computed, so that it travels meanwhile.
+            # The next receive is posted before this turn is computed, so that both overlap.
             arriving = step.receive(turns[number]) if number < len(turns) else None
             if turn.is_forward:
                 step.run_forward(turn, arrived, forward)
@@ -141,7 +145,7 @@ def run_interleaved_1f1b(
 
 
 class _InterleavedStep:
-    """What a rank keeps of an optimizer step between its turns, by chunk and micro-batch."""
+    """Tensors that a rank keeps during an optimizer step, by chunk and micro-batch."""
 
     def __init__(self, stage: PipelineGroup, every: Sequence[ForwardRows]) -> None:
         self._stage, self._every = stage, every
@@ -151,7 +155,7 @@ class _InterleavedStep:
         self._sent_grads: deque[_TensorMessage] = deque()
 
     def receive(self, turn: PipelineTurn) -> _TensorMessage | None:
-        """Ask for what a turn needs from another rank; None where it needs nothing."""
+        """Post the receive of a turn's input from another rank; None where it needs none."""
         stage = self._stage
         is_edge = (stage.is_first and turn.chunk == 0) if turn.is_forward else self._is_last_of_model(turn)
         if is_edge:
@@ -162,7 +166,7 @@ class _InterleavedStep:
         return _TensorMessage(into, dist.irecv(into, group=group, group_src=source))
 
     def run_forward(self, turn: PipelineTurn, arrived: torch.Tensor | None, forward: Forward) -> None:
-        """Run a chunk from the hidden states that arrived, and send its own on."""
+        """Run a chunk on the received hidden states, and send its output."""
         key, stage = (turn.chunk, turn.micro), self._stage
         stage.running_chunk = turn.chunk
         stage.input_hidden_states = self._arrived[key] = arrived.requires_grad_() if arrived is not None else None
@@ -171,21 +175,21 @@ class _InterleavedStep:
             self._sent[key] = self._send(hidden_of(self._done[key]).detach(), is_forward=True)
 
     def run_backward(self, turn: PipelineTurn, arrived: torch.Tensor | None, backward: Backward) -> None:
-        """Compute the gradients of a chunk from that of its hidden states, and send that of its input back."""
+        """Backward of a chunk from the gradient of its output; sends the gradient of its input back."""
         key = turn.chunk, turn.micro
         if arrived is not None:
-            # The receiver had the hidden states before it sent their gradient.
+            # The receiver had these hidden states before it sent their gradient, so the send is complete.
             self._sent.pop(key).wait()
         backward(scalar_of(self._done.pop(key), arrived))
         given = self._arrived.pop(key)
         if given is not None:
             self._sent_grads.append(self._send(grad_of(given), is_forward=False))
-        # The receiver is at most one turn behind, so this does not wait long, and memory does not grow.
+        # The receiver is at most one turn behind, so waiting is short and memory is bounded.
         while len(self._sent_grads) > self._stage.size:
             self._sent_grads.popleft().wait()
 
     def wait_for_sends(self) -> None:
-        """Return when all that was sent has arrived."""
+        """Wait until all sends are complete."""
         assert not self._done
         assert not self._sent
         while self._sent_grads:
@@ -198,7 +202,7 @@ class _InterleavedStep:
         return _TensorMessage(tensor, dist.isend(tensor, group=group, group_dst=to))
 
     def _link(self, is_forward: bool, *, after: bool) -> Link:
-        """The link to the rank `after` this one, or to the one before it."""
+        """The link to the next rank (`after`) or to the previous one."""
         return Link(is_forward, self._stage.is_last if after else self._stage.is_first)
 
     def _is_last_of_model(self, turn: PipelineTurn) -> bool:

@@ -1,4 +1,6 @@
-"""Builds the models of a rank: its part of the trained one, with weights, features and loss head, and the teacher."""
+"""Builds the models of a rank: its shard of the trained model, with weights, features and loss head, and the
+teacher.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -65,13 +67,13 @@ from ds_finetune.plan.plan import Plan, is_teacher_partitioned
 def build_rank_model(
     plan: Plan, model: ModelPlan, groups: Groups, features: Sequence[Feature], *, loads_weights: bool
 ) -> tuple[PreTrainedModel, tuple[str, ...], Fp32Weights]:
-    """The part of the model that this rank holds, with its weights, features and loss head; the names of parameters
-    that were randomly initialised because the model's folder does not have them; and what forwards use in fp32.
+    """This rank's shard of the model, with its weights, features and loss head; the names of parameters that were
+    randomly initialised because the model's folder does not have them; and the weights that forwards use in fp32.
     """
     lm = build_modules(plan, model, groups)
     install_groups(lm, model, groups)
     placement = placement_of(lm, plan, groups)
-    # Checkpoints do not hold frozen weights that are in the model's folder.
+    # Checkpoints do not hold frozen weights that the model's folder has.
     loads_weights = loads_weights or not all(feature.saves_frozen for feature in features)
     in_fp32 = Fp32Weights(lm, placement.where)
     drawn = fill_weights(lm, plan, model, where=in_fp32.where, loads_weights=loads_weights)
@@ -86,12 +88,12 @@ def build_rank_model(
 
 
 def install_groups(lm: PreTrainedModel, model: ModelPlan, groups: Groups) -> None:
-    """Add the communication between stages and tensor and expert parallel ranks to the modules of a rank, in place."""
+    """Add the communication of pipeline, tensor and expert parallelism to the modules of a rank, in place."""
     if groups.stage is not None:
         install_pipeline_stage(lm, groups.stage, outputs=model.head_outputs)
     if groups.tensor is not None:
         hf_config, pad = model.hf_config, model.hf_config.pad_token_id
-        # nn.Embedding counts a negative index from the end of the whole vocabulary.
+        # A negative padding id counts from the end of the full vocabulary, as in nn.Embedding.
         padding_idx = pad + hf_config.vocab_size if pad is not None and pad < 0 else pad
         install_tensor_parallel(lm, groups.tensor, padding_idx=padding_idx)
     if groups.experts is not None:
@@ -99,7 +101,7 @@ def install_groups(lm: PreTrainedModel, model: ModelPlan, groups: Groups) -> Non
 
 
 def placement_of(lm: PreTrainedModel, plan: Plan, groups: Groups) -> AdapterPlacement:
-    """Where new parameters of `lm` lie."""
+    """How features place new parameters of `lm`: sharded and partitioned like its own."""
     is_partitioned = plan.zero_stage == 3
     share = partial(_partition_like_model, lm) if is_partitioned else None
     placement = AdapterPlacement(
@@ -112,7 +114,7 @@ def placement_of(lm: PreTrainedModel, plan: Plan, groups: Groups) -> AdapterPlac
 
 
 def _partition_like_model(lm: PreTrainedModel, params: list[nn.Parameter]) -> None:
-    """Partition new parameters like the others of `lm`, with the `zero.Init` context that made those (DeepSpeed 0.19.8,
+    """Partition new parameters like those of `lm`, with the same `zero.Init` context (DeepSpeed 0.19.8,
     zero/partition_parameters.py:1660).
     """
     partitioned: Any = next(param for param in lm.parameters() if hasattr(param, "ds_tensor"))
@@ -122,7 +124,7 @@ def _partition_like_model(lm: PreTrainedModel, params: list[nn.Parameter]) -> No
 def mark_parameters(
     lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups, features: Sequence[Feature]
 ) -> None:
-    """Mark parameters that are not trained, that another stage holds too, and that a loss of their own trains."""
+    """Mark parameters that are frozen, that are copies of another stage's, or that only an auxiliary loss trains."""
     for name, param in lm.named_parameters():
         if name in plan.frozen or model.is_untrained(name):
             param.requires_grad_(False)
@@ -138,13 +140,14 @@ def mark_parameters(
 def fill_weights(
     lm: PreTrainedModel, plan: Plan, model: ModelPlan, *, where: Where, loads_weights: bool
 ) -> tuple[str, ...]:
-    """Load or draw the weights; returns the names of parameters that were drawn because the model's folder does not
-    have them.
+    """Load or randomly initialise the weights; returns the names of parameters that were randomly initialised because
+    the model's folder does not have them.
     """
     family = family_of(lm.config.model_type)
     model_shard = ModelShard.of(plan.mesh, family)
     for name, param in lm.named_parameters():
-        # DeepSpeed 0.19.8 counts other parameters once in norms (runtime/utils.py:134).
+        # DeepSpeed 0.19.8 counts parameters without this attribute once per tensor parallel group in norms
+        # (runtime/utils.py:134).
         param.model_parallel = model_shard.tensor_shard(name, tuple(local_shape(param))).dim is not None  # type: ignore[attr-defined]
     if not loads_weights and all(param.requires_grad for param in lm.parameters()):
         clear_weights(lm, where=where)
@@ -171,7 +174,7 @@ def fill_weights(
 
 
 def build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedModel:
-    """The modules of this rank's layers and experts, without weights, partitioned already under ZeRO-3."""
+    """The modules of this rank's layers and experts without weights; under ZeRO-3 already partitioned."""
     hf_config, kind = model.hf_config, model_class(model.hf_config, model.task)
     device = device_of_rank(plan.device, plan.world.local_rank)
     local_experts = build_local_experts(
@@ -195,7 +198,7 @@ def build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedMod
 
 
 def install_head(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups) -> None:
-    """Let the head of `lm` compute the loss of the objective, where this rank has the head."""
+    """Make the head of `lm` compute the loss of the objective, where this rank has the head."""
     if groups.stage is not None and not groups.stage.is_last:
         return
     head_groups = HeadGroups(tp=groups.tensor, sp=groups.sequence, pp=groups.stage)
@@ -217,8 +220,8 @@ def _loss_kernel(plan: Plan, model: ModelPlan, groups: Groups) -> Kernel:
 
 
 def arrange_forward(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
-    """Run fused kernels, recompute layers, with their inputs on the host, and compute MLPs in tiles, as the run file
-    says; else shared experts before routed ones.
+    """Apply the run file's settings of the forward: fused kernels, activation checkpointing with or without offload,
+    and tiled MLPs; without tiles, shared experts are computed before routed ones.
     """
     from deepspeed.utils import set_z3_leaf_module
 
@@ -227,22 +230,24 @@ def arrange_forward(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
     if plan.recomputes:
         recompute_layers(lm, is_selective=plan.activation_checkpointing == "selective")
     if plan.mesh.pp > 1:
-        # The first layers of a stage that runs several chunks may have no adapters, and have a backward all the same.
+        # The first layers of an interleaved stage may have no trained parameters, but need a backward.
         lm.enable_input_require_grads()
     if plan.train.activation_offload:
         offload_layer_inputs(lm)
     for module in install_tiled_mlps(lm, tiles=model.mlp_tiles) if model.mlp_tiles > 1 else ():
-        # ZeRO-3 gathers all matrices of an MLP before its first tile, and releases them after its last.
+        # ZeRO-3 gathers all weights of an MLP before its first tile, and releases them after its last.
         set_z3_leaf_module(module, True)
     if model.mlp_tiles == 1 and not family_of(model.hf_config.model_type).is_generic:
-        # Tiles of routed experts run without shared ones, and again in backward.
+        # Not with tiles, which compute routed experts without shared ones, and again in backward.
         compute_shared_experts_ahead(lm)
 
 
 def trained_model(
     lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups, features: Sequence[Feature]
 ) -> TrainedModel:
-    """The module that DeepSpeed gets: `lm`, as `build_rank_model` made it, with its loss and those of `features`."""
+    """The module that DeepSpeed gets: `lm` from `build_rank_model`, with the loss of the objective and of
+    `features`.
+    """
     trained = TrainedModel(lm, groups.sequence, groups.stage)
     for feature in features:
         trained = feature.wrap(trained)
@@ -257,7 +262,7 @@ def trained_model(
 
 
 def saved_frozen(lm: PreTrainedModel, features: Sequence[Feature]) -> tuple[str, ...]:
-    """Names of the parameters of this rank that are not trained, and that checkpoints hold all the same."""
+    """Names of this rank's frozen parameters that checkpoints hold nevertheless."""
     if not all(feature.saves_frozen for feature in features):
         return ()
     return tuple(name for name, param in lm.named_parameters() if not param.requires_grad and not is_copy(param))
@@ -265,10 +270,10 @@ def saved_frozen(lm: PreTrainedModel, features: Sequence[Feature]) -> tuple[str,
 
 @contextmanager
 def start_teacher(plan: Plan, model: ModelPlan, groups: Groups) -> Iterator[Teacher | None]:
-    """The live teacher of `model`; None where it has none, and on pipeline stages before the last one.
+    """The teacher of `model`, ready to run; None without one, and on pipeline stages before the last.
 
-    At ZeRO stage 3, and where it is offloaded, its weights are partitioned over all ranks by a second DeepSpeed engine,
-    which gathers them module by module. Otherwise each rank holds them whole.
+    At ZeRO stage 3, and with offload, a second DeepSpeed engine partitions its weights over all ranks and gathers them
+    module by module. Otherwise each rank holds all of them.
     """
     if model.teacher is None or not (groups.stage is None or groups.stage.is_last):
         yield None
@@ -283,7 +288,7 @@ def start_teacher(plan: Plan, model: ModelPlan, groups: Groups) -> Iterator[Teac
     zero: dict[str, Any] = {"stage": 3}
     if model.teacher.offload != "none":
         zero["offload_param"] = {"device": model.teacher.offload, "pin_memory": plan.device != "cpu"}
-    # ZeRO-3 without an optimizer.
+    # ZeRO stage 3 for inference, without an optimizer.
     tree: dict[str, Any] = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 1}
     if plan.precision != "fp32":
         tree[plan.precision] = {"enabled": True}

@@ -1,6 +1,7 @@
-"""Batches as one rank computes with them: its tokens of the rows, ready to be copied to its device.
+"""Batches as one rank uses them: its tokens of the rows, ready to be copied to its device.
 
-What needs the host is done here, before any copy: a GPU would make it wait for the numbers of tokens and documents.
+All numbers of tokens and documents are computed on the host before the copy, because reading them from a GPU would
+synchronise it.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from ds_finetune.objectives.objective import AnswerNumbers, Examples
 
 @dataclass(frozen=True)
 class RankBatch(Batch):
-    """A batch with the rows of each of its forwards."""
+    """A batch with the rows of all its forwards."""
 
     rows: tuple[ForwardRows, ...] = ()
     """The rows of each forward of `micro`."""
@@ -25,7 +26,7 @@ class RankBatch(Batch):
 
 
 def rank_batch(batch: Batch, sequence: SequenceParallelGroup | None, device: torch.device) -> RankBatch:
-    """`batch` with its rows on the host, in pinned memory where `device` has another one."""
+    """`batch` with its rows on the host, in pinned memory where `device` is a GPU."""
 
     def ready(micro: MicroBatch) -> ForwardRows:
         rows = host_rows(micro, sequence)
@@ -37,12 +38,12 @@ def rank_batch(batch: Batch, sequence: SequenceParallelGroup | None, device: tor
 
 
 def pins_memory(device: torch.device) -> bool:
-    """Whether copies to `device` run beside the host where they are from pinned memory."""
+    """Whether copies to `device` from pinned memory are asynchronous."""
     return device.type == "cuda"
 
 
 def _share_examples(examples: Examples, share: Callable[[torch.Tensor], torch.Tensor]) -> Examples:
-    """`examples` with what a rank has of their numbers by token."""
+    """`examples` with the per-token tensors restricted to this rank's tokens."""
     known = examples.answers
     if known is not None:
         experts = None if known.experts is None else share(known.experts)
@@ -51,7 +52,7 @@ def _share_examples(examples: Examples, share: Callable[[torch.Tensor], torch.Te
 
 
 def copy_to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A small tensor of the host on `device`, without a wait."""
+    """Asynchronous copy of a small host tensor to `device`."""
     return (numbers.pin_memory() if pins_memory(device) else numbers).to(device, non_blocking=True)
 
 
@@ -61,7 +62,7 @@ def rank_rows(micro: MicroBatch, sequence: SequenceParallelGroup | None, device:
 
 
 def rows_on_device(rows: ForwardRows, device: torch.device) -> ForwardRows:
-    """`rows` on `device`; copies from pinned memory do not wait."""
+    """`rows` on `device`; copies from pinned memory are asynchronous."""
     return with_tensors(rows, lambda tensor: tensor.to(device, non_blocking=True))
 
 

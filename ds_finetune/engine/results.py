@@ -1,4 +1,6 @@
-"""What the host reads of a step and of an evaluation: one reduction over all ranks, and one wait for the device."""
+"""Results of a step and of an evaluation, read by the host with a single all-reduce and a single device
+synchronisation.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,12 +24,12 @@ from ds_finetune.objectives.objective import LossAndSums
 from ds_finetune.plan.mesh import Mesh
 
 DocumentScores = NDArray[np.float64]
-"""First score and target of documents, fp64 [documents, 2]."""
+"""First score and target of each document, fp64 [documents, 2]."""
 NO_SCORES: DocumentScores = np.zeros((0, 2))
 
 
 def scores_of(out: LossAndSums | StageOutput, micro: MicroBatch) -> DocumentScores:
-    """The scores of a forward; none of a pipeline stage before the last."""
+    """Scores and targets of the documents of a forward; empty on a pipeline stage before the last."""
     if not isinstance(out, LossAndSums) or out.scores is None:
         return NO_SCORES
     assert micro.examples is not None
@@ -35,7 +37,7 @@ def scores_of(out: LossAndSums | StageOutput, micro: MicroBatch) -> DocumentScor
 
 
 def gather_scores(parts: list[DocumentScores], mesh: Mesh) -> DocumentScores:
-    """The scores of all ranks, on every rank; of ranks that process the same rows the first one counts."""
+    """Scores of all ranks, on every rank. Of ranks with the same rows only the first contributes."""
     is_first = mesh.place("tp") == mesh.place("sp") == 0
     mine = np.concatenate([NO_SCORES, *parts]) if is_first else NO_SCORES
     return np.concatenate(all_gather_object(mine))
@@ -43,25 +45,25 @@ def gather_scores(parts: list[DocumentScores], mesh: Mesh) -> DocumentScores:
 
 @dataclass(frozen=True)
 class StepReading:
-    """Numbers of a global batch, the same on every rank."""
+    """Sums and counts of a global batch, identical on every rank."""
 
     sums: list[float]
-    """Sums of the loss, in the order of its names."""
+    """Sums of the loss, in the order of `TotalLoss.sum_names`."""
     has_bad_gradient: bool
-    """Whether a gradient is not finite on any rank."""
+    """Whether any rank has a non-finite gradient."""
     counts: dict[str, float]
-    """Numbers of units."""
+    """Number of each unit."""
     counted: dict[str, tuple[torch.Tensor, torch.Tensor]]
-    """What auxiliary losses counted in the step, by their names: on the device, and on the host."""
+    """Counts of auxiliary losses in the step, by the name of the loss: on the device, and on the host."""
 
 
 def read_step(
     sums: torch.Tensor, is_bad: torch.Tensor, counts: torch.Tensor, extras: Sequence[ExtraLoss], mesh: Mesh
 ) -> StepReading:
-    """Add up what each rank has, and read it; collective.
+    """Sum the results of all ranks and read them; collective.
 
-    `sums` fp64 [sums] and `is_bad`, a scalar, are those of this rank's forwards, `counts` fp64 [units] the units of its
-    rows. Ranks that have the same ones count once.
+    `sums` fp64 [sums] and `is_bad`, a scalar, are those of this rank's forwards; `counts` fp64 [units] are the units of
+    its rows. Values that ranks share count once.
     """
     tables = {extra.name: table for extra in extras if (table := extra.counted(mesh)) is not None}
     numbers = torch.cat([sums, is_bad.to(sums)[None], counts, *(table.flatten() for table in tables.values())])
@@ -81,7 +83,7 @@ def read_step(
 
 
 def check_counts(expected: Mapping[str, float], counts: Mapping[str, float]) -> None:
-    """RunError where the rows of all ranks have other `counts` than `expected`, by which the loss was divided."""
+    """RunError where `counts` of the rows of all ranks differ from `expected`, by which the loss was divided."""
     for unit, number in counts.items():
         if number != expected[unit]:
             raise RunError(
@@ -92,8 +94,8 @@ def check_counts(expected: Mapping[str, float], counts: Mapping[str, float]) -> 
 
 
 def global_counts(batch: Batch, mesh: Mesh, device: torch.device) -> torch.Tensor:
-    """Numbers of units of the global batch, fp64 [units] on `device`: as the data knows them, or added up over all
-    ranks, each of which counts its own rows.
+    """Numbers of units of the global batch, fp64 [units] on `device`: known from the data, or else summed over all
+    ranks.
     """
     if batch.global_counts is not None:
         return copy_to_device(unit_counts(batch.global_counts), device)
@@ -104,10 +106,9 @@ def global_counts(batch: Batch, mesh: Mesh, device: torch.device) -> torch.Tenso
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one optimizer step, the same on every rank but for `communication`.
+    """Result of one optimizer step, identical on every rank except `communication`.
 
-    `metrics` are those of the objective, `loss` first; `culprit` names the parameter and the rank of a non-finite
-    gradient.
+    `metrics` are those of the loss, `loss` first; `culprit` names the parameter and the rank of a non-finite gradient.
     """
 
     metrics: Mapping[str, float]
@@ -117,11 +118,11 @@ class StepResult:
     skipped: bool
     culprit: str
     num_examples: int = 0
-    """Pairs, marked answers or labelled texts; 0 where the loss is a sum over tokens."""
+    """Number of pairs, labelled completions or labelled texts; 0 where the loss is a sum over tokens."""
     counted: Mapping[str, Any] = field(default_factory=dict)
-    """What auxiliary losses counted in the step, by their names, such as the choices of routers."""
+    """Counts of auxiliary losses in the step, by the name of the loss, such as tokens per expert."""
     communication: StepCommunication | None = None
-    """What this rank's collectives were, which other ranks' may differ from; None where there is one rank."""
+    """Bytes and seconds of this rank's collectives; None with a single rank."""
 
     @property
     def loss(self) -> float:
@@ -131,7 +132,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class HeldOutScores:
-    """Metrics of the objective over every held-out row once, and their number of units."""
+    """Metrics of the objective over all held-out rows, each counted once, and the number of each unit."""
 
     metrics: Mapping[str, float]
     counts: Mapping[str, float]
@@ -140,7 +141,7 @@ class HeldOutScores:
     sums: Mapping[str, float] = field(default_factory=dict)
     """The sums from which the metrics are computed."""
     scores: DocumentScores = field(default_factory=NO_SCORES.copy, repr=False)
-    """Scores and targets of all documents, where a metric needs them together."""
+    """Scores and targets of all documents, where a metric needs all of them."""
 
     @property
     def loss(self) -> float:
@@ -151,7 +152,7 @@ class HeldOutScores:
 def step_result(
     reading: StepReading, loss: TotalLoss, grad_norm: float, *, own_norms: Mapping[str, float], is_skipped: bool
 ) -> StepResult:
-    """The result of a step from what was read before the optimizer's, which names no culprit yet."""
+    """The result of a step, from the sums of its forwards and the gradient norm; `culprit` is still empty."""
     counts = reading.counts
     own = {f"{name}_grad_norm": math.inf if is_skipped else norm for name, norm in own_norms.items()}
     return StepResult(

@@ -1,4 +1,4 @@
-"""Starts the engine of a plan: builds the model with its features, and passes it to DeepSpeed."""
+"""Starts the engine of a plan: builds the model with its features, and initialises DeepSpeed."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,8 +32,8 @@ from ds_finetune.plan.plan import Plan
 def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) -> Iterator[Engine]:
     """Build `model` under the ZeRO stage of `plan` and yield the engine; needs an open process group.
 
-    Without `loads_weights` parameters hold zeros, into which a checkpoint is restored. Weights are loaded all the same
-    where some parameters are not trained, because checkpoints do not hold them.
+    Without `loads_weights` parameters are zeros, into which a checkpoint is restored. Where some parameters are frozen,
+    weights are loaded nevertheless, because checkpoints do not hold those.
     """
     from deepspeed.utils import set_log_level_from_string
 
@@ -63,7 +63,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         trained.in_fp32 = in_fp32
         wrapped, optimizer = _start_deepspeed(trained, plan, groups)
         stack.enter_context(destroyed_at_end(wrapped, plan.world))
-        # After `deepspeed.initialize`, whose hooks must run before those of features.
+        # After `deepspeed.initialize`, since DeepSpeed's hooks must run before those of features.
         losses = (feature.extra_loss(trained, parts) for feature in features)
         trained.extras = tuple(loss for loss in losses if loss is not None)
         correct_start(trained, optimizer, plan, groups)
@@ -72,8 +72,8 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
             engine.state.store_fp32()
         set_own_clipping(engine, optimizer, groups, [feature.own_loss for feature in features if feature.own_loss])
         engine.drawn = drawn
-        # Dropout draws from torch's own generator: other numbers on ranks with other rows, the same on ranks that share
-        # them. A resumed run restores its state.
+        # Dropout uses torch's generator: seeds differ between ranks with different rows, and are equal on ranks that
+        # share rows. A resumed run restores the generator's state.
         torch.manual_seed(seed_of(plan.train.seed, f"dropout.{plan.mesh.place('dp')}"))
         with engine.meter.counting():
             yield engine

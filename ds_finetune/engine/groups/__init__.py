@@ -1,1 +1,1 @@
-"""Process groups, collectives, and what they send."""
+"""Process groups and collectives, and counts of what they send."""

@@ -1,4 +1,4 @@
-"""Small collectives of plain values over all ranks."""
+"""Small collectives of numbers and objects over all ranks."""
 
 from typing import TypeVar
 
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def all_gather_object(mine: T) -> list[T]:
-    """The value of every rank, by rank; pickled."""
+    """The object of every rank, by rank; pickled."""
     values: list[T] = [mine] * dist.get_world_size()
     dist.all_gather_object(values, mine)
     return values
@@ -24,12 +24,12 @@ def all_gather_scalar(mine: float) -> list[float]:
 
 
 def all_reduce_max(*mine: float) -> list[float]:
-    """The largest of each value over all ranks; cheap enough for every step."""
+    """The maximum of each value over all ranks; cheap enough for every step."""
     values = torch.tensor(mine, dtype=torch.float64, device=collective_device())
     dist.all_reduce(values, dist.ReduceOp.MAX)
     return values.tolist()
 
 
 def collective_device() -> str:
-    """The kind of device on which tensors of collectives are."""
+    """Device type of the tensors that collectives need: `cuda` with NCCL, else `cpu`."""
     return "cuda" if dist.get_backend() == "nccl" else "cpu"

@@ -1,4 +1,6 @@
-"""Counts what a rank sends in each optimizer step and, where collectives block the host, the time that they take."""
+"""Measures a rank's collectives in each optimizer step: bytes sent and, where collectives block the host, their
+time.
+"""
 
 import functools
 import time
@@ -41,31 +43,31 @@ INPUT_AT = {
     SEND: (SEND, 0),
     RECEIVE: (RECEIVE, 0),
 }
-"""Methods of a process group: the kind of collective, and which argument has this rank's input (received: the tensor
-that is filled). Those that only older or newer versions of torch call are here too.
+"""Methods of a process group, each with its kind of collective and the index of the argument with this rank's input
+(for a receive, the tensor to be filled). It includes methods that only older or newer torch versions call.
 """
 POINT_TO_POINT = (SEND, RECEIVE)
 
 
 def input_of(name: str, args: Sequence[Any]) -> Any:  # noqa: ANN401 - a tensor, lists of tensors, or none
-    """This rank's input of a call of the method `name`; None where it has none."""
+    """This rank's input in a call of the method `name`; None where it has none."""
     kind, at = INPUT_AT[name]
     return args[at] if len(args) > at and kind != BARRIER else None
 
 
 def bytes_of(value: Any) -> int:  # noqa: ANN401 - a tensor, lists of tensors to any depth, or none
-    """Bytes of the elements of all tensors in it."""
+    """Total bytes of all tensors in `value`."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
     return sum(map(bytes_of, value)) if isinstance(value, list | tuple) else 0
 
 
 def sent_bytes(name: str, args: Sequence[Any], *, size: int, group_rank: int) -> float:
-    """Bytes that rank `group_rank` of a group of `size` sends by a call of the method `name`.
+    """Bytes that rank `group_rank` in a group of `size` n sends in a call of the method `name`.
 
-    They are those of rings and pairs: of an all-reduce 2 (n - 1) / n of its tensor; of a gather or scatter to or from
-    all ranks (n - 1) / n of the whole; of an all-to-all what is for other ranks. A broadcast or a reduction to one rank
-    passes along a chain, in which all but one send. What a backend really sends may differ.
+    Computed for ring and pairwise algorithms: 2 (n - 1) / n of the tensor for an all-reduce; (n - 1) / n of the whole
+    for an all-gather or reduce-scatter; the rows for other ranks for an all-to-all. A broadcast or reduce passes along
+    a chain in which all ranks but one send. What a backend really sends may differ.
     """
     kind, _ = INPUT_AT[name]
     given = input_of(name, args)
@@ -82,7 +84,7 @@ def sent_bytes(name: str, args: Sequence[Any], *, size: int, group_rank: int) ->
 
 
 def _kept_bytes(given: Any, args: Sequence[Any], size: int, group_rank: int) -> float:  # noqa: ANN401
-    """What an all-to-all leaves on this rank: of a list of tensors its own, else its share of the rows."""
+    """Bytes of an all-to-all that stay on this rank: its own tensor of a list, else its share of the rows."""
     if isinstance(given, list | tuple):
         return bytes_of(given[group_rank])
     sent_rows = args[3] if len(args) > 3 else ()
@@ -96,9 +98,9 @@ SEND_RECEIVE, TOTAL = "send_recv", "total"
 
 @dataclass(frozen=True)
 class StepCommunication:
-    """What this rank's collectives were since the count began, by kind: bytes it sent, and seconds it spent in them.
+    """Bytes sent and seconds spent in this rank's collectives of a step, by kind.
 
-    `seconds` is None where collectives run on a device: calls return once they are enqueued, so their time is not that
+    `seconds` is None where collectives run on a GPU: calls return once they are enqueued, so their duration is not that
     of the collective.
     """
 
@@ -106,7 +108,7 @@ class StepCommunication:
     seconds: Mapping[str, float] | None
 
     def metrics(self, *, step_seconds: float) -> dict[str, float]:
-        """Values of each kind and of all together for a step that took `step_seconds`."""
+        """Metrics of each kind and in total, for a step that took `step_seconds`."""
         values = {f"comm/{kind}_mib": number / MIB for kind, number in _with_total(self.num_bytes)}
         if self.seconds is not None:
             values |= {f"comm/{kind}_share": seconds / step_seconds for kind, seconds in _with_total(self.seconds)}
@@ -118,11 +120,10 @@ def _with_total(by_kind: Mapping[str, float]) -> list[tuple[str, float]]:
 
 
 class CommunicationMeter:
-    """Bytes and seconds of this process's collectives, by kind; sends and receives are one kind.
+    """Counts bytes and seconds of this process's collectives by kind; sends and receives are one kind.
 
-    With `is_blocking`, a collective is done when its call or the wait for it returns, and so has a time. That time
-    holds the wait for the ranks that come later. Two collectives under way together are both waited for, so the host's
-    time is counted once.
+    With `is_blocking`, a collective is done when its call, or the wait for it, returns; only then it can be timed. The
+    time includes waiting for slower ranks. It is the host's time: collectives that overlap are not counted twice.
     """
 
     def __init__(self, *, is_blocking: bool) -> None:
@@ -133,7 +134,7 @@ class CommunicationMeter:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """While open, count the collectives of this process."""
+        """Within this context the collectives of this process are counted."""
         with wrapped_group_calls(tuple(INPUT_AT), self._wrap):
             yield
 
@@ -143,7 +144,7 @@ class CommunicationMeter:
         self._seconds.clear()
 
     def counted(self) -> StepCommunication:
-        """What was counted since `restart`."""
+        """Bytes and seconds since `restart`."""
         return StepCommunication(dict(self._bytes), dict(self._seconds) if self._is_blocking else None)
 
     def _wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

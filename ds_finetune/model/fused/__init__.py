@@ -1,1 +1,1 @@
-"""RMSNorm, rotary embedding and SwiGLU as one kernel each."""
+"""RMSNorm, rotary embedding and SwiGLU, each as one fused kernel."""

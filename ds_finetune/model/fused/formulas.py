@@ -1,5 +1,5 @@
-"""RMSNorm, rotary embedding and SwiGLU with their gradients, as plain formulas, which torch.compile makes one kernel
-each. What transformers rounds to the precision of hidden states is rounded here too.
+"""Formulas of RMSNorm, rotary embedding and SwiGLU with their gradients. torch.compile fuses each into one kernel.
+Intermediate results are rounded to the dtype of hidden states where transformers rounds them.
 """
 
 from typing import NamedTuple
@@ -9,19 +9,19 @@ from torch.nn import functional
 
 
 class Turning(NamedTuple):
-    """How a rotary embedding turns the first `width` columns."""
+    """Kind of rotary embedding of the first `width` columns."""
 
     width: int
     in_pairs: bool
-    """Whether columns that turn together are neighbours, not half the width apart."""
+    """Whether rotated pairs are neighbouring columns; otherwise columns half the width apart."""
     is_back: bool = False
-    """Whether results are turned back."""
+    """Whether this is the inverse rotation."""
 
 
 def norm(rows: torch.Tensor, weight: torch.Tensor, eps: float, rounds_last: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [rows, width] over their root mean square, times `weight`; and what backward needs of the root.
+    """RMSNorm of rows [rows, width] times `weight`; also returns the inverse root mean square, which backward needs.
 
-    `rounds_last` multiplies by the weight before rounding (gpt_oss), not after.
+    `rounds_last` multiplies by the weight before rounding to the dtype of `rows` (gpt_oss), not after.
     """
     wide = rows.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -32,7 +32,9 @@ def norm(rows: torch.Tensor, weight: torch.Tensor, eps: float, rounds_last: bool
 def norm_backward(
     grad: torch.Tensor, saved: tuple[torch.Tensor, ...], rounds_last: bool, needs_weight: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gradients of rows and weight from `saved` rows, weight and scale; None where the weight needs none."""
+    """Gradients of rows and weight, from the `saved` rows, weight and inverse root mean square; None where the weight
+    needs none.
+    """
     rows, weight, scale = saved
     normed = rows.float() * scale
     by_weight = grad.float() * weight.float() if rounds_last else (grad * weight).float()
@@ -46,8 +48,9 @@ def norm_backward(
 def rotate(
     tensors: tuple[torch.Tensor, ...], angles: tuple[torch.Tensor, ...], turn: Turning, is_backward: bool
 ) -> tuple[torch.Tensor, ...]:
-    """Queries and keys [rows, heads, tokens, columns], turned by cosines and sines [rows, tokens, width / 2 or more];
-    in the result columns that turn together are half the width apart. Or their gradients, from those of the result.
+    """Rotary embedding of queries and keys [rows, heads, tokens, columns] with cosines and sines [rows, tokens, width /
+    2 or more]. In the result, rotated pairs are half the width apart. `is_backward` computes gradients, from those of
+    the result.
     """
     half = turn.width // 2
     cos, sin = (each[:, None, :, :half] for each in angles)
@@ -63,13 +66,13 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, turn: Turning
 
 
 def gate(*parts: torch.Tensor) -> torch.Tensor:
-    """silu(gate) x up, [rows, width]; `parts` are gate and up, or one tensor with both side by side."""
+    """silu(gate) x up, [rows, width]; `parts` are gate and up, or one tensor with both concatenated."""
     gate, up = parts if len(parts) > 1 else parts[0].chunk(2, -1)
     return functional.silu(gate) * up
 
 
 def gate_backward(grad: torch.Tensor, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The gradients of `parts`."""
+    """The gradients of `parts`, from `grad`, the gradient of `gate`."""
     gate, up = parts if len(parts) > 1 else parts[0].chunk(2, -1)
     wide = gate.float()
     sigmoid = torch.sigmoid(wide)

@@ -1,4 +1,4 @@
-"""Lets norms, rotary embeddings and gated MLPs of a built model run fused kernels."""
+"""Replaces norms, rotary embeddings and gated MLPs of a built model by fused kernels."""
 
 from functools import partial
 from typing import Any
@@ -28,9 +28,9 @@ from ds_finetune.plan.kernels import fused_operations
 
 
 def install_fused(lm: PreTrainedModel, name: str) -> None:
-    """Let `lm` run the kernels `name` of `model.kernels`, in place; `torch` is transformers' own forward.
+    """Make `lm` use the kernels `name` of `model.kernels`, in place; `torch` is transformers' own forward.
 
-    Whatever has another formula keeps its own (`fused_operations` names what does).
+    Modules with another formula are unchanged (`fused_operations` names the fused ones).
     """
     if name == "torch":
         return
@@ -43,7 +43,7 @@ def install_fused(lm: PreTrainedModel, name: str) -> None:
 
 
 def _fused_methods(module: nn.Module, kind: Any, kernels: Kernels) -> dict[str, Any]:  # noqa: ANN401
-    """Methods in place of those of `kind`, by name; none where nothing of `module` is fused."""
+    """Methods that replace those of `kind`, by name; empty where nothing of `module` is fused."""
     is_last = rounds_last(kind)
     if is_last is not None:
         return {"forward": lambda self, x: norm(kernels, x, self.weight, self.variance_epsilon, is_last)}
@@ -80,8 +80,9 @@ def _rotations(module: nn.Module, kind: Any, kernels: Kernels) -> dict[str, Any]
 
 
 def _expand_kv(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
-    """In place of transformers' function that writes both parts of keys into an empty tensor, whose gradient autograd
-    copies for each; both are [rows, 1, tokens, width], and keys and values [rows, heads, tokens, width].
+    """Replaces transformers' expansion of latents to keys and values. That writes both parts of the keys into an empty
+    tensor, whose gradient autograd copies twice. Inputs are [rows, 1, tokens, width], keys and values [rows, heads,
+    tokens, width].
     """
     widths = [module.qk_nope_head_dim, module.v_head_dim]
     plain, value = module.kv_b_proj(latent[:, 0]).unflatten(-1, (-1, sum(widths))).transpose(1, 2).split(widths, -1)
@@ -89,20 +90,20 @@ def _expand_kv(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> tuple
 
 
 def _real(angles: torch.Tensor) -> torch.Tensor:
-    """Complex numbers [...] -> cosines and sines [2, ...], once for all layers."""
+    """Complex numbers [...] -> cosines and sines [2, ...], computed once for all layers."""
     return torch.stack([angles.real, angles.imag])
 
 
 def _rotate_last(
     kernels: Kernels, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_back: bool = False
 ) -> torch.Tensor:
-    """In place of transformers' function that turns pairs of the last columns of `x` [rows, tokens, heads, width] in
-    fp32. They are half the width apart until they are turned back.
+    """Replaces transformers' fp32 rotation of pairs of the last columns of `x` [rows, tokens, heads, width]. Rotated
+    pairs are half the width apart until they are rotated back.
     """
     turning = Turning(2 * cos.shape[-1], in_pairs=True, is_back=is_back)
     plain, last = x.split([x.shape[-1] - turning.width, turning.width], -1)
     last = last.transpose(1, 2)
-    # Kernels turn two tensors; there is only one.
+    # The kernels rotate two tensors, so a part of the same tensor is passed as the second.
     turned, _ = rotate(kernels, turning, last, last[:, :1].detach(), cos.float(), sin.float())
     return torch.cat([plain, turned.transpose(1, 2)], -1)
 
@@ -110,10 +111,11 @@ def _rotate_last(
 def _rotate(
     kernels: Kernels, turn: str, query: torch.Tensor, key: torch.Tensor, *angles: torch.Tensor, **_: int
 ) -> Any:  # noqa: ANN401
-    """In place of transformers' function that turns columns in this way, by cosines and sines, or both in one tensor.
+    """Replaces a rotary function of transformers of the kind `turn`; `angles` are cosines and sines, or one tensor with
+    both.
 
-    With that transformers leaves columns in pairs; in another order, the same for queries and keys, their products are
-    the same.
+    transformers keeps rotated pairs in neighbouring columns. Here the columns are reordered, in the same way for
+    queries and keys, so that their products do not change.
     """
     cos, sin = angles if len(angles) > 1 else angles[0]
     if turn == "wide halves":

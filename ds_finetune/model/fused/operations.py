@@ -1,5 +1,5 @@
-"""Fused operations as functions of autograd: a norm keeps its input and a number for each row, a rotary embedding
-cosines and sines, SwiGLU gate and up. Everything else is computed again within the kernel of backward.
+"""Autograd functions of the fused operations. Saved for backward: input and one number per row of a norm, cosines and
+sines of a rotary embedding, gate and up of SwiGLU. The rest is recomputed in the kernel of backward.
 """
 
 import inspect
@@ -17,11 +17,11 @@ from ds_finetune.model.fused import formulas
 from ds_finetune.model.fused.formulas import Turning
 
 _MOST_KERNELS = 64
-"""Kernels that torch.compile may make of one formula."""
+"""Maximum number of kernels that torch.compile may build for one formula."""
 
 
 class Kernels(Protocol):
-    """What computes the operations; `formulas` says what each computes."""
+    """Implementations of the operations of `formulas`."""
 
     norm: Any
     norm_backward: Any
@@ -32,15 +32,15 @@ class Kernels(Protocol):
 
 @cache
 def kernels_of(name: str) -> Kernels:
-    """The kernels of `model.kernels`, `liger` or `compile`. Liger is imported only where it is used."""
+    """The kernels of `model.kernels`, `liger` or `compile`. Liger is imported only when selected."""
     if name == "liger":
         return import_module("ds_finetune.foreign.liger_operations")  # type: ignore[return-value]
     assert name == "compile", name
-    # Sizes are symbols from the start: packed rows and the tokens of experts differ from forward to forward. None and
-    # one, and rows with gaps between them, have kernels of their own; past the limit torch would end the run.
+    # Dynamic shapes, because packed rows and the tokens of experts differ between forwards. Sizes 0 and 1 and strided
+    # rows still get kernels of their own; beyond the limit torch would raise an error.
     options: dict[str, Any] = {"fullgraph": True, "dynamic": True}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        # Configuration is that of a thread from torch 2.12 on, and backward has threads of its own on GPUs.
+        # From torch 2.12 on this configuration is per thread, and backward runs in threads of its own on GPUs.
         options["recompile_limit"] = _MOST_KERNELS
     else:
         torch._dynamo.config.recompile_limit = max(_MOST_KERNELS, torch._dynamo.config.recompile_limit)
@@ -49,20 +49,20 @@ def kernels_of(name: str) -> Kernels:
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """[..., width] -> [rows, width], with neighbouring columns next to each other in memory."""
+    """[..., width] -> [rows, width], with stride 1 along columns."""
     rows = _plain(tensor.reshape(-1, tensor.shape[-1]))
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as it is in memory. torch.compile makes one kernel for tensors with gradients and another for those
-    without, and one for each way in which a tensor is a view of another.
+    """The tensor without autograd metadata, since torch.compile would build separate kernels for tensors with and
+    without gradients, and for each kind of view.
     """
     return tensor.data
 
 
 class _Norm(torch.autograd.Function):
-    """RMSNorm of the last dimension: hidden [..., width], weight, epsilon, and `rounds_last`."""
+    """RMSNorm of the last dimension; inputs: hidden [..., width], weight, epsilon, and `rounds_last`."""
 
     @staticmethod
     def forward(ctx: Any, kernels: Kernels, *given: Any) -> torch.Tensor:  # noqa: ANN401
@@ -82,7 +82,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _Rotation(torch.autograd.Function):
-    """Queries and keys [rows, heads, tokens, columns], turned by cosines and sines."""
+    """Rotary embedding of queries and keys [rows, heads, tokens, columns] with cosines and sines."""
 
     @staticmethod
     def forward(ctx: Any, kernels: Kernels, turn: Turning, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
@@ -99,8 +99,8 @@ class _Rotation(torch.autograd.Function):
 
 
 class _Gate(torch.autograd.Function):
-    """silu(gate) x up of both, or of one tensor with both side by side. Kernels may overwrite them with their
-    gradients, so that another backward of one forward is an error.
+    """silu(gate) x up, for two tensors or one with both concatenated. Kernels may overwrite them with their gradients,
+    so a second backward of the same forward raises an error.
     """
 
     @staticmethod

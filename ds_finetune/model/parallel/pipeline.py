@@ -2,8 +2,8 @@
 al., GPipe, arXiv 1811.06965).
 
 A stage is the whole Hugging Face model without the parameters of other stages, so its tensors keep their names. All
-ranks of a pipeline read the same rows: positions, documents and labels are known on every stage, and only hidden
-states are sent.
+ranks of a pipeline read the same rows: positions, documents and labels are known on every stage, and only hidden states
+are sent.
 """
 
 import copy
@@ -30,37 +30,42 @@ T = TypeVar("T")
 
 
 class Link(NamedTuple):
-    """One way between neighbours of a pipeline, on which messages arrive in the order in which they are sent.
+    """One direction between neighbouring ranks of an interleaved pipeline; messages arrive in the order in which they
+    are sent.
 
-    Each has a process group of its own: NCCL ignores tags, and two ranks that each send before they receive would wait
-    for each other within one group.
+    Each link has its own process group: NCCL ignores tags, and two ranks that both send before they receive would hang
+    within one group.
     """
 
     is_forward: bool
-    """Whether it carries hidden states; otherwise their gradients."""
+    """Whether the link carries hidden states; otherwise their gradients."""
     wraps: bool
-    """Whether it joins the last rank and the first one."""
+    """Whether the link connects the last rank with the first one."""
 
 
 class PipelineGroup(RankGroup):
-    """Ranks that hold a model's layers, in order; rank i is stage i, with one or several chunks of layers."""
+    """Ranks that hold a model's layers in order; rank i is stage i, with one or several chunks of layers."""
 
     num_chunks: int = 1
     running_chunk: int | None = None
-    """The chunk that a forward runs; None where it runs all of this rank, and sends hidden states itself."""
+    """The chunk that the current forward runs. None where a forward runs all chunks of this rank and sends hidden
+    states itself.
+    """
     no_hidden_states: torch.Tensor
-    """Hidden states [0, width] in the dtype and on the device of the model's."""
+    """Empty tensor [0, width] with the width, dtype and device of the model's hidden states."""
     links: Mapping[Link, dist.ProcessGroup] = MappingProxyType({})
-    """The group of each way to the neighbours; empty with one chunk a rank."""
+    """The process group of each link to the neighbours; empty with one chunk per rank."""
     embedding_group: dist.ProcessGroup | None = None
-    """Ranks of the first and of the last stage that hold the same tensor parallel shard, with all their data and
-    sequence parallel copies; None on other stages, and where only one end has the embedding.
+    """Ranks of the first and last stage with the same tensor parallel shard, with all data and sequence parallel
+    replicas. None on other stages, and where only one of both stages has the embedding.
     """
     adds_embedding: bool = True
-    """Whether this rank, of those in `embedding_group` on its stage, has the sum of the embedding's gradients."""
+    """Whether this rank keeps the summed gradient of the embedding; other ranks of its stage in `embedding_group` get
+    zeros.
+    """
     input_hidden_states: torch.Tensor | None = None
-    """Hidden states that the previous stage sent for the latest forward; a leaf that requires a gradient where
-    gradients are enabled. With several chunks a rank those for the running one, None for the first of the model.
+    """Hidden states received from the previous stage for the latest forward, a leaf that requires a gradient where
+    gradients are enabled. With several chunks per rank those for the running chunk; None for the model's first chunk.
     """
 
     @property
@@ -80,29 +85,29 @@ class PipelineGroup(RankGroup):
 
     @property
     def runs_head(self) -> bool:
-        """Whether a forward ends with the head on this rank."""
+        """Whether the current forward ends with the head on this rank."""
         return self.is_last and self.running_chunk in (None, self.num_chunks - 1)
 
     @property
     def next_rank(self) -> int:
-        """The rank after this one; after the last one comes the first."""
+        """The rank after this one, cyclically."""
         return (self.group_rank + 1) % self.size
 
     @property
     def previous_rank(self) -> int:
-        """The rank before this one; before the first one comes the last."""
+        """The rank before this one, cyclically."""
         return (self.group_rank - 1) % self.size
 
     def empty_hidden(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Room for the hidden states [rows, tokens, width] of these tokens."""
+        """An uninitialised tensor [rows, tokens, width] for the hidden states of these tokens."""
         return self.no_hidden_states.new_empty(*input_ids.shape, self.no_hidden_states.shape[-1])
 
     def send(self, tensor: torch.Tensor, *, to: int) -> None:
-        """Send to stage `to`, which receives it."""
+        """Blocking send to stage `to`."""
         dist.send(tensor.detach().contiguous(), group=self.group, group_dst=to)
 
     def receive(self, into: torch.Tensor, *, source: int) -> torch.Tensor:
-        """Fill `into` with what stage `source` sends."""
+        """Blocking receive from stage `source` into the tensor `into`, which is returned."""
         dist.recv(into, group=self.group, group_src=source)
         return into
 
@@ -113,17 +118,18 @@ class PipelineGroup(RankGroup):
         return tensor
 
     def all_gather_object(self, value: T) -> list[T]:
-        """The plain value of every stage, by stage."""
+        """The object of every stage, in order of stages."""
         values = [value] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
 
     def all_reduce_embedding_grad(self, grad: torch.Tensor) -> None:
-        """Replace the gradient of a weight that the first and the last stage hold so that its average over the ranks
-        of a stage is the sum of both stages, averaged over the ranks that process other rows.
+        """All-reduce the gradient of an embedding weight that the first and the last stage both hold, so that the
+        average over a stage's ranks is the sum of both stages' gradients, averaged over ranks with different rows.
 
-        One rank of each stage gets the whole sum and the others zeros: adding them is exact in every order. Otherwise
-        the two copies would drift apart, as buckets and NCCL's algorithms decide the order on each stage.
+        One rank of each stage gets the whole sum and the others zeros, because adding zeros is exact in every order.
+        Otherwise the two copies would drift apart, since buckets and NCCL's algorithms decide the order of additions on
+        each stage.
         """
         assert self.embedding_group is not None, "only ends of a pipeline that share the embedding"
         dist.all_reduce(grad, group=self.embedding_group)
@@ -143,8 +149,8 @@ class PipelineGroup(RankGroup):
 
 
 class MissingLayer(nn.Module):
-    """Replaces a layer that another stage holds. With `has_choice` layers also return tokens chosen by an indexer; with
-    several `streams` hidden states are [batch, tokens, streams, width] between layers.
+    """Placeholder for a layer of another stage. With `has_choice`, layers also return tokens chosen by an indexer; with
+    several `streams`, hidden states between layers are [batch, tokens, streams, width].
     """
 
     def __init__(self, layer: int, *, has_choice: bool = False, streams: int = 1) -> None:
@@ -157,14 +163,16 @@ class MissingLayer(nn.Module):
         *_: Any,  # noqa: ANN401 - what layers take
         **arguments: Any,  # noqa: ANN401
     ) -> torch.Tensor | tuple[torch.Tensor, None]:
-        """Return the hidden states unchanged. The cache counts the tokens of its first layer, so it gets some here."""
+        """Return the hidden states unchanged. The cache counts tokens by its first layer, so one number per token is
+        added.
+        """
         cache = take_cache(arguments)
         if cache is not None:
-            # One number a token: with none it would count as empty (transformers 5.23, cache_utils.py, get_seq_length).
+            # An empty tensor would count as no tokens (transformers 5.23, cache_utils.py, get_seq_length).
             token = hidden.flatten(2)[:, None, :, :1]
             cache.update(token, token, self.layer)
         if self.streams > 1:
-            # As one wide stream where they have just arrived.
+            # Received hidden states hold all streams in one dimension.
             hidden = hidden.reshape(*hidden.shape[:2], self.streams, -1)
         return (hidden, None) if self.has_choice else hidden
 
@@ -172,7 +180,7 @@ class MissingLayer(nn.Module):
 class ReceiveHiddenStates(nn.Embedding):
     """Replaces the embedding on later stages: receives hidden states from the previous stage.
 
-    It keeps the weight where a tied head or multi-token prediction uses it.
+    Its weight is kept where a tied head or multi-token prediction needs it.
     """
 
     pp_group: PipelineGroup
@@ -184,14 +192,14 @@ class ReceiveHiddenStates(nn.Embedding):
         return self.pp_group.input_hidden_states
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """The embeddings [batch, tokens, width] by the weight that this stage keeps."""
+        """Token embeddings [batch, tokens, width] from the weight kept on this stage."""
         return super().forward(input_ids)
 
 
 class SendHiddenStates(nn.Module):
-    """Replaces the last norm on earlier stages.
+    """Replaces the final norm on earlier stages.
 
-    It sends hidden states to the next stage where gradients are disabled; otherwise the schedule sends them.
+    It sends hidden states to the next stage where gradients are disabled; in training the pipeline schedule sends them.
     """
 
     def __init__(self, pp_group: PipelineGroup) -> None:
@@ -206,8 +214,8 @@ class SendHiddenStates(nn.Module):
 
 
 class ReceiveLogits(nn.Linear):
-    """Replaces the head on earlier stages: receives the logits of the last stage, so that all stages generate
-    the same next token.
+    """Replaces the head on earlier stages: receives the logits of the last stage, so that all stages generate the same
+    next token.
     """
 
     pp_group: PipelineGroup
@@ -219,26 +227,28 @@ class ReceiveLogits(nn.Linear):
 
 
 def build_meta_model(hf_config: PretrainedConfig, task: Task = "causal_lm") -> PreTrainedModel:
-    """The whole model on the meta device, without memory for its tensors."""
+    """The unsharded model on the meta device, which allocates no memory."""
     config = copy.deepcopy(hf_config)
     return build_skeleton(config, attention="eager", dtype=torch.bfloat16, device="meta", task=task)
 
 
 def missing_layer(config: PretrainedConfig, layer: int) -> MissingLayer:
-    """What replaces layer number `layer` of a model with this configuration."""
+    """The placeholder for layer number `layer` of a model with this configuration."""
     indexer = family_of(config.model_type).indexer
     has_choice = indexer is not None and indexer.is_shared
     return MissingLayer(layer, has_choice=has_choice, streams=residual_streams(config))
 
 
 def residual_streams(config: PretrainedConfig) -> int:
-    """Number of hidden states of each token between layers: several with hyper-connections (DeepSeek-V4)."""
+    """Number of hidden-state vectors of each token between layers: several with hyper-connections (DeepSeek-V4), else
+    1.
+    """
     return int(config.hc_mult) if family_of(config.model_type).compresses else 1
 
 
 def _of_one_stream(config: PretrainedConfig) -> PretrainedConfig:
-    """The configuration of a model that takes the streams that arrive as one wide stream, not as embeddings, of which
-    it would make equal streams. Its layers have their own.
+    """The configuration for a later stage's model, which must not expand its input into equal streams: it receives all
+    streams as one wide vector. The configuration of its layers is unchanged.
     """
     changed = copy.copy(config)
     changed.hc_mult = 1
@@ -247,7 +257,9 @@ def _of_one_stream(config: PretrainedConfig) -> PretrainedConfig:
 
 @contextmanager
 def build_only_layers(model_class: type[PreTrainedModel], layers: Container[int] | None) -> Iterator[None]:
-    """A model built inside has a `MissingLayer` for each layer outside `layers`; None builds all."""
+    """A model built within this context has a `MissingLayer` for each layer outside `layers`; None builds all
+    layers.
+    """
     if layers is None:
         yield
         return
@@ -262,12 +274,12 @@ def build_only_layers(model_class: type[PreTrainedModel], layers: Container[int]
 def install_pipeline_stage(lm: PreTrainedModel, pp_group: PipelineGroup, *, outputs: int) -> None:
     """Replace embedding, norm and head of other stages in a model built under `build_only_layers`, in place.
 
-    `outputs` is the number of outputs of the whole model's head: tokens of its vocabulary, or scores.
+    `outputs` is the number of outputs of the unsharded head: tokens of the vocabulary, or scores.
     """
     embedding, head = lm.get_input_embeddings(), head_of(lm)
     is_tied = head.weight is embedding.weight
     streams, base = residual_streams(lm.config), lm.base_model
-    # Neighbours send all streams of a token as one row.
+    # All streams of a token are sent as one vector.
     pp_group.no_hidden_states = embedding.weight.new_empty(0, streams * embedding.embedding_dim)
     if not pp_group.is_first:
         base.config = _of_one_stream(lm.config) if streams > 1 else base.config
@@ -290,17 +302,18 @@ def has_tied_head(lm: PreTrainedModel) -> bool:
 
 
 def has_embedding_copy(lm: PreTrainedModel, pp_group: PipelineGroup) -> bool:
-    """Whether this stage's embedding weight is a copy of the first stage's, for a tied head or multi-token
+    """Whether this stage holds a copy of the first stage's embedding weight, for a tied head or multi-token
     prediction.
     """
     return pp_group.is_last and lm.get_input_embeddings().weight is not None
 
 
 class HandOver(MissingLayer):
-    """Replaces a layer of another rank beside a chunk of this one, in forwards that run all chunks.
+    """Placeholder for a neighbouring layer of another rank, which sends or receives hidden states in forwards that run
+    all chunks of this rank.
 
-    Such forwards have no gradient. One micro-batch is under way, so a send waits only for a rank that is about to
-    receive.
+    Such forwards compute no gradient, and run one micro-batch at a time, so a blocking send only waits for a rank that
+    is about to receive.
     """
 
     def __init__(self, missing: MissingLayer, pp_group: PipelineGroup) -> None:
@@ -309,7 +322,9 @@ class HandOver(MissingLayer):
         self.sends = self.receives = False
 
     def forward(self, hidden: torch.Tensor, **arguments: Any) -> torch.Tensor | tuple[torch.Tensor, None]:  # noqa: ANN401
-        """Send `hidden` after the chunk before this layer, and return what arrives for the chunk after it."""
+        """Send `hidden` if a chunk of this rank ends before this layer; return received hidden states if a chunk begins
+        after it.
+        """
         assert not torch.is_grad_enabled(), "the schedule sends and receives where there are gradients"
         if self.sends:
             self.pp_group.send(hidden, to=self.pp_group.next_rank)
@@ -319,9 +334,9 @@ class HandOver(MissingLayer):
 
 
 class ModelChunks:
-    """The chunks of `lm` on a rank of `pp_group`, after `install_pipeline_stage`.
+    """The model chunks of a rank in an interleaved pipeline, installed in `lm` after `install_pipeline_stage`.
 
-    Forwards outside `only` run all chunks in their order, and pass hidden states around the ranks.
+    Forwards outside `only` run all chunks in order, with hidden states sent around the ranks between them.
     """
 
     def __init__(self, lm: PreTrainedModel, pp_group: PipelineGroup, chunks: Sequence[range]) -> None:
@@ -340,9 +355,10 @@ class ModelChunks:
 
     @contextmanager
     def only(self, chunk: int) -> Iterator[None]:
-        """While this is open, the model has only the layers of this chunk, and what comes after the last one.
+        """Within this context the model has only the layers of this chunk, and after the model's last chunk norm and
+        head.
 
-        What activation checkpointing computes again calls layers themselves, so backward may run outside.
+        Activation checkpointing recomputes layers directly, so backward may run outside the context.
         """
         whole = {name: getattr(self._base, name) for name in self._parts[chunk]}
         for name, part in self._parts[chunk].items():
@@ -360,7 +376,9 @@ class ModelChunks:
         )
 
     def _take_streams(self, lm: PreTrainedModel, pp_group: PipelineGroup) -> None:
-        """Let chunks after the model's first one begin, and those before its last one end, with streams as rows."""
+        """Chunks after the model's first receive, and chunks before its last send, all streams of a token as one
+        vector.
+        """
         for number, part in enumerate(self._parts):
             if not pp_group.is_first or number:
                 part["config"] = _of_one_stream(lm.config)
@@ -377,6 +395,6 @@ class ModelChunks:
 def _arrived_or(
     pp_group: PipelineGroup, embed: Callable[[torch.Tensor], torch.Tensor], input_ids: torch.Tensor
 ) -> torch.Tensor:
-    """The hidden states that arrived for the running chunk, or embeddings where none did."""
+    """Hidden states received for the running chunk, else token embeddings."""
     arrived = pp_group.input_hidden_states
     return embed(input_ids) if pp_group.running_chunk is None or arrived is None else arrived

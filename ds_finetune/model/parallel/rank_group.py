@@ -1,4 +1,4 @@
-"""The process-group handle that parallel modules hold."""
+"""The process-group handle of parallel modules."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 @dataclass
 class RankGroup:
-    """The ranks that hold equal shards of a tensor, of layers or of rows; this one holds shard `group_rank`."""
+    """Ranks with equal shards of a tensor, of layers or of rows; this process holds shard number `group_rank`."""
 
     group: dist.ProcessGroup | None
     """None after `close`."""
@@ -41,5 +41,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def sum_over_ranks(partial: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
-    """The sum of the `partial` tensors of all ranks, the same on each; a rank has the gradient of its own summand."""
+    """The sum of the `partial` tensors of all ranks, identical on each; backward passes the gradient to this rank's
+    tensor unchanged.
+    """
     return _SumOverRanks.apply(partial, ranks)  # type: ignore[no-any-return]

@@ -1,5 +1,5 @@
-"""Sequence parallelism: ranks share the tokens of a row, and in attention its heads (Ulysses, Jacobs et al., arXiv
-2309.14509).
+"""Sequence parallelism: ranks share the tokens of each row, and in attention the heads instead (Ulysses, Jacobs et al.,
+arXiv 2309.14509).
 """
 
 import math
@@ -13,7 +13,7 @@ from ds_finetune.model.parallel.rank_group import RankGroup
 
 
 class _AllToAll(torch.autograd.Function):
-    """`SequenceParallelGroup.all_to_all` in forward, and in backward for the gradient."""
+    """All-to-all in forward, and of the gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, slices: torch.Tensor, sp_group: "SequenceParallelGroup") -> torch.Tensor:  # noqa: ANN401
@@ -26,9 +26,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _GatherTokens(torch.autograd.Function):
-    """`SequenceParallelGroup.gather_tokens`; in backward each rank gets the sum of all ranks' gradients of its
-    tokens.
-    """
+    """All-gather along tokens in forward; in backward the gradients of this rank's tokens are summed over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, sp_group: "SequenceParallelGroup") -> torch.Tensor:  # noqa: ANN401
@@ -53,26 +51,26 @@ class SequenceParallelGroup(RankGroup):
         return received
 
     def shard(self, rows: torch.Tensor) -> torch.Tensor:
-        """This rank's tokens of `rows` [batch, tokens, ...]."""
+        """This rank's shard of `rows` [batch, tokens, ...]."""
         return rows.chunk(self.size, dim=1)[self.group_rank]
 
     def gather_tokens(self, shard: torch.Tensor) -> torch.Tensor:
-        """From this rank's tokens [batch, tokens / ranks, ...] to all tokens [batch, tokens, ...]."""
+        """All-gather of tokens: [batch, tokens / ranks, ...] of each rank -> [batch, tokens, ...]."""
         return _GatherTokens.apply(shard, self)  # type: ignore[no-any-return]
 
     def with_tokens_before(self, shard: torch.Tensor, number: int) -> torch.Tensor:
-        """This rank's tokens [batch, tokens, ...] after the `number` tokens before them, or all where there are
-        fewer.
+        """This rank's tokens [batch, tokens, ...], preceded by the `number` tokens before them, or by all where there
+        are fewer.
         """
         size = min(number, shard.shape[1])
         tails, end = self.gather_tokens(shard[:, shard.shape[1] - size :]), self.group_rank * size
         return torch.cat([tails[:, max(0, end - number) : end], shard], dim=1)
 
     def gather_tokens_scatter_heads(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """From this rank's tokens of all heads [batch, heads, tokens, width] to all tokens of this rank's heads, in one
-        all-to-all for all `tensors`.
+        """All-to-all before attention: this rank's tokens of all heads [batch, heads, tokens, width] -> all tokens of
+        this rank's heads, one all-to-all for all `tensors`.
 
-        Heads (grouped keys and values) whose number is not a multiple of the ranks' are repeated first.
+        Key and value heads are first repeated where their number is not a multiple of the number of ranks.
         """
         by_rank = [
             self._by_heads(repeat_kv(tensor, self.size // math.gcd(tensor.shape[1], self.size))) for tensor in tensors
@@ -86,8 +84,8 @@ class SequenceParallelGroup(RankGroup):
         ]
 
     def gather_heads_scatter_tokens(self, out: torch.Tensor) -> torch.Tensor:
-        """From all tokens of this rank's heads [batch, tokens, heads, width] back to this rank's tokens of all
-        heads.
+        """All-to-all after attention: all tokens of this rank's heads [batch, tokens, heads, width] -> this rank's
+        tokens of all heads.
         """
         batch, tokens, heads, width = out.shape
         by_rank = out.view(batch, self.size, tokens // self.size, heads, width).transpose(0, 1)

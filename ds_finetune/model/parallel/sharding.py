@@ -1,5 +1,5 @@
-"""Which shard of each tensor a rank holds under tensor and expert parallelism: by name, for weights, optimizer state
-and gradients alike.
+"""The shard of each tensor that a rank holds under tensor and expert parallelism, by parameter name; it applies to
+weights, optimizer states and gradients.
 """
 
 import re
@@ -20,31 +20,33 @@ _COLUMN_PARALLEL = re.compile(
     r"((q_proj|k_proj|v_proj|q_b_proj|kv_b_proj|o_a_proj|gate_proj|up_proj|embed_tokens|lm_head)\.(weight|bias)"
     r"|self_attn\.sinks)$"
 )
-"""Sharded along the output (heads, groups of heads, inner width, vocabulary): dim 0. Compressors are whole."""
+"""Parameters sharded along dim 0, the output (heads, groups of heads, inner width, vocabulary). Compressors are
+replicated.
+"""
 _ROW_PARALLEL = re.compile(r"(^|\.)(o_proj|o_b_proj|down_proj)\.weight$")
-"""Sharded along the input: dim 1. Every rank has the whole bias, which is added once, after the sum over ranks."""
+"""Weights sharded along dim 1, the input. The bias is replicated, and added once, after the all-reduce."""
 _FUSED_EXPERTS = re.compile(r"\.mlp\.experts\.(?P<part>(gate_up_proj|down_proj)(_bias)?)$")
-"""Fused experts, sharded along each expert's inner width."""
+"""Fused tensors of all routed experts, sharded along each expert's inner width."""
 _INNER_DIM: dict[bool, dict[str, int | None]] = {
     False: {"gate_up_proj": 2, "down_proj": 2},
     True: {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1, "down_proj_bias": None},
 }
-"""Dimension of the inner width in the box of a tensor of experts, by whether they are transposed: then columns of gate
-and up take turns, and equal shards have both of each. The bias of the outputs has no inner width.
+"""Dimension of the inner width in fused expert tensors, by whether they are transposed. In transposed tensors gate and
+up columns alternate, so that equal shards hold both. The output bias has no inner width.
 """
 
 
 @lru_cache(maxsize=4096)
 def _fused_experts_part(name: str) -> str | None:
-    """Last part of the name of a tensor of all routed experts, such as `gate_up_proj_bias`; None for others."""
+    """The last part of the name of a fused expert tensor, such as `gate_up_proj_bias`; None for other names."""
     fused = _FUSED_EXPERTS.search(name)
     return fused["part"] if fused else None
 
 
 def _box_dim(name: str, *, has_transposed_experts: bool) -> int | None:
-    """Dimension along which tensor parallelism cuts a tensor; None where every rank holds it whole.
+    """Dimension along which tensor parallelism shards a tensor; None where it is replicated.
 
-    Of a fused `gate_up_proj` [experts, 2 x inner, hidden] that is not transposed, it is the dimension of the view
+    For a fused `gate_up_proj` [experts, 2 x inner, hidden] that is not transposed, the dimension refers to the view
     [experts, 2, inner, hidden].
     """
     part = _fused_experts_part(name)
@@ -56,7 +58,7 @@ def _box_dim(name: str, *, has_transposed_experts: bool) -> int | None:
 
 
 def tensor_of(name: str, shape: Ints, *, has_transposed_experts: bool) -> FullTensor:
-    """The tensor `name`, whose shape in the model is `shape`, with the dimensions along which it is divided."""
+    """Description of the tensor `name` with its unsharded `shape` and the dimensions along which it is sharded."""
     part, dim = _fused_experts_part(name), _box_dim(name, has_transposed_experts=has_transposed_experts)
     is_gate_up = part == "gate_up_proj" and not has_transposed_experts
     return FullTensor(shape, 1 if is_gate_up else dim, part is not None)
@@ -64,7 +66,7 @@ def tensor_of(name: str, shape: Ints, *, has_transposed_experts: bool) -> FullTe
 
 @dataclass(frozen=True)
 class ModelShard:
-    """This rank's shard of a model: number `tp_rank` of `tp_size` of each sharded tensor, and number `ep_rank` of
+    """This rank's shard of a model: shard `tp_rank` of `tp_size` of each tensor parallel tensor, and shard `ep_rank` of
     `ep_size` of the routed experts.
     """
 
@@ -76,14 +78,14 @@ class ModelShard:
 
     @classmethod
     def of(cls, mesh: Mesh, family: Family) -> Self:
-        """The shard that this rank of a mesh holds of a model of the family."""
+        """The shard that this rank of the mesh holds of a model of the family."""
         return cls(mesh.tp, mesh.place("tp"), mesh.ep, mesh.expert_place, family.transposed_experts)
 
     def tensor_shard(self, name: str, local_shape: Ints) -> "TensorShard":
-        """The shard that this rank holds of the tensor `name`, whose shape is `local_shape` on this rank.
+        """This rank's shard of the tensor `name`, whose local shape is `local_shape`.
 
-        Of an adapter it is the shard that fits that of its weight: with a weight [out, in] that is sharded along `out`,
-        B [out, rank] is sharded and A [rank, in] is whole; along `in` it is the other way round.
+        LoRA matrices are sharded like their weight [out, in]: where it is sharded along `out`, B [out, rank] is sharded
+        and A [rank, in] replicated; where along `in`, A is sharded and B replicated.
         """
         weight, side = weight_of(name) if is_adapter(name) else (name, "")
         fused = _fused_experts_part(weight)
@@ -113,32 +115,32 @@ UNSHARDED = ModelShard()
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A box of `local_shape` at index `offsets` of a tensor of `global_shape`.
+    """A shard: the box of `local_shape` at index `offsets` in a tensor of `global_shape`.
 
-    Fused `gate_up_proj` [experts, 2 x inner, hidden] is viewed as [experts, 2, inner, hidden], in which a shard is one
-    box.
+    A fused `gate_up_proj` [experts, 2 x inner, hidden] is viewed as [experts, 2, inner, hidden], in which a shard is
+    one box.
     """
 
     global_shape: Ints
     local_shape: Ints
     offsets: Ints
     dim: int | None
-    """Dimension that tensor parallel ranks share; None where they all have the same elements."""
+    """Dimension along which tensor parallel ranks are sharded; None where they all hold the same elements."""
     is_expert_parallel: bool = False
-    """Whether it holds some of the experts, along dim 0."""
+    """Whether the shard holds only some of the experts, along dim 0."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the whole tensor."""
+        """Whether the shard is the full tensor."""
         return self.local_shape == self.global_shape
 
     @property
     def whole_shape(self) -> Ints:
-        """Shape of the whole tensor as the model has it."""
+        """Shape of the full tensor in the model."""
         return shape_in_model(self.global_shape)
 
     def slice(self, whole: torch.Tensor) -> torch.Tensor:
-        """The elements of the `whole` tensor that this shard holds, 1-D."""
+        """The elements of this shard, 1-D, taken from the full tensor `whole`."""
         box = whole.view(self.global_shape)
         for dim, (start, size) in enumerate(zip(self.offsets, self.local_shape, strict=True)):
             box = box.narrow(dim, start, size)
@@ -146,6 +148,8 @@ class TensorShard:
 
 
 def shape_in_model(shape: Ints) -> Ints:
-    """The shape that a tensor has in the model, from a `global_shape` or `local_shape` of its shard."""
+    """The shape of a tensor in the model, from a `global_shape` or `local_shape`, which may be a four-dimensional
+    view.
+    """
     experts_gate_inner_hidden = 4
     return (shape[0], shape[1] * shape[2], shape[3]) if len(shape) == experts_gate_inner_hidden else shape

@@ -1,7 +1,7 @@
 """Tensor parallelism: attention heads, MLP widths and the vocabulary are sharded over ranks that process the same rows.
 
-It follows Megatron-LM (Shoeybi et al., arXiv 1909.08053). Multi-head latent attention has a rotary key that all heads
-share; its gradient is summed over the ranks that use it, which DeepSpeed 0.19.8's AutoTP does not do.
+It follows Megatron-LM (Shoeybi et al., arXiv 1909.08053). In multi-head latent attention all heads share a rotary key;
+its gradient is summed over the ranks, which DeepSpeed 0.19.8's AutoTP does not do.
 """
 
 import copy
@@ -32,10 +32,12 @@ _SHARDED_SIZES = (
 
 
 class TensorParallelGroup(RankGroup):
-    """Ranks that hold the shards of each sharded tensor."""
+    """Ranks that hold the shards of each tensor parallel tensor."""
 
     def all_reduce_argmax(self, values: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The maximum of each value over ranks, and the smallest of its `indices` (int64) on the ranks that have it."""
+        """Elementwise maximum of `values` over ranks, and the smallest of the `indices` (int64) of ranks that hold
+        it.
+        """
         maximum = values.detach().clone()
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.group)
         first = torch.where(values == maximum, indices, torch.iinfo(torch.int64).max)
@@ -48,7 +50,7 @@ class TensorParallelGroup(RankGroup):
         return values
 
     def all_gather_last_dim(self, shard: torch.Tensor) -> torch.Tensor:
-        """The shards of all ranks concatenated along the last dimension; no gradient."""
+        """All-gather along the last dimension; no gradient."""
         shards = [torch.empty_like(shard) for _ in range(self.size)]
         dist.all_gather(shards, shard.contiguous(), group=self.group)
         return torch.cat(shards, dim=-1)
@@ -68,71 +70,71 @@ class _CopyToTensorParallelRegion(torch.autograd.Function):
 
 
 def copy_to_tensor_parallel_region(replicated: torch.Tensor, tp_group: TensorParallelGroup) -> torch.Tensor:
-    """`replicated`, which is the same on every rank, as the input of sharded weights; its gradient is summed over
+    """Identity before sharded weights, for an input that is replicated on every rank; its gradient is summed over
     ranks.
     """
     return _CopyToTensorParallelRegion.apply(replicated, tp_group)  # type: ignore[no-any-return]
 
 
 class ParallelLinear(nn.Linear):
-    """A linear layer that holds a shard of its weight. Its `forward` is `multiply` and what ranks send each other."""
+    """A linear layer with a shard of its weight. `forward` is `multiply` together with the communication."""
 
     tp_group: TensorParallelGroup
 
     def multiply(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What this rank computes of the product, without communication."""
+        """This rank's part of the matrix product, without communication."""
         raise NotImplementedError
 
 
 class RowParallelLinear(ParallelLinear):
-    """A linear layer sharded along its input. Every rank has the whole bias, which is added after the reduction."""
+    """A linear layer sharded along its input. The bias is replicated, and added after the all-reduce."""
 
     def forward(self, shard: torch.Tensor) -> torch.Tensor:
-        """This rank's [..., input / ranks] -> [..., output], the same on every rank."""
+        """This rank's input [..., input / ranks] -> [..., output], identical on every rank."""
         out = sum_over_ranks(self.multiply(shard), self.tp_group)
         return out if self.bias is None else out + self.bias
 
     def multiply(self, shard: torch.Tensor) -> torch.Tensor:
-        """This rank's [..., input / ranks] -> its summand of the output, without the bias."""
+        """This rank's input [..., input / ranks] -> its partial sum of the output, without the bias."""
         return functional.linear(shard, self.weight)
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """A linear layer sharded along its output; its input is the same on every rank."""
+    """A linear layer sharded along its output; its input is replicated."""
 
     def forward(self, replicated: torch.Tensor) -> torch.Tensor:
-        """[..., input] -> this rank's [..., output / ranks]."""
+        """Replicated [..., input] -> this rank's [..., output / ranks]."""
         return self.multiply(copy_to_tensor_parallel_region(replicated, self.tp_group))
 
     def multiply(self, copied: torch.Tensor) -> torch.Tensor:
-        """The same, with an input whose gradient is summed over ranks already."""
+        """As `forward`, for an input that has already passed `copy_to_tensor_parallel_region`."""
         return nn.Linear.forward(self, copied)
 
 
 class BiasedExperts(nn.Module):
-    """Mixed into a family's experts with biases that hold a shard of each inner width. Every rank has the whole bias of
-    the outputs and adds its equal part, so that the sum over ranks has it once.
+    """Mixed into a family's sharded experts with biases. The output bias is replicated; each rank adds the bias divided
+    by the number of ranks, so that the all-reduce adds it once.
     """
 
     tp_group: TensorParallelGroup
 
     @property
     def down_proj_bias(self) -> torch.Tensor:
-        """This rank's part of the bias, [experts, width]; its gradient is summed over ranks."""
+        """This rank's summand of the output bias, [experts, width]; its gradient is summed over ranks."""
         bias = self._parameters["down_proj_bias"]
         assert bias is not None
         return copy_to_tensor_parallel_region(bias, self.tp_group) / self.tp_group.size
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """An embedding sharded along the vocabulary. Ids of other ranks give zeros here, so the sum over ranks is the
-    embedding. `padding_idx` is an id of the whole vocabulary.
+    """An embedding sharded along the vocabulary. A rank gives zeros for ids of other ranks, and the all-reduce adds up
+    the embedding. `padding_idx` is an id of the full vocabulary.
     """
 
     tp_group: TensorParallelGroup
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Ids of the whole vocabulary [...] -> [..., width], the same on every rank."""
+        """Ids of the full vocabulary [...] -> [..., width], identical on every rank."""
         start = self.tp_group.group_rank * self.num_embeddings
         local_ids = input_ids - start
         is_local = (local_ids >= 0) & (local_ids < self.num_embeddings)
@@ -144,18 +146,18 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 class ReceiveOrEmbed(ReceiveHiddenStates):
-    """The embedding on later pipeline stages, where the weight that it may keep is sharded along the vocabulary."""
+    """The embedding on later pipeline stages, whose weight, where kept, is sharded along the vocabulary."""
 
     tp_group: TensorParallelGroup
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """The embeddings by the weight that this stage keeps, the same on every tensor parallel rank."""
+        """Token embeddings from the weight kept on this stage, identical on every tensor parallel rank."""
         return VocabParallelEmbedding.forward(cast("VocabParallelEmbedding", self), input_ids)
 
 
 class NormOverShards(nn.Module):
-    """RMSNorm over columns of which each rank has a shard. Every rank has the whole weight, and its gradient is that of
-    this rank's columns.
+    """RMSNorm over columns that are sharded over ranks. The weight is replicated; its gradient covers this rank's
+    columns only.
     """
 
     tp_group: TensorParallelGroup
@@ -163,10 +165,10 @@ class NormOverShards(nn.Module):
     variance_epsilon: float
 
     def forward(self, shard: torch.Tensor) -> torch.Tensor:
-        """This rank's columns [..., columns / ranks] -> the same, normalised over the columns of all ranks."""
+        """This rank's columns [..., columns / ranks], normalised over the columns of all ranks."""
         wide, width = shard.float(), shard.shape[-1]
         squares = sum_over_ranks(wide.square().sum(-1, keepdim=True), self.tp_group)
-        # Every rank's result depends on the sum, so that its gradient is summed over ranks.
+        # Every rank's output depends on the sum, so that its gradient must be summed over ranks.
         mean = copy_to_tensor_parallel_region(squares, self.tp_group) / (width * self.tp_group.size)
         start = self.tp_group.group_rank * width
         normed = wide * torch.rsqrt(mean + self.variance_epsilon)
@@ -174,14 +176,14 @@ class NormOverShards(nn.Module):
 
 
 def local_config(hf_config: PretrainedConfig, tp_size: int) -> PretrainedConfig:
-    """The configuration from which transformers builds one tensor parallel shard of a model."""
+    """The configuration from which transformers builds one tensor parallel shard of the model."""
     config = copy.deepcopy(hf_config)
     if tp_size == 1:
         return config
     if hasattr(config, "num_key_value_heads") and not hasattr(config, "kv_lora_rank"):
         config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for name in _SHARDED_SIZES:
-        # Another name of a size is not divided again, nor the only key and value head, which every rank has.
+        # An alias of another size is not divided a second time, and a single key-value head is replicated.
         if name not in config.attribute_map and (getattr(config, name, None) or 0) > 1:
             setattr(config, name, getattr(config, name) // tp_size)
     config.pad_token_id = None
@@ -191,7 +193,7 @@ def local_config(hf_config: PretrainedConfig, tp_size: int) -> PretrainedConfig:
 def install_tensor_parallel(lm: PreTrainedModel, tp_group: TensorParallelGroup, *, padding_idx: int | None) -> None:
     """Add the communication of tensor parallelism to a model built from `local_config`, in place.
 
-    `padding_idx` is the embedding's in the whole vocabulary.
+    `padding_idx` is the embedding's, as an id of the full vocabulary.
     """
     embedding = lm.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding), type(embedding)
@@ -213,9 +215,9 @@ def _change_class(module: nn.Module, parallel_class: type[nn.Module], tp_group: 
 
 
 def install_tensor_parallel_attention(attention: Any, tp_group: TensorParallelGroup, *, family: Family) -> None:  # noqa: ANN401 - an attention module of any family
-    """Make an attention module that holds some of the heads work with those of the other ranks, in place."""
+    """Add the communication of tensor parallelism to an attention module with a shard of the heads, in place."""
     if family.compresses:
-        # Every rank has the key and value head and the entries, whose gradients are those of all heads.
+        # The key-value head and the compressed entries are replicated; all heads contribute to their gradients.
         _change_class(attention.q_b_proj, ColumnParallelLinear, tp_group)
         _change_class(attention.o_b_proj, RowParallelLinear, tp_group)
         attention.for_heads = partial(copy_to_tensor_parallel_region, tp_group=tp_group)
@@ -229,7 +231,7 @@ def install_tensor_parallel_attention(attention: Any, tp_group: TensorParallelGr
             if norm is not None and family.normalises_over_heads:
                 _change_class(norm, NormOverShards, tp_group)
             if norm is not None and norm.weight.requires_grad:
-                # Every rank has the whole weight, and computes the gradient from its own heads only.
+                # The weight is replicated, and each rank computes the gradient from its own heads only.
                 norm.weight.register_hook(tp_group.all_reduce)
         return
     query = attention.q_proj if attention.q_lora_rank is None else attention.q_b_proj
@@ -238,7 +240,7 @@ def install_tensor_parallel_attention(attention: Any, tp_group: TensorParallelGr
     rank = attention.kv_lora_rank
 
     def copy_rotary_key(_: nn.Module, __: Any, latents: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-        """Copy the rotary key, which the heads use as it is; the latents first pass a norm that is not sharded."""
+        """Copy the rotary key, which sharded heads use directly; the latents first pass a norm that is replicated."""
         rotary_key = copy_to_tensor_parallel_region(latents[..., rank:], tp_group)
         return torch.cat([latents[..., :rank], rotary_key], dim=-1)
 
@@ -255,7 +257,7 @@ def _copy_hidden_states(
 
 
 def install_tensor_parallel_mlp(mlp: Any, tp_group: TensorParallelGroup) -> None:  # noqa: ANN401 - an MLP or a mixture of experts of any family
-    """Make an MLP or mixture of experts that holds a shard of each inner width work with those of the other ranks, in
+    """Add the communication of tensor parallelism to an MLP or mixture of experts with a shard of each inner width, in
     place.
     """
 
@@ -263,7 +265,7 @@ def install_tensor_parallel_mlp(mlp: Any, tp_group: TensorParallelGroup) -> None
         return (copy_to_tensor_parallel_region(args[0], tp_group),)
 
     def copy_to_experts(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """The router is not sharded, and its weights multiply this rank's partial output of each expert."""
+        """The router is replicated, while its weights multiply this rank's partial outputs of the experts."""
         hidden, indices, weights = args
         return (
             copy_to_tensor_parallel_region(hidden, tp_group),
@@ -288,5 +290,5 @@ def install_tensor_parallel_mlp(mlp: Any, tp_group: TensorParallelGroup) -> None
             return sum_over_ranks(out[0], tp_group), *out[1:]
         return sum_over_ranks(out, tp_group)
 
-    # One reduction for routed and shared experts together.
+    # A single all-reduce for routed and shared experts.
     mlp.register_forward_hook(reduce_output)
