@@ -1,4 +1,6 @@
-"""The default process group: ranks meet, check that their devices fit, and open it for torch and DeepSpeed."""
+"""The default process group: ranks rendezvous, check that their devices are compatible, and open it for torch and
+DeepSpeed.
+"""
 
 import gc
 import os
@@ -23,20 +25,21 @@ from ds_finetune.foreign.torch_distributed import abort_groups, default_timeout
 from ds_finetune.system.world import World
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""How long a rank waits for the others in a collective."""
+"""Timeout of collectives."""
 MEETING_TIMEOUT = timedelta(minutes=30)
-"""How long a rank waits for the others before there is a process group."""
+"""Timeout of the rendezvous, before there is a process group."""
 
 SAID_AFTER, _PAUSE = 20, 0.1
-"""Seconds until a rank says whom it waits for, and between two looks."""
+"""Seconds until a rank reports for which ranks it waits, and seconds between two checks."""
 
 
 def meet(world: World, *, timeout: timedelta = MEETING_TIMEOUT) -> dist.Store:
-    """The store that the ranks of `world` share, once every rank has connected to it; RunError after `timeout`, and on
-    rank zero where the port is taken.
+    """Rendezvous of the ranks of `world`: returns the store that they share, once every rank has connected. RunError
+    after `timeout`, and on rank zero where the port is in use.
 
-    A collective's timeout, which is also that of torch's own rendezvous (torch 2.13, distributed_c10d.py:1893), may be
-    far shorter. Runs that a process does one after another share a store, and each has a prefix of its own in it.
+    The timeout is separate, because that of collectives, which torch's own rendezvous uses (torch 2.13,
+    distributed_c10d.py:1893), may be far shorter. Successive runs of a process share one store, in which each has its
+    own prefix.
     """
     world.set_environment(os.environ)
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
@@ -67,7 +70,7 @@ def _absent(store: dist.Store, world_size: int) -> str:
 
 @dataclass
 class _RankWait:
-    """How long this rank has waited for the others."""
+    """A rank's wait for the others in the rendezvous."""
 
     rank: int
     address: str
@@ -76,7 +79,7 @@ class _RankWait:
     is_said: bool = False
 
     def pause(self, reason: Callable[[], str]) -> None:
-        """Wait a moment, and print the reason once after a short while; RunError after the timeout."""
+        """Sleep briefly, and print the reason for waiting once; RunError after the timeout."""
         seconds = time.monotonic() - self.began
         if seconds > self.timeout.total_seconds():
             raise self.error(reason())
@@ -86,7 +89,7 @@ class _RankWait:
         time.sleep(_PAUSE)
 
     def error(self, reason: str) -> RunError:
-        """That the ranks have not met."""
+        """The error of a failed rendezvous."""
         return RunError(
             f"rank {self.rank} has not met the others at {self.address} within {self.timeout}: {reason}",
             hint="another rank failed before, or starts later (raise watchdog.meet), or the address is not that of "
@@ -98,10 +101,10 @@ _STORES: dict[tuple[str, str, int, int], dist.Store] = {}
 
 
 def _store_at(address: str, port: str, rank: int, world_size: int, wait: _RankWait) -> dist.Store:
-    """The store of all ranks, which rank 0 serves as long as its process lives (under torchrun its agent does).
+    """The store of all ranks, served by rank 0 as long as its process lives, or by torchrun's agent.
 
-    A rank may begin its next run while rank 0 still ends the one before. Nothing waits for other ranks inside of torch,
-    which would not answer Ctrl-C.
+    A rank may begin its next run while rank 0 still ends the previous one. All waiting happens here, because waiting
+    inside torch would not react to Ctrl-C.
     """
     key = address, port, rank, world_size
     if key not in _STORES and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -116,7 +119,7 @@ def _store_at(address: str, port: str, rank: int, world_size: int, wait: _RankWa
 
 
 def _refused(address: str, port: int) -> str:
-    """Why nothing answers there; empty where something does."""
+    """Error of a connection to the address and port; empty where it succeeds."""
     try:
         socket.create_connection((address, port), timeout=2).close()
     except OSError as refused:
@@ -128,13 +131,13 @@ def _refused(address: str, port: int) -> str:
 def process_group(
     world: World, device: str, store: dist.Store | None = None, *, timeout: timedelta = COLLECTIVE_TIMEOUT
 ) -> Iterator[None]:
-    """Open the default process group of `world` (NCCL on GPUs, gloo otherwise) with the `store` they met at, and close
+    """Open the default process group of `world` (NCCL on GPUs, else gloo) with the `store` of the rendezvous, and close
     it at the end.
 
     LaunchError on every rank, before the group opens, where ranks use different accelerators or share a GPU;
-    ConfigError where this process has used another accelerator than `device` before. No engine may be referenced when
-    it closes: a reference to a group keeps its threads alive, and a thread that releases its last tensor while Python
-    ends aborts the process ("terminate called without an active exception", exit code -6).
+    ConfigError where this process has already used another accelerator than `device`. No engine may be referenced when
+    the group closes: a reference keeps the group's threads alive, and a thread that releases its last tensor while
+    Python exits aborts the process ("terminate called without an active exception", exit code -6).
     """
     import deepspeed
 
@@ -144,7 +147,7 @@ def process_group(
     if device == "cuda":
         torch.cuda.set_device(index)
     backend = "nccl" if device == "cuda" else "gloo"
-    # Bound to its device, as DeepSpeed 0.19.8 does where it opens the group itself (comm/torch.py:262-276).
+    # Bind the group to its device, as DeepSpeed 0.19.8 does when it opens the group itself (comm/torch.py:262-276).
     bound = torch.device("cuda", index) if device == "cuda" and world.world_size > 1 else None
     met = store or meet(world)
     check_same_devices(exchange(met, world, "device", own_device(world, device), timeout=timeout))
@@ -159,8 +162,8 @@ def process_group(
             with deepspeed_local_rank(index):
                 yield
         except BaseException:
-            # Nothing here may wait for other ranks, which may never answer; releasing the groups that DeepSpeed keeps
-            # may wait. A run of one rank has no others to wait for, and its process can start another run.
+            # Do not wait for other ranks here, which may never answer; releasing the groups that DeepSpeed keeps may
+            # wait. A single rank has no others to wait for, and its process may start another run.
             if world.world_size > 1 and dist.get_backend() == "nccl":
                 abort_groups()
                 raise
@@ -174,7 +177,9 @@ def process_group(
 
 
 def _check_accelerator(device: str) -> None:
-    """DeepSpeed 0.19.8 chooses its accelerator once for the life of a process (accelerator/real_accelerator.py:53)."""
+    """ConfigError where DeepSpeed 0.19.8 has chosen another accelerator, which it does once per process
+    (accelerator/real_accelerator.py:53).
+    """
     from deepspeed.accelerator import get_accelerator
 
     chosen = get_accelerator().device_name()

@@ -1,4 +1,4 @@
-"""Process groups of a mesh."""
+"""The process groups of a mesh."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +21,8 @@ from ds_finetune.plan.mesh import Axis, Mesh
 
 
 class ModelParallel:
-    """The model parallel unit (`mpu`) that DeepSpeed asks for two groups: the ranks that together hold a model, and the
-    ranks that hold the same part of it.
+    """The model parallel unit (`mpu`) from which DeepSpeed gets two groups: the ranks that together hold a model, and
+    the ranks that hold the same shard of it.
     """
 
     def __init__(self, made: "_GroupMaker") -> None:
@@ -31,7 +31,7 @@ class ModelParallel:
         self._data: dist.ProcessGroup | None = made.line("dp", "sp")
 
     def close(self) -> None:
-        """Release the process groups, whatever still refers to this unit."""
+        """Release the process groups, even while the unit is still referenced."""
         forget_model_parallel_unit()
         self._model = self._data = None
 
@@ -40,15 +40,15 @@ class ModelParallel:
         return self._model
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's part of its stage; only part 0 counts parameters that are not sharded."""
+        """This rank's tensor parallel rank; only rank 0 counts parameters that are not sharded."""
         return self._mesh.place("tp")
 
     def get_model_parallel_world_size(self) -> int:
-        """Parts of the model, of all stages."""
+        """Number of shards of the model: pipeline stages x tensor parallel ranks."""
         return self._mesh.pp * self._mesh.tp
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same part of the model."""
+        """The ranks that hold the same shard of the model."""
         return self._data
 
     def get_data_parallel_rank(self) -> int:
@@ -62,7 +62,9 @@ class ModelParallel:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of this rank; None along an axis of one rank. DeepSpeed knows `same_experts` by `expert_name`."""
+    """The process groups of this rank; None along an axis of size one. DeepSpeed finds `same_experts` by
+    `expert_name`.
+    """
 
     stage: PipelineGroup | None
     sequence: SequenceParallelGroup | None
@@ -73,17 +75,17 @@ class Groups:
 
     @property
     def expert_name(self) -> str:
-        """Name under which DeepSpeed finds the groups of experts."""
+        """Name under which DeepSpeed looks up the groups of experts."""
         return f"ep_size_{self.experts.size if self.experts else 1}"
 
     @property
     def same_part(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same part of all parameters but experts; None for all ranks."""
+        """The ranks that hold the same shard of all parameters except experts; None for all ranks."""
         return self.mpu.get_data_parallel_group() if self.mpu else None
 
 
 class _GroupMaker:
-    """Makes the process groups of a mesh and destroys them; each group has threads or a communicator of its own."""
+    """Creates the process groups of a mesh and destroys them; each group has threads or a communicator of its own."""
 
     def __init__(self, mesh: Mesh, timeout: timedelta) -> None:
         self.mesh = mesh
@@ -92,20 +94,20 @@ class _GroupMaker:
         self._by_ranks: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
 
     def line(self, *axes: Axis) -> dist.ProcessGroup:
-        """The group of this rank along `axes`; axes with the same ranks have one group."""
+        """This rank's group along `axes`; axes with the same ranks share a group."""
         return self.shared(self.mesh.lines(*axes))
 
     def shared(self, lines: list[list[int]]) -> dist.ProcessGroup:
-        """The group of this rank among `lines`, one for all who ask for these lines."""
+        """This rank's group among `lines` (lists of ranks), created once for the same lines."""
         ranks = tuple(map(tuple, lines))
         if ranks not in self._by_ranks:
             self._by_ranks[ranks] = self.own(lines)
         return self._by_ranks[ranks]
 
     def own(self, lines: list[list[int]]) -> dist.ProcessGroup:
-        """Make one group for each list of ranks, as every rank must, and return the one of this rank.
+        """Create a new group for each list of ranks, collectively, and return this rank's.
 
-        For collectives that run beside those of another group of the same ranks.
+        Used for collectives that overlap with those of another group of the same ranks.
         """
         made = [(ranks, dist.new_group(ranks, timeout=self._timeout)) for ranks in lines]
         self._groups += [group for ranks, group in made if self.mesh.rank in ranks]
@@ -122,12 +124,13 @@ class _GroupMaker:
 def open_groups(
     mesh: Mesh, *, shares_embedding: bool = False, vpp: int = 1, timeout: timedelta = COLLECTIVE_TIMEOUT
 ) -> Iterator[Groups]:
-    """Make the groups of `mesh`, collectively, and destroy them at the end.
+    """Create the groups of `mesh`, collectively, and destroy them at the end.
 
-    With `shares_embedding` the first and the last pipeline stage have a group, because both hold the embedding. With
-    `vpp` chunks a rank, more than one, pipelines have a group for each `Link`.
+    With `shares_embedding` the first and last pipeline stage share a group, because both hold the embedding. With more
+    than one chunk per rank (`vpp`), pipelines have a group for each `Link`.
 
-    They are destroyed here because DeepSpeed 0.19.8 keeps a ZeRO-3 model, and with it the groups, past `destroy`.
+    The groups are destroyed explicitly, because DeepSpeed 0.19.8 keeps a ZeRO-3 model, and with it the groups, after
+    `destroy`.
     """
     made = _GroupMaker(mesh, timeout)
     groups = Groups(

@@ -1,1 +1,1 @@
-"""DeepSpeed's compiled operators: which are needed, how they are built, and the lock of a build."""
+"""DeepSpeed's compiled operators: which ones a run needs, their compilation, and the lock of a build."""

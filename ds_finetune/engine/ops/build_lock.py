@@ -1,4 +1,6 @@
-"""The lock on the folder in which torch compiles an operator: its holder, and its removal when the holder has died."""
+"""The lock on the folder in which torch compiles an operator: reports its holder, and is removed when the holder has
+died.
+"""
 
 import fcntl
 import hashlib
@@ -26,9 +28,10 @@ _LOCK = Foreign("torch", "utils/cpp_extension.py:2345, utils/file_baton.py")
 
 @contextmanager
 def replaced_build_lock(lock: Callable[[str], FileBaton]) -> Iterator[None]:
-    """While this is open operators are compiled under `lock(path)` instead of torch's own lock.
+    """Within this context operators are compiled under `lock(path)` instead of torch's own lock.
 
-    Torch's lock is an empty file, for which others wait without end and without a message once its holder was killed.
+    torch's lock is an empty file. Once its holder has been killed, others wait for it without end and without a
+    message.
     """
     from torch.utils import cpp_extension
 
@@ -43,21 +46,23 @@ def replaced_build_lock(lock: Callable[[str], FileBaton]) -> Iterator[None]:
 REPORT_SECONDS = 30.0
 FIRST_REPORT_SECONDS = 5.0
 QUIET_SECONDS = 600.0
-"""How long a folder whose lock has an unknown holder may stay unchanged. Every source file of DeepSpeed compiles
-faster.
+"""Seconds without a change after which a folder counts as abandoned, where the holder of its lock is unknown. Each
+source file of DeepSpeed compiles faster.
 """
 _PAUSE = 0.2
 _LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay"})
-"""File systems that only this machine writes to."""
+"""File systems to which only this machine writes."""
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
-"""The PID namespace of the machine itself (Linux, include/linux/proc_ns.h), in which the processes of all containers
-are visible.
+"""The PID namespace of the host (Linux, include/linux/proc_ns.h), from which the processes of all containers are
+visible.
 """
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock, by `name` in messages. `is_dead` and `is_alive` are set only where that is certain."""
+    """The process that holds a lock, by its `name` in messages. `is_dead` and `is_alive` are set only where that is
+    certain.
+    """
 
     name: str
     is_dead: bool = False
@@ -66,11 +71,11 @@ class Holder:
 
 @contextmanager
 def reported_lock(op: str, say: Say) -> Iterator[None]:
-    """While this is open, `say` reports compilation, the process that is waited for (on a host's first rank) and a
+    """Within this context `say` reports compilation, the process that is waited for (on a host's first rank), and a
     removed lock.
 
-    Torch's own lock is replaced by one of the same name that records its holder, and a lock whose holder has certainly
-    died is removed.
+    torch's lock is replaced by one with the same path that records its holder; a lock whose holder has certainly died
+    is removed.
     """
     with replaced_build_lock(partial(_ReportedBaton, op=op, say=say)):
         yield
@@ -105,7 +110,7 @@ class _ReportedBaton(FileBaton):
         return (self._path.parent / f"{self._op}.so").exists()
 
     def _wait(self) -> bool:
-        """Wait until the lock is gone; returns whether it was removed here, because its holder had died."""
+        """Wait until the lock is released; returns whether it was removed here, because its holder had died."""
         report_at = time.monotonic() + FIRST_REPORT_SECONDS
         while (holder := holder_of(self._path)) is not None:
             if holder.is_dead:
@@ -125,7 +130,7 @@ class _ReportedBaton(FileBaton):
 
 
 def _remove_if_dead(path: Path, say: Say) -> None:
-    """Remove the lock, unless another process of this machine has removed it and perhaps holds a new one."""
+    """Remove a dead holder's lock, unless another process has meanwhile removed it and may hold a new one."""
     name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
     with (Path(tempfile.gettempdir()) / f"ds_finetune-{os.getuid()}-{name}").open("w") as removal:
         fcntl.flock(removal, fcntl.LOCK_EX)
@@ -136,7 +141,7 @@ def _remove_if_dead(path: Path, say: Say) -> None:
 
 
 def holder_of(path: Path) -> Holder | None:
-    """Who holds the lock at `path`; None where the lock is gone."""
+    """The holder of the lock at `path`; None without a lock."""
     try:
         text, status = path.read_text(), path.stat()
     except FileNotFoundError:
@@ -147,7 +152,7 @@ def holder_of(path: Path) -> Holder | None:
         return _holder_by_files(path, status)
     name = f"process {record['pid']} on {record['host']}"
     if not record["machine"] or record["machine"] != own_pid_namespace():
-        # Another host, or a container whose processes are not visible here.
+        # The holder runs on another host, or in a container whose processes are not visible here.
         return Holder(name)
     is_dead = has_ended(record["pid"], record["started"])
     return Holder(name, is_dead=is_dead, is_alive=not is_dead)
@@ -160,9 +165,9 @@ def _own_record() -> str:
 
 
 def _holder_by_files(path: Path, status: os.stat_result) -> Holder:
-    """The holder of a lock without a record, which torch's own lock is: the process that has the file open.
+    """The holder of a lock without a record (torch's own lock): the process that has the file open.
 
-    `is_dead` only where every process could be inspected.
+    `is_dead` is set only where every process could be inspected.
     """
     is_certain = _is_local(path) and Path("/proc/self/ns/pid").is_symlink()
     is_certain = is_certain and str(Path("/proc/self/ns/pid").readlink()) == _FIRST_PID_NAMESPACE
@@ -171,7 +176,7 @@ def _holder_by_files(path: Path, status: os.stat_result) -> Holder:
             if process.stat().st_uid == status.st_uid and _has_open(process, status):
                 return Holder(f"process {process.name} on {socket.gethostname()}", is_alive=True)
         except PermissionError:
-            # Also raised for a process that is ending; the next check is certain then.
+            # Also raised for a process that is ending; the next check is certain.
             is_certain = False
         except (FileNotFoundError, ProcessLookupError):
             continue

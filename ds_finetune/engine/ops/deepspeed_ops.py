@@ -1,4 +1,4 @@
-"""DeepSpeed's compiled operators that a run needs, which all its ranks build."""
+"""The compiled operators of DeepSpeed that a run needs, built on all ranks."""
 
 import json
 import os
@@ -31,8 +31,8 @@ _BUILDERS = {
     "async_io": "AsyncIOBuilder",
 }
 _OFFLOADED = {"adam": "cpu_adam", "adamw": "cpu_adam", "muon": "cpu_adam", "lion": "cpu_lion", "adagrad": "cpu_adagrad"}
-"""Optimizers for which DeepSpeed 0.19.8 uses its own kernel when their state is offloaded (runtime/engine.py,
-_configure_basic_optimizer).
+"""Optimizers for which DeepSpeed 0.19.8 uses a CPU kernel of its own when optimizer states are offloaded
+(runtime/engine.py, _configure_basic_optimizer).
 """
 _CAUSE = re.compile(
     r"error:|cannot find -l|not found|No such file|[Uu]nsupported|does not match|No space left|Killed|Permission denied"
@@ -54,7 +54,9 @@ def needed_ops(plan: Plan) -> list[str]:
 
 
 def build_op(name: str, say: Say = say_nothing) -> None:
-    """Compile and load the operator, which takes minutes the first time; ConfigError gives the cause of a failure."""
+    """Compile and load the operator, which takes minutes the first time. ConfigError contains the cause of a
+    failure.
+    """
     import deepspeed.ops.op_builder as builders
 
     if not (_folder(name) / f"{name}.so").exists():
@@ -66,7 +68,7 @@ def build_op(name: str, say: Say = say_nothing) -> None:
             )
         if name == "async_io":
             _check_libaio()
-    # A build fails in the compiler, the linker, on a full disk, in CUDA, or in DeepSpeed's own checks.
+    # Failures come from the compiler, the linker, a full disk, CUDA, or DeepSpeed's own checks.
     causes: tuple[type[Exception], ...] = (RuntimeError, OSError, ImportError, AssertionError)
     try:
         _check_toolkit(name)
@@ -103,20 +105,21 @@ def _hint(text: str) -> str:
 
 
 def _folder(name: str) -> Path:
-    """Where torch 2.13 keeps the compiled operator (utils/cpp_extension.py, _get_build_directory)."""
+    """Folder in which torch 2.13 keeps the compiled operator (utils/cpp_extension.py, _get_build_directory)."""
     from torch.utils import cpp_extension
 
     return Path(cpp_extension._get_build_directory(name, False))
 
 
 def _compiler() -> str:
-    """The compiler that torch 2.13 chooses (utils/cpp_extension.py, get_cxx_compiler)."""
+    """The compiler that torch 2.13 uses (utils/cpp_extension.py, get_cxx_compiler)."""
     return os.environ.get("CXX", "c++")
 
 
 def _check_toolkit(name: str) -> None:
-    """Fail where nvcc is missing, or of another major version of CUDA than torch's: DeepSpeed 0.19.8 compares them only
-    in an installation (op_builder/builder.py:804), and compiles in vain here. async_io needs CUDA's headers.
+    """Raise an error where nvcc is missing, or its CUDA has another major version than torch's. DeepSpeed 0.19.8
+    compares them only at installation (op_builder/builder.py:804); here the compilation would fail. async_io needs only
+    CUDA's headers.
     """
     from deepspeed.ops.op_builder import builder
 
@@ -156,16 +159,17 @@ def _check_libaio() -> None:
 
 
 Agree = Callable[[str], list[str]]
-"""From this rank's text to the texts of all ranks, by rank; every rank calls it equally often."""
+"""Sends this rank's text and returns the texts of all ranks by rank; every rank must call it equally often."""
 _BINDING_LAUNCHERS = ("srun", "mpirun")
-"""Launchers that bind each rank to cores of its own."""
+"""Launchers that bind each rank to its own cores."""
 
 
 def build_ops(plan: Plan, agree: Agree, say: Say) -> Plan:
-    """Compile what the optimizer and NVMe offload of `plan` need; ConfigError on every rank where some rank cannot.
+    """Compile the operators that the optimizer and NVMe offload of `plan` need; ConfigError on every rank where any
+    rank fails.
 
-    Only DeepSpeed's FusedAdam may be missing: where it cannot be compiled on some rank, the plan that is returned has
-    torch's fused AdamW on all of them and a note, unless the user has set `torch_adam` to false.
+    Only FusedAdam may fail: the returned plan then uses torch's fused AdamW on all ranks, with a note, unless the user
+    has set `torch_adam` to false.
     """
     problems = {name: _build_problem(name, say) for name in needed_ops(plan)}
     everywhere = [json.loads(text) for text in agree(json.dumps(problems))]
@@ -179,7 +183,7 @@ def build_ops(plan: Plan, agree: Agree, say: Say) -> Plan:
 
 @cache
 def _build_problem(name: str, say: Say) -> tuple[str, str]:
-    """Why an operator cannot be built here, and a hint; both empty where it can. Tried once in a process."""
+    """Error and hint of building an operator on this rank, both empty on success. Tried once per process."""
     try:
         build_op(name, say)
     except ConfigError as refused:
@@ -188,10 +192,11 @@ def _build_problem(name: str, say: Say) -> tuple[str, str]:
 
 
 def use_cores(plan: Plan, environ: MutableMapping[str, str]) -> Plan:
-    """Give an offloaded optimizer this rank's share of the host's cores, with a note in the plan that is returned.
+    """Set the threads of an offloaded optimizer to this rank's share of the host's cores, with a note in the returned
+    plan.
 
     torchrun sets OMP_NUM_THREADS to 1 where it is not set; other launchers leave all cores to every rank. Any other
-    value is the user's and stays.
+    value was set by the user, and is kept.
     """
     given = environ.get("OMP_NUM_THREADS")
     is_default = given is None or (given == "1" and "TORCHELASTIC_RUN_ID" in environ)
@@ -210,8 +215,8 @@ def use_cores(plan: Plan, environ: MutableMapping[str, str]) -> Plan:
 
 
 def cores_of_rank(world: World, *, available: int, total: int) -> int:
-    """Cores of a rank: its part of those `available` here, or all of them where the launcher has bound it to some of
-    `total`.
+    """Cores for a rank: its share of the `available` ones, or all of them where the launcher has bound the rank to some
+    of `total`.
     """
     is_own = world.launcher in _BINDING_LAUNCHERS and available < total
     return available if is_own else max(1, available // world.local_world_size)

@@ -1,4 +1,6 @@
-"""Checks of disks for NVMe offload: on some, a direct read returns without an error and has read nothing."""
+"""Checks of disks for NVMe offload. On some disks a direct read into unaligned memory reads nothing, and reports no
+error.
+"""
 
 import copy
 from pathlib import Path
@@ -23,25 +25,25 @@ _AIO = {
 arguments.
 """
 _OFFSET = 64
-"""Elements before the destination: 256 bytes, which is no multiple of a 512-byte sector."""
+"""Offset of the destination in elements: 256 bytes, not a multiple of a 512-byte sector."""
 
 
 def check_offload(plan: Plan, model: ModelPlan) -> None:
-    """ConfigError where the plan offloads to a disk that `check_folder` refuses, or to buffers that are too small."""
+    """ConfigError where the plan offloads to a disk that `check_folder` refuses, or with buffers that are too small."""
     for folder in nvme_folders(plan):
         check_folder(Path(folder), f"probe-rank{plan.world.rank}")
     _check_buffers(plan, model)
 
 
 def nvme_folders(plan: Plan) -> list[str]:
-    """The folders to which the plan offloads, each once."""
+    """The NVMe folders to which the plan offloads, without duplicates."""
     zero = plan.zero
     sections = (zero.get("offload_optimizer"), zero.get("offload_param"))
     return sorted({str(section["nvme_path"]) for section in sections if section and section.get("device") == "nvme"})
 
 
 def _check_buffers(plan: Plan, model: ModelPlan) -> None:
-    """ConfigError as `check_largest_slice`, for the tensors of a rank's model."""
+    """ConfigError of `check_largest_slice`, for the tensors of this rank's model."""
     if plan.offload_param != "nvme":
         return
     local = copy.deepcopy(local_config(model.hf_config, plan.mesh.tp))
@@ -50,11 +52,11 @@ def _check_buffers(plan: Plan, model: ModelPlan) -> None:
 
 
 def check_folder(folder: Path, name: str = "probe") -> None:
-    """Write a file `name` to `folder`, read it back at an unaligned address and compare; ConfigError where the bytes
+    """Write a file `name` to `folder`, read it back into unaligned memory and compare; ConfigError where the bytes
     differ.
 
-    DeepSpeed 0.19.8 reads gradients into `buffer.narrow(offset)`; where the disk's direct IO wants aligned addresses,
-    the read returns without an error and the gradient is stale.
+    DeepSpeed 0.19.8 reads gradients into `buffer.narrow(offset)`. Where the disk's direct IO needs aligned addresses,
+    the read does nothing and reports no error, and the gradient is stale.
     """
     from deepspeed.ops.op_builder import AsyncIOBuilder
 

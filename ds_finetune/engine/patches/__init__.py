@@ -1,3 +1,3 @@
-"""Every change to DeepSpeed's own code: one function or context manager each, with its reason and a version guard
+"""All changes to DeepSpeed's own code: one function or context manager each, with its reason and a version guard
 (foreign/guard.py).
 """

@@ -1,4 +1,6 @@
-"""Clipping in DeepSpeed's ZeRO optimizers: groups with a loss of their own are clipped by the norm of its gradient."""
+"""Clipping in DeepSpeed's ZeRO optimizers: parameters that only an auxiliary loss trains are clipped by their own
+norm.
+"""
 
 import math
 import sys
@@ -24,15 +26,15 @@ _GROUP_NORM = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:1914, 2648, st
 
 
 class OwnClipping:
-    """Clips the parameter groups of a ZeRO optimizer that only one auxiliary loss trains by the norm of its gradient,
-    and leaves them out of the norm of the others.
+    """Clips parameter groups of a ZeRO optimizer that only an auxiliary loss trains by their own gradient norm, and
+    excludes them from the norm of the other groups.
 
-    The loss of a group is what `loss_of` gives for its first parameter, None for the others, which come first. All
-    ranks know the same `losses`; pipeline stages may have different groups of each. `shards` are the tensor parallel
-    ranks of a stage, None for one rank. All norms are invalid where one is not finite, or `has_bad_gradient` is true,
-    which must be so on every rank or on none: an invalid norm makes DeepSpeed skip a step only in fp32
-    (zero/stage_1_and_2.py:3042) and at stage 3 (zero/stage3.py:2888). `report` is called with the norms of each step by
-    loss, the same on every rank.
+    `loss_of` gives the auxiliary loss of a group from its first parameter; None for the other groups, which come first.
+    `losses` is identical on all ranks, while pipeline stages may have different groups. `shards` are the tensor
+    parallel ranks of a stage, None for one rank. All norms are set to infinity where one is not finite or
+    `has_bad_gradient` is true, which must agree on all ranks: an invalid norm alone makes DeepSpeed skip a step only in
+    fp32 (zero/stage_1_and_2.py:3042) and at stage 3 (zero/stage3.py:2888). `report` is called in each step with the
+    norms by loss, identical on every rank.
     """
 
     def __init__(  # noqa: PLR0913
@@ -66,7 +68,9 @@ class OwnClipping:
         optimizer.unscale_and_clip_grads = self._clip
 
     def _norm(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a norm, or a list of those of groups
-        """In place of DeepSpeed's function: the norm, or norms, of the groups of no loss of its own."""
+        """Replaces DeepSpeed's function: the norm, or list of norms, of the groups without an auxiliary loss of their
+        own.
+        """
         from deepspeed.accelerator import get_accelerator
 
         groups = getattr(self._optimizer, self._groups)
@@ -76,31 +80,31 @@ class OwnClipping:
         for loss, norm in zip(self._losses[self._first :], self._own_norms(), strict=True):
             assert loss is not None
             squares[self._names.index(loss)] += torch.where(norm < 0, float("inf"), norm).to(squares) ** 2
-        # The tensor parallel ranks of a stage have the same norms.
+        # All tensor parallel ranks of a stage have the same norms.
         _GROUP_NORM.attribute(self._optimizer, "_model_parallel_all_reduce")(tensor=squares, op=dist.ReduceOp.SUM)
         own = (squares / (1 if self._shards is None else dist.get_world_size(self._shards))).sqrt()
         return self._read(self._combine(found) if self._is_partitioned else found, own)
 
     def _read(self, norm: torch.Tensor, own: torch.Tensor) -> Any:  # noqa: ANN401 - a norm, or a list of one
-        """Read the norm of the others and those of each loss together; gives what DeepSpeed's step takes."""
+        """Read all norms with one device synchronisation; returns what DeepSpeed's step expects."""
         norm = norm.to(own.device)
         value, *values = torch.cat([norm[None], own.to(norm.dtype)]).tolist()
         self._report({name: each / self._optimizer.loss_scale for name, each in zip(self._names, values, strict=True)})
         if self._has_bad_gradient() or not all(map(math.isfinite, (value, *values))):
             norm, value = torch.full_like(norm, math.inf), math.inf
         if self._is_offloaded:
-            # Gradients are on the host, and multiplied there.
+            # Gradients are on the host, and are scaled there.
             norm, own = (torch.tensor(number, dtype=norm.dtype) for number in (value, values))
         self._own = dict(zip(self._names, own.unbind(), strict=True))
         return [norm] if self._is_partitioned else norm
 
     def _own_norms(self) -> list[torch.Tensor]:
-        """The norm of each group of a loss of its own over the ranks of this stage, -1 where it is not finite."""
+        """Norms of the groups of auxiliary losses over the ranks of this stage, -1 where not finite."""
         optimizer, norms = self._optimizer, []
         is_offloaded = self._is_offloaded
         name = "complete_grad_norm_calculation_for_cpu_offload" if is_offloaded else "get_grad_norm_direct"
         norm_of = _GROUP_NORM.attribute(optimizer, name)
-        # Stages 1 and 2 would add up pipeline stages group by group; stage 3 does not run with them.
+        # Stages 1 and 2 would reduce over pipeline stages group by group; stage 3 is not used with pipelines.
         own_shards = replaced(optimizer, "model_parallel_group", self._shards)
         with nullcontext() if self._is_partitioned else own_shards:
             for i in range(self._first, len(self._losses)):
@@ -109,7 +113,9 @@ class OwnClipping:
         return norms
 
     def _clip(self, given: Any, total_norm: torch.Tensor) -> None:  # noqa: ANN401 - a number of a group, or gradients
-        """In place of DeepSpeed's function, which takes the number of the group at stage 3, and else its gradients."""
+        """Replaces DeepSpeed's function, whose argument is the number of a group at stage 3, else the group's
+        gradients.
+        """
         loss = self._losses[given if self._is_partitioned else self._group_of(given[0])]
         self._clip_group(given, total_norm if loss is None else self._own[loss].to(total_norm))
 
@@ -119,7 +125,7 @@ class OwnClipping:
 
 
 def set_own_clipping(engine: "Engine", optimizer: Any, groups: Groups, own_losses: Sequence[str]) -> None:  # noqa: ANN401
-    """Clip parameters that only one of `own_losses` trains by a norm of their own; at stage 0 the engine does so."""
+    """Clip parameters that only one of `own_losses` trains by their own norm; at stage 0 the engine does so itself."""
     engine.own_norms = dict.fromkeys(own_losses, 0.0)
     if engine.plan.zero_stage and own_losses:
         OwnClipping(

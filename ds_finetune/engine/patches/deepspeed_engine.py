@@ -1,4 +1,4 @@
-"""DeepSpeed's engine and optimizers: when gradients are reduced, and the state that a constructor leaves."""
+"""Corrections of DeepSpeed's engine and optimizers: when gradients are reduced, and the state after construction."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,12 +25,12 @@ _LINKED_STATES = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:744, 852-85
 
 @contextmanager
 def gradients_reduced_at_end(engine: Any, *, zero_stage: int) -> Iterator[None]:  # noqa: ANN401 - a DeepSpeedEngine
-    """While this is open, gradients stay on this rank. They are reduced when it closes, and the next `step` is the
+    """Within this context gradients stay on this rank. They are reduced at its end, and the next `step` is the
     optimizer's.
 
     DeepSpeed would reduce in every backward, which costs more, and pipeline stages run different backwards at a time.
-    Gradients are accumulated in the dtype of the weights meanwhile. After an error nothing is reduced, because the
-    other ranks may never answer, and the engine's flags are what they were.
+    Gradients are accumulated in the dtype of the weights. After an error nothing is reduced, because other ranks may
+    never answer, and the engine's flags are restored.
     """
     boundary = _BOUNDARY.attribute(engine, "_is_gradient_accumulation_boundary")
     _ALLREDUCE.attribute(engine, "enable_backward_allreduce")
@@ -48,7 +48,7 @@ def gradients_reduced_at_end(engine: Any, *, zero_stage: int) -> Iterator[None]:
 
 @contextmanager
 def _coalesced(engine: Any, zero_stage: int) -> Iterator[None]:  # noqa: ANN401
-    """DeepSpeed's own context for ZeRO 1 to 3, whose exit reduces after an error as well."""
+    """DeepSpeed's own context for ZeRO 1 to 3, changed so that it does not reduce after an error."""
     name = "_flush_coalesced_reduction_zero3" if zero_stage == 3 else "_flush_coalesced_reduction_zero12"
     flush = _COALESCE.attribute(engine, name)
     _COALESCE.source(type(engine).coalesce_grad_reduction, f"self.{name}(optimizer)")
@@ -67,11 +67,11 @@ def _coalesced(engine: Any, zero_stage: int) -> Iterator[None]:  # noqa: ANN401
 
 
 def undo_constructor_step(optimizer: Any) -> None:  # noqa: ANN401 - one of DeepSpeed's wrappers
-    """Undo the zero-gradient step that the optimizers of stage 0 in 16 bits take in their constructor.
+    """Undo the step with zero gradients that DeepSpeed's 16-bit optimizers of stage 0 take in their constructor.
 
     DeepSpeed calls `optimizer.step()` in `initialize_optimizer_states`, so Adam's bias correction starts at step 2 and
     the first update is 0.74 of what it should be. Measured on a tiny DeepSeek-V3 in bf16: losses 4.8801 4.6765 4.4844
-    with it, 4.8801 4.6192 4.4135 without, 4.8801 4.6191 4.4134 under ZeRO-1.
+    with that step, 4.8801 4.6192 4.4135 without, 4.8801 4.6191 4.4134 under ZeRO-1.
     """
     inner = _CONSTRUCTOR_STEP.attribute(optimizer, "optimizer")
     _CONSTRUCTOR_STEP.attribute(optimizer, "initialize_optimizer_states")
@@ -82,11 +82,11 @@ def undo_constructor_step(optimizer: Any) -> None:  # noqa: ANN401 - one of Deep
 
 
 def count_whole_experts_once(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed's optimizer of stage 3
-    """Let the norm of a gradient treat experts like all other parameters: those that tensor parallel ranks hold whole
-    count only on the first rank.
+    """Make the gradient norm treat experts like other parameters: expert parameters that tensor parallel ranks
+    replicate count only on the first rank.
 
-    DeepSpeed counts every parameter of experts on each of these ranks. That holds where expert parallel groups span
-    them; here a group has the ranks of one shard.
+    DeepSpeed counts expert parameters on each of these ranks. This is right where expert parallel groups extend over
+    tensor parallel ranks; in this program a group has the ranks of one tensor parallel shard.
     """
     _EXPERT_NORM.attribute(optimizer, "_grad_norm_counts_every_rank")
     norm = _EXPERT_NORM.attribute(type(optimizer), "complete_grad_norm_calculation_for_cpu_offload")
@@ -98,7 +98,7 @@ def count_whole_experts_once(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpee
 
 @contextmanager
 def destroyed_at_end(engine: Any, world: World) -> Iterator[None]:  # noqa: ANN401 - untyped: DeepSpeedEngine
-    """Destroy a DeepSpeed engine when the context closes; after an error only where there are no other ranks.
+    """Destroy a DeepSpeed engine at the end of the context; after an error only with a single rank.
 
     `destroy` waits for the GPU (0.19.8, runtime/zero/stage3.py:549), which may be in a collective with ranks that are
     gone.
@@ -113,9 +113,9 @@ def destroyed_at_end(engine: Any, world: World) -> Iterator[None]:  # noqa: ANN4
 
 
 def link_optimizer_states(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed's optimizer of stages 1 and 2
-    """Let DeepSpeed find the states of every parameter group.
+    """Make DeepSpeed link the optimizer states of every parameter group.
 
-    It links them once, after the first group's step, when the others have none yet (zero/stage_1_and_2.py:2987).
+    It links them once, after the first group's step, when the other groups have none yet (zero/stage_1_and_2.py:2987).
     """
     _LINKED_STATES.attribute(optimizer, "_hp_optimizer_states_linked")
     link = _LINKED_STATES.attribute(optimizer, "_lazy_init_hp_params_optimizer_state")
@@ -124,11 +124,11 @@ def link_optimizer_states(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed's
 
 
 def keep_reduced_gradients(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed's optimizer of stages 1 and 2
-    """Let the allocator keep gradients until the stream of `overlap_comm` has reduced them.
+    """Make the allocator keep gradients until the stream of `overlap_comm` has reduced them.
 
-    A gradient larger than a bucket is reduced where backward put it. Ranks whose partition it is not part of drop it
-    as soon as the reduction is started, and with several owners nothing records that another stream still reads it:
-    backward's next kernels may write there, and the sum over ranks is wrong.
+    A gradient larger than a bucket is reduced in place. Ranks whose partition does not contain it release it as soon as
+    the reduction has started. With several owners, nothing records that another stream still reads it: the next kernels
+    of backward may overwrite it, and the sum over ranks is wrong.
     """
     average = _OVERLAP.attribute(optimizer, "average_tensor")
     _OVERLAP.source(average, "stream = self.reduction_stream")
@@ -141,9 +141,9 @@ def keep_reduced_gradients(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed'
 
 
 def correct_start(trained: nn.Module, optimizer: object, plan: Plan, groups: Groups) -> None:
-    """Undo what DeepSpeed did wrong at this stage when it took over the model and wrapped the optimizer.
+    """Undo errors of DeepSpeed at this stage after it has wrapped the model and the optimizer.
 
-    ConfigError where it computes something else with these options.
+    ConfigError where its results would be wrong with these options.
     """
     if plan.zero_stage == 0 and plan.precision != "fp32":
         undo_constructor_step(optimizer)

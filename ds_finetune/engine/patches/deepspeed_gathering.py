@@ -1,5 +1,5 @@
-"""DeepSpeed's ZeRO-3: forwards that gather nothing while all weights are whole, and gathers that no wait orders after a
-step.
+"""Corrections of DeepSpeed's ZeRO-3: forwards without gathering while all weights are gathered, and a check that
+gathers are ordered after the optimizer step.
 """
 
 import math
@@ -24,11 +24,11 @@ _PERSISTENT = Foreign(
 
 
 def check_order_of_gathers(optimizer: Any, trained: nn.Module, plan: Plan) -> None:  # noqa: ANN401 - DeepSpeed's
-    """ConfigError where nothing orders the gathers of weights after the step that wrote them.
+    """ConfigError where nothing orders the gathers of weights after the optimizer step that wrote them.
 
-    DeepSpeed gathers persistent weights, those with at most as many elements as two thresholds say, at the end of a
-    step and waits for the device there. With `overlap_comm` all other gathers begin on a stream of their own, so
-    without a persistent weight they may read what was there before the step.
+    DeepSpeed gathers persistent weights (those below two thresholds of size) at the end of a step, and synchronises the
+    device there. With `overlap_comm` all other gathers run on a stream of their own, so without any persistent weight
+    they may read values from before the step.
     """
     is_ordered = plan.zero_stage < 3 or plan.device == "cpu" or plan.mesh.dp * plan.mesh.sp == 1
     zero = plan.zero
@@ -52,10 +52,10 @@ def check_order_of_gathers(optimizer: Any, trained: nn.Module, plan: Plan) -> No
 
 @contextmanager
 def whole_weights(optimizer: Any, lm: nn.Module) -> Iterator[None]:  # noqa: ANN401 - DeepSpeed's of stage 3
-    """While this is open, each rank has the weights of `lm` whole, and forwards without gradients run as without ZeRO.
+    """Within this context each rank holds the full weights of `lm`, and forwards without gradients run as without ZeRO.
 
-    Collective at both ends. DeepSpeed's hooks would partition a parameter after each module that uses it, and a forward
-    in another order than that of training would make it record its order anew.
+    Collective at both ends. DeepSpeed's hooks are disabled, because they would partition a parameter after each module
+    that uses it, and a forward in another order than in training would invalidate the recorded order of modules.
     """
     import deepspeed
     from deepspeed.runtime.zero import parameter_offload
@@ -63,7 +63,7 @@ def whole_weights(optimizer: Any, lm: nn.Module) -> Iterator[None]:  # noqa: ANN
     offload = _HOOKS.attribute(optimizer, "parameter_offload")
     handles = [*_HOOKS.attribute(offload, "forward_hooks"), *_HOOKS.attribute(offload, "backward_hooks")]
     status = _HOOKS.attribute(parameter_offload, "ZeroParamStatus").NOT_AVAILABLE
-    # Small parameters stay whole once they are gathered; partitioning them here would be one gather more in training.
+    # Small parameters stay gathered; partitioning them here would cost another gather in training.
     partitioned = [param for param in lm.parameters() if getattr(param, "ds_status", None) is status]
     with (
         deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)),
@@ -74,8 +74,8 @@ def whole_weights(optimizer: Any, lm: nn.Module) -> Iterator[None]:  # noqa: ANN
 
 @contextmanager
 def repartitioned(lm: nn.Module) -> Iterator[None]:
-    """While this is open, the parts of parameters that ZeRO-3 keeps on each rank may be changed: afterwards those that
-    were whole are gathered from their parts again, as small ones are after each step. Collective.
+    """Within this context the partitions that ZeRO-3 keeps on each rank may be changed. Afterwards parameters that were
+    gathered, such as small ones, are gathered again from their partitions. Collective.
     """
     from deepspeed.runtime.zero import partition_parameters
 
@@ -91,7 +91,7 @@ def repartitioned(lm: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_hooks(lm: nn.Module, numbers: Collection[int]) -> Iterator[None]:
-    """While this is open, the modules of `lm` do not have the hooks of these numbers; their order stays."""
+    """Within this context the modules of `lm` lack the hooks with these ids; the order of the others is kept."""
     with ExitStack() as stack:
         for module in lm.modules():
             for name in ("_forward_pre_hooks", "_forward_hooks"):

@@ -1,4 +1,4 @@
-"""DeepSpeed's registry of process groups (utils/groups.py), which lives as long as the process."""
+"""DeepSpeed's registry of process groups (utils/groups.py), which exists as long as the process."""
 
 from collections.abc import Sequence
 
@@ -11,14 +11,14 @@ _EXPERTS = ("_EXPERT_PARALLEL_GROUP", "_EXPERT_PARALLEL_GROUP_RANKS")
 _EXPERT_DATA = ("_EXPERT_DATA_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP_RANKS")
 
 Registered = tuple[dist.ProcessGroup | None, Sequence[Sequence[int]]]
-"""A process group of this rank, and the ranks of every such group."""
+"""This rank's process group, and the ranks of all groups of its kind."""
 
 
 def register_expert_groups(name: str, *, parts: Registered, same_part: Registered) -> None:
-    """Register the groups of experts where DeepSpeed 0.19.8 looks for them by name (utils/groups.py:37-44).
+    """Register the groups of experts under the name by which DeepSpeed 0.19.8 looks them up (utils/groups.py:37-44).
 
-    DeepSpeed's own functions make groups only for its own layouts. `parts` are ranks that together hold all experts,
-    `same_part` ranks that hold the same ones.
+    DeepSpeed's own functions create groups only for its own layouts. `parts` are ranks that together hold all experts,
+    `same_part` ranks that hold the same experts.
     """
     from deepspeed.utils import groups
 
@@ -28,9 +28,9 @@ def register_expert_groups(name: str, *, parts: Registered, same_part: Registere
 
 
 def unregister_expert_groups(name: str) -> None:
-    """Remove the groups of experts, so that they can end with the engine.
+    """Remove the groups of experts, so that they can be destroyed with the engine.
 
-    Not after an error: a group ends with its last reference, and its end waits for ranks that may be gone.
+    Not after an error: a group is destroyed with its last reference, which waits for ranks that may be gone.
     """
     from deepspeed.utils import groups
 
@@ -39,7 +39,7 @@ def unregister_expert_groups(name: str) -> None:
 
 
 def forget_model_parallel_unit() -> None:
-    """Drop the model parallel unit of the last engine, which DeepSpeed keeps (utils/groups.py:50)."""
+    """Drop the model parallel unit of the previous engine, which DeepSpeed keeps (utils/groups.py:50)."""
     from deepspeed.utils import groups
 
     _REGISTRY.attribute(groups, "mpu")
@@ -47,7 +47,7 @@ def forget_model_parallel_unit() -> None:
 
 
 def forget_groups() -> None:
-    """Drop every process group that DeepSpeed keeps, which the next run of this process would otherwise use."""
+    """Drop all process groups that DeepSpeed keeps, because the next run of this process would use them."""
     from deepspeed.utils import groups
 
     _REGISTRY.attribute(groups, "mesh_device")

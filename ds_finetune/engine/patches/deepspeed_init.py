@@ -1,4 +1,6 @@
-"""DeepSpeed's start: what it would compile, a torch function that it replaces, and weights that it would change."""
+"""Corrections of DeepSpeed's initialisation: needless compilation, a torch function that it replaces, and weights that
+it changes.
+"""
 
 import importlib
 from collections.abc import Iterator, Mapping
@@ -18,12 +20,12 @@ _ZERO_INIT = Foreign("deepspeed", "runtime/zero/partition_parameters.py:664, 409
 
 @contextmanager
 def without_shared_memory_op() -> Iterator[None]:
-    """While this is open `deepspeed.init_distributed` does not compile its shared-memory op.
+    """Within this context `deepspeed.init_distributed` does not compile its shared-memory op.
 
-    That takes two minutes on a CPU, and only inference uses it. DeepSpeed would also compile a program for each of its
-    operators to learn which of them it can build.
+    The compilation takes two minutes on a CPU, and only inference uses the op. DeepSpeed would also compile a program
+    for each of its operators to find out which ones it can build.
     """
-    # `from deepspeed.comm import torch` would give torch itself.
+    # `from deepspeed.comm import torch` would import torch itself.
     backend = importlib.import_module("deepspeed.comm.torch")
     _SHARED_MEMORY.source(_SHARED_MEMORY.attribute(backend, "build_shm_op"), "return None")
     with replaced(backend, "build_shm_op", lambda: None):
@@ -34,15 +36,16 @@ def without_shared_memory_op() -> Iterator[None]:
 def zero_init(config: Mapping[str, Any], **groups: object) -> Iterator[None]:
     """`deepspeed.zero.Init` with torch's own `arange`; `groups` are its `data_parallel_group` and `mpu`.
 
-    Parameters made inside are partitioned over `data_parallel_group` at once. DeepSpeed replaces `torch.arange` by one
-    that changes its dtype, which would round the rotary frequencies to bf16. No `dtype` is passed: without fp16
-    support DeepSpeed ignores it and takes bf16 (operator precedence, line 409).
+    Parameters created within this context are partitioned over `data_parallel_group` at once. DeepSpeed replaces
+    `torch.arange` by a function that changes its dtype, which would round the rotary frequencies to bf16. No `dtype` is
+    passed: without fp16 support DeepSpeed ignores it and uses bf16 (operator precedence, line 409).
     """
     import deepspeed
 
     _ZERO_INIT.parameters(deepspeed.zero.Init.__init__, "config_dict_or_path", *groups)
-    # torch looks up once in a process which functions `torch.device(...)` as a context gives its device to (2.13,
-    # utils/_device.py:10-58). Looked up while arange is replaced, later ranges would be on the CPU in every context.
+    # torch caches once per process which functions take the device of a `torch.device(...)` context (2.13,
+    # utils/_device.py:10-58). Cached while arange is replaced, the list would lack arange: later ranges would be on the
+    # CPU.
     _DEVICE_FUNCTIONS.attribute(_device, "_device_constructors")()
     arange = torch.arange
     try:
@@ -58,10 +61,11 @@ _FLAT = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:263, 889; zenflow/ze
 
 
 def forget_second_copies(module: nn.Module) -> None:
-    """Drop the copies of weights that hierarchical partitions keep, so that the next forward makes new ones.
+    """Drop the secondary copies of weights that hierarchical partitioning keeps, so that the next forward makes new
+    ones.
 
-    DeepSpeed makes them when a parameter is first partitioned, before weights are loaded into its partition, and
-    gathers from them until a step drops them: the first forward would compute with the values of an unloaded model.
+    DeepSpeed makes them when a parameter is first partitioned, before its weights are loaded, and gathers from them
+    until a step drops them. The first forward would use the values of an unloaded model.
     """
     for param in module.parameters():
         if hasattr(param, "ds_id"):
@@ -71,10 +75,10 @@ def forget_second_copies(module: nn.Module) -> None:
 
 @contextmanager
 def zenflow_keeps_matrices() -> Iterator[None]:
-    """While this is open, the matrices of a model under ZenFlow at stages 1 and 2 keep their values.
+    """Within this context, 2-D weights of a model under ZenFlow at stages 1 and 2 keep their values.
 
-    It joins the transposed matrices of a group to one flat tensor and then takes each parameter to be the elements in
-    their former order, which scrambles every matrix: the loss of a pre-trained model was 18.9 instead of 7.0.
+    ZenFlow copies the transposed matrices of a group into one flat tensor, but then views each parameter as if it had
+    not been transposed, which scrambles every matrix: the loss of a pre-trained model was 18.9 instead of 7.0.
     """
     from deepspeed.runtime.zenflow.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
     from deepspeed.runtime.zenflow.zenflow_utils import _flatten_dense_tensors
@@ -85,7 +89,7 @@ def zenflow_keeps_matrices() -> Iterator[None]:
 
     def update(optimizer: Any, group_index: int) -> None:  # noqa: ANN401
         plain(optimizer, group_index)
-        # The parameters are now contiguous views of their elements, in the order of the transposed matrix.
+        # Parameters are now contiguous views with the elements of the transposed matrix.
         for param in optimizer.bit16_groups[group_index]:
             if param.dim() == 2:
                 rows, columns = param.shape

@@ -1,1 +1,1 @@
-"""Sampled answers to prompts by the model that is being trained."""
+"""Sampling of answers from the model that is being trained."""

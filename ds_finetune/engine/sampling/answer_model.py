@@ -1,4 +1,4 @@
-"""The model as answers are sampled from it: forwards with a cache that give the logits of next tokens."""
+"""The model from which answers are sampled: forwards with a KV cache that return next-token logits."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,11 +24,11 @@ from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.model.routers import RouterCollector
 
 _KEPT = {"full_attention", "sliding_attention"}
-"""Kinds of layers whose state is keys and values of tokens."""
+"""Kinds of layers whose only state is the keys and values of tokens."""
 _TOKENS, _READ = 9, 4
-"""Tokens of the texts that are compared, and how many of them are read one by one."""
+"""Tokens of the texts of `check_cache`, and how many of them are read one by one."""
 _LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Difference of logits, relative to the largest, from which a cache counts as wrong."""
+"""Maximum difference of logits with and without a cache, relative to the largest logit."""
 _HINT = "sample with a model type of docs/reference/model-types.md, or train with another objective than grpo"
 _checked: WeakSet[PreTrainedModel] = WeakSet()
 
@@ -41,26 +41,27 @@ class AnswerModel:
     device: torch.device
     tp_group: TensorParallelGroup | None = None
     is_collective: bool = False
-    """Whether forwards wait for all other ranks, so that all ranks run as many: one whose rows have ended calls
-    `join_others`."""
+    """Whether forwards are collective, so that all ranks must run equally many; a rank whose rows have ended calls
+    `join_others`.
+    """
     packs_documents: bool = False
-    """Whether attention takes all prompts of a forward in one call."""
+    """Whether attention handles all prompts of a forward in one kernel call."""
     on_forward: Callable[[], object] = lambda: None
     """Called before each forward."""
     routers: RouterCollector | None = None
-    """Has marks of the experts of the tokens after which the latest logits are; None without experts."""
+    """Records the experts of the tokens whose next-token logits were computed last; None without experts."""
 
     @property
     def takes_mixed_lengths(self) -> bool:
-        """Whether the rows of a batch may have prompts of different lengths: attention must know which columns of the
-        cache belong to a row, and so must the choice of an indexer.
+        """Whether a batch may have prompts of different lengths. Attention must then know which cache columns belong to
+        a row, and so must an indexer.
         """
         config = self.lm.config
         return config._attn_implementation == BY_DOCUMENT and family_of(config.model_type).indexer is None
 
     def read_prompts(self, texts: Sequence[Sequence[int]]) -> tuple[list[ReadPrompt], torch.Tensor]:
-        """From prompts, of one length unless the model takes others: their places in a cache, and logits of next
-        tokens, fp32 [prompts, vocabulary].
+        """Prefill: where each prompt's tokens are in a cache, and next-token logits fp32 [prompts, vocabulary]. The
+        prompts have one length unless `takes_mixed_lengths`.
         """
         cache, lengths = prompt_cache(), [len(text) for text in texts]
         positions = [torch.arange(length, device=self.device) for length in lengths]
@@ -71,7 +72,7 @@ class AnswerModel:
             shape = (len(texts), -1)
             logits = self._logits(ids.view(shape), torch.stack(positions), last, cache)
             return [ReadPrompt(cache, row, slice(None)) for row in range(len(texts))], logits
-        # All prompts in one row, without padding.
+        # All prompts are concatenated in one row, without padding.
         documents = (tuple(lengths),)
         given = {
             "documents": documents,
@@ -82,16 +83,17 @@ class AnswerModel:
         return [ReadPrompt(cache, 0, place) for place in places], logits
 
     def reading_tokens(self) -> AbstractContextManager[None]:
-        """What is open while tokens are added to rows."""
-        # Where forwards wait for others, ZeRO-3 may gather the weights again for each.
+        """Context in which `read_tokens` is called."""
+        # Where forwards are collective, ZeRO-3 may gather the weights again for each of them.
         return attending_to_latents(self.lm, keeps_weights=not self.is_collective)
 
     def read_tokens(
         self, ids: torch.Tensor, positions: torch.Tensor, cache: RowCache, is_key: torch.Tensor | None
     ) -> torch.Tensor:
-        """Add a token to each row of the cache, int64 [rows]; logits of the next one, fp32 [rows, vocabulary].
+        """Decode: append one token to each row of the cache, int64 [rows]; returns next-token logits, fp32 [rows,
+        vocabulary].
 
-        `is_key`, bool [rows, 1, 1, columns], tells which columns belong to a row where prompts have different lengths.
+        `is_key`, bool [rows, 1, 1, columns], marks the cache columns of each row where prompts have different lengths.
         """
         cache.begin_column()
         given = {} if is_key is None else {"is_key": is_key}
@@ -107,7 +109,9 @@ class AnswerModel:
         cache: Cache,
         **others: Any,  # noqa: ANN401
     ) -> torch.Tensor:
-        """Logits after the tokens at `last` of the flattened rows, or after all, fp32 [tokens, vocabulary]."""
+        """Next-token logits after the tokens at `last` of the flattened rows, or after all, fp32 [tokens,
+        vocabulary].
+        """
         self.on_forward()
         if self.is_collective:
             all_reduce_max(1.0)
@@ -119,11 +123,11 @@ class AnswerModel:
         return logits.float()
 
     def agreed(self, ids: torch.Tensor) -> torch.Tensor:
-        """The ids that the first tensor parallel rank has drawn, from logits that may differ by a rounding."""
+        """The ids sampled on the first tensor parallel rank, since logits may differ between ranks by rounding."""
         return ids if self.tp_group is None else self.tp_group.broadcast_from_first(ids)
 
     def join_others(self) -> None:
-        """Run forwards of one token, whose results nobody reads, until the rows of all ranks have ended."""
+        """Run one-token forwards, whose results are discarded, until the rows of all ranks have ended."""
         while self.is_collective and all_reduce_max(0.0)[0] > 0:
             self.on_forward()
             ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
@@ -133,9 +137,8 @@ class AnswerModel:
 
 
 def check_cache(model: AnswerModel) -> None:
-    """ModelError where answers cannot be sampled with keys and values of earlier tokens: forwards with a cache are
-    compared with forwards without one, once for a model without a row in the table of families. Collective where
-    forwards are.
+    """ModelError where a KV cache gives wrong results: logits with a cache are compared with logits without one, once
+    per model, for model types outside the table of families. Collective where forwards are.
     """
     lm, config = model.lm, model.lm.config
     if not family_of(config.model_type).is_generic or lm in _checked:
@@ -144,7 +147,7 @@ def check_cache(model: AnswerModel) -> None:
     if others or getattr(lm, "_is_stateful", False):
         kinds = ", ".join(sorted(others)) or "a state of its own"
         raise ModelError(f"answers of model_type `{config.model_type}` cannot be sampled: it has {kinds}", hint=_HINT)
-    # Two texts, read whole and token by token.
+    # Two texts, each read at once and token by token.
     texts = [[token * 7 % config.vocab_size for token in range(first, first + _TOKENS)] for first in (3, 4)]
     _, whole = model.read_prompts(texts)
     prompts, logits = model.read_prompts([text[:-_READ] for text in texts])

@@ -1,4 +1,4 @@
-"""What is sampled: prompts, where answers end, and the answers."""
+"""Data types of sampling: prompts, where answers end, and sampled answers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,16 +13,18 @@ Finish = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class SamplingLimits:
-    """Which ids are drawn, and where an answer ends: at one of `stop_ids`, where `stops` is true, or after
+    """Ids that may be sampled, and where an answer ends: at one of `stop_ids`, when `stops` returns true, or after
     `max_new_tokens` tokens.
     """
 
     max_new_tokens: int
     stop_ids: tuple[int, ...]
     allowed: torch.Tensor | None = None
-    """Ids that may be drawn, bool [vocabulary], which are those that the tokenizer has; None for all."""
+    """Mask of ids that may be sampled, bool [vocabulary], those that the tokenizer has; None for all."""
     stops: Callable[[list[int]], bool] | None = None
-    """Called with the ids of an answer after each token; where it is true the answer ends, for example at a text."""
+    """Called with the ids of an answer after each token; the answer ends when it returns true, for example after a stop
+    text.
+    """
 
     def __post_init__(self) -> None:
         assert self.max_new_tokens > 0, self.max_new_tokens
@@ -30,7 +32,7 @@ class SamplingLimits:
 
 @dataclass(frozen=True)
 class PromptToSample:
-    """A prompt; its noise depends on `number` and `key`, and not on the other prompts."""
+    """A prompt to sample from. Its random numbers depend on `number` and `key` only, not on other prompts."""
 
     number: int
     """Number of the prompt in the data."""
@@ -40,19 +42,23 @@ class PromptToSample:
 
 
 class SampledAnswer(NamedTuple):
-    """An answer with the log-probabilities of its tokens under the distribution from which they were drawn."""
+    """A sampled answer, with the log-probabilities of its tokens under the distribution from which they were
+    sampled.
+    """
 
     ids: NDArray[np.int64]
-    """Token ids without the prompt, including that at which the answer ends."""
+    """Token ids without the prompt, including the stop token."""
     log_probs: NDArray[np.float32]
     finish: Finish
     """`length` where the answer was cut after `max_new_tokens`."""
     experts: NDArray[np.int16] | None = None
-    """Marks of the experts that drew each token, [tokens, layers]; None where there are none, or a server sampled."""
+    """Experts to which each token was routed, encoded as int16 [tokens, layers]; None without experts, or where a
+    server sampled.
+    """
 
 
 OnAnswer = Callable[[int, SampledAnswer], object]
-"""Gets the place of an answer among all answers, and the answer."""
+"""Called with an answer's index among all answers, and the answer."""
 
 
 def ignore(_place: int, _answer: SampledAnswer) -> None:
@@ -61,11 +67,11 @@ def ignore(_place: int, _answer: SampledAnswer) -> None:
 
 @dataclass(frozen=True)
 class SamplingRequest:
-    """`group_size` answers to each of `prompts`, which every rank asks for; their places count prompt x group_size +
-    number in the group.
+    """Request for `group_size` answers to each of `prompts`, identical on every rank. An answer's index is that of its
+    prompt x group_size + its number in the group.
 
-    They depend on `seed` and on the numbers of rollout, prompt and answer, and on no rank or batch but for rounding;
-    with None they are the most probable tokens.
+    Answers depend only on `seed` and on the numbers of rollout, prompt and answer, not on ranks or batches, except by
+    rounding. Without a seed they are greedy.
     """
 
     prompts: Sequence[PromptToSample]
@@ -73,12 +79,12 @@ class SamplingRequest:
     limits: SamplingLimits
     seed: int | None
     batch_rows: int | None = None
-    """Answers at a time, at most; with None memory decides."""
+    """Maximum number of answers per batch; None means to derive it from free memory."""
     is_over: Callable[[], bool] = lambda: False
-    """Called before each batch, or about once a second where a server answers, equally often on every rank; where it is
-    true, which is the same on every rank, the result is None.
+    """Called before each batch, or about once a second where a server samples, equally often on every rank. It must
+    return the same on every rank; once it is true, the result is None.
     """
     on_forward: Callable[[], object] = lambda: None
-    """Called before each forward of a rank, or as often as `is_over`."""
+    """Called before each forward of a rank, or as often as `is_over` where a server samples."""
     on_answer: OnAnswer = ignore
-    """Called as soon as an answer has ended: where it was sampled, or on one rank where a server answers."""
+    """Called when an answer has ended, on the rank that sampled it, or on one rank where a server samples."""

@@ -1,4 +1,6 @@
-"""Keys and values of a batch of answers: memory is reserved ahead, rows of prompts are repeated, and rows may leave."""
+"""KV cache of a batch of answers: memory is reserved ahead, prompts are repeated for each answer, and rows can be
+dropped.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -8,16 +10,16 @@ from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicIndexedLayer
 
 _GROWTH = 1.5
-"""Columns are reserved for so many times the tokens; each growth copies what is there."""
+"""Factor by which reserved columns grow; each growth copies the cache."""
 
 
 def prompt_cache() -> Cache:
-    """An empty cache for the forward of prompts. It keeps all tokens, also of layers with a window."""
+    """An empty cache for prefill. It keeps all tokens, even of layers with a sliding window."""
     return Cache(layer_class_to_replicate=DynamicIndexedLayer)
 
 
 class ReadPrompt(NamedTuple):
-    """Where the tokens of a prompt are in the cache of a forward of several."""
+    """The row and the range of tokens that a prompt has in the cache of a prefill with several prompts."""
 
     cache: Cache
     row: int
@@ -25,20 +27,20 @@ class ReadPrompt(NamedTuple):
 
 
 def token_bytes(prompt: ReadPrompt) -> int:
-    """Bytes of a token of one row, in all layers of the cache of a prompt."""
+    """Bytes per token of one row, over all layers of a prompt's cache."""
     parts = [part for layer in prompt.cache.layers for part in _parts(layer) if part is not None]
     return sum(part.nbytes // (len(part) * part.shape[-2]) for part in parts)
 
 
 def _parts(layer: Any) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401 - a layer of a cache
-    """Keys and values [rows, heads, tokens, width] and an indexer's keys [rows, tokens, width]; None for what a layer,
-    or this pipeline stage, has not.
+    """Keys and values [rows, heads, tokens, width] and an indexer's keys [rows, tokens, width] of a layer; None for
+    tensors that the layer, or this pipeline stage, lacks.
     """
     return layer.keys, layer.values, layer.indexer_keys
 
 
 class _RowLayer(DynamicIndexedLayer):
-    """Keys and values of one layer; `update` writes the tokens of the column that the forward computes."""
+    """Keys and values of one layer; `update` writes the column of the current forward."""
 
     def __init__(self, cache: "RowCache") -> None:
         super().__init__()
@@ -48,13 +50,13 @@ class _RowLayer(DynamicIndexedLayer):
     def update(  # type: ignore[override]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *, kwargs: object = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the token of each row, [rows, heads, 1, width]; returns all tokens so far. `kwargs`, those of the forward
-        since transformers 5.24, are for caches of continuous batching.
+        """Write the keys and values of each row's new token, [rows, heads, 1, width]; returns those of all tokens so
+        far. `kwargs`, passed since transformers 5.24, is for continuous batching.
         """
         return self._write(0, key_states), self._write(1, value_states)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Add an indexer's key of each row, [rows, 1, width]; returns those of all tokens so far."""
+        """Write the indexer's key of each row's new token, [rows, 1, width]; returns the keys of all tokens so far."""
         return self._write(2, indexer_key_states)
 
     def _write(self, index: int, token: torch.Tensor) -> torch.Tensor:
@@ -65,27 +67,27 @@ class _RowLayer(DynamicIndexedLayer):
         return part[..., : column + 1, :]
 
     def get_seq_length(self) -> int:
-        """Tokens before the running forward."""
+        """Number of tokens before the current forward."""
         return self._cache.columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that a query of `query_length` tokens attends to, and the first of them."""
+        """Number of keys that `query_length` queries attend to, and the index of the first."""
         return self._cache.columns + query_length, 0
 
 
 class RowCache(Cache):
-    """Keys and values of rows, the last tokens of all of which are in the same column.
+    """Keys and values of rows that are aligned so that their last tokens are in the same column.
 
-    A shorter prompt begins in a later column; the columns before it hold zeros.
+    A shorter prompt begins in a later column; the columns before it are zeros.
     """
 
     def __init__(self, prompts: Iterable[tuple[ReadPrompt, slice]], *, rows: int, columns: int, longest: int) -> None:
-        """Take prompts of at most `columns` tokens, each for some of the rows. `longest` is the most columns that there
-        will be.
+        """Copy prompts of at most `columns` tokens, each into a range of rows. `longest` is the maximum number of
+        columns.
         """
         super().__init__(layers=[])
         self.columns = self._reserved = columns
-        """Columns with tokens, and those for which there is memory."""
+        """Number of columns with tokens, and number of columns reserved."""
         self._longest = longest
         for prompt, of_prompt in prompts:
             self.layers += [_RowLayer(self) for _ in prompt.cache.layers[len(self.layers) :]]
@@ -104,18 +106,18 @@ class RowCache(Cache):
         return whole
 
     def begin_column(self) -> None:
-        """Have memory for a further token of each row."""
+        """Ensure that there is memory for another token of each row."""
         if self.columns < self._reserved:
             return
         self._reserved = min(self._longest, max(self.columns + 1, int(self.columns * _GROWTH)))
         self._replace(lambda part: functional.pad(part, (0, 0, 0, self._reserved - self.columns)))
 
     def end_column(self) -> None:
-        """Count the column that a forward has filled."""
+        """Count the column that a forward has written."""
         self.columns += 1
 
     def keep_rows(self, rows: torch.Tensor) -> None:
-        """Drop all rows but these, int64 [kept rows]."""
+        """Drop all rows except `rows`, int64 [kept rows]."""
         self._replace(lambda part: part.index_select(0, rows))
 
     def _replace(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

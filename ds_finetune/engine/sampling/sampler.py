@@ -1,5 +1,5 @@
-"""Samples answers to prompts, which are distributed over the ranks, in batches as large as memory allows: token by
-token, where rows whose answers have ended leave a batch.
+"""Samples answers to prompts distributed over the ranks, in batches as large as memory allows. All rows of a batch get
+one token at a time, and rows whose answers have ended are dropped from it.
 """
 
 import math
@@ -31,13 +31,15 @@ from ds_finetune.plan.forward import PROMPT_TOKENS, rows_of_batch
 from ds_finetune.plan.plan import Plan
 
 _KEPT_SHARE = 7 / 8
-"""Rows that have ended stay in the batch while this share has not, since the cache is copied where some leave."""
+"""Rows that have ended stay in the batch while at least this share is still running, since dropping rows copies the
+cache.
+"""
 _BROKEN = -1
-"""The token of an answer for which no token can be drawn, because its logits are not finite; it ends the answer."""
+"""Token that ends an answer whose logits are not finite, so that no token can be sampled."""
 
 
 def check_answers(answers: Iterable[SampledAnswer]) -> None:
-    """RunError where the logits of an answer were not finite; the same on all ranks that have the same answers."""
+    """RunError where the logits of an answer were not finite; raised on all ranks that hold the same answers."""
     for answer in answers:
         if answer.ids[-1] == _BROKEN:
             raise RunError(
@@ -48,7 +50,7 @@ def check_answers(answers: Iterable[SampledAnswer]) -> None:
 
 @dataclass(frozen=True)
 class PromptPart:
-    """Some answers to one prompt, with their numbers in its group and the place of the first among all answers."""
+    """Some of the answers to one prompt: their numbers in its group, and the index of the first among all answers."""
 
     prompt: PromptToSample
     samples: range
@@ -56,7 +58,7 @@ class PromptPart:
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt."""
+        """Number of tokens of the prompt."""
         return len(self.prompt.ids)
 
 
@@ -72,7 +74,7 @@ class _RunningAnswer:
         self.ids.append(token)
         self.log_probs.append(log_prob)
         if token == _BROKEN:
-            # Not an error here, since other ranks wait for this one's forwards.
+            # Not an exception, because other ranks wait for this rank's forwards.
             self.finish = "length"
         elif token in limits.stop_ids or (limits.stops is not None and limits.stops(self.ids)):
             self.finish = "stop"
@@ -86,7 +88,7 @@ class _RunningAnswer:
 
 
 class Drawing:
-    """How the tokens of answers are chosen from logits: by noise of `seed`, or with None the most probable one."""
+    """Chooses tokens from logits: sampled with `seed`, or the most likely one without."""
 
     def __init__(self, limits: SamplingLimits, seed: int | None, device: torch.device) -> None:
         self.limits, self._seed, self._device = limits, seed, device
@@ -94,7 +96,7 @@ class Drawing:
         self._of_ids = torch.zeros(0, dtype=torch.int64)
 
     def keys(self, parts: Sequence[PromptPart]) -> torch.Tensor:
-        """A key of each answer, int64 [rows]."""
+        """Sampling keys of all answers, int64 [rows]."""
         numbers = [(part.prompt.key, part.prompt.number, sample) for part in parts for sample in part.samples]
         return answer_keys(self._seed or 0, numbers, self._device)
 
@@ -115,7 +117,7 @@ class Drawing:
 
 
 class BatchOfAnswers:
-    """The answers to `parts`, which are sorted by the lengths of their prompts."""
+    """A batch with the answers to `parts`, which are sorted by prompt length."""
 
     def __init__(self, model: AnswerModel, parts: Sequence[PromptPart], drawing: Drawing) -> None:
         self._model, self._drawing = model, drawing
@@ -125,7 +127,7 @@ class BatchOfAnswers:
         lengths = [part.length for part in parts for _ in part.samples]
         self._lengths = torch.tensor(lengths, device=model.device)
         columns = max(lengths)
-        # Columns that the cache may have: the last token of an answer is not read.
+        # Maximum number of cache columns; the last token of an answer is not read.
         longest = columns + drawing.limits.max_new_tokens - 1
         self._is_key = None
         if min(lengths) < columns:
@@ -133,11 +135,13 @@ class BatchOfAnswers:
             self._is_key = torch.arange(longest, device=model.device) >= first
         self._logits: list[torch.Tensor] = []
         self._experts: list[NDArray[np.int16]] = []
-        """Marks of the experts of each row at the token after which the latest logits are; none without experts."""
+        """Experts of each row's token after which the latest logits come; empty without experts."""
         self._cache = RowCache(self._read_prompts(parts), rows=len(lengths), columns=columns, longest=longest)
 
     def _read_prompts(self, parts: Sequence[PromptPart]) -> Iterator[tuple[ReadPrompt, slice]]:
-        """The prompts with the rows that they fill; the cache of one forward is in memory at a time."""
+        """Prefill in several forwards; yields each prompt with its rows. Only one forward's cache is in memory at a
+        time.
+        """
         begin, size = 0, max(1, PROMPT_TOKENS // parts[-1].length)
         for first in range(0, len(parts), size):
             some = parts[first : first + size]
@@ -150,9 +154,7 @@ class BatchOfAnswers:
                 begin += len(part.samples)
 
     def run(self, on_answer: OnAnswer) -> dict[int, SampledAnswer]:
-        """Sample until all answers have ended; returns them by their places. `on_answer` is called with the place of
-        each when it ends.
-        """
+        """Sample until all answers have ended; returns them by index. `on_answer` is called when an answer ends."""
         logits, self._logits = torch.cat(self._logits), []
         with self._model.reading_tokens():
             for position in range(self._drawing.limits.max_new_tokens):
@@ -166,7 +168,7 @@ class BatchOfAnswers:
         return self._ended
 
     def _draw(self, logits: torch.Tensor, position: int, on_answer: OnAnswer) -> torch.Tensor:
-        """Add a token to each answer that runs; returns the tokens of all rows, int64 [rows]."""
+        """Sample a token for each running answer; returns the tokens of all rows, int64 [rows]."""
         drawn, log_probs = self._drawing.tokens(logits, self._keys, position=position)
         ids = self._model.agreed(drawn.where(log_probs.isfinite(), _BROKEN))
         for row, (answer, token, log_prob) in enumerate(
@@ -183,7 +185,9 @@ class BatchOfAnswers:
         return ids.clamp(min=0)
 
     def _drop_ended(self, ids: torch.Tensor) -> torch.Tensor:
-        """Drop the rows of answers that have ended, where these are many enough; returns the tokens of the others."""
+        """Drop rows whose answers have ended, once there are enough of them; returns the tokens of the remaining
+        rows.
+        """
         kept = [row for row, answer in enumerate(self._running) if answer.finish is None]
         if len(kept) > _KEPT_SHARE * len(self._running):
             return ids
@@ -198,7 +202,7 @@ class BatchOfAnswers:
 def sample_parts(
     model: AnswerModel, parts: Sequence[PromptPart], drawing: Drawing, on_answer: OnAnswer = ignore
 ) -> dict[int, SampledAnswer]:
-    """Answers to parts by their places: all together, or those with prompts of one length."""
+    """Answers by index: in one batch, or in a batch for each prompt length where the model needs equal lengths."""
     if model.takes_mixed_lengths:
         return BatchOfAnswers(model, parts, drawing).run(on_answer) if parts else {}
     answers: dict[int, SampledAnswer] = {}
@@ -214,7 +218,7 @@ def sample_prompts(
     tp_group: TensorParallelGroup | None,
     request: SamplingRequest,
 ) -> dict[int, SampledAnswer] | None:
-    """Answers to this rank's prompts by their places among all answers; None where it is over before a batch."""
+    """Answers to this rank's prompts by their index among all answers; None once `is_over` is true."""
     assert request.prompts, "there are no prompts to sample"
     answers, device = dict[int, SampledAnswer](), torch.device(wrapped.device)
     with weights_for_answers(wrapped, plan) as is_collective:
@@ -239,7 +243,7 @@ def sample_prompts(
 
 
 def _rows_in_memory(model: AnswerModel, plan: Plan, request: SamplingRequest) -> int:
-    """Rows for which the rank with the least free memory has room; collective."""
+    """Number of rows that fit in the memory of the rank with the least; collective."""
     (prompt,), logits = model.read_prompts([request.prompts[0].ids[:1]])
     tokens = max(len(each.ids) for each in request.prompts) + request.limits.max_new_tokens
     free = least_free_bytes(plan)
@@ -247,10 +251,10 @@ def _rows_in_memory(model: AnswerModel, plan: Plan, request: SamplingRequest) ->
 
 
 def _batches(request: SamplingRequest, plan: Plan, rows: int) -> Iterator[list[PromptPart]]:
-    """This rank's batches of at most `rows` rows, as many as every other rank has; some may be empty.
+    """This rank's batches of at most `rows` rows; every rank has equally many, of which some may be empty.
 
-    Prompts are sorted by length and dealt to the ranks in turn: a rank's work is that of its prompts' tokens and of its
-    answers, of which nothing is known. Groups stay together unless one is larger than a batch.
+    Prompts are sorted by length and dealt to the ranks in turn, to balance the work of prefill; the lengths of answers
+    are not known. Groups stay together unless one is larger than a batch.
     """
     prompts, group_size, ranks = request.prompts, request.group_size, plan.zero_ranks
     rank = plan.mesh.place("dp") * plan.mesh.sp + plan.mesh.place("sp")

@@ -1,1 +1,1 @@
-"""Weights, moments and steps of a running engine, by parameter name, for checkpoints and exports."""
+"""Weights, optimizer states and step counts of a running engine by parameter name, for checkpoints and exports."""

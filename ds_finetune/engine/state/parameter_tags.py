@@ -11,14 +11,15 @@ from ds_finetune.engine.groups.process_groups import Groups
 from ds_finetune.plan.plan import Plan
 
 _KINDS = ((False, True), (False, False), (True, True), (True, False))
-"""Whether the parameters of a group belong to experts, and whether they have weight decay."""
+"""Kinds of parameter groups: whether they hold experts, and whether they have weight decay."""
 
 
 def tag_expert(param: nn.Parameter, *, groups: Groups) -> None:
     """Mark a parameter of this rank's experts, which only the ranks of `groups.same_experts` hold.
 
-    Below stage 3 by `allreduce` and `group_name` (DeepSpeed 0.19.8, moe/utils.py:29), at stage 3 by its placement,
-    which has to be there when `zero.Init` partitions it (zero/partition_parameters.py:1302, zero/stage3.py:675).
+    Below stage 3 DeepSpeed reads `allreduce` and `group_name` (0.19.8, moe/utils.py:29), at stage 3 the placement
+    attributes, which must be set before `zero.Init` partitions the parameter (zero/partition_parameters.py:1302,
+    zero/stage3.py:675).
     """
     expert: Any = param
     expert.allreduce, expert.group_name = False, groups.expert_name
@@ -31,43 +32,41 @@ def tag_expert(param: nn.Parameter, *, groups: Groups) -> None:
 
 
 def is_expert(param: torch.Tensor) -> bool:
-    """Whether `tag_expert` marked it."""
+    """Whether `tag_expert` has marked the parameter."""
     return getattr(param, "ds_zero_placement_family", "") == "autoep_expert"
 
 
 def is_trained_expert(param: torch.Tensor) -> bool:
-    """Whether it is one that is trained; of adapters in a mixture of experts none may be."""
+    """Whether the parameter is a trained expert; with adapters there may be none."""
     return is_expert(param) and param.requires_grad
 
 
 def tag_apart(param: nn.Parameter, loss: str) -> None:
-    """Mark a parameter that gets its gradient only from the auxiliary loss of this name. Such parameters are clipped
-    by the norm of the gradient of this loss, and left out of that of the others.
+    """Mark a parameter that gets its gradient only from the auxiliary loss of this name. Such parameters are clipped by
+    their own gradient norm, and excluded from the norm of the others.
     """
     param.ds_finetune_apart = loss  # type: ignore[attr-defined]
 
 
 def loss_of(param: torch.Tensor) -> str | None:
-    """The name that `tag_apart` gave it; None for others."""
+    """The name of the auxiliary loss that `tag_apart` has set; None for other parameters."""
     return getattr(param, "ds_finetune_apart", None)
 
 
 def mark_copy(param: nn.Parameter) -> None:
-    """Mark a parameter that another stage also holds; norms (DeepSpeed 0.19.8, zero/stage_1_and_2.py:2680) and
+    """Mark a parameter that another stage also holds, so that norms (DeepSpeed 0.19.8, zero/stage_1_and_2.py:2680) and
     checkpoints skip it.
     """
     param.ds_pipe_replicated = True  # type: ignore[attr-defined]
 
 
 def is_copy(param: torch.Tensor) -> bool:
-    """Whether `mark_copy` marked it."""
+    """Whether `mark_copy` has marked the parameter."""
     return getattr(param, "ds_pipe_replicated", False)
 
 
 def experts_marker(parts: int) -> nn.Module:
-    """A module without parameters of the class by which DeepSpeed's engine detects experts (0.19.8,
-    runtime/engine.py:2100).
-    """
+    """An empty module of the class by which DeepSpeed's engine detects experts (0.19.8, runtime/engine.py:2100)."""
     from deepspeed.moe.layer import MoE
 
     class Marker(MoE):  # type: ignore[misc]
@@ -76,16 +75,16 @@ def experts_marker(parts: int) -> nn.Module:
             self.num_experts = parts
 
         def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-            """Do nothing: the groups are registered already."""
+            """Do nothing: the groups are already registered."""
 
     return Marker()
 
 
 def parameter_groups(model: nn.Module, plan: Plan, groups: Groups) -> list[dict[str, Any]]:
-    """Optimizer groups: matrices with weight decay, norms and biases without, each for experts and for the rest; and
-    then those of parameters that are apart, so that the flat partitions of all others are what they are without them.
+    """Optimizer groups: weights with decay, norms and biases without, each for experts and other parameters. Groups
+    that only an auxiliary loss trains follow last, so that the flat partitions of the others do not depend on them.
 
-    The biases of experts are one tensor [experts, outputs]. The optimizer's other settings come from the DeepSpeed
+    Fused biases of experts are tensors [experts, outputs]. Other settings of the optimizer come from the DeepSpeed
     section.
     """
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}

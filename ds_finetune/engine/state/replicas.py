@@ -1,8 +1,8 @@
-"""Compares the weights that several ranks hold, bit by bit: ranks that train copies of a weight must not drift apart.
+"""Compares replicated weights bit by bit: replicas that different ranks train must not drift apart.
 
-Tensor parallel ranks hold whole routers, norms and biases, and reduce their gradients over different communicators;
-both ends of a pipeline hold a tied embedding; without ZeRO all data parallel ranks hold all weights, and every rank
-holds the buffers. A checkpoint or an export has one of the copies, and would hide that the others differ.
+Tensor parallel ranks replicate routers, norms and biases, and reduce their gradients over different communicators. Both
+ends of a pipeline hold a tied embedding. Without ZeRO all data parallel ranks hold all weights, and every rank holds
+the buffers. A checkpoint or export contains one of the replicas, and would hide that others differ.
 """
 
 import math
@@ -25,21 +25,21 @@ from ds_finetune.model.parallel.sharding import ModelShard, TensorShard
 from ds_finetune.plan.plan import Plan
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers with the bits of an element, by its bytes."""
+"""Integer dtype of the same size as an element, by its bytes."""
 _PIECE = 2**18
-"""Elements of a tensor that are added up, or compared, at a time: 2 MiB as int64, since fresh pages for 32 MiB made the
+"""Elements of a tensor that are summed or compared at once: 2 MiB as int64. With 32 MiB, fresh memory pages made the
 sum on a CPU six times as slow.
 """
 _MIX = 0x1E3779B97F4A7C15
-"""An odd number of 61 bits, whose multiples modulo 2**64 are spread evenly."""
+"""An odd 61-bit number whose multiples modulo 2**64 are spread evenly."""
 
 
 @dataclass(frozen=True)
 class _Copies:
-    """Tensors by key, with their numbers of elements, of which each rank of `group` (None for all) has the same part.
+    """Tensors by key with their numbers of elements, each replicated on the ranks of `group` (None for all).
 
-    Where `is_divided`, ZeRO divides a tensor in other places at each end of a pipeline, and the ranks of `shards` (None
-    for all) have a copy together.
+    Where `is_divided`, ZeRO partitions a tensor differently at the two ends of a pipeline; the ranks of `shards` (None
+    for all) together hold one replica.
     """
 
     group: dist.ProcessGroup | None
@@ -56,13 +56,14 @@ def check_replicas(
     *,
     embedding: str | None,
 ) -> None:
-    """RunError on every rank where copies of a tensor differ: its name, an element of it, two ranks and both values.
+    """RunError on every rank where replicas of a tensor differ; it names the tensor, an element, two ranks and both
+    values.
 
-    Collective. Compared are the fp32 weights of the optimizer, frozen weights that are saved, and buffers; `embedding`
-    is the name of the weight that both ends of a pipeline train, None on other stages.
+    Collective. Compared are the optimizer's fp32 weights, saved frozen weights, and buffers. `embedding` is the name of
+    the weight that both ends of a pipeline train, None on other stages.
 
-    Measured: 5.3 ns of a CPU core for each element that has a copy, 0.5 s for 1e8. Under ZeRO with tp these are the
-    routers, norms and compressing projections; elements that only one rank holds are not read.
+    Measured: 5.3 ns of a CPU core per replicated element, 0.5 s for 1e8. Under ZeRO with tp these are routers, norms
+    and down-projections of latents; elements that only one rank holds are not read.
     """
     if plan.mesh.world_size == 1:
         return
@@ -76,7 +77,7 @@ def check_replicas(
     differing = [(copies, keys[0]) for copies in every if (keys := _unequal(copies, sums))]
     (any_differs,) = all_reduce_max(bool(differing))
     if any_differs:
-        # All groups of a kind before those of the next, since each rank may be in groups of several kinds.
+        # Every rank handles one kind of group before the next, since it may be in groups of several kinds.
         mine = next(filter(None, [_first_difference(copies, key, state) for copies, key in differing]), "")
         raise RunError(
             f"copies of a weight on several ranks differ: {next(filter(None, all_gather_object(mine)))}",
@@ -110,7 +111,9 @@ def _copies(module: Any, plan: Plan, groups: Groups, embedding: str | None) -> I
 
 
 def _read(state: EngineState, wanted: Container[str], use: Callable[[str, int, torch.Tensor], None]) -> None:
-    """Call `use` with each wanted tensor of which this rank has elements, the index of the first one, and them."""
+    """Call `use` with the key, index of the first element and elements of each wanted tensor of which this rank holds
+    some.
+    """
     every = [(group, [part for part in group.slices if part.key in wanted]) for group in state.groups(restoring=True)]
     for group, slices in filter(itemgetter(1), every):
         with group.opened(False) as read:
@@ -123,9 +126,11 @@ def _bits(elements: torch.Tensor) -> torch.Tensor:
 
 
 def _checksum(elements: torch.Tensor, start: int) -> torch.Tensor:
-    """Sum modulo 2**64 of the bits of each element times an odd number that depends on its index, from `start` on.
+    """Sum modulo 2**64, over elements from index `start` on, of the element's bits times an odd number that depends on
+    the index.
 
-    Sums of the parts of a tensor add up to its sum. Tensors that differ in one element have different sums.
+    Checksums of the parts of a tensor add up to that of the tensor. Tensors that differ in one element have different
+    checksums.
     """
     total = torch.zeros((), dtype=torch.int64, device=elements.device)
     for number, piece in enumerate(_bits(elements).split(_PIECE)):
@@ -136,11 +141,11 @@ def _checksum(elements: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _unequal(copies: _Copies, sums: Mapping[str, torch.Tensor]) -> list[str]:
-    """The keys whose tensors differ between ranks of the group; the same on all of these."""
+    """Keys of the tensors that differ between ranks of the group; identical on these ranks."""
     mine = torch.stack([sums[key].to(collective_device()) for key in copies.sizes])
     if copies.is_divided:
         dist.all_reduce(mine, group=copies.shards)
-    # ~x falls as x rises, and has no overflow.
+    # Minimum and maximum in one all-reduce: ~x falls as x rises, without overflow.
     most = torch.cat([mine, ~mine])
     dist.all_reduce(most, dist.ReduceOp.MAX, group=copies.group)
     largest, smallest = most.chunk(2)
@@ -148,7 +153,9 @@ def _unequal(copies: _Copies, sums: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def _first_difference(copies: _Copies, key: str, state: EngineState) -> str:
-    """The first element of which this rank and the first one of the group have different values; empty where none."""
+    """The first element whose value differs between this rank and the group's first rank, as text; empty without
+    one.
+    """
     held = {}
     _read(state, (key,), lambda _, start, elements: held.update({start: elements.clone()}))
     start, own = next(iter(held.items()), (0, torch.zeros(0)))

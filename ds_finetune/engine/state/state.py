@@ -1,4 +1,4 @@
-"""The state of a run under DeepSpeed as named pieces of whole tensors: what a checkpoint saves and restores."""
+"""The state of a run under DeepSpeed as named slices of full tensors, which a checkpoint saves and restores."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,8 +24,8 @@ from ds_finetune.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Part:
-    """Elements `start` to `start + numel` of the flattened parameter `name` of `shape`, which begin at `offset` of
-    their master.
+    """Elements `start` to `start + numel` of the flattened parameter `name` of `shape`; in the master tensor they begin
+    at `offset`.
     """
 
     name: str
@@ -37,10 +37,11 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Master:
-    """A tensor an optimizer steps on, the parameter parts in it, and its number; on NVMe it is empty until swapped in.
+    """A master tensor, on which the optimizer steps, with the parameter parts in it and its number. On NVMe it is empty
+    until swapped in.
 
-    `wholes` are the positions of the same parameters in a buffer that holds each of them whole, as Muon's momentum does
-    below stage 3 (zero/stage_1_and_2.py:2805). A parameter that two ranks share is then whole on both.
+    `wholes` are the same parameters' positions in a buffer that holds each of them completely, such as Muon's momentum
+    below stage 3 (zero/stage_1_and_2.py:2805). A parameter whose master two ranks share is complete on both.
     """
 
     flat: torch.Tensor
@@ -50,8 +51,8 @@ class Master:
     wholes: tuple[Part, ...] = ()
 
     def parts_in(self, held: torch.Tensor, *, restoring: bool) -> tuple[Part, ...]:
-        """The parts in `held`, a state of this master: each element by one rank to save them, by all that hold it to
-        restore.
+        """The parameter parts in `held`, an optimizer state of this master. To save, each element belongs to one rank;
+        to restore, to all ranks that hold it.
         """
         if held.numel() == self.flat.numel():
             return self.parts
@@ -62,8 +63,8 @@ class Master:
 
 
 def master_weights(wrapped: Any, plan: Plan) -> list[Master]:  # noqa: ANN401 - a DeepSpeedEngine
-    """The masters of this rank, with parameters by Hugging Face name and without padding. A parameter in no master is
-    not trained.
+    """The master tensors of this rank, with parts by Hugging Face name, without padding. A parameter in no master is
+    frozen.
     """
     names = {id(param): name.removeprefix("lm.") for name, param in wrapped.module.named_parameters()}
     optimizer = wrapped.optimizer
@@ -82,7 +83,7 @@ def _whole(param: torch.Tensor, names: dict[int, str], offset: int) -> Part:
 
 
 def _masters_of_stage_0(optimizer: Any, names: dict[int, str]) -> Iterator[Master]:  # noqa: ANN401
-    """Stage 0 in 16 bits: a copy of each parameter (fp16/unfused_optimizer.py), or of each group
+    """Stage 0 in 16 bits: one master per parameter (fp16/unfused_optimizer.py) or per group
     (fp16/fused_optimizer.py).
     """
     if hasattr(optimizer, "fp32_groups"):
@@ -102,7 +103,7 @@ def _masters_of_stage_0(optimizer: Any, names: dict[int, str]) -> Iterator[Maste
 
 
 def _master_of_group(optimizer: Any, number: int, names: dict[int, str]) -> Master:  # noqa: ANN401
-    """Stages 1 and 2: this rank's equal part of a group's flattened parameters (utils/mixed_precision_linkage.py)."""
+    """Stages 1 and 2: this rank's equal share of a group's flattened parameters (utils/mixed_precision_linkage.py)."""
     parts = []
     for param in optimizer.bit16_groups[number]:
         mapping = param._hp_mapping
@@ -119,9 +120,7 @@ def _master_of_group(optimizer: Any, number: int, names: dict[int, str]) -> Mast
 
 
 def _masters_of_stage_3(optimizer: Any, names: dict[int, str], plan: Plan) -> Iterator[Master]:  # noqa: ANN401
-    """Stage 3: equal flat parts of each parameter, one after the other in sub-groups (zero/stage3.py,
-    grad_position).
-    """
+    """Stage 3: equal flat shares of each parameter, concatenated in sub-groups (zero/stage3.py, grad_position)."""
     for number, group in enumerate(optimizer.fp16_groups):
         parts = []
         for param in group:
@@ -142,19 +141,21 @@ def _masters_of_stage_3(optimizer: Any, names: dict[int, str], plan: Plan) -> It
 WEIGHT, BUFFER = "weight", "buffer"
 _MUON = "momentum_buffer"
 _SAME_KIND = {"sum": "exp_avg_sq"}
-"""Names of optimizer state in torch by those of DeepSpeed's CPU kernels, where they are the same numbers (Adagrad)."""
+"""torch's names of optimizer states by the names of DeepSpeed's CPU kernels, where both are the same quantity
+(Adagrad).
+"""
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""Attributes that hold a dynamic loss scale (DeepSpeed 0.19.8, fp16/loss_scaler.py:74, 193)."""
+"""Attributes of a dynamic loss scale (DeepSpeed 0.19.8, fp16/loss_scaler.py:74, 193)."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements `start` to `start + numel` of a row-major local tensor: the box of the global tensor `shape` that begins
-    at index `origin`.
+    """Elements `start` to `start + numel` of a row-major local tensor, which is the box of the global tensor `shape`
+    that begins at index `origin`.
 
-    `key` is `kind/name`, the same for any layout: `weight/model.norm.weight`, `exp_avg/...`, `buffer/...`. Without
-    tensor parallelism the local tensor is the global one. `is_replicated`: every rank holds the same elements. Fused
-    `gate_up_proj` has the shape [experts, 2, inner, hidden], in which a tensor parallel rank's part is one box.
+    `key` is `kind/name` and does not depend on the layout: `weight/model.norm.weight`, `exp_avg/...`, `buffer/...`.
+    Without tensor parallelism the local tensor is the global one. `is_replicated`: every rank holds the same elements.
+    A fused `gate_up_proj` has the shape [experts, 2, inner, hidden], in which a tensor parallel shard is one box.
     """
 
     key: str
@@ -172,14 +173,16 @@ Read = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True)
 class StateGroup:
-    """Slices that are in memory together: `opened(write)` gives a function from a slice's key to its elements (1-D)."""
+    """Slices that are in memory at the same time; `opened(write)` yields a function from a slice's key to its elements
+    (1-D).
+    """
 
     slices: tuple[Slice, ...]
     opened: Callable[[bool], AbstractContextManager[Read]]
 
 
 class EngineState:
-    """Weights, optimizer state, persistent buffers and counters of one rank."""
+    """Weights, optimizer states, persistent buffers and counters of one rank."""
 
     def __init__(self, wrapped: Any, plan: Plan, same_part: dist.ProcessGroup | None) -> None:  # noqa: ANN401 - a DeepSpeedEngine
         self._ds, self._plan, self._same_part = wrapped, plan, same_part
@@ -188,16 +191,16 @@ class EngineState:
         self._copies = {name.removeprefix("lm.") for name, param in wrapped.module.named_parameters() if is_copy(param)}
         self._is_plain = plan.is_engine_clipping
         self._is_fp16 = plan.precision == "fp16"
-        # With a ratio of offload below 1 part of the sub-groups have a second optimizer (zero/stage3.py:1253).
+        # With an offload ratio below 1, some sub-groups have a second optimizer (zero/stage3.py:1253).
         backup = getattr(wrapped.optimizer, "backup_optimizer", None)
         base = wrapped.optimizer if self._is_plain else wrapped.optimizer.optimizer
         self._optimizers = [base, *([backup] if backup is not None else [])]
 
     def groups(self, *, restoring: bool = False, home: Sequence[int] = ()) -> list[StateGroup]:
-        """Every slice of this rank, weights before moments; each sub-group on NVMe is a separate group.
+        """All slices of this rank, weights before optimizer states; each sub-group on NVMe is a separate group.
 
-        To save, each element belongs to exactly one of the ranks `home` that share a folder, all for none; with
-        `restoring` the slices are all that this rank needs.
+        To save, each element belongs to exactly one of the ranks `home` that share a folder (none given: all ranks).
+        With `restoring`, the slices are everything that this rank needs.
         """
         self._home = frozenset(home or range(self._plan.mesh.world_size))
         if self._plan.device == "cuda":
@@ -208,10 +211,10 @@ class EngineState:
         return [*trained, *self._frozen(restoring), self._buffers(restoring)]
 
     def scalars(self) -> dict[str, Any]:
-        """Optimizer steps taken (`steps`; at stage 0 `steps_of` parameters that took fewer) and the loss scale, as
+        """Optimizer steps taken (`steps`; at stage 0 also `steps_of` parameters that took fewer) and the loss scale, as
         plain numbers.
 
-        Collective with pipeline stages, of which each knows its own parameters.
+        Collective with pipeline stages, each of which knows only its own parameters.
         """
         found = {part.name: self._steps(master) for master in self._masters for part in master.parts}
         if self._plan.mesh.pp > 1:
@@ -225,8 +228,8 @@ class EngineState:
         }
 
     def create_optimizer_state(self, kinds_of: Mapping[str, set[str]]) -> None:
-        """Create the optimizer state for parameters by name and kind, by a step with zero gradient and learning
-        rate.
+        """Create missing optimizer states for parameters by name and kind, by a step with zero gradients and learning
+        rate zero.
         """
         wanted = {
             master: {kind for part in master.parts for kind in kinds_of.get(part.name, ())} for master in self._masters
@@ -239,16 +242,14 @@ class EngineState:
                 self._zero_step(masters)
         for master in fresh:
             for kind in wanted[master] - self._kinds(master).keys():
-                # Muon's momentum below stage 3, which its first step with a gradient would make; with the optimizer
-                # offloaded it is a part.
+                # Muon's momentum below stage 3, which only a step with a gradient would create. With an offloaded
+                # optimizer it is a partition.
                 is_whole = kind == _MUON and master.wholes and self._plan.offload_optimizer == "none"
                 size = sum(part.numel for part in master.wholes) if is_whole else master.flat.numel()
                 self._optimizers[0].state[master.flat][kind] = torch.zeros(size, device=master.flat.device)
 
     def finish(self, scalars: Mapping[str, Any]) -> None:
-        """Set counters to `scalars` and bring the weights the model computes with in line with the restored fp32
-        ones.
-        """
+        """Set the counters to `scalars`, and update the model's weights from the restored fp32 masters."""
         for master in self._masters:
             self._set_steps(
                 master,
@@ -267,14 +268,16 @@ class EngineState:
         self._ds.module.in_fp32.round_into_parameters()
 
     def store_fp32(self) -> None:
-        """Give the masters of weights that forwards use in fp32 these values: DeepSpeed made them from 16 bits."""
+        """Copy the fp32 values of weights that forwards use in fp32 into their masters, which DeepSpeed made from
+        16-bit values.
+        """
         values = self._ds.module.in_fp32.values
         for part, flat in self._parts_in_fp32():
             flat.copy_(values[part.name].view(-1)[part.start : part.start + part.numel])
 
     def update_fp32(self) -> None:
-        """Let forwards use the masters of these weights as they are now; collective among the ranks that hold the same
-        part of the model.
+        """Update the fp32 values that forwards use from the masters; collective among ranks with the same shard of the
+        model.
         """
         in_fp32 = self._ds.module.in_fp32
         trained = [name for name, param in in_fp32.params.items() if param.requires_grad]
@@ -286,13 +289,13 @@ class EngineState:
         for part, flat in self._parts_in_fp32():
             flat_of[part.name][part.start : part.start + part.numel] = flat
         if self._plan.zero_stage:
-            # Every element is one rank's, and zero on the others.
+            # Each element belongs to one rank, and is zero on the others.
             dist.all_reduce(every, group=self._same_part)
         for name, flat in flat_of.items():
             in_fp32.values[name].view(-1).copy_(flat)
 
     def _parts_in_fp32(self) -> Iterator[tuple[Part, torch.Tensor]]:
-        """The parts of this rank's masters that forwards use in fp32, and their elements."""
+        """The parts of this rank's masters that forwards use in fp32, with their elements."""
         names = self._ds.module.in_fp32.params
         for master in self._masters:
             for part in master.parts:
@@ -300,9 +303,7 @@ class EngineState:
                     yield part, master.flat.detach().view(-1)[part.offset : part.offset + part.numel]
 
     def first_moment(self, param: nn.Parameter) -> torch.Tensor:
-        """Adam's first moment of a parameter as this rank computes with it, fp32; collective among ranks that
-        share it.
-        """
+        """Adam's first moment of a full parameter, fp32; collective among ranks that share the parameter."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         optimizer, stage = self._ds.optimizer, self._plan.zero_stage
@@ -328,8 +329,8 @@ class EngineState:
         return found[0] if found else {}
 
     def _kinds(self, master: Master) -> dict[str, torch.Tensor]:
-        """State tensors with an element for each of the master's (or its `wholes`), by DeepSpeed's name; without
-        elements while on NVMe.
+        """Optimizer states with one value per element of the master (or of its `wholes`), by DeepSpeed's name; empty
+        while on NVMe.
         """
         sizes = (master.flat.numel(), sum(part.numel for part in master.wholes))
         tensors = {
@@ -366,8 +367,8 @@ class EngineState:
         )
 
     def _is_saved_here(self, part: Slice) -> bool:
-        """Whether this rank saves elements that other ranks hold too: whole tensors under tensor parallelism, sharded
-        ones at stage 0.
+        """Whether this rank saves elements that other ranks hold too: replicated tensors under tensor parallelism, or
+        any at stage 0.
         """
         name = part.key.partition("/")[2]
         if part.is_replicated:
@@ -380,8 +381,8 @@ class EngineState:
         return self._is_first_here(*of_shards, *of_rows, same_experts=shard.is_expert_parallel)
 
     def _is_first_here(self, *axes: Axis, same_experts: bool = False) -> bool:
-        """Whether no rank before this one, of those that share its folder, holds the same elements: ranks that differ
-        only along `axes`, and have the same experts where these are held.
+        """Whether this rank is the first, among ranks that share its folder, that holds these elements. Holders are the
+        ranks that differ from it only along `axes` and, with `same_experts`, hold the same experts.
         """
         mesh = self._plan.mesh
         line = next(line for line in mesh.lines(*axes) if mesh.rank in line)
@@ -400,7 +401,7 @@ class EngineState:
         )
 
     def _frozen(self, restoring: bool) -> Iterator[StateGroup]:
-        """Weights that are not trained and are saved with the run; with LoRA the base weights are not saved."""
+        """Frozen weights that are saved with the run; with LoRA the base weights are not saved."""
         mesh, stage = self._plan.mesh, self._plan.zero_stage
         is_replicated = stage < 3 and mesh.pp == 1
         # Below stage 3 all ranks of a pipeline stage hold the same elements, at stage 3 tensor parallel ranks do.
@@ -418,8 +419,8 @@ class EngineState:
                 yield StateGroup((part,), partial(_open_fragment, fragment, numel))
 
     def _frozen_fragment(self, name: str, param: nn.Parameter, restoring: bool) -> Fragment:
-        """What this rank saves or restores of a frozen parameter; of a value in fp32, which all ranks hold whole, it
-        saves its part and restores all.
+        """The elements of a frozen parameter that this rank saves or restores. Every rank holds all of an fp32 value,
+        saves its own share, and restores all.
         """
         fragment, value = partition(param), self._ds.module.in_fp32.values.get(name)
         if value is None:
@@ -436,7 +437,7 @@ class EngineState:
         with self._swap_in(masters[0], write):
             yield read
             if write:
-                # The parameters of this sub-group, perhaps on NVMe themselves, while its master is in memory.
+                # While the master is in memory, update the parameters of its sub-group, which may be on NVMe too.
                 self._ds.optimizer._reassign_or_swap_out_partitioned_parameters(masters[0].number)
 
     @contextmanager
@@ -452,9 +453,7 @@ class EngineState:
                 optimizer._release_swap_buffers(master.number)
 
     def _zero_step(self, masters: Sequence[Master]) -> None:
-        """One step of the optimizer on `masters`; at stage 3 that is one sub-group, which may have to come from
-        NVMe.
-        """
+        """One optimizer step on `masters`; at stage 3 on one sub-group, which may be swapped in from NVMe."""
         with self._swap_in(masters[0], write=True) if masters[0].is_swapped else nullcontext():
             grads = [master.flat.grad for master in masters]
             for master in masters:
@@ -502,24 +501,24 @@ class EngineState:
 
 
 def scaler_of(optimizer: Any) -> Any:  # noqa: ANN401 - one of DeepSpeed's wrappers
-    """The object in which a wrapper keeps its loss scale: `loss_scale_config` at stage 0 (fp16/fused_optimizer.py,
+    """The object that holds a wrapper's loss scale: `loss_scale_config` at stage 0 (fp16/fused_optimizer.py,
     unfused_optimizer.py), else `loss_scaler`.
     """
     return getattr(optimizer, "loss_scale_config", None) or optimizer.loss_scaler
 
 
 def is_dynamic(scaler: Any) -> bool:  # noqa: ANN401
-    """Whether the scale is adapted to the gradients; a static one comes from the run file."""
+    """Whether the loss scale is dynamic, not a constant of the run file."""
     return bool(getattr(scaler, "dynamic_loss_scale", getattr(scaler, "dynamic", False)))
 
 
 def loss_scale(scaler: Any) -> dict[str, Any]:  # noqa: ANN401
-    """A dynamic loss scale as plain numbers, empty for a static one."""
+    """The values of a dynamic loss scale, empty for a static one."""
     return {name: getattr(scaler, name) for name in _SCALER if hasattr(scaler, name)} if is_dynamic(scaler) else {}
 
 
 def restore_loss_scale(scaler: Any, saved: Mapping[str, Any]) -> None:  # noqa: ANN401
-    """Set a dynamic loss scale to the values of `loss_scale` that this kind of scaler has."""
+    """Set a dynamic loss scale to `saved`, the result of `loss_scale`, as far as this kind of scaler has its values."""
     for name, value in saved.items() if is_dynamic(scaler) else ():
         if hasattr(scaler, name):
             setattr(scaler, name, value)

@@ -1,5 +1,5 @@
-"""Tensors of a model that is distributed over ranks: this rank's part of a ZeRO-3 parameter, in memory or on NVMe, and
-whole tensors, gathered one at a time on the CPU of rank zero.
+"""Access to tensors that are distributed over ranks: this rank's partition of a ZeRO-3 parameter, in memory or on NVMe,
+and full tensors, gathered one at a time on rank zero's CPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,11 +21,11 @@ from ds_finetune.model.quantised.four_bit import dequantised, dtype_of, is_four_
 from ds_finetune.plan.plan import Plan
 
 _PIECE = 2**26
-"""Elements of a tensor that one stage sends to another at a time."""
+"""Elements of a tensor that one pipeline stage sends to another at a time."""
 
 
 class WholeTensors:
-    """Gathers the parameters and persistent buffers of `module`, which is under DeepSpeed."""
+    """Gathers the full parameters and persistent buffers of `module`, which DeepSpeed wraps."""
 
     def __init__(self, module: nn.Module, plan: Plan, groups: Groups, device: torch.device) -> None:
         self._module, self._plan, self._groups, self._device = module, plan, groups, device
@@ -45,14 +45,14 @@ class WholeTensors:
         self._specs = [own] if self._stage is None else self._stage.all_gather_object(own)
 
     def specs(self) -> dict[str, torch.Tensor]:
-        """Shape and dtype of every whole tensor of all stages, by Hugging Face name, on the meta device."""
+        """Shapes and dtypes of the full tensors of all stages, by Hugging Face name, as meta tensors."""
         return {name: spec for specs in self._specs for name, spec in specs.items()}
 
     def gather(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Each wanted tensor by name: whole on rank zero's CPU, None on other ranks.
+        """Wanted full tensors by name: on rank zero's CPU, None on other ranks.
 
-        Collective: every rank must run the iterator to its end. Ranks begin each tensor together, so that none waits
-        in a collective for longer than rank zero needs for one tensor.
+        Collective: every rank must exhaust the iterator. A barrier precedes each tensor, so that no rank waits in a
+        collective for longer than rank zero needs for one tensor.
         """
         here = dict(named_parameters(self._module)) | dict(persistent_buffers(self._module)) | self._in_fp32
         for stage, specs in enumerate(self._specs):
@@ -64,7 +64,7 @@ class WholeTensors:
                     yield name, self._send_to_rank_zero(whole, spec, stage)
 
     def gather_shards(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The whole tensor of which `part` is sharded like parameter `name`, on the stage's first rank, perhaps on
+        """The full tensor from `part`, which is sharded like parameter `name`, on the stage's first rank, possibly on
         the CPU. Other ranks return a part.
         """
         shard = self._model_shard.tensor_shard(name, tuple(part.shape))
@@ -72,7 +72,7 @@ class WholeTensors:
         mesh = self._plan.mesh
         if mesh.rank not in mesh.parts_of_leader():
             return box
-        # NCCL takes only tensors on the device; the moments of an offloaded optimizer are on the CPU.
+        # NCCL needs tensors on the GPU; states of an offloaded optimizer are on the CPU.
         experts = self._groups.experts if shard.is_expert_parallel and mesh.place("tp") == 0 else None
         if self._groups.tensor is not None and shard.dim is not None:
             end = torch.device("cpu") if experts is None else self._device
@@ -82,7 +82,7 @@ class WholeTensors:
         return box.reshape(shard.whole_shape) if mesh.rank == mesh.leader else box
 
     def _send_to_rank_zero(self, whole: torch.Tensor | None, spec: torch.Tensor, stage: int) -> torch.Tensor | None:
-        """The whole tensor of stage number `stage`, on rank zero's CPU; None on other ranks."""
+        """The full tensor of stage number `stage`, on rank zero's CPU; None on other ranks."""
         mesh = self._plan.mesh
         is_rank_zero = self._plan.world.rank == 0
         if self._stage is not None and stage and mesh.rank == mesh.leader:
@@ -103,7 +103,7 @@ def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers that belong to the weights, by Hugging Face name."""
+    """Persistent buffers by Hugging Face name."""
     for name, buffer in module.named_buffers():
         owner, _, leaf = name.rpartition(".")
         if leaf not in module.get_submodule(owner)._non_persistent_buffers_set:
@@ -111,7 +111,7 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def gather_zero3(param: torch.Tensor | None) -> Any:  # noqa: ANN401 - a context manager of DeepSpeed
-    """Context in which a ZeRO-3 parameter is whole on every rank."""
+    """Context in which a ZeRO-3 parameter is gathered on every rank."""
     if not hasattr(param, "ds_id"):
         return nullcontext()
     import deepspeed
@@ -122,7 +122,9 @@ def gather_zero3(param: torch.Tensor | None) -> Any:  # noqa: ANN401 - a context
 def _gather_on_first(
     part: torch.Tensor, group: TensorParallelGroup | ExpertParallelGroup, *, dim: int, end: torch.device
 ) -> torch.Tensor:
-    """The parts of a group's ranks, joined along `dim` on the device `end` of its first rank; a part elsewhere."""
+    """Parts of a group's ranks concatenated along `dim`, on the device `end` of its first rank; other ranks return
+    their part.
+    """
     part = part.contiguous()
     parts = [torch.empty_like(part) for _ in range(group.size)] if group.group_rank == 0 else None
     dist.gather(part, parts, group=group.group, group_dst=0)
@@ -130,11 +132,11 @@ def _gather_on_first(
 
 
 def partition(param: torch.Tensor) -> Fragment:
-    """This rank's slice of a ZeRO-3 parameter: `ds_tensor`, one of equal flat pieces (DeepSpeed 0.19.8,
+    """This rank's partition of a ZeRO-3 parameter: `ds_tensor`, one of equal flat pieces (DeepSpeed 0.19.8,
     zero/partition_parameters.py).
 
-    A slice on NVMe is read into one of the swapper's buffers while it is open, and written back when it closes. A
-    parameter that ZeRO-3 does not partition is whole on this rank.
+    A partition on NVMe is read into one of the swapper's buffers when opened, and written back when closed. A parameter
+    that ZeRO-3 does not partition is complete on this rank.
     """
     if not hasattr(param, "ds_tensor"):
         return whole(param)
@@ -147,7 +149,7 @@ def partition(param: torch.Tensor) -> Fragment:
 
 
 def is_swapped(param: torch.Tensor) -> bool:
-    """Whether this parameter's slice is on NVMe; slices smaller than one aio block stay in memory
+    """Whether this rank's partition of the parameter is on NVMe; partitions smaller than one aio block stay in memory
     (swap_tensor/partitioned_param_swapper.py:135).
     """
     from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
@@ -163,5 +165,5 @@ def _swap_in(param: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401 - a paramete
     try:
         yield param.ds_tensor.data.view(-1)
     finally:
-        # Synchronous; also releases the buffer and marks the slice as not in memory.
+        # Synchronous; also releases the buffer and marks the partition as not in memory.
         swapper.swap_out_and_release([param])
