@@ -40,7 +40,7 @@ def step_name(step: int) -> str:
 
 
 def partial_name(step: int, token: str) -> str:
-    """Folder name while a checkpoint is being written; `token` tells starts of the run apart."""
+    """Folder name while a checkpoint is being written; `token` distinguishes starts of the run."""
     return f"{step_name(step)}.partial-{token}"
 
 
@@ -50,7 +50,7 @@ def part_name(rank: int, world_size: int) -> str:
 
 
 class RenamedCheckpointError(CheckpointError):
-    """The name of a checkpoint folder has another step than the checkpoint in it."""
+    """Raised where the name of a checkpoint folder contains another step than the checkpoint itself."""
 
 
 def find_renamed_checkpoint(checkpoints: Path) -> RenamedCheckpointError | None:
@@ -192,7 +192,7 @@ def checksum_of(path: Path) -> FileChecksum:
 
 
 def mark_part_written(part: Path, checksum: FileChecksum) -> None:
-    """Write the checksum of `part` to a file beside it, whose existence says that the part is complete."""
+    """Write the checksum of `part` to a file next to it, whose existence marks the part as complete."""
     unnamed = part.with_name(part.name + ".aside")
     write_checksummed(unnamed, [json.dumps(asdict(checksum)).encode()])
     unnamed.rename(part.with_name(part.name + _STATUS))
@@ -205,12 +205,12 @@ def commit(
     beside: Mapping[str, str],
     keep_waiting: Callable[[], bool],
 ) -> Path:
-    """Make a checkpoint complete: rename the folder `partial` to `step-N` once all its files are on the disk.
+    """Complete a checkpoint: rename the folder `partial` to `step-N` once all its files are on disk, and return the new
+    path. Only a folder with such a name counts as a checkpoint.
 
-    Only a folder of that name counts as a checkpoint; its path is returned. Before that, the files `texts` (name to
-    content) are written, the files `beside` (name to source) linked, the parts of `manifest` that other ranks write
-    waited for, and a manifest written that lists every file. TimeoutError if `keep_waiting` returns false while parts
-    are missing. An older folder of the same step is removed at the end.
+    Before that, write the files `texts` (name to content), link the files `beside` (name to source), wait for the parts
+    of `manifest` that other ranks write, and write a manifest of all files. TimeoutError if `keep_waiting` returns
+    false while parts are missing. An older folder of the same step is removed at the end.
     """
     sums = _small_files(partial, texts, beside)
     sums |= _wait_for_parts(partial, manifest.parts, keep_waiting)
@@ -230,7 +230,7 @@ def commit(
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint; it is renamed first, so that a half-removed one never looks complete."""
+    """Remove a checkpoint; it is renamed first, so that a partly removed one never looks complete."""
     removing = folder if ".removing" in folder.name else folder.with_name(folder.name + ".removing")
     if folder.exists():
         folder.rename(removing)
@@ -238,7 +238,7 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def rename_unusable(folder: Path) -> Path:
-    """Rename a checkpoint that cannot be used, so that it is neither resumed nor counted; returns the new path."""
+    """Rename a checkpoint that cannot be used, so that it is neither resumed from nor counted; returns the new path."""
     unused = next(
         path
         for number in range(1, 10_000)
@@ -263,7 +263,7 @@ def _small_files(partial: Path, texts: Mapping[str, str], beside: Mapping[str, s
     sums = {name: write_checksummed(partial / name, [text.encode()]) for name, text in texts.items()}
     for name, source in beside.items():
         link_or_copy(Path(source), partial / name)
-        # A hard link names content that may be in memory only. Once it is on the disk, this costs nothing.
+        # The content of a hard link may still be in memory only. Once it is on disk, this costs nothing.
         synchronise(partial / name)
         sums[name] = checksum_of(partial / name)
     for folder in {(partial / name).parent for name in beside}:
@@ -274,8 +274,7 @@ def _small_files(partial: Path, texts: Mapping[str, str], beside: Mapping[str, s
 def _wait_for_parts(partial: Path, names: Sequence[str], keep_waiting: Callable[[], bool]) -> dict[str, FileChecksum]:
     sums: dict[str, FileChecksum] = {}
     while True:
-        # List the folder to see files of other hosts: NFS answers repeated look-ups of one name from a cache of absent
-        # names.
+        # List the folder to see files of other hosts: NFS caches that a name is absent when it is looked up too early.
         seen = {entry.name for entry in os.scandir(partial)}
         for name in [name for name in names if name not in sums and name + _STATUS in seen]:
             sums[name] = FileChecksum(**json.loads((partial / (name + _STATUS)).read_bytes()))

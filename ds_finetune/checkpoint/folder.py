@@ -1,4 +1,4 @@
-"""The checkpoint folder of a rank, and the ranks that see the same folder: all ranks, or the ranks of one node."""
+"""The checkpoint folder of a rank, and the ranks that share it: all ranks, or the ranks of one node."""
 
 import os
 import socket
@@ -11,7 +11,7 @@ from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.errors import FinetuneError, OutputError
 
 _SEEN_SECONDS = 5.0
-"""How long a new file on a shared file system may take to appear on another host."""
+"""Seconds in which a new file on a shared file system must appear on another host."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class CheckpointFolder:
 
     @property
     def share(self) -> tuple[int, int]:
-        """This rank's (index, count) among `ranks`, which divide the writing of replicated tensors among them."""
+        """(index, count) of this rank among `ranks`, over which the writing of replicated tensors is divided."""
         return self.ranks.index(self.rank), len(self.ranks)
 
 
 def open_checkpoint_folder(folder: Path, *, rank: int, node_local: bool) -> CheckpointFolder:
-    """Make `folder` on every rank and find out which ranks share it; collective.
+    """Create `folder` on every rank and find out which ranks share it; collective.
 
-    OutputError on every rank where it cannot be made, or where it is not shared and `node_local` is false.
+    OutputError on every rank where it cannot be created, or where it is not shared and `node_local` is false.
     """
     raise_on_every_rank(try_in_folder(folder, lambda: folder.mkdir(parents=True, exist_ok=True)))
     tokens = all_gather_object(f"{time.time_ns():x}-{os.getpid():x}")
@@ -68,7 +68,7 @@ def raise_on_every_rank(error: FinetuneError | None) -> None:
 
 
 def try_in_folder(folder: Path, work: Callable[[], object]) -> OutputError | None:
-    """Do `work` in the checkpoint folder; returns its error in the user's terms, if any."""
+    """Run `work` in the checkpoint folder; returns an OSError as an error for the user."""
     try:
         work()
     except OSError as refused:

@@ -1,4 +1,6 @@
-"""Locks a checkpoint folder for one run, until the run's processes have exited, including its writer processes."""
+"""Locks a checkpoint folder for one run, until all of the run's processes have exited, including its writer
+processes.
+"""
 
 import fcntl
 import os
@@ -13,11 +15,11 @@ from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import OutputError
 
 LOCK = ".lock"
-"""Name of the file in a checkpoint folder that the run which writes there keeps locked."""
+"""Name of the lock file in a checkpoint folder."""
 LOCK_SECONDS = 60.0
-"""How long to wait for another run, which may be ending."""
+"""Seconds to wait for another run, which may be ending."""
 DEAD_SECONDS = 1800.0
-"""How long to wait for the writer processes of a dead run, which finish its last checkpoint."""
+"""Seconds to wait for the writer processes of a dead run, which finish its last checkpoint."""
 _POLL_SECONDS = 0.05
 
 
@@ -47,13 +49,13 @@ def lock_folder(folder: Path, *, seconds: float, say: Say) -> TextIO:
         except OSError as refused:
             say(f"{folder} cannot be locked ({refused}): see that no other run writes it")
         if os.fstat(file.fileno()).st_nlink:
-            # For runs that wait; on a full disk the file stays empty.
+            # For the message of runs that wait; on a full disk the file stays empty.
             with suppress(OSError):
                 file.truncate(0)
                 file.write(_owner())
                 file.flush()
             return file
-        # It was removed between opening and locking, so no other run would see this lock.
+        # The file was removed between opening and locking, so no other run would see this lock.
         file.close()
 
 
@@ -69,6 +71,6 @@ def _owner() -> str:
 
 
 def _is_dead(holder: str) -> bool:
-    """Whether the process named in the lock file was on this host and has exited."""
+    """Whether the process named in the lock file ran on this host and has exited."""
     found = re.fullmatch(r"process (\d+) on (.*)", holder)
     return bool(found) and found[2] == socket.gethostname() and not Path(f"/proc/{found[1]}").exists()  # type: ignore[index]

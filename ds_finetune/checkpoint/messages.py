@@ -1,4 +1,4 @@
-"""Jobs that a rank sends to its writer process (part_writer_process.py), and the answer to each.
+"""Jobs that a rank sends to its writer process (part_writer_process.py), and their replies.
 
 The writer process imports this module, so it does not import torch.
 """
@@ -11,9 +11,10 @@ from ds_finetune.system.process_messages import ProcessMessage
 
 @dataclass(frozen=True)
 class CommitJob:
-    """Make the folder `partial` a complete checkpoint once every part is written (`files.commit`).
+    """Complete the checkpoint in the folder `partial` once every part is written (`commit.commit`).
 
-    `manifest` has no files yet. `texts` maps names of new files to contents, and `linked` to paths of existing files.
+    `manifest` has no files yet. `texts` maps names of new files to contents, and `linked` maps names to paths of
+    existing files.
     """
 
     partial: str
@@ -29,7 +30,7 @@ class ReserveJob(ProcessMessage, kind="reserve"):
 
 
 class WriteJob(ProcessMessage, kind="write"):
-    """Write the first `num_bytes` of shared memory to the file `part`, then do `commit` where it is given."""
+    """Write the first `num_bytes` of shared memory to the file `part`, then run `commit` where it is given."""
 
     part: str
     num_bytes: int
@@ -43,11 +44,11 @@ class RemoveJob(ProcessMessage, kind="remove"):
 
 
 class StopWaiting(ProcessMessage, kind="stop_waiting"):
-    """End a commit that waits for the parts of other ranks, one of which has failed. It has no answer."""
+    """End a commit that waits for the parts of other ranks, one of which has failed. There is no reply."""
 
 
 class JobDone(ProcessMessage, kind="done"):
-    """The answer to a job of kind `job`, with the error where there was one."""
+    """Reply to a job of kind `job`, with its error if there was one."""
 
     job: str
     error: str

@@ -1,7 +1,7 @@
-"""Sinks that take the bytes of a rank's part from `part_storage.serialise_part`.
+"""Sinks that receive the bytes of a rank's part from `part_storage.serialise_part`.
 
-`WriterProcess` copies them to shared memory, from which a process writes the file while training continues; on a GPU
-that memory is locked in place (`PinnedMap`). `FilePartSink` writes them to the file before training continues.
+`WriterProcess` copies them to shared memory, from which a separate process writes the file while training continues;
+with a GPU that memory is pinned (`PinnedMap`). `FilePartSink` writes the file before training continues.
 """
 
 import ctypes
@@ -24,9 +24,9 @@ from ds_finetune.system.processes import python_module, with_package
 
 
 class PinnedMap:
-    """Keeps one memory map at a time registered with CUDA; does nothing without a GPU.
+    """Keeps one memory map at a time pinned for CUDA; does nothing without a GPU.
 
-    Pages are locked when they are registered, which takes about as long as to fill them once, in the first save.
+    Pages are pinned when registered, which takes about as long as filling them once; this happens in the first save.
     """
 
     def __init__(
@@ -39,20 +39,20 @@ class PinnedMap:
 
     @classmethod
     def of_device(cls) -> "PinnedMap":
-        """For the GPU that this process computes on, if it does."""
+        """For the GPU of this process, if it uses one."""
         if not torch.cuda.is_initialized():
             return cls()
         return cls(torch.cuda.cudart(), lambda: torch.zeros(1, device="cuda"))
 
     def register(self, memory: mmap.mmap) -> None:
-        """Lock `memory`; where the system refuses, copies stay slow, and a warning tells why."""
+        """Pin `memory`. Where the system refuses, a warning says why, and copies stay slow."""
         assert not self._address, "`release` comes before another map"
         if self._cudart is None:
             return
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         error = self._cudart.cudaHostRegister(address, len(memory), 0)
         if int(error):
-            # CUDA keeps the error until someone asks for it: torch, which would raise it from its next kernel.
+            # CUDA keeps the error until it is read: torch would raise it from its next kernel.
             with suppress(RuntimeError):
                 self._run_kernel()
             warnings.warn(
@@ -64,7 +64,7 @@ class PinnedMap:
         self._address = address
 
     def release(self) -> None:
-        """Unlock the memory again, before it is unmapped."""
+        """Unpin the memory, before it is unmapped."""
         if self._address:
             self._cudart.cudaHostUnregister(self._address)
             self._address = 0
@@ -75,12 +75,12 @@ _CLOSE_SECONDS = 5.0
 
 
 class WriterProcess:
-    """Starts the process of `part_writer_process.py` and shares memory with it; it answers jobs in order."""
+    """The writer process of `part_writer_process.py`, with shared memory; it replies to jobs in order."""
 
     def __init__(self, inherited: Sequence[int] = (), pinned: PinnedMap | None = None) -> None:
         self._inherited = tuple(inherited)
         self._pinned = pinned or PinnedMap.of_device()
-        # Not a file in /dev/shm, which is small in containers. Only the size of memory limits a memfd.
+        # Not a file in /dev/shm, which is small in containers; a memfd is limited only by the memory.
         self._memory = os.memfd_create("checkpoint")
         self._map: mmap.mmap | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -100,7 +100,7 @@ class WriterProcess:
         self._answers = MessageReader(self._process.stdout.fileno(), [JobDone], peer="the checkpoint writer")
 
     def send(self, job: ProcessMessage) -> None:
-        """Send a job; a process that has exited is noticed by `errors`, not here."""
+        """Send a job; `errors` reports a process that has exited, not this method."""
         self._num_sent += 1
         self._send(job)
 
@@ -115,13 +115,13 @@ class WriterProcess:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is a job without an answer."""
+        """Whether a job has not been replied to."""
         return self._num_answered < self._num_sent
 
     def errors(self) -> list[str]:
-        """Read the answers that have arrived, and return their errors; a process that has exited is an error too.
+        """Read the replies that have arrived, and return their errors; a process that has exited is an error too.
 
-        A checkpoint that could not be removed is no error of a save: its removal is tried again after the next save.
+        A failed removal of a checkpoint is not an error: it is tried again after the next save.
         """
         assert self._process is not None
         assert self._answers is not None
@@ -159,7 +159,7 @@ class WriterProcess:
         return self._filled
 
     def close(self) -> None:
-        """Let the process end after its last job, and wait some seconds for that."""
+        """Let the process end after its last job, and wait some seconds for it."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
             with suppress(subprocess.TimeoutExpired):

@@ -1,9 +1,9 @@
-"""Writes the state of a rank as a part of a checkpoint, and reads state from the parts of any ranks.
+"""Writes the state of a rank as its part of a checkpoint, and reads state from the parts of any ranks.
 
-A part is the safetensors file that one rank writes. Its tensors are chunks of global tensors: n-dimensional boxes, in
-which checkpoints store the flat ranges that a rank holds.
+A part is the safetensors file of one rank. A rank holds flat ranges of tensors; they are stored as chunks, which are
+n-dimensional boxes of global tensors.
 
-`serialise_part` turns a rank's state into the bytes of its part and gives them to a `PartSink` (part_sinks.py), which
+`serialise_part` turns a rank's state into the bytes of its part, and passes them to a `PartSink` (part_sinks.py), which
 writes them. `read_state_groups` reads state from parts, which may be cut differently.
 """
 
@@ -87,7 +87,7 @@ def overlap(one: Chunk, other: Chunk) -> Chunk | None:
 
 
 _MAP_NORESERVE = 0x4000
-"""Linux's flag; Python 3.13 and later define it in `mmap`."""
+"""Flag of Linux's mmap; Python 3.13 and later define it in `mmap`."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class PartFile:
 
     @property
     def node(self) -> int:
-        """The node that wrote this part, given as the lowest of the ranks that share its folder."""
+        """The node that wrote this part, identified by the lowest rank that shares its folder."""
         return int(self.extra.get("home", 0))
 
     def tensor(self, item: StoredChunk) -> torch.Tensor:
@@ -175,7 +175,7 @@ class PartReader:
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self.parts = [PartFile(path) for path in paths]
-        # Replicated tensors are stored once per node, split over its ranks. Those of one node are read.
+        # A replicated tensor is stored once per node, split over its ranks; the copy of one node is read.
         nodes: dict[str, int] = {}
         for part in self.parts:
             for key in part.extra["replicated"]:
@@ -184,16 +184,16 @@ class PartReader:
         seen: set[tuple[str, Chunk]] = set()
         for part in self.parts:
             for item in part.stored:
-                # Nodes without a shared folder may each have a chunk that ranks of several nodes hold.
+                # Nodes without a shared folder may each store a chunk that ranks of several nodes hold.
                 if nodes.get(item.key, part.node) == part.node and (item.key, item.chunk) not in seen:
                     seen.add((item.key, item.chunk))
                     self.held.setdefault(item.key, []).append((part, item))
         self._bounds: dict[str, np.ndarray] = {}
 
     def copy(self, key: str, chunk: Chunk, target: torch.Tensor) -> int:
-        """Copy what the parts hold of a chunk of the tensor `key` to `target`, which has its sizes.
+        """Copy a chunk of the tensor `key` from the parts to `target`, which has the chunk's sizes.
 
-        Returns the number of elements that were copied: fewer than the chunk has where they are in no part.
+        Returns the number of elements copied, which is less than the chunk's where some elements are in no part.
         """
         copied = 0
         for part, item in self._near(key, chunk):
@@ -211,9 +211,9 @@ class PartReader:
         return copied
 
     def _near(self, key: str, chunk: Chunk) -> list[tuple[PartFile, StoredChunk]]:
-        """The stored chunks between whose first and last elements some of those of `chunk` are.
+        """Stored chunks whose range of flat indices overlaps that of `chunk`.
 
-        A thousand ranks at ZeRO-3 have thousands of chunks of each tensor.
+        A preselection, because a thousand ranks at ZeRO-3 store thousands of chunks of each tensor.
         """
         held = self.held[key]
         if key not in self._bounds:
@@ -226,10 +226,10 @@ class PartReader:
 def serialise_part(
     groups: Sequence[StateGroup], sink: PartSink, extra: Mapping[str, Any], *, share: tuple[int, int]
 ) -> None:
-    """Give this rank's part of `groups` to `sink`: a header that holds `extra`, then the chunks.
+    """Write this rank's part of `groups` to `sink`: a header that contains `extra`, then the chunks.
 
-    Of a replicated tensor the part holds share `index` of `count`, where `share` is (index, count). A group is in
-    memory while its chunks are written.
+    Of a replicated tensor the part contains share `index` of `count`, where `share` is (index, count). A group is in
+    memory only while its chunks are written.
     """
     chunks = [_chunks_of_group(group, share) for group in groups]
     stored = [item for of_group in chunks for item, _ in of_group]
@@ -246,7 +246,7 @@ def serialise_part(
 
 
 def _chunks_of_group(group: StateGroup, share: tuple[int, int]) -> list[tuple[StoredChunk, int]]:
-    """What this rank writes of a group, each with its offset among the elements of its slice."""
+    """The chunks that this rank writes of a group, each with its offset within the elements of its slice."""
     found = []
     for held in group.slices:
         piece = share_of_slice(held, *share) if held.is_replicated else held
@@ -256,9 +256,9 @@ def _chunks_of_group(group: StateGroup, share: tuple[int, int]) -> list[tuple[St
 
 
 def read_state_groups(groups: Sequence[StateGroup], reader: PartReader, *, absent: str) -> None:
-    """Fill the slices of `groups` from the parts of `reader`; `absent` names missing parts, for the error message.
+    """Fill the slices of `groups` from the parts of `reader`; `absent` names missing parts in error messages.
 
-    CheckpointError for a tensor that is missing, of another shape, or in parts that are not here.
+    CheckpointError for a tensor that is missing, has another shape, or is in parts that are not available.
     """
     for group in groups:
         with group.opened(True) as read:
@@ -290,14 +290,14 @@ def _read_slice(piece: Slice, reader: PartReader, read: Read, *, absent: str) ->
 
 
 def num_weights(groups: Sequence[StateGroup], *, share: tuple[int, int]) -> int:
-    """Number of weights in this rank's part; `share` as for `serialise_part`."""
+    """Number of weights in this rank's part; `share` as in `serialise_part`."""
     pieces = (piece for group in groups for piece in group.slices)
     written = (share_of_slice(piece, *share) if piece.is_replicated else piece for piece in pieces)
     return sum(piece.numel for piece in written if piece.key.startswith(f"{WEIGHT}/"))
 
 
 def chunks_of_slice(piece: Slice) -> list[tuple[Chunk, int]]:
-    """The chunks of the global tensor that a slice covers, each with its offset among the slice's elements."""
+    """The chunks of the global tensor that a slice covers, each with its offset within the slice's elements."""
     chunks, position = [], 0
     for chunk in flat_range_chunks(piece.local_shape or piece.shape, piece.start, piece.numel):
         chunks.append((chunk.moved(piece.origin) if piece.origin else chunk, position))

@@ -1,9 +1,8 @@
 """The process that writes a rank's part of each checkpoint to disk while training continues.
 
 It is started as `python -m ds_finetune.checkpoint.part_writer_process FD`. Jobs (messages.py) arrive on standard input,
-and the answer to each goes to standard output. It does not import torch: it copies bytes from shared memory (file
-descriptor FD) to the file. On the leader (folder.py) it also waits for the parts of the other ranks and commits the
-checkpoint.
+and replies go to standard output. It does not import torch: it copies bytes from shared memory (file descriptor FD) to
+the file. On the leader (folder.py) it also waits for the parts of the other ranks and commits the checkpoint.
 """
 
 import mmap
@@ -20,11 +19,11 @@ from ds_finetune.checkpoint.messages import JOBS, CommitJob, JobDone, RemoveJob,
 from ds_finetune.system.process_messages import MessageReader, ProcessMessage, send
 
 ORPHAN_SECONDS = 10.0
-"""How long this process, once its rank has exited, waits for parts of other ranks that do not grow."""
+"""Seconds that this process, after its rank has exited, waits for parts of other ranks that do not grow."""
 
 
 class _JobQueue:
-    """Jobs in the order they arrive; `is_closed` is true once the rank has exited."""
+    """Jobs in the order of arrival; `is_closed` is true once the rank has exited."""
 
     def __init__(self) -> None:
         self._reader = MessageReader(0, JOBS, peer="the rank")
@@ -47,7 +46,7 @@ class _JobQueue:
 
 
 def main() -> None:
-    """Do jobs until the rank has exited."""
+    """Run jobs until the rank has exited."""
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         # Launchers, schedulers and a closing terminal send signals to every process of a job. Only the rank decides
         # when this process ends.
@@ -55,7 +54,7 @@ def main() -> None:
     memory, jobs = int(sys.argv[1]), _JobQueue()
     while (job := jobs.next()) is not None:
         if isinstance(job, StopWaiting):
-            # It was meant for a commit that has just ended.
+            # It was meant for a commit that has already ended.
             continue
         error = ""
         try:
@@ -87,9 +86,8 @@ def _commit(job: CommitJob, jobs: _JobQueue) -> None:
 
 
 def _wait_condition(jobs: _JobQueue, partial: Path) -> Callable[[], bool]:
-    """A function that tells whether to wait longer for parts of other ranks.
-
-    It does until the rank sends StopWaiting or, once the rank has exited, while other parts grow.
+    """Returns a function that says whether to wait longer for the parts of other ranks: until the rank sends
+    StopWaiting or, after the rank has exited, while the parts still grow.
     """
     size, since = -1, time.monotonic()
 

@@ -1,4 +1,6 @@
-"""Finds the checkpoint to resume from, and restores it: in an engine of any layout, and in random number generators."""
+"""Finds the checkpoint to resume from, and restores it into an engine of any parallel layout and into random
+generators.
+"""
 
 import base64
 import random
@@ -30,7 +32,7 @@ from ds_finetune.errors import CheckpointError
 
 @dataclass(frozen=True)
 class UsableCheckpoint:
-    """An undamaged checkpoint, the run's state in it, and a line for each newer checkpoint that cannot be used."""
+    """An undamaged checkpoint with the run's state, and a line for each newer checkpoint that cannot be used."""
 
     folder: Path
     manifest: Manifest
@@ -41,8 +43,8 @@ class UsableCheckpoint:
 def newest_checkpoint(place: CheckpointFolder, folder: Path) -> UsableCheckpoint | None:
     """The newest checkpoint in `folder` that is complete on every node and undamaged; collective.
 
-    The ranks divide the check of its files among them. None if there are no checkpoints; CheckpointError if there are
-    some but none can be used, or if one was renamed.
+    The ranks divide the check of its files. None without checkpoints; CheckpointError if none of the existing ones can
+    be used, or if one was renamed.
     """
     raise_on_every_rank(find_renamed_checkpoint(folder))
     everywhere = all_gather_object((socket.gethostname(), set(complete_steps(folder))))
@@ -68,7 +70,7 @@ def newest_checkpoint(place: CheckpointFolder, folder: Path) -> UsableCheckpoint
 
 
 def named_checkpoint(place: CheckpointFolder, path: Path) -> UsableCheckpoint:
-    """The checkpoint at `path`, or the newest one where `path` is a run or its folder of checkpoints; collective."""
+    """The checkpoint at `path`, or the newest one if `path` is a run or its folder of checkpoints; collective."""
     for folder in (path / CHECKPOINTS, path):
         if any(all_gather_object(bool(complete_steps(folder)))):
             found = newest_checkpoint(place, folder)
@@ -83,10 +85,10 @@ def named_checkpoint(place: CheckpointFolder, path: Path) -> UsableCheckpoint:
 
 
 def restore_engine(engine: Engine, place: CheckpointFolder, found: UsableCheckpoint) -> dict[str, Any]:
-    """Fill `engine` from the checkpoint; collective. Returns the state that only this rank had saved, e.g. its random
-    state; empty if there is none.
+    """Restore `engine` from the checkpoint; collective. Returns the state that only this rank had saved, such as its
+    random state; empty without one.
 
-    CheckpointError on every rank if a tensor is missing, has another shape, or is in a part that is not here.
+    CheckpointError on every rank if a tensor is missing, has another shape, or is in a part that is not available.
     """
     error, state = None, engine.state
     try:
@@ -116,7 +118,7 @@ def _found(folder: Path, passed: tuple[str, ...]) -> UsableCheckpoint:
 
 
 def _problems(place: CheckpointFolder, folder: Path) -> list[str]:
-    """Problems of a checkpoint that any rank finds; each rank checks its share of the files."""
+    """Problems of a checkpoint found on any rank; each rank checks its share of the files."""
     try:
         manifest = Manifest.read(folder)
     except CheckpointError as error:
@@ -133,7 +135,7 @@ def _problems(place: CheckpointFolder, folder: Path) -> list[str]:
 
 
 def _unfinished(folder: Path, *, newer_than: int) -> list[str]:
-    """Folders of later steps that were never committed."""
+    """Incomplete checkpoint folders of later steps."""
     steps = [
         (path, path.name.partition(".")[0].removeprefix("step-"))
         for path in unfinished_folders(folder)
@@ -147,7 +149,7 @@ def _unfinished(folder: Path, *, newer_than: int) -> list[str]:
 
 
 def _kinds(reader: PartReader) -> dict[str, set[str]]:
-    """Kinds of optimizer state in the checkpoint, by parameter name."""
+    """Kinds of optimizer states in the checkpoint, by parameter name."""
     found: dict[str, set[str]] = {}
     for key in reader.held:
         kind, _, name = key.partition("/")
@@ -157,7 +159,7 @@ def _kinds(reader: PartReader) -> dict[str, set[str]]:
 
 
 def random_state() -> dict[str, Any]:
-    """States of torch's (CPU and the GPU that this process computes on), numpy's and Python's global generators."""
+    """States of the global random generators of torch (CPU and this process's GPU), numpy and Python."""
     version, numbers, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {

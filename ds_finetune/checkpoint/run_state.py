@@ -1,4 +1,4 @@
-"""The state of a run without its tensors: its position, configuration and layout, kept as JSON in each checkpoint."""
+"""The state of a run without tensors: data position, configuration and layout, stored as JSON in each checkpoint."""
 
 import json
 from collections.abc import Mapping
@@ -33,16 +33,16 @@ class RunState:
     layout: Mapping[str, Any]
     versions: Mapping[str, str]
     base: str = ""
-    """Digest of the weights that adapters belong to; empty where all weights are trained."""
+    """Digest of the base weights of adapters; empty where all weights are trained."""
     teacher: str = ""
-    """Digest of the weights of the teacher of a distillation."""
+    """Digest of the weights of a distillation's teacher."""
     held_out: str = ""
     """A fingerprint of the evaluation rows; empty where there are none."""
     deepspeed: Mapping[str, Any] = field(default_factory=dict)
-    """The finished DeepSpeed configuration."""
+    """The complete DeepSpeed configuration."""
 
     def text(self) -> str:
-        """The JSON text from which `read` makes the same state."""
+        """The JSON text that `read` parses."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
@@ -53,7 +53,7 @@ class RunState:
 
 
 def layout_of(plan: Plan) -> dict[str, Any]:
-    """The layout of a run, for people. Resume uses only `mesh`: a rank's random state is restored on the same mesh."""
+    """The layout of a run, for display. Resume only uses `mesh`: a rank's random state is restored on an equal mesh."""
     return {
         "world_size": plan.world.world_size,
         "mesh": str(plan.mesh),

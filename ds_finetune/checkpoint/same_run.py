@@ -1,4 +1,4 @@
-"""Checks that a resumed run is the run of its checkpoint: keys of the run file, data, versions, the model's config."""
+"""Checks that a resumed run is the run of its checkpoint: run file, data, versions, and the model's config."""
 
 import json
 import math
@@ -27,12 +27,12 @@ _DERIVED = (
     "bf16.enabled",
     "fp16.enabled",
 )
-"""Keys of the finished DeepSpeed configuration that are derived from keys of the run file."""
+"""Keys of the DeepSpeed configuration that follow from keys of the run file."""
 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """The values that identify a run: its run file as plain values, and fields with the same names in `RunState`."""
+    """Values that identify a run: its run file as plain values, and fields with the same names as in `RunState`."""
 
     config: Mapping[str, Any]
     data: str
@@ -65,7 +65,9 @@ def changes_since_checkpoint(state: RunState, now: RunIdentity) -> list[str]:
 
 
 def on_resume(key: str) -> OnResume:
-    """The action where `key` differs, from the mark of the field, or of a section that it is in; PRINTED without."""
+    """What to do on resume where `key` differs: the mark of its field, or of a section that contains it; else
+    PRINTED.
+    """
     sections: list[type[BaseModel]] = [RunConfig]
     for name in key.split("."):
         infos = [info for part in sections for own, info in part.model_fields.items() if name == (info.alias or own)]
@@ -80,22 +82,22 @@ def on_resume(key: str) -> OnResume:
 
 
 def _keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted key; keys that are missing, as in files of older versions, have their defaults."""
+    """Values by dotted key; keys that are missing, as in files of older versions, get their defaults."""
     defaults = RunConfig.model_validate({"model": "", "data": {"train": ""}, "output_dir": ""}).model_dump(
         mode="json", by_alias=True
     )
     routers = {"router": RouterConfig().model_dump()}
     found = set_values(defaults) | set_values(routers) | set_values(config)
-    # Here Adam and AdamW are the same optimizer, with decoupled weight decay.
+    # Adam and AdamW are the same optimizer in this program, with decoupled weight decay.
     name = str(found["optim.name"]).lower()
     found["optim.name"] = "adamw" if name == "adam" else name
-    # In files of older versions it is a truth value.
+    # Files of older versions have a boolean here.
     key = "train.activation_checkpointing"
     return found | {key: {True: "full", False: "none"}.get(found[key], found[key])}
 
 
 def _other_choices(state: RunState, now: RunIdentity) -> list[str]:
-    """DeepSpeed's keys that differ: the DeepSpeed file may have changed although its name has not."""
+    """DeepSpeed's keys that differ, since a DeepSpeed file may have changed under the same name."""
     if not state.deepspeed:
         return []
     then, here = set_values(state.deepspeed), set_values(now.deepspeed)
@@ -106,7 +108,9 @@ def _other_choices(state: RunState, now: RunIdentity) -> list[str]:
 
 
 def _other_evaluation(state: RunState, now: RunIdentity) -> list[str]:
-    """A line if the evaluation rows differ; CheckpointError if their loss would be compared with that of old rows."""
+    """A line if the evaluation rows differ; CheckpointError if the best loss on the old rows would still be
+    compared.
+    """
     if not (state.held_out and now.held_out) or state.held_out == now.held_out:
         return []
     best = float(state.observers.get("best", {}).get("best_loss", math.inf))
@@ -137,7 +141,7 @@ _WITHOUT_EFFECT = frozenset(
         "torch_dtype",
         "_attn_implementation",
         "use_cache",
-        # Weights come from the checkpoint; adapters identify their base weights by a digest.
+        # Weights come from the checkpoint; a digest identifies the base weights of adapters.
         "quantization_config",
         "initializer_range",
         # Outputs of a forward, and settings of tasks other than language modelling.
@@ -156,9 +160,9 @@ _WITHOUT_EFFECT = frozenset(
 
 
 def model_mismatch(folder: Path, file: str, config: Mapping[str, Any]) -> CheckpointError | None:
-    """An error if `file` in the checkpoint `folder` describes another model than `config`, that of the run; else None.
+    """An error if `file` in the checkpoint `folder` describes another model than `config`, the run's; else None.
 
-    Both are read by the same transformers, so that older spellings and omitted defaults make no difference.
+    Both are parsed by the same transformers, so that older spellings and omitted defaults make no difference.
     """
     try:
         kept = json.loads((folder / file).read_text(encoding="utf-8"))
@@ -182,7 +186,7 @@ def model_mismatch(folder: Path, file: str, config: Mapping[str, Any]) -> Checkp
 
 
 def _compared(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys that change results, with values; a tuple counts as a list."""
+    """Values that affect results, by dotted key; tuples become lists."""
     resolved = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).to_dict()
     return {
         key: list(value) if isinstance(value, tuple) else value

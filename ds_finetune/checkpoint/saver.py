@@ -1,7 +1,7 @@
 """Saves checkpoints: each rank writes its part, then the leader of each folder commits the checkpoint.
 
 In an asynchronous save the rank only copies its part to shared memory and continues; its writer process
-(part_writer_process.py) writes the part. In a synchronous save the rank itself writes it (`FilePartSink`).
+(part_writer_process.py) writes the file. In a synchronous save the rank itself writes it (`FilePartSink`).
 """
 
 import math
@@ -33,7 +33,7 @@ from ds_finetune.errors import CheckpointError
 
 _POLL_SECONDS = 0.005
 _COMMIT_SECONDS = 600.0
-"""How long the leader of a synchronous save waits until it sees the parts that the other ranks have written."""
+"""Seconds that the leader of a synchronous save waits for the parts of the other ranks to appear."""
 
 
 @dataclass
@@ -47,11 +47,11 @@ class SaveResult:
 
 @dataclass
 class Saver:
-    """Writes checkpoints of the tensors and numbers that `groups` returns, one at a time.
+    """Writes checkpoints of the state that `groups` returns, one at a time.
 
-    A second process writes the files, while training continues if `is_asynchronous`. Each checkpoint also gets a link
-    to each of the files `linked`, named by its key. The open files `inherited` are handed to the second process, which
-    may exit a little later than this one. All ranks call a method together, except `start`, `remove` and `close`.
+    If `is_asynchronous`, a second process writes the files while training continues. Each checkpoint also contains a
+    link to each of the files `linked`, named by its key. The open files `inherited` are passed to the second process,
+    which may exit a little later than this one. Methods are collective, except `start`, `remove` and `close`.
     """
 
     groups: Callable[[], list[StateGroup]]
@@ -60,7 +60,7 @@ class Saver:
     linked: Mapping[str, Path]
     inherited: Sequence[TextIO] = ()
     last_error: str = ""
-    """Why the newest checkpoint was not written; the same on every rank, empty where it is complete."""
+    """Why the newest checkpoint was not written, identical on every rank; empty where it is complete."""
     _pending: SaveResult | None = None
 
     def __post_init__(self) -> None:
@@ -68,13 +68,15 @@ class Saver:
         self._process = WriterProcess([file.fileno() for file in self.inherited])
 
     def start(self, num_bytes: int) -> None:
-        """Start the writer process, and let it reserve memory for a part of `num_bytes`."""
+        """Start the writer process, which reserves memory for a part of `num_bytes`."""
         if self.is_asynchronous:
             self._process.start()
             self._process.send(ReserveJob(num_bytes))
 
     def save(self, step: int, state: str, *, rank_state: Mapping[str, Any], eval_loss: float | None = None) -> float:
-        """Begin a save, and return the seconds this rank was blocked; `settle` must have returned the previous one."""
+        """Start a save, and return the seconds for which this rank was blocked; `settle` must have returned the
+        previous save.
+        """
         assert self._pending is None
         began = time.perf_counter()
         groups = self.groups()
@@ -106,7 +108,7 @@ class Saver:
         return time.perf_counter() - began
 
     def settle(self, *, wait: bool = False) -> SaveResult | None:
-        """The result of the pending save once every rank has finished, else None; with `wait`, wait until then."""
+        """The result of the pending save once every rank has finished, else None; `wait` blocks until then."""
         while (pending := self._pending) is not None:
             pending.errors += self._process.errors() if self.is_asynchronous else []
             is_busy, has_failed = all_reduce_max(
@@ -125,7 +127,7 @@ class Saver:
         return None
 
     def remove(self, folders: list[Path]) -> None:
-        """Remove folders, on the leader only; its writer process, if any, does so after its other jobs."""
+        """Remove folders, on the leader only; its writer process, if any, does so after its earlier jobs."""
         if not self.folder.is_leader or not folders:
             return
         if self.is_asynchronous:
@@ -156,7 +158,7 @@ class Saver:
 
 
 def superseded_checkpoints(folder: Path, *, keep: int, keep_best: bool) -> list[Path]:
-    """Complete checkpoints of `folder` that need not be kept.
+    """Complete checkpoints of `folder` that are to be removed.
 
     The last `keep` are kept, and with `keep_best` the one with the lowest eval loss. A checkpoint that cannot be read
     is never the best one.

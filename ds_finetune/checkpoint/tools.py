@@ -1,4 +1,4 @@
-"""Commands for checkpoints on disk: list, show, verify, and gather one checkpoint from the folders of several nodes."""
+"""Commands for checkpoints on disk: list, show, verify, and gather the parts of one checkpoint from several nodes."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -25,12 +25,12 @@ from ds_finetune.system.whole_file import synchronise
 CHECKPOINTS = "checkpoints"
 """Folder of a run that holds its checkpoints."""
 BASE = "base"
-"""Folder with the files that an export needs beside the weights, in a run and in each of its checkpoints."""
+"""Name of the folder, in a run and in each checkpoint, with the files that an export needs besides the weights."""
 Pair = tuple[str, str]
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint at `path`: itself, or the newest complete one of a run; CheckpointError where there is none."""
+    """The checkpoint at `path`, or the newest complete one of a run at `path`; CheckpointError without one."""
     if (path / MANIFEST).is_file():
         return path
     for folder in (path / CHECKPOINTS, path):
@@ -43,7 +43,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def list_checkpoints(path: Path) -> Iterator[Pair]:
-    """Name and description of every complete checkpoint of a run, oldest first, then of unfinished ones."""
+    """Names and descriptions of a run's checkpoints: complete ones, oldest first, then incomplete ones."""
     folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     steps = complete_steps(folder)
     if not steps and not unfinished_folders(folder):
@@ -74,7 +74,7 @@ def describe_checkpoint(path: Path) -> Iterator[Pair]:
 
 
 def verify_checkpoint(path: Path, *, workers: int) -> str:
-    """Check the checksum of every file of a checkpoint; CheckpointError names each that is damaged."""
+    """Check the checksums of all files of a checkpoint; CheckpointError names the damaged ones."""
     folder = find_checkpoint(path)
     manifest = Manifest.read(folder)
     with ThreadPoolExecutor(max(1, workers)) as pool:
@@ -91,7 +91,7 @@ def verify_checkpoint(path: Path, *, workers: int) -> str:
 
 
 def gather_checkpoint(folders: Sequence[Path], out: Path) -> str:
-    """Make one whole checkpoint `out` from those of every node, by hard links where the file system has them.
+    """Assemble one complete checkpoint `out` from those of every node, with hard links where the file system has them.
 
     CheckpointError if `folders` are not of one save, or none of them has the part of some rank.
     """

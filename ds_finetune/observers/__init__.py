@@ -1,1 +1,3 @@
-"""Observers, which are called after each step: they take its record and return it, perhaps with more values."""
+"""Observers, called after each optimizer step: each receives the step's record and returns it, possibly with more
+values.
+"""

@@ -1,5 +1,5 @@
-"""Save checkpoints at an interval of steps or time, at the last step and after a signal; failures are reported at the
-next step.
+"""Saves checkpoints at an interval of steps or time, at the last step and after a signal. Failures of asynchronous
+saves are reported at the next step.
 """
 
 import time
@@ -19,13 +19,13 @@ from ds_finetune.observers.record import Resumable, StepRecord
 from ds_finetune.observers.stopping import StopSignals
 
 RunText = Callable[[StepRecord, Mapping[str, Mapping[str, Any]]], str]
-"""From the record of a step and the state of observers to the run's state as text."""
+"""Builds the text of the run's state from the record of a step and the states of observers."""
 
 
 @dataclass(frozen=True)
 class CheckpointPolicy:
-    """How often a checkpoint is written, how many are kept (the last `keep`, with `keep_best` also the one with the
-    lowest eval loss), and how many may fail in a row.
+    """How often checkpoints are written; which are kept (the last `keep`, with `keep_best` also the one with the lowest
+    eval loss); and how many failures in a row are tolerated.
     """
 
     interval: Interval
@@ -36,7 +36,9 @@ class CheckpointPolicy:
 
 @dataclass
 class Checkpointing:
-    """Saves by the `policy`; `say` prints a line, `remembered` are the observers by name whose state is saved."""
+    """Saves checkpoints by the `policy`; `say` prints a line, `remembered` are the observers, by name, whose state is
+    saved.
+    """
 
     saver: Saver
     signals: StopSignals
@@ -45,17 +47,17 @@ class Checkpointing:
     run_text: RunText
     say: Say
     saving: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Open while the run waits for a save."""
+    """Context within which the run waits for a save."""
     _failed: int = 0
     _saved: int = 0
     """Step of the last save."""
     _began: float = field(default_factory=time.monotonic)
-    """When the last save began, or the first step."""
+    """Time at which the last save, or the first step, began."""
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Finish the previous save where it is done, and start one when it is due."""
+        """Finish the previous save if it is complete, and start a new one if it is due."""
         is_late = time.monotonic() - self._began >= self.policy.interval.seconds
-        # Clocks differ: all ranks save at the step at which one of them finds that the time has passed.
+        # Clocks differ between ranks: all save at the step at which the first rank's time has passed.
         is_stop_requested, is_time = map(bool, all_reduce_max(bool(self.signals.name), is_late))
         self._report(self.saver.settle())
         is_due = is_time or self.policy.interval.is_due(record.step)
@@ -82,7 +84,7 @@ class Checkpointing:
         return record.stopping(f"{name}: saved at step {record.step}; the same command resumes from there")
 
     def save_last(self, record: StepRecord) -> None:
-        """Save after the last step that was done, where that was not due, and wait for it."""
+        """Save after the last step unless that was done, and wait for the save."""
         if record.step != self._saved:
             with self.saving():
                 self._save(record, is_stop_requested=False)
@@ -94,8 +96,8 @@ class Checkpointing:
             self._report(self.saver.settle(wait=True))
 
     def _report(self, outcome: SaveResult | None) -> bool:
-        """Report a failed save with its ranks, or remove checkpoints that are no longer kept; returns whether the save
-        is complete.
+        """Report a failed save with its ranks, or remove superseded checkpoints; returns whether the save is
+        complete.
         """
         if outcome is None:
             return False

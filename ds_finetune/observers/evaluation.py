@@ -1,4 +1,6 @@
-"""Evaluation on held-out data: loss, perplexity, token accuracy and exact match; early stopping and best weights."""
+"""Evaluation on held-out data: loss, perplexity, token accuracy and exact match; early stopping, and keeping the best
+weights.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,16 +13,15 @@ from ds_finetune.engine.results import HeldOutScores
 from ds_finetune.observers.record import Remembering, StepRecord
 
 _OVERFLOW_NATS = 700.0
-"""exp() of more than this overflows a float."""
+"""exp() of a larger number overflows a float."""
 
 
 @dataclass
 class Evaluation(Remembering):
     """Calls `evaluate`, and `exact_match` where eval.generate.prompts is set, every `interval` and at the last step.
 
-    Their results are by the first part of metric names: `eval` for all held-out rows, and `eval/NAME` for each set that
-    has a name. Either returns None where a signal asks the run to end. The evaluation `is_due` then when the run
-    resumes.
+    Both return results by the prefix of metric names: `eval` for all held-out rows, and `eval/NAME` for each named set.
+    Either returns None where a signal asks the run to end; the evaluation then `is_due` when the run resumes.
     """
 
     kept: ClassVar = ("is_due",)
@@ -30,7 +31,7 @@ class Evaluation(Remembering):
     is_due: bool = False
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Add `eval/*` values when it is time."""
+        """Add `eval/*` values where an evaluation is due."""
         if not (record.is_last or record.stop or self.interval.is_due(record.step)):
             return record
         results = self.evaluate()
@@ -50,8 +51,8 @@ class Evaluation(Remembering):
 
 @dataclass
 class BestAndPatience(Remembering):
-    """Tracks the lowest `eval/loss`, or the highest `eval/reward`, keeps its weights, and stops after `patience`
-    evaluations without a better one.
+    """Tracks the best evaluation (lowest `eval/loss`, or highest `eval/reward`), keeps its weights, and stops the run
+    after `patience` evaluations without improvement.
     """
 
     kept: ClassVar = ("best_loss", "best_step", "worse_in_a_row")
@@ -62,7 +63,7 @@ class BestAndPatience(Remembering):
     worse_in_a_row: int = 0
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Act on an evaluation where the record has one."""
+        """Update the best evaluation where the record contains one."""
         loss = held_out_loss(record.values)
         if loss is None:
             return record
@@ -82,7 +83,9 @@ class BestAndPatience(Remembering):
 
 
 def held_out_loss(values: Mapping[str, float]) -> float | None:
-    """What evaluations are compared by, lower is better: `eval/loss`, or `eval/reward` times -1; None without them."""
+    """The value by which evaluations are compared, lower is better: `eval/loss`, or -`eval/reward`; None without
+    either.
+    """
     reward = values.get("eval/reward")
     return values.get("eval/loss") if reward is None else -reward
 

@@ -1,4 +1,4 @@
-"""What accelerators do: model FLOPs utilisation, and the memory that was predicted beside what was measured."""
+"""Performance metrics: model FLOPs utilisation, and predicted against measured memory."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,9 +12,10 @@ MEASURED_STEPS = 20
 
 @dataclass
 class Utilisation(Observer):
-    """Adds `perf/mfu`: model FLOPs of the tokens (recomputation not counted) over the dense peak of all ranks.
+    """Adds `perf/mfu`: model FLOPs of the step's tokens (recomputation not counted) per second over the dense peak of
+    all ranks.
 
-    `peak_flops` is that of a rank in the precision of the run.
+    `peak_flops` is the peak of one rank in the precision of the run.
     """
 
     flops_per_token: float
@@ -22,16 +23,16 @@ class Utilisation(Observer):
     world_size: int
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Add the value."""
+        """Add the utilisation."""
         share = record.values["perf/tokens_per_second"] * self.flops_per_token / (self.peak_flops * self.world_size)
         return record.with_values({"perf/mfu": share})
 
 
 class MemoryCheck(Observer):
-    """After MEASURED_STEPS steps of this start, adds the predicted and the measured peak of the fullest rank's device
-    to the record, and says both in a line where the memory is `predicted`.
+    """After MEASURED_STEPS steps since the start, adds the predicted and the measured peak memory of the rank with the
+    highest peak to the record, and prints both where a prediction exists.
 
-    On CPUs the device `is_host`, and what is measured is how much a whole process grew.
+    On CPUs (`is_host`) the measured value is the growth of the whole process.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class MemoryCheck(Observer):
         self._steps = 0
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Count the step; `over_ranks` is called once, at the same step on every rank."""
+        """Count steps, and measure once; `over_ranks` is called at the same step on every rank."""
         self._steps += 1
         if self._steps != MEASURED_STEPS:
             return record

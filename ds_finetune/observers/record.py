@@ -1,4 +1,4 @@
-"""The record of one optimizer step, and what an observer is."""
+"""The record of one optimizer step, and the interface of observers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -7,12 +7,12 @@ from typing import Any, ClassVar, Protocol, Self
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Numbers of one optimizer step by metric name (`train/loss`, ...); `step` counts from 1; `stop` is why the run
-    ends here.
+    """Metrics of one optimizer step by name (`train/loss`, ...). `step` counts from 1; `stop` is the reason why the run
+    ends here, if it does.
 
-    `position` is the position in this rank's data after the step; `slow` names a straggler. `counted`
-    is what features counted in the step, such as the choices of routers. `rank_seconds` are the step times of all ranks
-    without collectives, where they were gathered.
+    `position` is the position in this rank's data after the step; `slow` names a straggler. `counted` holds counts of
+    features in the step, such as tokens per expert. `rank_seconds` are the step times of all ranks without collectives,
+    where they were gathered.
     """
 
     step: int
@@ -27,28 +27,28 @@ class StepRecord:
     rank_seconds: tuple[float, ...] = ()
 
     def with_values(self, values: Mapping[str, float]) -> Self:
-        """The same record with more values."""
+        """The record with more values."""
         return replace(self, values={**self.values, **values})
 
     def stopping(self, reason: str) -> Self:
-        """The same record, asking the run to end after this step."""
+        """The record, asking the run to end after this step for `reason`."""
         return replace(self, stop=reason)
 
 
 class Observer(Protocol):
-    """Called on every rank with the record of each step; collective work must be done by all ranks alike."""
+    """Called on every rank with the record of each step. Collectives must be called alike on all ranks."""
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Look at the record and return it, perhaps with more values or a reason to stop."""
+        """Process the record and return it, possibly with more values or a reason to stop."""
         ...
 
     def close(self) -> None:
-        """Write what is still queued; nothing by default."""
+        """Write everything that is queued; nothing by default."""
         return
 
 
 class Resumable(Protocol):
-    """An observer with state, which checkpoints save."""
+    """An observer whose state checkpoints save."""
 
     def state(self) -> dict[str, Any]:
         """The state as plain values."""
@@ -60,12 +60,12 @@ class Resumable(Protocol):
 
 
 class Remembering(Observer):
-    """An observer whose attributes `kept` are plain values that checkpoints save."""
+    """An observer whose attributes named in `kept` are plain values that checkpoints save."""
 
     kept: ClassVar[tuple[str, ...]]
 
     def state(self) -> dict[str, Any]:
-        """The values by name."""
+        """Values of the attributes named in `kept`."""
         return {name: getattr(self, name) for name in self.kept}
 
     def restore(self, state: Mapping[str, Any]) -> None:

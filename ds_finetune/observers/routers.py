@@ -1,10 +1,9 @@
-"""How evenly routed experts are loaded: metrics of each step, a warning, and `experts.bin`.
+"""Load balance of routed experts: metrics of each step, a warning, and the file `experts.bin`.
 
-`counts` int64 [layers, experts] are the tokens that were sent to each expert. Without any token every metric is 0.
+`counts` int64 [layers, experts] are the tokens routed to each expert. Without any token every metric is 0.
 
-`experts.bin` begins with a line of JSON that describes the records behind it, one for a step. All have the same size,
-in steps of ascending number, and are appended whole. What a killed run left of a record is no record, and is cut off
-when the run resumes.
+`experts.bin` begins with a line of JSON that describes the binary records after it, one per recorded step, all of the
+same size and in ascending order of steps. An incomplete record of a killed run is cut off when the run resumes.
 """
 
 import json
@@ -28,23 +27,27 @@ from ds_finetune.observers.record import Observer, Remembering, StepRecord
 from ds_finetune.observers.writers import Outage, append_whole
 
 _MOST_STEPS = 50
-"""Loads are added up over so many steps, or a tenth of the run where that is less."""
+"""Number of steps over which loads are summed for the warning, or a tenth of the run where that is less."""
 _ENOUGH_TOKENS = 20
-"""Mean number of tokens of an expert from which one without a token is not chance: with an even load it has
-probability e^-20."""
+"""Mean number of tokens per expert from which an expert without tokens is not chance: with an even load its probability
+is e^-20.
+"""
 _MANY_DEAD, _MORE_DEAD = 0.1, 0.01
-"""Share of experts that are many without tokens, or many more than in the run's first steps."""
+"""Shares of experts without tokens that trigger the warning: in total, and above the share of the run's first steps."""
 _GROWTH, _HIGH = 2.0, 2.0
-"""MaxVio is high where it is above the latter and has grown by this factor since the run's first steps."""
+"""MaxVio triggers the warning above `_HIGH`, if it has also grown by the factor `_GROWTH` since the run's first
+steps.
+"""
 Counts = NDArray[np.int64]
 Layers = NDArray[np.float64]
 MOST_BYTES = 64 * MIB
-"""The steps of a run take no more: a long run of a large model writes every second step, or every third, and so on.
+"""Maximum size of the records of a run: a long run of a large model records only every second step, every third, and so
+on.
 
-An extended run keeps its records, and its further steps take less than that once more.
+An extended run keeps its records, and its further steps may take as much again.
 """
 _MOST_WAITING = 100
-"""Records that wait for room on a full disk."""
+"""Maximum number of records that wait for space on a full disk."""
 
 
 def max_violations(counts: Counts) -> Layers:
@@ -56,7 +59,9 @@ def max_violations(counts: Counts) -> Layers:
 
 
 def effective_experts(counts: Counts) -> Layers:
-    """How many experts with equal loads have the entropy of each layer's load; fp64 [layers]."""
+    """Effective number of experts of each layer: the exponential of the entropy of its load distribution; fp64
+    [layers].
+    """
     total = counts.sum(axis=1, keepdims=True)
     share = counts / np.maximum(total, 1)
     nats = -(share * np.log(np.where(counts > 0, share, 1.0))).sum(axis=1)
@@ -64,15 +69,15 @@ def effective_experts(counts: Counts) -> Layers:
 
 
 def num_dead_experts(counts: Counts) -> int:
-    """Experts without a token, in all layers together."""
+    """Number of experts without a token, over all layers."""
     return int((counts[counts.any(axis=1)] == 0).sum())
 
 
 def busiest_rank_ratio(counts: Counts, ep: int) -> float:
-    """Load of the busiest of `ep` expert parallel ranks over the mean rank's, as a mean over layers.
+    """Load of the busiest of `ep` expert parallel ranks relative to the mean rank, averaged over layers.
 
     Rank i holds the i-th of equal shards of each layer's experts. All ranks wait for the busiest one in each layer, so
-    the ratio is that of the time of experts to the time with even loads.
+    the ratio is the time of experts relative to that with even loads.
     """
     of_ranks = counts.reshape(len(counts), ep, -1).sum(axis=2)
     return float((max_violations(of_ranks) + of_ranks.any(axis=1)).mean())
@@ -80,31 +85,30 @@ def busiest_rank_ratio(counts: Counts, ep: int) -> float:
 
 @dataclass
 class RouterMetrics(Observer):
-    """Adds the `router/*` values of each step; `ep` is the number of expert parallel ranks.
+    """Adds the `router/*` metrics of each step; `ep` is the number of expert parallel ranks.
 
-    Every rank knows the loads of all layers, so each follows the biases of all layers, at any number of pipeline
-    stages.
+    Every rank knows the loads of all layers, and so tracks the biases of all layers with any number of pipeline stages.
     """
 
     ep: int
     bias_update: float
-    """The rate of this run; what it resumed from may have had another."""
+    """Update rate of the bias in this run; it may have changed on resume."""
     without_bias: tuple[int, ...] = ()
-    """Places among the layers of those whose routers have no bias."""
+    """Indices, among the layers with experts, of layers whose routers have no bias."""
     _moved: NDArray[np.float64] | None = None
-    """How far the bias of each expert is above that of the run's beginning, fp64 [layers, experts]; None until biases
-    are moved.
+    """Change of each expert's bias since the beginning of the run, fp64 [layers, experts]; None until biases are
+    updated.
     """
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Add the values of a step whose routers were counted."""
+        """Add the metrics of a step in which routers counted tokens."""
         choices: RouterChoices | None = record.counted.get("routers")
         if choices is None:
             return record
         counts = choices.counts.numpy()
         values = self._values(counts, choices)
         if self.bias_update:
-            # By the rule of `model.routers.update_biases`.
+            # The update rule of `model.routers.update_biases`.
             if self._moved is None:
                 self._moved = np.zeros(counts.shape)
             if not record.values["train/skipped"]:
@@ -117,11 +121,11 @@ class RouterMetrics(Observer):
         return record.with_values({f"router/{name}": value for name, value in values.items()})
 
     def state(self) -> dict[str, Any]:
-        """How far biases have moved."""
+        """Changes of the biases so far."""
         return {"moved": None if self._moved is None else self._moved.tolist()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`."""
+        """Restore the changes of the biases."""
         self._moved = None if state["moved"] is None else np.array(state["moved"], dtype=np.float64)
 
     def _values(self, counts: Counts, choices: RouterChoices) -> dict[str, float]:
@@ -141,9 +145,9 @@ class RouterMetrics(Observer):
 
 @dataclass
 class LoadWatch(Remembering):
-    """Says in one line, once in a run, where many experts get no token, or a few get much more than the mean.
+    """Warns in one line, once per run, when many experts get no token, or a few experts get far more than the mean.
 
-    `steps` is the number of steps of the run, `advice` what the line ends with.
+    `steps` is the number of steps of the run; `advice` ends the line.
     """
 
     kept: ClassVar = ("has_warned", "first")
@@ -152,12 +156,12 @@ class LoadWatch(Remembering):
     say: Say
     has_warned: bool = False
     first: Sequence[float] | None = None
-    """Experts without tokens and MaxVio (mean over layers) in the run's first steps."""
+    """Number of experts without tokens, and MaxVio averaged over layers, in the run's first steps."""
     _counts: Counts | None = None
     _since: int = 0
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Add the loads of the step, and look at the sum when it is of enough steps and tokens."""
+        """Add the loads of the step, and check the sum once it covers enough steps and tokens."""
         if "routers" not in record.counted or self.has_warned:
             return record
         counts = record.counted["routers"].counts.numpy()
@@ -188,7 +192,7 @@ class LoadWatch(Remembering):
 
 
 def load_advice(lora: LoraConfig | None, router: RouterConfig | None) -> str:
-    """What can be done about uneven loads, as the end of a line."""
+    """Advice against uneven loads, for the end of the warning."""
     if lora is not None:
         return "other data, fewer steps or a lower optim.lr would change it"
     if router is not None and not router.train:
@@ -200,7 +204,7 @@ def load_advice(lora: LoraConfig | None, router: RouterConfig | None) -> str:
 
 @dataclass(frozen=True)
 class TableLayout:
-    """What the records of a table hold."""
+    """Layout of the records of an `experts.bin` file."""
 
     layers: tuple[int, ...]
     """Numbers of the layers that have routed experts."""
@@ -208,7 +212,7 @@ class TableLayout:
 
     @property
     def record(self) -> np.dtype[Any]:
-        """A record: the step, its tokens without padding, the entropy of each layer's router and the tokens of each
+        """dtype of a record: step, number of tokens without padding, entropy of each layer's router, tokens of each
         expert.
         """
         layers = len(self.layers)
@@ -223,12 +227,12 @@ class TableLayout:
 
     @property
     def header(self) -> bytes:
-        """The first line of the file."""
+        """First line of the file."""
         fields = [[name, kind.base.str, list(kind.shape)] for name, (kind, _) in self._fields()]
         return json.dumps({"version": 1, "layers": self.layers, "record": fields}).encode() + b"\n"
 
     def steps_between(self, steps: int) -> int:
-        """Every how many steps a run of `steps` steps appends a record."""
+        """Number of steps between records, for a run of `steps` steps."""
         return -(-steps * self.record.itemsize // MOST_BYTES)
 
     def _fields(self) -> list[tuple[str, Any]]:
@@ -238,13 +242,13 @@ class TableLayout:
 
 
 class ExpertTable:
-    """The table of a run, to which records are appended.
+    """The `experts.bin` file of a run, to which records are appended.
 
-    A run that resumes after `after_step` continues its table; records of later steps are removed, since these steps are
-    done again.
+    A run that resumes after `after_step` continues its file; records of later steps are removed, because these steps
+    are repeated.
 
     Raises:
-        OutputError: it is the table of another model.
+        OutputError: the file belongs to another model.
     """
 
     def __init__(self, path: Path, layout: TableLayout, *, after_step: int) -> None:
@@ -255,10 +259,10 @@ class ExpertTable:
         if found == header:
             self._remove_after(after_step)
         elif header.startswith(found):
-            # New, or of a run that was killed while it wrote this line.
+            # A new file, or one of a run that was killed while it wrote the header.
             self._file.truncate(0)
             with suppress(OSError):
-                # On a full disk the first record tries again, and says so.
+                # On a full disk the first record writes the header, and reports an error.
                 append_whole(self._file, header)
         else:
             raise OutputError(
@@ -267,10 +271,10 @@ class ExpertTable:
             )
 
     def append(self, step: int, num_tokens: int, *, entropy: NDArray[np.float64], counts: NDArray[np.int64]) -> None:
-        """Write the record of a step: `entropy` [layers] in nats, `counts` [layers, experts].
+        """Append the record of a step: `entropy` [layers] in nats, `counts` [layers, experts].
 
         Raises:
-            OSError: the disk is full; nothing of the record is left, nor of a first line that was missing.
+            OSError: the disk is full; no part of the record, or of a missing header, is left.
         """
         record = np.zeros((), dtype=self._layout.record)
         record["step"], record["num_tokens"], record["entropy"], record["counts"] = step, num_tokens, entropy, counts
@@ -296,7 +300,7 @@ class ExpertTable:
 class ExpertTableWriter:
     """Appends the loads of every `every`-th step to `table`.
 
-    A record that cannot be written waits for room, with at most 100 others (`Outage`).
+    A record that cannot be written is queued, with at most 100 others (`Outage`).
     """
 
     def __init__(self, table: ExpertTable, *, every: int, say: Say) -> None:
@@ -304,7 +308,7 @@ class ExpertTableWriter:
         self._records = Outage(str(table.path), self._append, say, most=_MOST_WAITING)
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Append the loads of the step where it is its turn."""
+        """Append the loads of the step if it is to be recorded."""
         if "routers" in record.counted and record.step % self._every == 0:
             self._records.put((record.step, record.counted["routers"]))
         return record

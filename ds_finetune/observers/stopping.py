@@ -1,7 +1,7 @@
-"""What ends a run before its last step: signals that ask it to save and end, and too many skipped steps.
+"""Conditions that end a run before its last step: signals that ask it to save and end, and too many skipped steps.
 
-The signals are SIGINT of Ctrl-C, SIGHUP of a closed terminal, SIGTERM of launchers and clusters, and SIGUSR1 that Slurm
-can send some time before it ends a job.
+The signals are SIGINT of Ctrl-C, SIGHUP of a closed terminal, SIGTERM of launchers and clusters, and SIGUSR1, which
+Slurm can send some time before it ends a job.
 """
 
 import os
@@ -25,11 +25,11 @@ _STDERR = 2
 
 
 class StopSignals:
-    """While this is open the first signal is recorded, and a second one ends this process at once.
+    """Within this context the first signal is recorded, and a second one ends the process at once.
 
-    A thread receives signals, because Python's handlers do not run while the process waits in a collective. Without
-    `can_save` signals keep their usual effect, and ignored ones, as SIGHUP under `nohup`, stay ignored. `tells` says
-    whether a line answers each signal at once.
+    A thread receives the signals, because Python's handlers do not run while the process waits in a collective. Without
+    `can_save`, signals keep their usual effect. Ignored signals, such as SIGHUP under `nohup`, stay ignored. `tells`:
+    print a line at once for each signal.
     """
 
     def __init__(self, *, can_save: bool = True, tells: bool = False) -> None:
@@ -56,11 +56,11 @@ class StopSignals:
             return
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        # The thread ends with the pipe.
+        # The thread ends when the pipe is closed.
         os.close(signal.set_wakeup_fd(self._wakeup))
 
     def is_stop_requested(self) -> bool:
-        """Whether any rank was signalled; collective."""
+        """Whether any rank has received a signal; collective."""
         return self._can_save and all_reduce_max(bool(self.name))[0] > 0
 
     def _watch(self, pipe: int) -> None:
@@ -80,27 +80,27 @@ class StopSignals:
 
     def _tell(self, text: str) -> None:
         with suppress(OSError):
-            # Where nobody reads the output, writing would block this thread, and with it the second signal.
+            # Do not write where nobody reads the output: it would block this thread, and with it the second signal.
             if self._tells and select.select([], [_STDERR], [], 0)[1]:
                 os.write(_STDERR, f"{CLEAR_LINE if os.isatty(_STDERR) else ''}{text}\n".encode())
 
 
 def _leave_to_thread(number: int, frame: FrameType | None) -> None:
-    """Do nothing: Python writes a signal to the pipe only where it has a handler."""
+    """Do nothing: Python writes a signal to the wakeup pipe only where the signal has a handler."""
 
 
 _SCALE_STEPS = 17
-"""Skipped steps in a row by which DeepSpeed's loss scale in fp16 falls from 2**16 to 1: it halves with each but the
-first (0.19.8, fp16/loss_scaler.py:253-268).
+"""Number of skipped steps in a row in which DeepSpeed's fp16 loss scale falls from 2**16 to 1: it halves with each but
+the first (0.19.8, fp16/loss_scaler.py:253-268).
 """
 _FIRST_STEPS = 100
 
 
 @dataclass
 class SkippedSteps(Remembering):
-    """Raises RunError after `limit` skipped steps in a row, and at the last step where every step was skipped.
+    """Raises RunError after `limit` skipped steps in a row, and at the last step if every step was skipped.
 
-    In fp16 more are allowed in the first 100 steps, in which the loss scale is found.
+    In fp16 more are allowed in the first 100 steps, while the loss scale is found.
     """
 
     kept: ClassVar = ("in_a_row",)
@@ -109,7 +109,7 @@ class SkippedSteps(Remembering):
     in_a_row: int = 0
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Count; a step that was applied starts again from 0."""
+        """Count skipped steps in a row."""
         self.in_a_row = self.in_a_row + 1 if record.values["train/skipped"] else 0
         is_unchanged = record.is_last and self.in_a_row > 0 and record.values["train/skipped_steps"] >= record.step
         is_early = self.precision == "fp16" and record.step <= _FIRST_STEPS

@@ -1,5 +1,5 @@
-"""Send the metrics of a run to TensorBoard, MLflow, and other trackers of accelerate; to MLflow from a thread, so that
-no step waits for its server.
+"""Sends the metrics of a run to TensorBoard, MLflow, and other trackers of accelerate. MLflow is called from a thread,
+so that no step waits for its server.
 """
 
 import atexit
@@ -37,26 +37,26 @@ PACKAGES = {
     "trackio": "trackio",
     "wandb": "'ds_finetune[track]'",
 }
-"""The package that pip installs for each tracker of accelerate 1.15 (tracking.py)."""
+"""The pip package of each tracker of accelerate 1.15 (tracking.py)."""
 _ROOM_BYTES = MIB
-"""Minimum number of free bytes on a disk for TensorBoard's records to be written."""
+"""Minimum free bytes on the disk to write TensorBoard's records."""
 _PROJECT = "ds_finetune"
-"""Project of runs in wandb where WANDB_PROJECT is not set."""
+"""Project name in wandb where WANDB_PROJECT is not set."""
 PAUSE_SECONDS = 2.0
-"""Between two calls: a call costs MLflow's SQLite store 6 ms and 0.1 ms a value."""
+"""Seconds between two calls of MLflow: a call costs its SQLite store 6 ms and 0.1 ms per value."""
 _LONGEST_PAUSE = CLOSE_SECONDS = 60.0
 _LONGEST_NAME, _LONGEST_VALUE = 250, 6000
 
 
 class MlflowRun:
-    """A run in MLflow. A resumed run continues it: values that it has are not sent again, and those it lacks are.
+    """A run in MLflow. A resumed run continues it: only values that it does not have yet are sent.
 
     Uses MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and MLFLOW_RUN_ID; without the first, the store is `mlflow.db` in
     the run folder. `mlflow.json` there holds the run's id.
     """
 
-    # MLflow's own asynchronous logging drops a batch that fails, and waits at exit until its last retry has ended
-    # (3.17, utils/async_logging/async_logging_queue.py:77): minutes where the server is gone.
+    # MLflow's own asynchronous logging is not used: it drops a batch that fails, and at exit waits for its last retry
+    # (3.17, utils/async_logging/async_logging_queue.py:77), which takes minutes where the server is gone.
 
     def __init__(
         self, folder: Path, parameters: Mapping[str, str | float], earlier: Sequence[Record], say: Say
@@ -69,7 +69,7 @@ class MlflowRun:
         self._lost, self._is_failing = 0, True
 
     def start(self) -> None:
-        """Find or create the run and store the parameters; MlflowException where that fails."""
+        """Find or create the run, and store the parameters; MlflowException where that fails."""
         from mlflow import MlflowClient, is_tracking_uri_set
         from mlflow.entities import Param, RunTag
 
@@ -82,12 +82,12 @@ class MlflowRun:
         client.update_run(self._run_id, status="RUNNING")
         self._sent_until = {metric.key: metric.step for metric in run.data.to_proto().metrics}
         texts = {_legal(name): str(value)[:_LONGEST_VALUE] for name, value in self._parameters.items()}
-        # MLflow keeps the first value of a parameter for good.
+        # MLflow never changes a parameter once it has a value.
         changed = [RunTag(f"resumed.{name}", text) for name, text in texts.items() if stored.get(name, text) != text]
         new = [Param(name, text) for name, text in texts.items() if name not in stored]
         client.log_batch(self._run_id, params=new, tags=changed)
         self._client, self._is_failing = client, False
-        # At the end of a process whose run did not come to its end.
+        # Called where the process exits before the run has finished.
         atexit.register(self.close, "FAILED")
 
     def put(self, record: Record) -> None:
@@ -100,7 +100,7 @@ class MlflowRun:
             Thread(target=self._try, name="mlflow", daemon=True).start()
 
     def close(self, status: str = "FINISHED") -> None:
-        """Send what waits, for a minute at most, set the status of the run, and report what was not sent."""
+        """Send queued records, for at most a minute, set the status of the run, and report what was not sent."""
         atexit.unregister(self.close)
         last = Thread(target=self._try, args=(status,), name="mlflow", daemon=True)
         last.start()
@@ -136,7 +136,7 @@ class MlflowRun:
                 if step > self._sent_until.get(_legal(name), -1)
             ]
             self._client.log_batch(self._run_id, metrics)
-            # Only the thread that holds the lock removes records, and only after they were received.
+            # Only the thread that holds the lock removes records, and only after MLflow has received them.
             for _ in records[len(self._earlier) :]:
                 self._waiting.popleft()
             self._earlier = []
@@ -145,7 +145,7 @@ class MlflowRun:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """ConfigError for a tracker accelerate does not know (naming the known ones), or whose package is missing."""
+    """ConfigError for a tracker unknown to accelerate (with the known ones), or whose package is missing."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
     available = {str(name) for name in get_available_trackers()}
@@ -161,7 +161,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """Trackers that accelerate knows, by name. One that fails does not end the run."""
+    """The trackers of a run. A failing tracker does not end the run."""
 
     def __init__(self, trackers: "Sequence[_Direct | MlflowRun]") -> None:
         self._trackers = trackers
@@ -170,10 +170,10 @@ class Trackers:
     def open(
         cls, names: Sequence[str], folder: Path, config: Mapping[str, Any], say: Say, *, is_resumed: bool = False
     ) -> Self:
-        """Start each tracker of `names`, which `check_trackers` has passed, with the configuration as parameters.
+        """Start each tracker of `names`, which `check_trackers` has accepted, with the configuration as parameters.
 
         A resumed run sends TensorBoard and MLflow the records of `metrics.jsonl` that they lack. ConfigError where a
-        tracker cannot be opened; in a resumed run it is a line instead, and opening is tried again.
+        tracker cannot be opened; a resumed run prints a line instead and retries.
         """
         parameters = flatten(config)
         earlier = read_records(folder / "metrics.jsonl") if is_resumed else []
@@ -188,7 +188,7 @@ class Trackers:
         return cls(trackers)
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Send the finite values."""
+        """Send the finite values of the record."""
         values = {name: value for name, value in record.values.items() if math.isfinite(value)}
         for tracker in self._trackers:
             tracker.put((record.step, values))
@@ -201,7 +201,7 @@ class Trackers:
 
 
 def flatten(tree: Mapping[str, Any]) -> dict[str, str | float]:
-    """The values of a configuration by their keys joined by dots; lists and null as JSON."""
+    """The values of a configuration by dotted key; lists and null as JSON."""
     return {
         key: value if isinstance(value, str | int | float) else json.dumps(value)
         for key, value in values_by_key(tree).items()
@@ -209,7 +209,7 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, str | float]:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The finite values of each step of a `metrics.jsonl` whose lines are whole; none where there is no such file."""
+    """The finite values of each step of a complete `metrics.jsonl`; empty without the file."""
     if not path.exists():
         return []
     lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
@@ -227,7 +227,8 @@ def _opening(name: str, say: Say, *, is_resumed: bool) -> Iterator[None]:
     try:
         yield
     except Exception as failed:
-        # The packages have error classes of their own (wandb.errors.Error, MlflowException), and need not be installed.
+        # The packages raise exception classes of their own (wandb.errors.Error, MlflowException), and need not be
+        # installed.
         if not is_resumed:
             raise ConfigError(
                 f"log.trackers names `{name}`, which cannot be opened: {one_line(failed)}",
@@ -237,7 +238,7 @@ def _opening(name: str, say: Say, *, is_resumed: bool) -> Iterator[None]:
 
 
 class _Direct:
-    """Sends each record at once; one that fails waits (`Outage`)."""
+    """Sends each record at once; a record that fails is queued (`Outage`)."""
 
     def __init__(self, tracker: "_Tracker", say: Say) -> None:
         self._tracker = tracker
@@ -250,17 +251,17 @@ class _Direct:
         except OSError:
             raise
         except Exception as failed:
-            # Whatever a package raises is an outage: the record waits, and training continues.
+            # Any exception of a package counts as an outage: the record is queued, and training continues.
             raise OSError(one_line(failed)) from failed
 
     def close(self) -> None:
-        """Try a last time to send what waits, and end."""
+        """Send queued records a last time, and finish."""
         self._outage.close()
         self._tracker.finish()
 
 
 class _Tracker:
-    """A tracker of accelerate. TensorBoard's is reopened after a failed write of its event file."""
+    """A tracker of accelerate. TensorBoard's event file is reopened after a failed write."""
 
     def __init__(
         self, name: str, folder: Path, parameters: Mapping[str, str | float], earlier: Sequence[Record]
@@ -270,26 +271,27 @@ class _Tracker:
         self._is_reopened = False
 
     def start(self) -> None:
-        """Open it and store the settings of the run."""
+        """Open the tracker and store the settings of the run."""
         if self.name == "tensorboard":
             self._start_tensorboard()
         else:
             self._start_other()
 
     def _start_tensorboard(self) -> None:
-        """Write to a new file, which replaces earlier files' records from its first step on.
+        """Write to a new event file, which replaces the records of earlier files from its first step on.
 
-        On resume that is the last step before it, whose record may be missing; and every step where there is no file.
+        On resume the first step is the last one before it, whose record may be missing; without earlier files all steps
+        are written.
         """
         has_files = any((self._folder / "tensorboard").glob("events.*"))
         earlier = self._earlier[-1:] if has_files else self._earlier
-        # Records of a run that ended before its first checkpoint are replaced too.
+        # Also replace records of a run that ended before its first checkpoint.
         replaced = {"purge_step": earlier[0][0] if earlier else 0} if has_files and not self._is_reopened else {}
         self._open = _start(self.name, "tensorboard", logging_dir=str(self._folder), **replaced)
         if self._is_reopened:
             return
         self._is_reopened = True
-        # accelerate's own way makes a run of TensorBoard for only the parameters (tracking.py:230).
+        # accelerate itself would create a separate TensorBoard run for the parameters only (tracking.py:230).
         for summary in _hparams(self._parameters):
             self._open.tracker.file_writer.add_summary(summary)
         for step, values in earlier:
@@ -308,10 +310,10 @@ class _Tracker:
         self._open = opened
 
     def log(self, record: Record) -> None:
-        """Send the values of a step; an error where they were not written."""
+        """Send the values of a step; raises an exception where they were not written."""
         step, values = record
         if self.name == "tensorboard":
-            # A record of a nearly full disk would be torn.
+            # On a nearly full disk a record would be written incompletely.
             disk = os.statvfs(self._folder)
             if disk.f_blocks and disk.f_bavail * disk.f_frsize < _ROOM_BYTES:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -320,8 +322,8 @@ class _Tracker:
         try:
             self._write(step, values)
         except OSError:
-            # tensorboard 2.21: the writer's thread ends with its first error and leaves a torn record
-            # (summary/writer/event_file_writer.py:246). Readers end the file there, so what follows needs another file.
+            # tensorboard 2.21: the writer's thread ends with its first error and leaves an incomplete record
+            # (summary/writer/event_file_writer.py:246), at which readers stop. Later records need a new file.
             self._open = None if self.name == "tensorboard" else self._open
             raise
 
@@ -329,7 +331,7 @@ class _Tracker:
         if self.name != "tensorboard":
             self._open.log(dict(values), step=step)
             return
-        # One event for all values; accelerate writes one for each.
+        # A single event for all values; accelerate writes one for each.
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
@@ -338,7 +340,7 @@ class _Tracker:
         writer.flush()
 
     def finish(self) -> None:
-        """End it where it is open; what fails then is not worth the run."""
+        """Finish the tracker if it is open; errors are ignored, because the run is complete."""
         if self._open is not None:
             with suppress(Exception):
                 self._open.finish()
@@ -365,12 +367,14 @@ def _now() -> int:
 
 
 def _legal(name: str) -> str:
-    """The name as MLflow takes it: few characters, and a path that leads nowhere else."""
+    """The name with the characters that MLflow allows, as a normalised path."""
     return posixpath.normpath(re.sub(r"[^\w\-. /]", "_", name))[: _LONGEST_NAME - len("resumed.")]
 
 
 def _find(client: Any, folder: Path | None) -> Any:  # noqa: ANN401 - mlflow's client, and a run of it or None
-    """The run named by MLFLOW_RUN_ID; else that of the start before in `folder`, None where this store has none."""
+    """The run of MLFLOW_RUN_ID; else the run of the previous start in `folder`, or None where this store does not have
+    it.
+    """
     from mlflow.exceptions import MlflowException
 
     if run_id := os.environ.get("MLFLOW_RUN_ID"):
@@ -392,7 +396,7 @@ def _experiment(client: Any) -> str:  # noqa: ANN401 - mlflow's client
         try:
             client.create_experiment(name)
         except MlflowException:
-            # Another run may have created it meanwhile.
+            # Another run may have created it in the meantime.
             if client.get_experiment_by_name(name) is None:
                 raise
     return str(client.get_experiment_by_name(name).experiment_id)

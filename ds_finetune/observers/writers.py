@@ -1,7 +1,7 @@
-"""Writes what a run records step by step: `metrics.jsonl`, `ranks.jsonl` and `samples.jsonl`.
+"""Writes the files with a record per step: `metrics.jsonl`, `ranks.jsonl` and `samples.jsonl`.
 
-Files are appended to whole or not at all, so that a full disk leaves no part of a record behind. While it is full,
-records wait and training continues.
+A record is appended completely or not at all, so that a full disk leaves no incomplete record. While the disk is full,
+records are queued and training continues.
 """
 
 import json
@@ -21,25 +21,25 @@ from ds_finetune.runs.metrics import Sample
 
 T = TypeVar("T")
 Record = tuple[int, Mapping[str, float]]
-"""A step and its finite values by name."""
+"""A step, and its finite values by name."""
 MAX_WAITING = 10_000
-"""Maximum number of queued lines; older ones are lost."""
+"""Maximum number of queued lines; the oldest are dropped."""
 _LONGEST_PAUSE = 16
 MOST_SAMPLES = 8
-"""Answers of each held-out set that an evaluation keeps; the first ones, so that they can be compared over time."""
+"""Number of answers of each held-out set that an evaluation saves; always the first ones, for comparison over time."""
 
 
 def one_line(failed: Exception) -> str:
-    """The reason of an exception: the first line of its text."""
+    """The first line of an exception's message."""
     text = (getattr(failed, "strerror", None) or str(failed)).strip()
     return text.splitlines()[0][:300] if text else type(failed).__name__
 
 
 class Outage(Generic[T]):
-    """Passes records to `write` in order. A record that raises OSError is queued with those after it and retried later.
+    """Passes records to `write` in order. When a record raises OSError, it and later ones are queued and retried.
 
-    At most `most` records wait, by default `MAX_WAITING`. `say` prints a line when writing fails, when it works again,
-    and at the end for what is lost.
+    At most `most` records are queued, by default `MAX_WAITING`. `say` prints a line when writing fails, when it works
+    again, and at the end for lost records.
     """
 
     def __init__(self, name: str, write: Callable[[T], None], say: Say, *, most: int | None = None) -> None:
@@ -50,7 +50,7 @@ class Outage(Generic[T]):
         self._pause = self._until_next = 0
 
     def put(self, record: T) -> None:
-        """Write the record and those that wait, or let it wait."""
+        """Write the queued records and this one, or queue it."""
         self._waiting.append(record)
         if len(self._waiting) > self._most:
             self._waiting.popleft()
@@ -60,7 +60,7 @@ class Outage(Generic[T]):
             self._try()
 
     def close(self) -> None:
-        """Try a last time, and report what could not be written."""
+        """Write queued records a last time, and report what could not be written."""
         if self._waiting:
             self._try()
         if self._waiting:
@@ -86,7 +86,7 @@ class Outage(Generic[T]):
 
 
 def append_whole(file: FileIO, data: bytes) -> None:
-    """Append `data` to an unbuffered file; with an OSError nothing of it remains."""
+    """Append `data` to an unbuffered file; after an OSError no part of it remains."""
     end, written = file.seek(0, os.SEEK_END), 0
     try:
         while written < len(data):
@@ -97,7 +97,7 @@ def append_whole(file: FileIO, data: bytes) -> None:
 
 
 class LineFile:
-    """A file to which lines are appended at once; where the disk is full, they wait (`Outage`)."""
+    """A file to which lines are appended at once; on a full disk they are queued (`Outage`)."""
 
     def __init__(self, path: Path, say: Say, *, most: int | None = None) -> None:
         self._file = path.open("ab", buffering=0)
@@ -114,7 +114,9 @@ class LineFile:
 
 
 class MetricsFile(LineFile):
-    """One JSON object per optimizer step; NaN and infinity are written as null with their name in `non_finite`."""
+    """Writes one JSON object per optimizer step; NaN and infinity become null, and their names are listed in
+    `non_finite`.
+    """
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Write the record."""
@@ -123,13 +125,13 @@ class MetricsFile(LineFile):
 
 
 class RankTimesFile(LineFile):
-    """`ranks.jsonl`: the step time of each rank without collectives, at the steps at which stragglers are looked for.
+    """Writes `ranks.jsonl`: step times of all ranks without collectives, at the steps at which stragglers are searched.
 
-    A line is `{"step": 10, "seconds": [0.41, 0.43]}`, by rank.
+    A line is `{"step": 10, "seconds": [0.41, 0.43]}`, in the order of ranks.
     """
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Write the times, where the step has them."""
+        """Write the times of the ranks if the record has them."""
         if record.rank_seconds:
             seconds = [float(f"{each:.4g}") for each in record.rank_seconds]
             self.put(json.dumps({"step": record.step, "seconds": seconds}) + "\n")
@@ -137,7 +139,7 @@ class RankTimesFile(LineFile):
 
 
 def line_of(record: StepRecord) -> str:
-    """The line of a record."""
+    """The JSON line of a record."""
     finite = {name: value if math.isfinite(value) else None for name, value in record.values.items()}
     non_finite = (
         {"non_finite": [name for name, value in finite.items() if value is None]} if None in finite.values() else {}
@@ -147,14 +149,14 @@ def line_of(record: StepRecord) -> str:
 
 
 class SampleFile(LineFile):
-    """Appends the answers of an evaluation with the step after which they were generated, a line for each."""
+    """Writes the answers generated in an evaluation, one per line, with the step after which they were generated."""
 
     def __init__(self, path: Path, say: Say) -> None:
         super().__init__(path, say)
         self._collected: Sequence[Sample] = ()
 
     def collect(self, samples: Sequence[Sample]) -> None:
-        """Keep the answers of an evaluation until its step is recorded; the step that they have does not matter."""
+        """Keep the answers of an evaluation until its step is recorded; their own `step` is replaced then."""
         self._collected = samples
 
     def after_step(self, record: StepRecord) -> StepRecord:
