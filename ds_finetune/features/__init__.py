@@ -1,1 +1,3 @@
-"""Parts of a model and of its training that the run file turns on: adapters, routers, indexers, prediction, teacher."""
+"""Features: parts of a model and its training that the run file turns on (adapters, routers, indexers, multi-token
+prediction, teacher).
+"""

@@ -1,4 +1,4 @@
-"""LoRA adapters as a feature; `model/adapters/` has their modules."""
+"""LoRA adapters as a feature; `model/adapters/` has the modules."""
 
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -12,7 +12,7 @@ from ds_finetune.plan.settings import RunSettings
 
 
 class AdapterFeature(Feature):
-    """Freezes the model and trains adapters, and the whole score head where there is one."""
+    """Freezes the model and trains adapters, and the whole classification head if there is one."""
 
     name = "adapters"
     saves_frozen = False
@@ -21,7 +21,7 @@ class AdapterFeature(Feature):
 
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> LoraPlan | None:
-        """With the section `lora`."""
+        """On with the section `lora`."""
         if run.lora is None:
             return None
         lora = plan_lora(hf_config, run.lora, task_of(run.objective))
@@ -30,11 +30,11 @@ class AdapterFeature(Feature):
         return lora
 
     def lines(self) -> list[tuple[str, str]]:
-        """What is adapted, kind by kind."""
+        """The adapted modules by kind, for the plan."""
         return self.settings.lines()
 
     def install(self, lm: PreTrainedModel, placement: AdapterPlacement) -> None:
-        """Add the adapters after the weights, because loading checks every parameter against the files."""
+        """Add the adapters after the weights are loaded, because loading checks every parameter against the files."""
         install_lora(lm, self.settings.targets, self.settings.section, seed=self.plan.train.seed, placement=placement)
         for name in head_parameters(lm):
             lm.get_parameter(name).requires_grad_(True)

@@ -1,6 +1,6 @@
-"""What a feature is: a part of a model, or of its training, that the run file turns on.
+"""The interface of a feature: a part of a model, or of its training, that the run file turns on.
 
-The methods are called in the order in which they stand here. A feature overrides those that it needs.
+Methods are called in the order in which they are defined here. A feature overrides the ones that it needs.
 """
 
 from collections.abc import Callable
@@ -22,35 +22,35 @@ from ds_finetune.plan.settings import RunSettings
 
 @dataclass(frozen=True)
 class RankParts:
-    """What the engine gives to the features of a rank."""
+    """Objects of a rank that the engine passes to features."""
 
     groups: HeadGroups
     device: torch.device
     start_teacher: Callable[[], AbstractContextManager[Teacher | None]]
-    """Starts the live teacher of a distillation, where this rank runs it."""
+    """Starts the teacher of a distillation, where this rank runs it."""
 
 
 class Feature:
-    """A part of a model or of its training; an object of it belongs to one engine."""
+    """A part of a model or of its training; each engine has its own instance."""
 
     name: ClassVar[str]
-    """Its key in `ModelPlan.features`, and in `features` of the run file where another package adds it."""
+    """Key in `ModelPlan.features`; for features of other packages also in `features` of the run file."""
     saves_frozen: bool = True
-    """Whether checkpoints hold parameters that are not trained; false where all of them are in the model's folder."""
+    """Whether checkpoints hold frozen parameters; false where the model's folder has all of them."""
 
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> object | None:
-        """What follows from the run file and the model's configuration, for `ModelPlan.features`; None where the
-        feature is off. ConfigError or ModelError where its settings are wrong.
+        """Settings of the feature from the run file and the model's configuration, for `ModelPlan.features`; None where
+        it is off. ConfigError or ModelError where its settings are wrong.
 
-        It may change `hf_config`, of which models are built from then on. By default it is `features.NAME` of the run
-        file, as it stands there.
+        May change `hf_config`, from which models are built afterwards. The default is `features.NAME` of the run file,
+        unchanged.
         """
         return run.features.get(cls.name)
 
     @classmethod
     def of(cls, model: ModelPlan, plan: Plan) -> Self | None:
-        """The feature of an engine; None where it is off."""
+        """The feature's instance for an engine; None where it is off."""
         settings = model.features.get(cls.name)
         return None if settings is None else cls(settings, model, plan)
 
@@ -59,38 +59,38 @@ class Feature:
 
     @property
     def own_loss(self) -> str:
-        """Name of the auxiliary loss that is the only one to train the parameters which the feature `owns`; empty for
-        none. They are clipped by the norm of their own gradient.
+        """Name of the auxiliary loss that alone trains the parameters that the feature `owns`; empty for none. These
+        parameters are clipped by their own gradient norm.
         """
         return ""
 
     def complete(self, plan: Plan) -> Plan:
-        """The plan of the run with what follows from the feature: parameters that it freezes, and notes."""
+        """The run's plan with the consequences of the feature: parameters that it freezes, and notes."""
         return plan
 
     def lines(self) -> list[tuple[str, str]]:
-        """Name and text of what is decided about it, for people."""
+        """Lines of the plan about the feature, as name and text."""
         return []
 
     def open(self, parts: RankParts) -> AbstractContextManager[object]:
-        """What is open while the engine runs; it is entered before the model is built."""
+        """Context in which the engine runs; entered before the model is built."""
         return nullcontext()
 
     def install(self, lm: PreTrainedModel, placement: AdapterPlacement) -> None:
-        """Change the built part of the model that this rank holds, after its weights are loaded. New parameters are put
-        where `placement` says, and are trained unless they do not require a gradient.
+        """Change this rank's shard of the model in place, after its weights are loaded. `placement` shards new
+        parameters; they are trained if they require a gradient.
         """
 
     def owns(self, name: str) -> bool:
-        """Whether `own_loss` is the only loss that trains the parameter `name`."""
+        """Whether the loss `own_loss` alone trains the parameter `name`."""
         return False
 
     def wrap(self, trained: TrainedModel) -> TrainedModel:
-        """The module whose forward is the loss, which DeepSpeed gets."""
+        """Replace the module whose forward is the loss, before DeepSpeed wraps it."""
         return trained
 
     def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss | None:
-        """Its auxiliary loss with its metrics, or None; hooks that it needs in `trained` are registered here, after
+        """The feature's auxiliary loss with its metrics, or None. It may register hooks in `trained`, which run after
         those of DeepSpeed.
         """
         return None

@@ -1,4 +1,4 @@
-"""Training of indexers as a feature: their loss, from the divergences of this rank's layers in a forward."""
+"""Training of indexers as a feature: a loss from the divergences that this rank's layers compute in a forward."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,11 +18,11 @@ from ds_finetune.plan.settings import RunSettings
 
 
 class IndexerLoss(ExtraLoss):
-    """The divergence D_KL(p || softmax(I)) of a query, summed over indexers, as a mean over all tokens.
+    """The divergence D_KL(p || softmax(I)) of a query, summed over indexers and averaged over all tokens.
 
-    I are an indexer's scores of the tokens, or entries of compressed tokens, that the query may attend to. p are the
-    weights that attention gives them, summed over heads and divided by their sum; they get no gradient. An indexer
-    whose choice several layers share gets the mean over those layers (arXiv 2603.12201).
+    I are an indexer's scores of the tokens, or compressed entries, that the query may attend to. p are the attention
+    weights of these, summed over heads and normalised; they get no gradient. An indexer whose choice several layers
+    share gets the mean over those layers (arXiv 2603.12201).
     """
 
     name = "indexer"
@@ -35,12 +35,12 @@ class IndexerLoss(ExtraLoss):
         self._shares = _shares(train_indexers(lm, collector))
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """`indexer_loss`: the mean over tokens and indexers in nats, without the weight."""
+        """`indexer_loss`: the unweighted mean over tokens and indexers, in nats."""
         return {"indexer_loss": sums["indexer"] / max(counts["tokens"], 1) / self._indexers}
 
     @contextmanager
     def listen(self, rows: ForwardRows, *, is_counting: bool, is_first: bool) -> Iterator[None]:
-        """Collect the divergences of the forward that runs inside."""
+        """Collect the divergences of the forward that runs within the context."""
         self._collector.is_listening = True
         try:
             yield
@@ -48,7 +48,9 @@ class IndexerLoss(ExtraLoss):
             self._collector.is_listening = False
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
-        """The contribution of the real tokens of `rows`; sequence parallel ranks contribute their tokens' parts."""
+        """The contribution of the tokens of `rows` without padding; sequence parallel ranks contribute their own
+        tokens.
+        """
         found = dict(self._collector.found)
         self._collector.found.clear()
         if not found:
@@ -61,7 +63,7 @@ class IndexerLoss(ExtraLoss):
 
 
 def _shares(layers: Sequence[tuple[int, bool]]) -> dict[int, float]:
-    """What the divergence of each layer counts: one over the number of layers that share its indexer's choice."""
+    """Weight of each layer's divergence: one over the number of layers that share its indexer."""
     indexers, served = list[int](), dict[int, int]()
     for _, has_indexer in layers:
         indexers.append(len(served) if has_indexer else len(served) - 1)
@@ -70,7 +72,7 @@ def _shares(layers: Sequence[tuple[int, bool]]) -> dict[int, float]:
 
 
 class IndexerFeature(Feature):
-    """Trains the indexers of sparse attention, beside the other weights or without them."""
+    """Trains the indexers of sparse attention, with or without the other weights."""
 
     name = "indexer"
 
@@ -78,16 +80,16 @@ class IndexerFeature(Feature):
 
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> IndexerPlan | None:
-        """With `indexer.train`."""
+        """On with `indexer.train`."""
         return plan_indexer(run.indexer, hf_config.to_dict())
 
     @property
     def own_loss(self) -> str:
-        """The loss of indexers, where other parameters are trained too."""
+        """The indexer loss, where other parameters are trained too."""
         return "" if self.settings.is_alone else IndexerLoss.name
 
     def lines(self) -> list[tuple[str, str]]:
-        """How many are trained, and how."""
+        """Number of trained indexers and their settings, for the plan."""
         return self.settings.lines()
 
     def owns(self, name: str) -> bool:
@@ -95,8 +97,8 @@ class IndexerFeature(Feature):
         return bool(self.own_loss) and family_of(self.model.hf_config.model_type).is_of_indexer(name)
 
     def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss:
-        """The divergence of their scores from attention."""
-        # Where indexers choose entries, sequence parallel ranks hold all heads of their tokens.
+        """The divergence of the indexers' scores from attention."""
+        # With compressed entries, sequence parallel ranks hold all heads of their own tokens.
         others = None if family_of(self.model.hf_config.model_type).compresses else parts.groups.sp
         ranks = tuple(group for group in (parts.groups.tp, others) if group is not None)
         collector = DivergenceCollector(ranks, attends_to_all=self.settings.is_alone)

@@ -1,5 +1,5 @@
-"""Multi-token prediction as a feature: which layer a run trains, from config.json and the tensors of the folder, and
-its loss, computed by the layer that `model/mtp.py` builds.
+"""Multi-token prediction as a feature: selects the layer to train from config.json and the model's tensors, and
+computes its loss with the layer that `model/mtp.py` builds.
 """
 
 import json
@@ -40,18 +40,17 @@ from ds_finetune.objectives.objective import LossAndSums, Term
 from ds_finetune.plan.settings import RunSettings
 
 _UNKNOWN = re.compile(r"^mtp\.0\.(.*\.)?(compressor|indexer|tid2eid)\b|^mtp\.(?!0\.)")
-"""Tensors of prediction layers of DeepSeek-V4 whose use is not known."""
+"""Tensors of DeepSeek-V4's prediction layers that this program does not support."""
 DocumentArguments = Callable[[tuple[Documents, ...] | None, torch.device], dict[str, Any]]
-"""What tells attention where documents begin, from the lengths of the documents of each row."""
+"""Arguments by which attention knows where documents begin, from the lengths of each row's documents."""
 
 
 class MtpLoss(ExtraLoss):
-    """The cross entropy of the token after the next, at each position where both are in the document and the second is
-    supervised; with `detach` its gradient reaches only the layer.
+    """Cross entropy of the token after the next, at each position where that token is in the same document and
+    supervised; with `detach` its gradient reaches only the prediction layer.
 
-    Its sum is divided by the number of supervised tokens, as in DeepSeek-V3's report (arXiv 2412.19437, eq. 24), not
-    by its own smaller number: a document of n supervised tokens has n - 1 such predictions, or n where a prompt comes
-    first.
+    The sum is divided by the number of supervised tokens, as in DeepSeek-V3's report (arXiv 2412.19437, eq. 24), not by
+    the smaller number of predictions: a document of n supervised tokens has n - 1 predictions, or n after a prompt.
     """
 
     name = "mtp"
@@ -64,16 +63,17 @@ class MtpLoss(ExtraLoss):
         self._streams: torch.Tensor | None = None
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """Mean loss in nats over its own predictions, and the share of them that are the text's tokens.
+        """Mean loss in nats over the predictions, and the share of predictions that equal the text's token.
 
-        A server accepts those that are the model's own choice, which are others where the model differs from the text.
+        In speculative decoding, a server accepts predictions that equal the model's own choice, which may differ from
+        the text.
         """
         tokens = max(sums["mtp_tokens"], 1)
         return {"mtp_loss": sums["mtp_loss"] / tokens, "mtp_accuracy": sums["mtp_correct"] / tokens}
 
     @contextmanager
     def listen(self, rows: ForwardRows, *, is_counting: bool, is_first: bool) -> Iterator[None]:
-        """Keep the residual streams after the last layer, where there are several: the head makes one of them."""
+        """Record the residual streams after the last layer, where there are several, before the head merges them."""
         if not family_of(self._lm.config.model_type).compresses:
             yield
             return
@@ -119,7 +119,7 @@ class MtpLoss(ExtraLoss):
 
 
 class MtpFeature(Feature):
-    """Trains the prediction layer that the model is published with."""
+    """Trains the multi-token prediction layer that is published with the model."""
 
     name = "mtp"
 
@@ -127,39 +127,40 @@ class MtpFeature(Feature):
 
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> MtpConfig | None:
-        """With `mtp.train`."""
+        """On with `mtp.train`."""
         return plan_mtp(hf_config, run.model, run.mtp)
 
     @property
     def own_loss(self) -> str:
-        """With `mtp.detach`, the loss of the layer."""
+        """The loss of the layer, with `mtp.detach`."""
         return MtpLoss.name if self.settings.detach else ""
 
     def lines(self) -> list[tuple[str, str]]:
-        """Which layer is trained, and what its loss trains."""
+        """The trained layer, and what its loss trains, for the plan."""
         trained = "only this layer" if self.settings.detach else "all that is trained"
         layer = f"layer {self.model.hf_config.num_hidden_layers} is trained with weight {self.settings.weight:g}"
         return [("mtp", f"{layer}; its loss trains {trained}")]
 
     def owns(self, name: str) -> bool:
-        """With `mtp.detach`, the layer's parameters."""
+        """The layer's parameters, with `mtp.detach`."""
         return bool(self.own_loss) and is_mtp_tensor(name, self.model.hf_config)
 
     def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss:
-        """The loss of the token after the next."""
+        """The loss on the token after the next."""
         weight, detach = self.settings.weight, self.settings.detach
         return MtpLoss(trained.lm, trained.document_arguments, weight=weight, detach=detach)
 
 
 def plan_mtp(hf_config: PretrainedConfig, model: ModelConfig, section: MtpConfig) -> MtpConfig | None:
-    """How the layer is trained, with which models of `hf_config` are built from now on; None where it is not.
+    """Settings of the layer's training; None without it. `hf_config` is changed so that models are built with the
+    layer.
 
-    ModelError where the model has no such layer, or more than one. The number comes from the published config.json,
-    because transformers' configurations say 1 where the file says nothing.
+    ModelError where the model has no such layer, or more than one. The number is read from the published config.json,
+    because transformers' configurations have 1 as their default.
     """
     if not section.train:
         return None
-    # Nothing but config.json is needed where weights are random, or have not been downloaded yet.
+    # Only config.json is needed where weights are random, or have not been downloaded yet.
     folder = resolve_folder(model.path, files=TOKENIZER_PATTERNS)
     tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     _check_config(tree, hf_config, f"mtp.train true: {folder}/config.json")
@@ -170,8 +171,8 @@ def plan_mtp(hf_config: PretrainedConfig, model: ModelConfig, section: MtpConfig
 
 
 def check_adapted(hf_config: PretrainedConfig, mtp: MtpConfig, lora: LoraPlan) -> None:
-    """ConfigError where no adapter is in the layer, of which nothing would be trained; and with `mtp.detach` where all
-    are, because the objective would then train nothing.
+    """ConfigError where no adapter is in the prediction layer, so that nothing of it would be trained; and with
+    `mtp.detach` where all are, so that the objective would train nothing.
     """
     is_inside = {is_mtp_tensor(target.name, hf_config) for target in lora.targets}
     (number,) = mtp_layers(hf_config)

@@ -1,5 +1,5 @@
-"""Routers of experts as a feature: their choices are collected, and balanced by a loss (DeepSeek-V2, arXiv 2405.04434,
-eq. 23-25; DeepSeek-V3, arXiv 2412.19437, eq. 17-20; Switch Transformer, arXiv 2101.03961, eq. 4-6).
+"""Routers of experts as a feature: counts the tokens of each expert, and balances the load by a loss (DeepSeek-V2,
+arXiv 2405.04434, eq. 23-25; DeepSeek-V3, arXiv 2412.19437, eq. 17-20; Switch Transformer, arXiv 2101.03961, eq. 4-6).
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,11 +37,11 @@ from ds_finetune.plan.settings import RunSettings
 
 
 class BalanceLoss(ExtraLoss):
-    """The sum over layers of `sum_i f_i P_i` of a document, as a mean over documents, where it has a weight; and what
-    routers choose in a step, by which biases are updated.
+    """Balance loss: `sum_i f_i P_i` of a document, summed over layers and averaged over documents, if it has a weight.
+    It also counts the routers' choices in a step, from which biases are updated.
 
-    f_i is the share of its choices that fall on expert i, times the number of experts; P_i is the mean share of expert
-    i in its scores. Where all experts are chosen alike it is 1 for each layer.
+    f_i is the share of the document's choices that fall on expert i, times the number of experts; P_i is the mean share
+    of expert i in its scores. With an even load the sum over experts is 1 for each layer.
     """
 
     name = "routers"
@@ -53,19 +53,19 @@ class BalanceLoss(ExtraLoss):
         routers.keeps_outputs = bool(weight)
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """`balance_loss`: the mean over documents and layers, without the weight; nothing where it has none."""
+        """`balance_loss`: the unweighted mean over documents and layers; empty without a weight."""
         if not self.terms:
             return {}
         return {"balance_loss": sums["balance"] / max(counts["documents"], 1) / len(self.routers.plan.balanced)}
 
     def listen(self, rows: ForwardRows, *, is_counting: bool, is_first: bool) -> AbstractContextManager[None]:
-        """Collect what routers give in the forward of `rows` that runs inside."""
+        """Collect the routers' outputs in the forward of `rows` that runs within the context."""
         if not is_counting and not self.routers.keeps_outputs:
             return nullcontext()
         return self.routers.listen(rows, is_counting=is_counting, counts_tokens=is_first)
 
     def counted(self, mesh: Mesh) -> torch.Tensor:
-        """The choices of this rank's routers."""
+        """Counts of the choices of this rank's routers."""
         table = table_of_choices(self.routers, mesh)
         self.routers.clear()
         return table
@@ -73,13 +73,13 @@ class BalanceLoss(ExtraLoss):
     def finish_step(
         self, here: torch.Tensor, on_host: torch.Tensor, *, num_tokens: int, is_skipped: bool
     ) -> RouterChoices:
-        """Update biases by the choices of all routers, and return these."""
+        """Update biases from the choices of all routers, and return these choices."""
         choices = choices_of(on_host, self.routers.plan)
         finish_step(self.routers, choices, here, num_tokens=num_tokens, is_skipped=is_skipped)
         return choices
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
-        """The contribution of the documents of `rows`; sequence parallel ranks contribute the parts of their tokens."""
+        """The contribution of the documents of `rows`; sequence parallel ranks contribute their own tokens."""
         outputs = self.routers.outputs
         found = self._balance(outputs, weights) if outputs else None
         self.routers.release()
@@ -91,7 +91,7 @@ class BalanceLoss(ExtraLoss):
             counts = self._sp_group.all_reduce(counts)
         documents, lengths = self.routers.tokens
         per_token, experts = outputs[0].chosen.shape[1], counts.shape[-1]
-        # f_i / T of each document, because P_i is a mean over its tokens too.
+        # f_i / T for each document of T tokens, because P_i is a mean over tokens.
         factors = counts * (experts / per_token / lengths.double().square()[:, None])
         total = torch.stack(
             [
@@ -103,11 +103,11 @@ class BalanceLoss(ExtraLoss):
 
     @torch.no_grad()
     def _count_choices(self, output: RouterOutput) -> torch.Tensor:
-        """How often the tokens of each document chose each expert, int64 [documents, experts]."""
+        """Number of tokens of each document that chose each expert, int64 [documents, experts]."""
         logits, chosen = output
         documents, lengths = self.routers.tokens
         if self.routers.plan.kind.scores != "softmax":
-            # By the scores themselves, with neither bias nor groups (DeepSeek-V3, eq. 18).
+            # The choice by scores alone, without biases and groups (DeepSeek-V3, eq. 18).
             chosen = logits.float().topk(chosen.shape[1], dim=-1).indices
         experts = logits.shape[-1]
         counts = torch.zeros((len(lengths) + 1) * experts, dtype=torch.int64, device=logits.device)
@@ -116,8 +116,8 @@ class BalanceLoss(ExtraLoss):
 
 
 class _SumOfLayer(torch.autograd.Function):
-    """The sum over documents of `sum_i f_i P_i` of a layer, fp32 scalar, from `factors` f_i / T, fp32 [documents,
-    experts]. Of [tokens, experts] numbers it keeps only the logits, and computes the rest again in backward.
+    """Sum over documents of `sum_i f_i P_i` of a layer, fp32 scalar, from `factors` f_i / T, fp32 [documents, experts].
+    Only the logits [tokens, experts] are saved; the rest is recomputed in backward.
     """
 
     @staticmethod
@@ -145,7 +145,7 @@ class _SumOfLayer(torch.autograd.Function):
 
 
 class RouterFeature(Feature):
-    """Counts what routers choose, for metrics and the update of biases, and balances it where the run file says so."""
+    """Counts routers' choices, for metrics and bias updates, and balances them where the run file says so."""
 
     name = "routers"
 
@@ -153,11 +153,11 @@ class RouterFeature(Feature):
 
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> RouterPlan | None:
-        """Where the model has routers."""
+        """On where the model has routers."""
         return plan_routers(run.router, described(hf_config))
 
     def complete(self, plan: Plan) -> Plan:
-        """Freeze the weights of routers where the run file says so; a note names them."""
+        """Freeze the routers' weights where the run file says so, with a note."""
         if self.settings.section.train:
             return plan
         hf_config = self.model.hf_config
@@ -166,9 +166,9 @@ class RouterFeature(Feature):
         return replace(plan, frozen=(*plan.frozen, *names), notes=(*plan.notes, note))
 
     def lines(self) -> list[tuple[str, str]]:
-        """How they are trained; nothing where they are trained as all else."""
+        """Settings of the routers' training for the plan; empty where they are trained like other weights."""
         return self.settings.lines()
 
     def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss:
-        """The balance loss, where it has a weight, and the counts."""
+        """The balance loss, if it has a weight, and the counts."""
         return BalanceLoss(RouterCollector(trained.lm, self.settings, device=parts.device), parts.groups.sp)

@@ -1,4 +1,4 @@
-"""The features in their order, and registration of those of other packages."""
+"""The table of features, and registration of features of other packages."""
 
 from functools import cache
 from importlib.metadata import entry_points
@@ -18,21 +18,21 @@ from ds_finetune.plan.plan import Plan
 from ds_finetune.plan.settings import RunSettings
 
 FEATURES: list[type[Feature]] = [RouterFeature, IndexerFeature, MtpFeature, AdapterFeature, TeacherFeature]
-"""In the order in which they are planned and installed, and in which their losses are added."""
+"""All features, in the order of planning, installation and addition of their losses."""
 _BUILT_IN = len(FEATURES)
 ENTRY_POINTS = "ds_finetune.features"
-"""Group of entry points by which an installed package adds its features."""
+"""Entry-point group in which an installed package registers its features."""
 
 
 def register_feature(feature: type[Feature]) -> None:
-    """Add a feature of another package after those that are there; `features.NAME` of the run file are its settings."""
+    """Register a feature of another package; its settings are `features.NAME` of the run file."""
     assert feature.name not in {other.name for other in FEATURES}, feature.name
     FEATURES.append(feature)
 
 
 def plan_features(run: RunSettings, hf_config: PretrainedConfig) -> dict[str, Any]:
-    """What the features plan that are on, by their names; errors as `Feature.planned`, and ConfigError where the run
-    file has settings of a feature that is unknown.
+    """Settings of the features that are on, by name; errors as in `Feature.planned`, and ConfigError where the run file
+    has settings of an unknown feature.
     """
     _load_entry_points()
     known = [feature.name for feature in FEATURES[_BUILT_IN:]]
@@ -47,7 +47,7 @@ def plan_features(run: RunSettings, hf_config: PretrainedConfig) -> dict[str, An
 
 
 def features_of(model: ModelPlan, plan: Plan) -> tuple[Feature, ...]:
-    """The features that are on, in their order."""
+    """Instances of the features that are on, in the order of the table."""
     every = (feature.of(model, plan) for feature in FEATURES)
     return tuple(feature for feature in every if feature is not None)
 

@@ -1,4 +1,6 @@
-"""Distillation as a feature: the teacher beside the model, and the loss towards its distributions, live or stored."""
+"""Distillation as a feature: the teacher model, and the loss towards its distributions, computed in the run or
+stored.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,7 +26,7 @@ from ds_finetune.plan.settings import RunSettings
 
 
 class DistillationHead(LossHead):
-    """A language-model head whose loss mixes the divergence from `targets` with the cross entropy of the labels."""
+    """A language model head whose loss combines the divergence from `targets` with the cross entropy of the labels."""
 
     mix: Mix
 
@@ -37,8 +39,8 @@ class DistillationHead(LossHead):
         *,
         supervised: torch.Tensor | None = None,
     ) -> Any:  # noqa: ANN401 - logits or LossAndSums
-        """`hidden` [..., width] -> logits [..., vocabulary], or with `labels` [...] (already shifted, int64) and their
-        targets -> LossAndSums. `supervised` as in `LossHead`.
+        """Maps `hidden` [..., width] to logits [..., vocabulary], or with `labels` [...] (already shifted, int64) and
+        `open_targets` to LossAndSums. `supervised` as in `LossHead`.
         """
         if labels is None or open_targets is None:
             return super().forward(hidden)
@@ -62,7 +64,7 @@ class DistillationHead(LossHead):
 
 
 class DistilledModel(TrainedModel):
-    """A causal LM whose forward is the loss of distillation, from a live `teacher` or from stored log-probabilities."""
+    """A causal LM whose forward is the distillation loss, from a running `teacher` or from stored log-probabilities."""
 
     def __init__(self, trained: TrainedModel, objective: Distillation, teacher: Teacher | None) -> None:
         super().__init__(trained.lm, trained.sp_group, trained.pp_group)
@@ -87,7 +89,7 @@ class DistilledModel(TrainedModel):
         return partial(teacher.targets, hidden, self.temperature)
 
     def _stored(self, examples: Examples, supervised: torch.Tensor) -> TopTargets | None:
-        """The stored targets of the `supervised` positions of this rank's tokens."""
+        """Stored targets at the `supervised` positions of this rank's tokens."""
         if examples.top is None:
             return None
         ids, log_probs = (
@@ -98,7 +100,7 @@ class DistilledModel(TrainedModel):
 
 
 class TeacherFeature(Feature):
-    """Trains towards a live teacher, or towards stored distributions of one."""
+    """Trains towards the distributions of a teacher, computed in the run or stored."""
 
     name = "teacher"
     settings: TeacherPlan | None
@@ -106,7 +108,7 @@ class TeacherFeature(Feature):
 
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> TeacherPlan | None:
-        """With the objective `distill` and a live teacher."""
+        """On with the objective `distill`; the settings are those of a running teacher, if any."""
         teacher = plan_teacher(run.objective)
         if teacher is not None:
             check_model(run.with_model(teacher.hf_config.to_dict()), "attention of the model")
@@ -114,11 +116,11 @@ class TeacherFeature(Feature):
 
     @classmethod
     def of(cls, model: ModelPlan, plan: Plan) -> Self | None:
-        """With the objective `distill`."""
+        """The feature's instance, with the objective `distill`."""
         return cls(model.teacher, model, plan) if isinstance(model.objective, Distillation) else None
 
     def lines(self) -> list[tuple[str, str]]:
-        """Which model the live teacher is, and where its weights are held."""
+        """The running teacher's model, and where its weights are held, for the plan."""
         if self.settings is None:
             return []
         plan, offload = self.plan, self.settings.offload
@@ -133,11 +135,11 @@ class TeacherFeature(Feature):
 
     @contextmanager
     def open(self, parts: RankParts) -> Iterator[None]:
-        """Start the live teacher, and end it with the engine."""
+        """Start the teacher, and end it with the engine."""
         with parts.start_teacher() as self._teacher:
             yield
 
     def wrap(self, trained: TrainedModel) -> TrainedModel:
-        """The loss of distillation in place of the cross entropy."""
+        """Replace the cross entropy by the distillation loss."""
         assert isinstance(self.model.objective, Distillation)
         return DistilledModel(trained, self.model.objective, self._teacher)

@@ -1,1 +1,1 @@
-"""Plain PyTorch loops, and what is compared with them: the selftest and the benchmark."""
+"""Reference PyTorch loops, and what compares the engine with them: the selftest and the benchmark."""

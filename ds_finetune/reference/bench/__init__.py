@@ -1,1 +1,1 @@
-"""`ds-finetune bench`: times the training step beside ordinary PyTorch loops."""
+"""`ds-finetune bench`: times the training step in comparison with ordinary PyTorch loops."""

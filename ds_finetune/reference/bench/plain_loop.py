@@ -1,4 +1,6 @@
-"""An ordinary PyTorch training loop with transformers' model and all its logits, which `bench` compares with."""
+"""An ordinary PyTorch training loop with transformers' model and the logits of all tokens, for comparison by
+`bench`.
+"""
 
 import copy
 import json
@@ -37,7 +39,7 @@ from ds_finetune.reference.selftest.plain_losses import distill_loss
 from ds_finetune.system.versions import pip_install, requirements_of
 
 PADDED_DOCUMENTS = 8
-"""Documents in one forward of the padded loop."""
+"""Number of documents per forward of the padded loop."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class PlainForward:
 
 
 def packed_forwards(batch: Batch) -> list[PlainForward]:
-    """The engine's own rows, with positions that restart at each document."""
+    """The engine's own packed rows, with positions that restart at each document."""
     return [_packed(micro) for micro in batch.micro]
 
 
@@ -71,7 +73,7 @@ def _packed(micro: MicroBatch) -> PlainForward:
 
 
 def padded_forwards(batch: Batch) -> list[PlainForward]:
-    """Documents of a batch in rows of their own, `PADDED_DOCUMENTS` to a forward, padded to the longest."""
+    """One document per row, `PADDED_DOCUMENTS` rows per forward, padded to the longest."""
     documents = [document for micro in batch.micro for document in _documents(micro)]
     return [
         _padded(documents[start : start + PADDED_DOCUMENTS]) for start in range(0, len(documents), PADDED_DOCUMENTS)
@@ -79,8 +81,8 @@ def padded_forwards(batch: Batch) -> list[PlainForward]:
 
 
 class _PlainDocument(NamedTuple):
-    """Ids and labels [tokens]; a target and a reference log-probability; stored distributions [tokens, ...]; and 1 for
-    the tokens of a second text [tokens].
+    """A document without padding: ids and labels [tokens]; target and reference log-probability; stored teacher
+    distributions [tokens, ...]; token types [tokens], 1 for a second text.
     """
 
     ids: torch.Tensor
@@ -92,7 +94,7 @@ class _PlainDocument(NamedTuple):
 
 
 def _documents(micro: MicroBatch) -> Iterator[_PlainDocument]:
-    """The documents of a forward, without padding."""
+    """The documents of a micro-batch, without padding."""
     for number, (ids, labels) in enumerate(zip(micro.input_ids, micro.labels, strict=True)):
         lengths = micro.documents[number] if micro.documents else (len(ids),)
         if micro.examples is None:
@@ -138,7 +140,7 @@ def _padded_top(tops: list[TopLogProbs]) -> TopLogProbs | None:
 
 
 def check_peft(model: ModelPlan) -> None:
-    """ConfigError where the run has adapters that peft cannot hold here."""
+    """ConfigError where the run has adapters that peft cannot represent here."""
     if model.lora is None:
         return
     rank, quantize = model.lora.section.rank, model.lora.section.quantize
@@ -158,10 +160,10 @@ def check_peft(model: ModelPlan) -> None:
 
 
 def plain_model(engine: Engine, model: ModelPlan) -> Any:  # noqa: ANN401 - of transformers or peft
-    """transformers' model with the engine's weights as they are now, on its device.
+    """transformers' model with the engine's current weights, on its device.
 
-    It is in fp32, for autocast. With LoRA peft's adapters are around it, and their frozen base is in the precision of
-    the run, or loaded in four bits by transformers and bitsandbytes.
+    Weights are fp32, for autocast. With LoRA, peft's adapters are added, and the frozen base weights have the run's
+    precision, or are loaded in 4 bits by transformers and bitsandbytes.
     """
     device, lora, in_four_bits = engine.plan.device, model.lora, {f"{name}.weight" for name in model.quantised}
     dtype = torch.float32 if lora is None else PRECISION_DTYPES[engine.plan.precision]
@@ -184,7 +186,7 @@ def _config(model: ModelPlan) -> Any:  # noqa: ANN401 - of transformers
 
 
 def _four_bit_model(model: ModelPlan, engine: Engine) -> Any:  # noqa: ANN401 - of transformers
-    """The model with the same weights in NF4 as the engine, computed in the run's precision."""
+    """The model with NF4 weights equal to the engine's, computing in the run's precision."""
     from transformers import BitsAndBytesConfig
 
     dtype = PRECISION_DTYPES[engine.plan.precision]
@@ -206,7 +208,7 @@ def _four_bit_model(model: ModelPlan, engine: Engine) -> Any:  # noqa: ANN401 - 
 
 
 def _in_peft(lm: Any, engine: Engine, model: ModelPlan, lora: LoraConfig) -> nn.Module:  # noqa: ANN401
-    """`lm` with the engine's adapters, which are trained."""
+    """`lm` with the engine's adapters in peft's form, trainable."""
     from peft import PeftModel
 
     adapters = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
@@ -224,7 +226,7 @@ def _in_peft(lm: Any, engine: Engine, model: ModelPlan, lora: LoraConfig) -> nn.
 
 
 def load_plain_teacher(teacher: TeacherPlan | None, device: str) -> nn.Module | None:
-    """The teacher of a distillation as transformers loads it, in fp32 and evaluation mode; None where there is none."""
+    """A distillation's teacher as transformers loads it, in fp32 and evaluation mode; None without a teacher."""
     if teacher is None:
         return None
     lm: nn.Module = AutoModelForCausalLM.from_pretrained(
@@ -239,7 +241,7 @@ Layout = Callable[[Batch], list[PlainForward]]
 
 
 class PlainLoop:
-    """A copy of the engine's model as transformers and peft build it, trained by torch's AdamW on its objective."""
+    """The engine's model as transformers and peft build it, trained with torch's AdamW on the engine's objective."""
 
     def __init__(self, engine: Engine, model: ModelPlan, layout: Layout, *, teacher: nn.Module | None = None) -> None:
         self._layout, self._objective = layout, engine.objective
@@ -278,7 +280,7 @@ class PlainLoop:
 
     @torch.no_grad()
     def _with_reference(self, part: PlainForward) -> PlainForward:
-        """The forward with log-probabilities of the reference, where that is the model without its adapters."""
+        """The forward with log-probabilities of the reference, where that is the model with its adapters disabled."""
         if not self._objective.reference_from_adapters:
             return part
         with self._lm.disable_adapter():
@@ -303,10 +305,12 @@ class PlainLoop:
         )
 
     def _logits(self, part: PlainForward) -> torch.Tensor:
-        """Logits of all tokens, fp32 [rows, tokens, vocabulary], or the scores of the rows, fp32 [rows, outputs]."""
+        """Logits of all tokens, fp32 [rows, tokens, vocabulary], or the scores of a classifier, fp32 [rows,
+        outputs].
+        """
         inputs = {name: tensor.to(self._device) for name, tensor in part.inputs.items()}
         if is_of_scores(self._objective):
-            # transformers pools the last token that is not this one (5.23, modeling_layers.py:170).
+            # transformers scores the last token that is not the padding token (5.23, modeling_layers.py:170).
             is_padding = part.index.to(self._device) < 0
             inputs["input_ids"] = inputs["input_ids"].masked_fill(is_padding, self._lm.config.pad_token_id)
         with self._autocast():
@@ -334,7 +338,9 @@ class PlainLoop:
     def _targets(
         self, part: PlainForward, is_supervised: torch.Tensor, section: DistillObjective
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The teacher's log-probabilities of the supervised tokens, and their ids where only some are stored."""
+        """The teacher's log-probabilities at supervised positions, and their token ids where only the top k are
+        stored.
+        """
         if part.top is not None:
             top = part.top.to(torch.device(self._device))
             return top.log_probs[is_supervised].float(), top.ids[is_supervised].long()

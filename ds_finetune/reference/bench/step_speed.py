@@ -1,4 +1,4 @@
-"""Times the training step beside plain PyTorch loops on the same documents, by turns in one process."""
+"""Times the training step in comparison with ordinary PyTorch loops on the same documents, in turns in one process."""
 
 import os
 import statistics
@@ -36,9 +36,10 @@ _LAYOUTS: dict[str, Layout] = {"plain loop, padded": padded_forwards, "plain loo
 
 @dataclass(frozen=True)
 class SpeedComparison:
-    """Seconds of each timed step of each candidate, tokens of these steps, and the difference of losses.
+    """Seconds of each timed step of each candidate, number of tokens of these steps, and largest relative difference of
+    losses.
 
-    The tokens are the supervised ones, or all where an objective has none.
+    Tokens are the supervised ones, or all where an objective has none.
     """
 
     seconds: dict[str, list[float]]
@@ -46,7 +47,9 @@ class SpeedComparison:
     largest_loss_difference: float
 
     def lines(self) -> list[tuple[str, str]]:
-        """Median seconds, tokens a second, and the speed relative to the first candidate: more is faster."""
+        """Rows for display: median seconds, tokens per second, and speed relative to the first candidate (larger is
+        faster).
+        """
         first_name = next(iter(self.seconds))
         first = statistics.median(next(iter(self.seconds.values())))
         found = [
@@ -61,14 +64,13 @@ class SpeedComparison:
 
 
 def compare_step_speed(resolved: ResolvedRun, *, steps: int, say: Say) -> SpeedComparison:
-    """Time `steps` optimizer steps of a run by turns with plain loops over the same documents.
+    """Time `steps` optimizer steps of a run, in turns with PyTorch loops over the same documents, after one step of
+    warm-up.
 
-    One step before them warms up.
-
-    The plain loops are transformers' model with all logits and torch's AdamW: over documents padded to the longest of
-    eight, and, for language models, over the same packed rows. All start from the same weights, and adapters are
-    peft's. Log-probabilities of a reference model are computed before, or by all with their adapters off. ConfigError
-    for several processes, and for adapters without peft.
+    The loops are transformers' model with the logits of all tokens and torch's AdamW: over padded documents, eight per
+    forward, and for language models also over the same packed rows. All start from the same weights, and adapters are
+    peft's. Log-probabilities of a reference model are computed in advance, or by every candidate with its adapters
+    disabled. ConfigError for several processes, and for adapters without peft.
     """
     world = resolved.plan.world
     world.set_environment(os.environ)
@@ -85,7 +87,7 @@ def compare_step_speed(resolved: ResolvedRun, *, steps: int, say: Say) -> SpeedC
         for note in plan.notes:
             say(note)
         engine = stack.enter_context(start_engine(plan, run.inputs.model))
-        # transformers pools one token of a row, whatever documents it has.
+        # transformers scores one token per row, so a row must be a single document.
         layouts = _LAYOUTS if model.task == "causal_lm" else {"plain loop, padded": padded_forwards}
         teacher = load_plain_teacher(model.teacher, plan.device)
         loops = {name: PlainLoop(engine, model, layout, teacher=teacher) for name, layout in layouts.items()}
@@ -97,7 +99,7 @@ def compare_step_speed(resolved: ResolvedRun, *, steps: int, say: Say) -> SpeedC
 
 
 def with_reference(engine: Engine, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The batches with the log-probabilities of the reference where the objective has one: the model as it is now."""
+    """The batches with log-probabilities of the reference model, where the objective needs one: the current model."""
     if not engine.objective.needs_reference or engine.objective.reference_from_adapters:
         return batches
     every = list(batches)
@@ -116,15 +118,15 @@ def with_reference(engine: Engine, batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def _nothing() -> None:
-    """A CPU's work is done when the call returns."""
+    """Nothing to wait for on a CPU."""
 
 
 def time_by_turns(
     candidates: dict[str, Callable[[Batch], float]], batches: Iterator[Batch], *, finish: Callable[[], None]
 ) -> SpeedComparison:
-    """Time each candidate on each batch, the first one to warm up.
+    """Time each candidate on each batch; the first batch is a warm-up.
 
-    `finish` waits until the device has finished the work queued before.
+    `finish` waits until the device has completed all queued work.
     """
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     tokens, largest_difference = 0, 0.0

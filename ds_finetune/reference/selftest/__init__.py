@@ -1,1 +1,3 @@
-"""Compares this program's layouts of ranks with a plain PyTorch loop, on tiny models and the machines it runs on."""
+"""Compares the parallel layouts of this program with a reference PyTorch loop, on tiny models and the machines it runs
+on.
+"""

@@ -1,4 +1,4 @@
-"""Cells: settings under which the same optimizer step is taken; with the tiny models and samples that they train on.
+"""Cells: combinations of settings in which the same optimizer step is taken, with their tiny models and samples.
 
 A cell names a model family, ZeRO stage, precision, parallel sizes and so on. All cells must give the same results.
 """
@@ -32,7 +32,7 @@ TINY_MODELS: Mapping[str, dict[str, Any]] = {
     if family.tiny_models is not None
     for name, config in {family.model_type: family.tiny_models.config, **family.tiny_models.variants}.items()
 }
-"""The contents of config.json by name: a model type, or a variant of one."""
+"""Contents of config.json of tiny models by name: a model type, or a variant of one."""
 OBJECTIVES: Mapping[str, dict[str, Any]] = {
     "dpo": {"label_smoothing": 0.1, "nll_weight": 0.3},
     "orpo": {},
@@ -44,12 +44,12 @@ OBJECTIVES: Mapping[str, dict[str, Any]] = {
     "cpo": {},
     "grpo": {"group_size": 2, "aggregation": "sequence", "clip_low": 0.1, "mismatch": "token", "mismatch_cap": 1.1},
 }
-"""Objectives of the standard set, with numbers other than those that leave a part of the loss out."""
+"""Objectives of the standard set, with settings for which no part of the loss vanishes."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The settings of one way to take the optimizer step."""
+    """One combination of settings for the optimizer step."""
 
     family: str
     stage: int
@@ -61,7 +61,7 @@ class Cell:
     max_grad_norm: float = 0.0
     checkpointing: bool = False
     is_selective: bool = False
-    """Whether recomputation is selective."""
+    """Whether activation checkpointing is selective."""
     optimizer: str = "AdamW"
     weight_decay: float = 0.0
     pp: int = 1
@@ -72,11 +72,11 @@ class Cell:
     vpp: int = 1
     objective: str = "sft"
     balances: bool = False
-    """Whether routers are trained with all policies that those of the family can have."""
+    """Whether routers are trained with every balancing method that their family supports."""
     reduces_once: bool = False
-    """Whether gradients are summed over ranks once a step at every ZeRO stage."""
+    """Whether gradients are reduced once per step, at every ZeRO stage."""
     has_lora: bool = False
-    """Whether adapters of every linear module are trained instead of the weights."""
+    """Whether LoRA adapters of every linear module are trained instead of the weights."""
 
     @property
     def recomputation(self) -> str:
@@ -85,7 +85,7 @@ class Cell:
 
     @property
     def layout(self) -> str:
-        """A text of the parallel sizes other than data parallelism, e.g. `pp 2 x tp 2`; `dp` for none."""
+        """Parallel sizes other than data parallelism as a text, e.g. `pp 2 x tp 2`; `dp` without any."""
         sizes = {axis: getattr(self, axis) for axis in ("pp", "vpp", "sp", "tp", "ep")}
         return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "dp"
 
@@ -96,22 +96,22 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """A name for files and test ids: all settings that differ from their default."""
+        """Name for files and test ids: all settings that differ from their defaults."""
         defaults = {each.name: each.default for each in fields(self)}
         return "-".join(f"{key}={value}" for key, value in asdict(self).items() if value != defaults[key])
 
 
 def hf_config(family: str) -> PretrainedConfig:
-    """The tiny model of a family."""
+    """The configuration of a family's tiny model."""
     return AutoConfig.for_model(**TINY_MODELS[family])
 
 
 def enlarged_config(config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConfig:
-    """A tiny model with enough heads, experts, columns and layers for the sizes of `parallel` to divide."""
+    """The configuration of a tiny model, with heads, experts, widths and layers that the sizes of `parallel` divide."""
     tree = config.to_dict()
     keys = math.lcm(tree["num_key_value_heads"], parallel.tp)
     if "o_groups" in tree:
-        # DeepSeek-V4: one key and value head, and groups of outputs that are divided instead.
+        # DeepSeek-V4 has one key-value head; its output groups are divided instead.
         keys, tree["o_groups"] = 1, math.lcm(tree["o_groups"], parallel.tp)
     heads = math.lcm(tree["num_attention_heads"], parallel.tp * parallel.sp, keys, tree.get("o_groups", 1))
     tree["hidden_size"] = tree["hidden_size"] // tree["num_attention_heads"] * heads
@@ -132,7 +132,7 @@ def enlarged_config(config: PretrainedConfig, parallel: ParallelConfig) -> Pretr
 
 @cache
 def samples() -> list[tuple[np.ndarray, np.ndarray]]:
-    """64 documents of 3 to 30 tokens as (ids, shifted labels); about a third of the tokens is not supervised."""
+    """64 documents of 3 to 30 tokens as (ids, shifted labels); about a third of the tokens are not supervised."""
     rng = np.random.default_rng(7)
     documents = []
     for _ in range(SAMPLES):
@@ -144,56 +144,58 @@ def samples() -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def units(documents_per_unit: int = 0) -> list[list[int]]:
-    """Numbers of the samples of each unit that stays in one row: single samples, or pairs."""
+    """Sample numbers of each unit that must be in one row: single samples, or pairs."""
     size = max(documents_per_unit, 1)
     return [[*range(first, first + size)] for first in range(0, SAMPLES, size)]
 
 
 def targets() -> np.ndarray:
-    """A target of each sample, fp64: 1 for a half of all samples, and for a half of those with an even number.
+    """A target for each sample, fp64: 1 for half of all samples, and for half of those with an even number.
 
-    KTO reads 1 as a good answer, and a reward model reads those of even numbers as margins of pairs.
+    KTO reads 1 as a good answer; a reward model reads the targets of even numbers as margins of pairs.
     """
     return ((np.arange(SAMPLES) + 1) // 2 % 2).astype(np.float64)
 
 
 @cache
 def reference_log_probs() -> np.ndarray:
-    """A log-probability of each sample under an imagined reference model, fp64; near that of random weights."""
+    """Made-up log-probabilities of the samples under a reference model, fp64, near those of randomly initialised
+    weights.
+    """
     noise = np.random.default_rng(13).normal(size=SAMPLES)
     return np.array([log_prob_of_random_weights(labels) for _, labels in samples()]) + noise
 
 
 def log_prob_of_random_weights(labels: np.ndarray) -> float:
-    """About the log-probability that small random weights give to a sample with these labels."""
+    """Approximate log-probability that randomly initialised weights give to a sample with these labels."""
     return -math.log(VOCAB) * int((labels != IGNORE_INDEX).sum())
 
 
 @cache
 def answer_log_probs(number: int) -> np.ndarray:
-    """Imagined log-probabilities of the answer tokens of a sample, fp32 [3, tokens], near those of random weights: by
-    the weights that sampled it, by the sampler, and by a reference model.
+    """Made-up log-probabilities of a sample's answer tokens, fp32 [3, tokens], near those of randomly initialised
+    weights: under the weights that sampled it, as the sampler reported them, and under a reference model.
     """
     noise = np.random.default_rng([17, number]).normal(size=(3, len(parts_of(number)[1])))
     return (0.2 * noise - math.log(VOCAB)).astype(np.float32)
 
 
 def answer_advantages() -> np.ndarray:
-    """An advantage of each sample as a sampled answer, fp64."""
+    """A made-up advantage for each sample as a sampled answer, fp64."""
     return 2 * targets() - 1
 
 
 def rows(packing: bool, documents_per_unit: int = 0) -> list[Row]:
-    """One unit per row, or with `packing` several units per row; each sample starts at position 0.
+    """Rows with one unit each, or with `packing` several; positions of each sample start at 0.
 
-    With `documents_per_unit`, rows know their documents.
+    With `documents_per_unit`, rows contain the boundaries of their documents.
     """
     bins = row_numbers(packing, documents_per_unit)
     return [_row(numbers, samples(), has_documents=documents_per_unit > 0) for numbers in bins]
 
 
 def row_numbers(packing: bool, documents_per_unit: int = 0) -> list[list[int]]:
-    """Numbers of the samples of each row."""
+    """Sample numbers of each row."""
     bins: list[list[int]] = []
     for unit in units(documents_per_unit):
         if not packing or not bins or sum(len(samples()[n][0]) for n in [*bins[-1], *unit]) > ROW_LEN:
@@ -216,12 +218,12 @@ def _row(numbers: list[int], documents: list[tuple[np.ndarray, np.ndarray]], *, 
 
 
 def objective_of(section: object) -> Objective:
-    """The objective of a section of the run file, or with the default numbers of its name."""
+    """The objective of a section of the run file, or of an objective's name with default settings."""
     return make_objective(TypeAdapter(ObjectiveField).validate_python(section))
 
 
 def router_section(family: str) -> dict[str, float]:
-    """`router` of the run file with all that routers of a family can have, strong enough to change choices."""
+    """Section `router` with every balancing method of a family, strong enough to change the choice of experts."""
     kind = FAMILIES[TINY_MODELS[family]["model_type"]].router
     assert kind is not None, family
     return {"balance": 0.5} | ({"bias_update": 0.03} if kind.bias else {})
@@ -230,7 +232,7 @@ def router_section(family: str) -> dict[str, float]:
 def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
     """The run file of a cell with data parallel size `dp`.
 
-    One optimizer step has all samples, and empty rows where the batch is larger.
+    An optimizer step contains all samples, and empty rows where the batch is larger.
     """
     share = dp * cell.accumulation
     per_unit = objective_of(cell.objective).documents_per_unit
@@ -278,15 +280,15 @@ def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
 
 
 _MEAN_RATIO = 4.0
-"""How much less likely than small random weights the reference finds a mismatched answer, in nats.
+"""Nats by which the reference model finds a mismatched answer less likely than randomly initialised weights do.
 
-A tiny model before training finds them 1 to 2 nats less likely than these, so that its z0 is above 0.
+A tiny model before training finds them 1 to 2 nats less likely, so that z0 is above 0.
 """
 
 
 @cache
 def mismatched_answers(*, packing: bool) -> MismatchedAnswers:
-    """What the program makes of the samples, whose rows are those of `cells.rows`."""
+    """The program's mismatched answers of the samples, whose rows are those of `rows`."""
     kept = Documents.of([_kept(ids, labels) for ids, labels in samples()])
     bins = row_numbers(packing)
     rows = PreparedRows(kept, np.concatenate(bins), np.cumsum([0, *map(len, bins)]), kept.counts)
@@ -299,7 +301,7 @@ def _kept(ids: np.ndarray, labels: np.ndarray) -> KeptDocument:
 
 @cache
 def mismatched_samples() -> list[tuple[np.ndarray, np.ndarray]]:
-    """For each sample, its prompt with the answer of another one, as (ids, shifted labels)."""
+    """For each sample, its prompt with the answer of another sample, as (ids, shifted labels)."""
     found, answers = [], mismatched_answers(packing=False)
     for number in range(SAMPLES):
         prompt, answer = parts_of(number)[0], parts_of(answers.partner(number))[1]
@@ -311,7 +313,7 @@ def mismatched_samples() -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def parts_of(number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Prompt and answer of a sample."""
+    """Prompt and answer of a sample as token ids."""
     ids, labels = samples()[number]
     first = 1 + int(np.flatnonzero(labels != IGNORE_INDEX)[0])
     return ids[:first], ids[first:]
@@ -319,7 +321,7 @@ def parts_of(number: int) -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def all_reference_log_probs() -> np.ndarray:
-    """Log-probabilities of the samples and then of the mismatched ones under an imagined reference model, fp64."""
+    """Made-up log-probabilities, under a reference model, of all samples followed by all mismatched samples, fp64."""
     of_random_weights = np.array([log_prob_of_random_weights(labels) for _, labels in mismatched_samples()])
     noise = np.random.default_rng(17).normal(size=SAMPLES)
     return np.concatenate([reference_log_probs(), of_random_weights - _MEAN_RATIO + noise / 10])

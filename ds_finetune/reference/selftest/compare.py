@@ -1,4 +1,4 @@
-"""Compares one layout with the reference loop: differences of loss, gradients, norm, resume and export."""
+"""Compares one parallel layout with the reference loop: loss, gradients, gradient norm, resume and export."""
 
 import copy
 import itertools
@@ -68,7 +68,7 @@ from ds_finetune.trainer.resolve import complete_features, plan_model
 
 
 def batch_plan(plan: Plan, objective: Objective | None = None) -> BatchPlan:
-    """How the samples are distributed over ranks, for `objective` or one whose loss is a sum over tokens."""
+    """Distribution of the samples over ranks, for `objective`, or for a loss that is a sum over tokens."""
     is_compared = objective is not None and objective.needs_reference
     return BatchPlan(
         global_batch_size=plan.batch.global_batch_size,
@@ -89,8 +89,8 @@ def batch_plan(plan: Plan, objective: Objective | None = None) -> BatchPlan:
 def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
     """Take steps on all samples, and yield the results so far after each step.
 
-    Gradients are read only for AdamW in fp32: of the first step, and of adapters in the second. Answers are generated
-    after the last step.
+    Gradients are recorded only for AdamW in fp32: all in the first step, those of adapters in the second. Answers are
+    generated after the last step.
     """
     plan, results = engine.plan, Steps()
     has_gradients = plan.optimizer == "adamw" and plan.precision == "fp32"
@@ -114,7 +114,7 @@ def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
 
 
 def eval_loss(engine: Engine) -> float:
-    """Mean loss over the samples."""
+    """Mean loss over all samples."""
     if is_of_answers(engine.objective):
         answered = engine.evaluate([whole_batch(engine)])
         assert answered is not None
@@ -128,7 +128,7 @@ def eval_loss(engine: Engine) -> float:
 
 
 def whole_batch(engine: Engine) -> Batch:
-    """This rank's share of a batch of all samples."""
+    """This rank's share of a batch with all samples."""
     every = rows(engine.plan.batch.is_packed, engine.objective.documents_per_unit)
     plan = batch_plan(engine.plan, engine.objective)
     if is_of_answers(engine.objective):
@@ -143,13 +143,13 @@ def whole_batch(engine: Engine) -> Batch:
 
 
 def _mismatched(engine: Engine) -> MismatchedAnswers | None:
-    """What KTO's z0 is computed from; None for other objectives."""
+    """Mismatched answers for KTO's z0; None for other objectives."""
     is_packed = engine.plan.batch.is_packed
     return mismatched_answers(packing=is_packed) if engine.objective.needs_baseline else None
 
 
 def _with_scores(engine: Engine, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The batches with a teacher's stored distributions, where the objective reads such."""
+    """The batches, with a teacher's stored distributions where the objective uses them."""
     objective = engine.objective
     if not isinstance(objective, Distillation) or objective.section.scores is None:
         return batches
@@ -157,9 +157,9 @@ def _with_scores(engine: Engine, batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def first_moments(engine: Engine) -> dict[str, torch.Tensor]:
-    """Adam's first moment of each trained parameter by name, in fp32 on the CPU.
+    """Adam's first moment of each trained parameter by name, fp32 on the CPU.
 
-    Only the first rank of each pipeline stage has all moments of its stage.
+    Only the first rank of each pipeline stage has the moments of its whole stage.
     """
     moments = {}
     for name, param in engine.lm.named_parameters():
@@ -170,7 +170,7 @@ def first_moments(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def first_gradients(engine: Engine) -> dict[str, torch.Tensor]:
-    """The gradients of the first step by parameter name, computed from Adam's first moments.
+    """Gradients of the first step by parameter name, from Adam's first moments.
 
     After one step, a first moment is (1 - beta1) times the gradient.
     """
@@ -178,9 +178,9 @@ def first_gradients(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def _later_gradients(engine: Engine, before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The gradients of adapters in the second step, computed from Adam's first moments after it.
+    """Gradients of adapters in the second step, from Adam's first moments after it.
 
-    They are beta1 times the moments `before` x (1 - beta1), plus (1 - beta1) times the gradients.
+    The moments are beta1 x (1 - beta1) times the first gradients `before`, plus (1 - beta1) times the second gradients.
     """
     if not any(map(is_adapter, before)):
         return {}
@@ -191,7 +191,9 @@ def _later_gradients(engine: Engine, before: dict[str, torch.Tensor]) -> dict[st
 
 
 def of_all_stages(engine: Engine, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors, by parameter name, of the first ranks of all pipeline stages; collective with several."""
+    """Tensors by parameter name, collected from the first rank of each pipeline stage; collective with several
+    stages.
+    """
     mesh = engine.plan.mesh
     if mesh.pp == 1:
         return tensors
@@ -204,32 +206,35 @@ def of_all_stages(engine: Engine, tensors: dict[str, torch.Tensor]) -> dict[str,
 
 
 _cached_steps = cache(reference_loop)
-"""Layouts of one model, which is in one folder, are compared with one reference loop."""
+"""Cached by folder, because all layouts of one model are compared with the same reference loop."""
 _FEW_STEPS = 3
 _LONG_RUN = 2e-4
-"""Limit of the difference in loss over more than _FEW_STEPS steps, because rounding errors grow."""
+"""Limit of the difference of losses over more than _FEW_STEPS steps, in which rounding errors grow."""
 _LEAST_SHARE = 1e-3
-"""The gradient of a single number, as `hc_head.hc_scale` of DeepSeek-V4, is a sum over tokens and columns whose parts
-may cancel. Where less is left than this share of the norm of all gradients, it is compared relative to the share.
+"""Limit for gradients of single numbers, such as `hc_head.hc_scale` of DeepSeek-V4. Such a gradient is a sum over
+tokens and columns that may cancel; below this share of the global norm, its error is relative to the share.
 """
 _EXACT = {"loss": 1e-5, "gradient": 1e-4, "norm": 1e-4, "resume": 1e-5, "export": 1e-5, "answers": 0.0}
 _OF_ROUTERS = {"balance": 1e-4, "choices": 0.0}
 _OF_ADAPTERS = {"adapters": 2e-3}
-"""B is zero at first, so A has a gradient from the second step on. AdamW divides by |gradient| + 1e-8: where B's first
-gradient is of a rounding's size, its first step is any, and A's second gradient differs.
+"""B is zero at first, so A has a gradient only from the second step on. AdamW divides by |gradient| + 1e-8: where B's
+first gradient is as small as a rounding error, its first update is arbitrary, and so A's second gradient differs.
 """
 _ROUNDED = {"loss": 1.5e-2, "norm": 2e-2, "resume": 1e-3, "export": 1.5e-2}
-"""In 16 bits, rounding of weights changes the third digit of a loss; a missing gradient would change the second."""
+"""Limits in 16 bits: rounding of weights changes the third digit of a loss; a missing gradient would change the
+second.
+"""
 
 
 @dataclass(frozen=True)
 class LayoutComparison:
-    """The differences between a layout and the reference loop, and their limits, by name.
+    """Differences between a layout and the reference loop, and their limits, by name.
 
-    `loss` (the largest of all steps), `resume` and `export` are in nats. `gradient` and `norm` are relative; `adapters`
-    is the gradient of adapters in the second step. `answers` is the number of answers that differ. `balance` is the
-    largest difference of the balance loss of all steps, and `choices` how often a router chose another expert in the
-    first one. `mtp` is the largest difference of the loss of multi-token prediction of all steps, in nats.
+    `loss` (largest over all steps), `resume` and `export` are in nats. `gradient` and `norm` are relative; `adapters`
+    is the relative difference of the adapters' gradients in the second step. `answers` is the number of answers that
+    differ. `balance` is the largest difference of the balance loss over all steps, and `choices` the number of
+    different choices of experts in the first step. `mtp` is the largest difference of the multi-token prediction loss
+    over all steps, in nats.
     """
 
     differences: dict[str, float]
@@ -237,11 +242,11 @@ class LayoutComparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether no difference is above its limit; NaN counts as above."""
+        """Whether no difference exceeds its limit; NaN does."""
         return all(self.differences[name] <= limit for name, limit in self.limits.items())
 
     def text(self) -> str:
-        """All differences in one line, with the limits that are exceeded, and the wide one of adapters."""
+        """All differences in one line, with exceeded limits, and always the limit of `adapters`."""
         limits = {
             name: f" (limit {limit:.0e})" if self.differences[name] > limit or name in _OF_ADAPTERS else ""
             for name, limit in self.limits.items()
@@ -257,7 +262,7 @@ def write_model(
     has_mtp: bool = False,
     router_scale: float = 1.0,
 ) -> None:
-    """Write a model of `config` for the objective to `folder`; its random weights are the same on every machine.
+    """Write a model of `config` for the objective to `folder`; its random weights are identical on every machine.
 
     With `has_mtp` it has a multi-token prediction layer. `router_scale` multiplies the weights of routers.
     """
@@ -266,7 +271,7 @@ def write_model(
         model = auto_class(objective).from_config(copy.deepcopy(config)).float()
         for name, param in model.named_parameters():
             if name.endswith("_proj.bias"):
-                # transformers draws zeros, with which a bias that is left out or added twice would not show.
+                # transformers initialises biases with zeros, which would hide a bias that is left out or added twice.
                 nn.init.normal_(param, std=0.1)
             if name.endswith((".gate.weight", ".router.weight")):
                 param.data.mul_(router_scale)
@@ -280,15 +285,15 @@ def write_model(
 
 
 def compare_layout(run: RunSettings, world: World, device: str, folder: Path, *, steps: int) -> LayoutComparison | None:
-    """Take `steps` (2 or more) in the layout of `run` on its tiny model, and compare them with the reference loop.
+    """Take `steps` (2 or more) in the layout of `run` with its tiny model, and compare them with the reference loop.
 
     All ranks call this with a shared `folder`; rank zero returns the comparison, the others None.
     """
     plan = make_plan(run, world=world, device=device)
     hf_config = read_hf_config(run.model.path, task=task_of(run.objective))
     check_model(plan.with_model(hf_config.to_dict()), "sizes of the model")
-    # Before any engine: the rotary frequencies of the first model that from_pretrained builds after DeepSpeed 0.19.8's
-    # zero.Init are unset memory.
+    # Before any engine is started: in the first model that from_pretrained builds after DeepSpeed 0.19.8's zero.Init,
+    # rotary frequencies are uninitialised memory.
     is_leader = world.rank == 0
     model = plan_model(hf_config, run)
     plan = complete_features(build_ops(plan, all_gather_object, _ignore), model)
@@ -325,8 +330,7 @@ def _ignore(_: str) -> None:
 
 
 def compare_steps(reference: Steps, steps: Steps, resumed: Steps, export: float) -> LayoutComparison:
-    """Compare `steps` with the `reference`, and the steps `resumed` after the first with the same uninterrupted steps.
-
+    """Compare `steps` with the `reference`, and the steps `resumed` after the first one with the uninterrupted steps.
     `export` is the difference between the losses of the model and of its export.
     """
     every, wanted = [*steps.norms, *steps.mtp_norms], [*reference.norms, *reference.mtp_norms]
@@ -380,7 +384,7 @@ def _largest(values: Iterable[float]) -> float:
 
 
 def _steps_with_checkpoint(engine: Engine, folder: Path, steps: int) -> Steps:
-    """Take the steps, and save a checkpoint after the first one in `folder`."""
+    """Take the steps, and save a checkpoint in `folder` after the first one."""
     saver = Saver(
         engine.state.groups, open_checkpoint_folder(folder, rank=engine.plan.world.rank, node_local=False), False, {}
     )
@@ -409,7 +413,7 @@ def _steps_after_resume(engine: Engine, folder: Path, steps: int) -> Steps:
 
 
 def _export(engine: Engine, model: Path, lora: LoraConfig | None, out: Path) -> None:
-    """Write the trained weights, with adapters added, to `out`; those in four bits as they are read from `model`."""
+    """Write the trained weights, merged with adapters, to `out`; 4-bit weights as they are read from `model`."""
     tree = json.loads((model / "config.json").read_text(encoding="utf-8"))
     parts = FolderParts(
         family=family_of(tree["model_type"]),

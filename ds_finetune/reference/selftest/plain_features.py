@@ -1,4 +1,4 @@
-"""The reference loop's own formulas of features: prediction layers, routers, adapters and teachers."""
+"""The reference loop's independent implementations of features: prediction layers, routers, adapters and teachers."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -36,9 +36,9 @@ from ds_finetune.reference.selftest.cells import SAMPLES, TINY_MODELS, samples
 
 
 def add_layer(model: PreTrainedModel) -> nn.Module:
-    """Add a multi-token prediction layer to `model` under its published names; its weights are unset.
+    """Add a multi-token prediction layer to `model` under its published names; its weights are uninitialised.
 
-    Returns transformers' module of it, which computes with these weights. The model's own forward does not run it.
+    Returns transformers' module of the layer, which shares these weights. The model's own forward does not run it.
     """
     config: Any = model.config
     if family_of(config.model_type).compresses:
@@ -48,10 +48,10 @@ def add_layer(model: PreTrainedModel) -> nn.Module:
     for key in ("layer_types", "mlp_layer_types"):
         if getattr(config, key, None):
             setattr(config, f"mtp_{key}", getattr(config, key)[-1:])
-    # It reads the kinds of indexers of the first layer, which has one.
+    # The layer takes its kind of indexer from the first layer, which has one.
     layer: Any = MtpModel(model, 1).layers[0]
     block = layer.mtp_block
-    # Layers of glm_moe_dsa return their chosen tokens too, which the module would pass on.
+    # Layers of glm_moe_dsa also return their chosen tokens, which the module would pass on.
     block.register_forward_hook(lambda _, __, out: out[0] if isinstance(out, tuple) else out)
     block.enorm, block.hnorm, block.eh_proj = layer.enorm, layer.hnorm, layer.eh_proj
     block.shared_head = nn.Module()
@@ -61,7 +61,7 @@ def add_layer(model: PreTrainedModel) -> nn.Module:
 
 
 def _add_compressed_layer(model: PreTrainedModel) -> nn.Module:
-    """Add the layer of DeepSeek-V4, for which transformers 5.23 has no module, and return it."""
+    """Add DeepSeek-V4's prediction layer, for which transformers 5.23 has no module, and return it."""
     layers: Any = model.get_decoder().layers
     with more_layers(model.config, 1):
         block: Any = type(layers[0])(model.config, len(layers))
@@ -71,7 +71,9 @@ def _add_compressed_layer(model: PreTrainedModel) -> nn.Module:
 
 
 def _compressed_states(model: Any, block: Any, embedded: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-    """States of such a layer for one document, from the embeddings of its next tokens and the residual streams."""
+    """Output of DeepSeek-V4's prediction layer for one document, from embeddings of the next tokens and residual
+    streams.
+    """
     projected = [block.h_proj(block.hnorm(streams[:, :, n])) for n in range(streams.shape[2])]
     inputs = torch.stack(projected, dim=2) + block.e_proj(block.enorm(embedded)).unsqueeze(2)
     tokens, rotary = embedded.shape[1], model.get_decoder().rotary_emb
@@ -93,7 +95,7 @@ def _compressed_states(model: Any, block: Any, embedded: torch.Tensor, streams: 
 
 
 def add_random_layer(model: PreTrainedModel) -> None:
-    """Add such a layer with random weights, for a tiny model."""
+    """Add a randomly initialised multi-token prediction layer, for a tiny model."""
     add_layer(model)
     block = model.get_decoder().layers[-1]
     for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
@@ -101,7 +103,7 @@ def add_random_layer(model: PreTrainedModel) -> None:
 
 
 class PlainMtp:
-    """The multi-token prediction layer of a transformers model, with the weights of the model's folder.
+    """The multi-token prediction layer of a transformers model, with weights from the model's folder.
 
     Each forward of the model has one unpadded document.
     """
@@ -112,7 +114,7 @@ class PlainMtp:
         self._layer = add_layer(model)
         self.prefix = f"model.layers.{model.config.num_hidden_layers}."
         self._load(folder)
-        # Adapters of the layer are planned and named as those of the others.
+        # Adapters of this layer are planned and named like those of other layers.
         set_mtp_layers(model.config, 1)
         if family_of(model.config.model_type).compresses:
             model.get_decoder().hc_head.register_forward_pre_hook(self._keep_streams)
@@ -128,12 +130,12 @@ class PlainMtp:
                     tensor[piece.index] = stored[piece.key]
 
     def parameters_apart(self) -> Iterator[nn.Parameter]:
-        """The parameters that only this loss trains and whose gradients are clipped by their own norm."""
+        """Parameters that only this loss trains, whose gradients are clipped by their own norm."""
         if self._section.detach:
             yield from self._model.get_submodule(self.prefix[:-1]).parameters()
 
     def loss(self, ids: np.ndarray, labels: np.ndarray) -> torch.Tensor:
-        """The weighted loss of the document of the model's latest forward, summed over its tokens (scalar).
+        """The weighted loss for the document of the model's latest forward, summed over tokens (scalar).
 
         It is the cross entropy of the token after the next (DeepSeek-V3, arXiv 2412.19437, eq. 24).
         """
@@ -144,24 +146,28 @@ class PlainMtp:
         return self._section.weight * out
 
     def take_loss(self) -> float:
-        """The mean loss in nats over all predictions since the last call, without the weight."""
+        """The unweighted mean loss in nats over all predictions since the last call."""
         mean, self._sum, self._tokens = self._sum / self._tokens, 0.0, 0
         return mean
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits of the tokens after the next, [tokens - 1, vocabulary], of the model's latest forward, of `ids`."""
+        """Logits of the token after the next, [tokens - 1, vocabulary], for `ids`, the tokens of the model's latest
+        forward.
+        """
         head = self._model.lm_head.weight
         return functional.linear(self.states(ids), head.detach() if self._section.detach else head)
 
     def states(self, ids: torch.Tensor) -> torch.Tensor:
-        """States of the layer before the head, [tokens - 1, width], of the model's latest forward, of `ids`."""
+        """Output of the layer before the head, [tokens - 1, width], for `ids`, the tokens of the model's latest
+        forward.
+        """
         embedded, hidden = self._model.get_input_embeddings()(ids[None, 1:]), self._hidden[:, :-1]
         if self._section.detach:
             embedded, hidden = embedded.detach(), hidden.detach()
         if family_of(self._model.config.model_type).compresses:
             return _compressed_states(self._model, self._layer, embedded, hidden)
         positions = torch.arange(len(ids) - 1)[None]
-        # An indexer reads the mask.
+        # The mask is for indexers.
         mask = torch.ones(len(ids) - 1, len(ids) - 1, dtype=torch.bool).tril()[None, None]
         out: torch.Tensor = self._layer(
             inputs_embeds=embedded,
@@ -181,7 +187,7 @@ class PlainMtp:
 
 
 class PlainRouters:
-    """Hooks on the routers of a transformers model, each forward of which has one unpadded document."""
+    """Hooks on the routers of a transformers model; each forward must have one unpadded document."""
 
     def __init__(self, model: nn.Module, plan: RouterPlan) -> None:
         self._plan = plan
@@ -195,24 +201,24 @@ class PlainRouters:
             module.register_forward_hook(lambda _, __, output, number=number: self._see(number, output))
         if not plan.section.train:
             for name, parameter in model.named_parameters():
-                # A multi-token prediction layer has a router too, which is not balanced.
+                # The router of a multi-token prediction layer is frozen too, although it is not balanced.
                 if f".{plan.kind.module}." in name:
                     parameter.requires_grad_(False)
 
     def take_loss(self) -> torch.Tensor:
-        """The sum over layers and documents of `sum_i f_i P_i` since the last call, scalar."""
+        """The sum of `sum_i f_i P_i` over layers and documents since the last call, scalar."""
         total = torch.stack(self._losses).sum()
         self._losses.clear()
         return total
 
     def take_counts(self) -> torch.Tensor:
-        """How often each expert was chosen since the last call, int64 [layers, experts]."""
+        """Number of tokens routed to each expert since the last call, int64 [layers, experts]."""
         counts = self.counts.clone()
         self.counts.zero_()
         return counts
 
     def update_biases(self, counts: torch.Tensor) -> None:
-        """Move each bias against the choices of a step."""
+        """Update each bias against the load of a step."""
         for module, chosen, is_balanced in zip(self._modules, counts, self._balanced, strict=True):
             if not is_balanced:
                 continue
@@ -243,13 +249,13 @@ _FACTOR = re.compile(r"\.parametrizations\.(\w+)\.0\.(lora_[AB])$")
 
 @dataclass(frozen=True)
 class PlainAdapters:
-    """The `lora` section of a run file, for models of transformers; adapters are drawn from `seed`."""
+    """Section `lora` of a run file, applied to a transformers model; `seed` initialises the adapters."""
 
     section: LoraConfig
     seed: int
 
     def freeze(self, model: PreTrainedModel, task: Task) -> None:
-        """Leave nothing but a score head to be trained, and round the weights that the run holds in four bits."""
+        """Freeze all parameters except a classification head, and round the weights that the run holds in 4 bits."""
         lora = plan_lora(model.config, self.section, task)
         model.requires_grad_(False)
         for name in head_parameters(model):
@@ -259,7 +265,7 @@ class PlainAdapters:
             weight.data = _rounded_to_four_bits(weight.data)
 
     def add(self, model: PreTrainedModel, task: Task) -> None:
-        """Add the adapters as they are before the first step."""
+        """Add the adapters in their initial state."""
         for target in plan_lora(model.config, self.section, task).targets:
             self._add_to(model.get_submodule(target.name), target)
 
@@ -271,7 +277,7 @@ class PlainAdapters:
 
 
 class _LowRankSum(nn.Module):
-    """Maps a weight [..., out, in] to its sum with scale x B A, of A [..., rank, in] and B [..., out, rank]."""
+    """Maps a weight [..., out, in] to weight + scale x B A, with A [..., rank, in] and B [..., out, rank]."""
 
     def __init__(self, factors: Mapping[str, torch.Tensor], scale: float) -> None:
         super().__init__()
@@ -279,17 +285,17 @@ class _LowRankSum(nn.Module):
         self._scale = scale
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        """The merged weight."""
+        """The weight merged with its adapter."""
         return weight + self._scale * (self.lora_B @ self.lora_A)
 
 
 def trained_name(name: str) -> str:
-    """The name that a parameter of the plain model has in the trained one; adapters are named beside their weight."""
+    """The engine's name of a parameter of the reference model; adapters are named after their weight."""
     return _FACTOR.sub(lambda match: f".{'' if match[1] == 'weight' else f'{match[1]}_'}{match[2]}", name)
 
 
 def _rounded_to_four_bits(weight: torch.Tensor) -> torch.Tensor:
-    """The numbers that bitsandbytes reads from a weight in NF4 with double quantisation."""
+    """A weight quantised to NF4 with double quantisation, and dequantised, by bitsandbytes."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     held: Any = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
@@ -304,11 +310,13 @@ _DENSE = next(
 )
 _TEACHER, _SCORES = "teacher", "scores"
 SoftTarget = tuple[torch.Tensor, torch.Tensor | None]
-"""Log-probabilities of the supervised tokens of a sample, and their ids where only some are stored."""
+"""A teacher's log-probabilities at the supervised positions of a sample, and their ids where only the top k are
+stored.
+"""
 
 
 def with_teacher(section: DistillObjective, model: Path) -> DistillObjective:
-    """The section with the teacher, or the scores, that belong to the tiny model in the folder `model`."""
+    """The section with the path of the teacher, or of its stored scores, for the tiny model in the folder `model`."""
     folder = Path(f"{model}-teacher")
     has_scores = section.scores is not None
     paths = {"scores": str(folder / _SCORES), "teacher": None} if has_scores else {"teacher": str(folder / _TEACHER)}
@@ -316,15 +324,15 @@ def with_teacher(section: DistillObjective, model: Path) -> DistillObjective:
 
 
 def write_teacher(model: PretrainedConfig, section: DistillObjective) -> None:
-    """Write the teacher that `section` names, or its scores of the samples: a dense model that is sure of itself, with
-    the vocabulary and as many heads as `model`.
+    """Write the teacher that `section` names, or its scores of the samples: a dense model with confident predictions,
+    and the vocabulary and number of heads of `model`.
     """
     heads = model.num_attention_heads
     sizes = {"vocab_size": model.vocab_size, "num_attention_heads": heads, "num_key_value_heads": heads}
     sizes |= {"hidden_size": 12 * heads, "initializer_range": 0.3}
     config = AutoConfig.for_model(**TINY_MODELS[_DENSE] | sizes)
     with torch.random.fork_rng(devices=[]):
-        # With a seed of 5 gpt_oss has two experts in its second step that are tied within rounding.
+        # With seed 5, two experts of gpt_oss are tied within rounding in its second step.
         torch.manual_seed(6)
         lm = AutoModelForCausalLM.from_config(config).float().eval()
     if section.scores is None:
@@ -343,7 +351,7 @@ def _scores(log_probs: torch.Tensor) -> DocumentScores:
 
 @cache
 def soft_targets(section: DistillObjective) -> list[SoftTarget]:
-    """What the teacher that `section` names predicts, for each sample."""
+    """The teacher's target distributions for each sample."""
     if section.scores is not None:
         stored = StoredScores.open(Path(section.scores))
         return [_stored(stored[number]) for number in range(SAMPLES)]
@@ -357,7 +365,7 @@ def _stored(scores: DocumentScores) -> SoftTarget:
 
 @torch.no_grad()
 def _log_probs(lm: torch.nn.Module, temperature: float) -> list[torch.Tensor]:
-    """Log-probabilities of the vocabulary for the supervised tokens of each sample, fp32 [tokens, vocabulary]."""
+    """Log-probabilities over the vocabulary at supervised positions of each sample, fp32 [tokens, vocabulary]."""
     found = []
     for ids, labels in samples():
         logits = lm(input_ids=torch.from_numpy(ids).long()[None], use_cache=False).logits[0].float()

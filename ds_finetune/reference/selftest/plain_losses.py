@@ -1,6 +1,6 @@
-"""The losses of the reference loop, written out from the papers for the samples of one unit.
+"""The losses of the reference loop, implemented from the papers for the samples of one unit.
 
-They import nothing that computes an objective in the program, so that a fault there shows as a difference.
+This module imports no implementation of an objective from the program, so that an error there shows as a difference.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,14 +25,14 @@ _LOG = torch.nn.functional.logsigmoid
 
 
 class Answer(NamedTuple):
-    """A sample as objectives on answers read it."""
+    """A sample as an answer, for objectives on answers."""
 
     logp: torch.Tensor
-    """Summed log-probability of its supervised tokens in nats, fp64 scalar."""
+    """Summed log-probability of the supervised tokens in nats, fp64 scalar."""
     tokens: int
-    """Number of its supervised tokens."""
+    """Number of supervised tokens."""
     reference: float
-    """`logp` by the reference model."""
+    """Log-probability under the reference model."""
     target: float
     """1 for a good answer, 0 for a bad one."""
 
@@ -43,24 +43,24 @@ class Answer(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """The tokens of a sampled answer: log-probabilities in nats, fp64 [tokens] each."""
+    """Tokens of a sampled answer: log-probabilities in nats, fp64 [tokens] each."""
 
     logp: torch.Tensor
     old: torch.Tensor
-    """By the weights that sampled the answer."""
+    """Log-probability under the weights that sampled the answer."""
     sampled: torch.Tensor
-    """As the sampler knew them."""
+    """Log-probability that the sampler reported."""
     reference: torch.Tensor
     advantage: float
 
 
 def samples_per_unit(section: ObjectiveConfig) -> int:
-    """2 for pairs of answers, else 1."""
+    """Number of samples in a unit: 2 for pairs of answers, else 1."""
     return 2 if section.unit == "pairs" else 1
 
 
 def answers_loss(section: ObjectiveConfig, answers: Sequence[Answer], z0: float) -> torch.Tensor:
-    """The loss of a unit without the cross entropy of its chosen answer; a pair has the chosen answer first."""
+    """The loss of a unit, without the cross entropy of its chosen answer; in a pair the chosen answer comes first."""
     w, r = answers[0], answers[-1]
     match section:
         case DpoObjective():
@@ -117,7 +117,7 @@ def _cpo_loss(section: CpoObjective, w: Answer, r: Answer) -> torch.Tensor:
 
 
 def _kto_loss(section: KtoObjective, answer: Answer, z0: float) -> torch.Tensor:
-    """The loss of an answer (Ethayarajh et al., arXiv 2402.01306, eq. 8): lambda - v(x, y)."""
+    """KTO's loss of one answer (Ethayarajh et al., arXiv 2402.01306, eq. 8): lambda - v(x, y)."""
     if answer.target:
         return section.desirable_weight * (1 - torch.sigmoid(section.beta * (answer.ratio - z0)))
     return section.undesirable_weight * (1 - torch.sigmoid(section.beta * (z0 - answer.ratio)))
@@ -160,12 +160,14 @@ def _policy_losses(section: GrpoObjective, answer: SampledTokens) -> torch.Tenso
 
 
 def kto_baseline(ratios: list[float]) -> float:
-    """z0 of KTO: the mean of log p - log p_reference of all mismatched answers, and 0 at least."""
+    """z0 of KTO: the mean of log p - log p_reference over all mismatched answers, at least 0."""
     return max(0.0, sum(ratios) / len(ratios))
 
 
 def score_loss(section: ObjectiveConfig, scores: torch.Tensor, targets: list[float]) -> torch.Tensor:
-    """The loss of a unit from its scores [samples, outputs]: cross entropy, squared error, or Bradley and Terry's."""
+    """The loss of a unit from its scores [samples, outputs]: cross entropy, squared error, or the Bradley-Terry
+    loss.
+    """
     scores = scores.double()
     match section:
         case RewardObjective():
@@ -182,14 +184,15 @@ def score_loss(section: ObjectiveConfig, scores: torch.Tensor, targets: list[flo
 def distill_loss(
     section: DistillObjective, logits: torch.Tensor, labels: torch.Tensor, log_q: torch.Tensor, ids: torch.Tensor | None
 ) -> torch.Tensor:
-    """The loss summed over the supervised tokens of a sample, with `logits` [tokens, vocabulary], labels [tokens].
+    """Distillation loss summed over the supervised tokens of a sample, with `logits` [tokens, vocabulary], labels
+    [tokens].
 
-    `log_q` are the teacher's log-probabilities at the temperature: those of the vocabulary, or of `ids` [tokens, k]
-    and, last, that of all other tokens. KL(q || p) x T^2 is that of Hinton et al., arXiv 1503.02531, section 2.
+    `log_q` are the teacher's log-probabilities at the temperature: over the vocabulary, or for `ids` [tokens, k] and,
+    last, for all other tokens together. T^2 x KL(q || p) as in Hinton et al., arXiv 1503.02531, section 2.
     """
     log_p = torch.log_softmax(logits / section.temperature, dim=-1)
     if ids is not None:
-        # Stored in fp16, they do not add up to 1.
+        # Probabilities stored in fp16 do not add up to 1.
         log_q = torch.log_softmax(log_q, dim=-1)
         others = log_p.scatter(1, ids, float("-inf")).logsumexp(-1, keepdim=True)
         log_p = torch.cat([log_p.gather(1, ids), others], dim=-1)

@@ -1,4 +1,4 @@
-"""The reference for every layout: a plain PyTorch training loop in one process on the CPU."""
+"""The reference for every parallel layout: an ordinary PyTorch training loop in one process on the CPU."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,10 +57,10 @@ class Steps:
     """Results of some optimizer steps.
 
     Each step has a loss and a gradient norm before clipping. `gradients` are those of the first step after clipping
-    (fp32 on the CPU), `later_gradients` those of the second one in a model with adapters, and `answers` greedy answers
-    to `PROMPTS` after the last step. Of a model with routers, each step has the mean balance of documents and the
-    choices of experts, int64 [layers, experts]. With multi-token prediction, each step has its mean loss and, where
-    that trains only the layer, the norm of the layer's gradient before clipping.
+    (fp32 on the CPU), `later_gradients` those of adapters in the second step, and `answers` greedy answers to `PROMPTS`
+    after the last step. With routers, each step has the mean balance loss of documents and the tokens routed to each
+    expert, int64 [layers, experts]. With multi-token prediction, each step has its mean loss and, where it trains only
+    its layer, that layer's gradient norm before clipping.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -80,7 +80,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def auto_class(objective: ObjectiveConfig) -> Any:  # noqa: ANN401 - a class of transformers
-    """The class that loads a model for the objective: one with a score of documents, or a language model."""
+    """transformers' class that loads a model for the objective: for sequence classification, or a language model."""
     return AutoModelForSequenceClassification if objective.row.head == "scores" else AutoModelForCausalLM
 
 
@@ -90,8 +90,8 @@ def _task(objective: ObjectiveConfig) -> Task:
 
 @dataclass(frozen=True)
 class _Problem:
-    """The objective, the units of all samples, and log-probabilities under the reference model, fp64, of the samples
-    and then of the mismatched ones.
+    """The objective, the numbers of units of all samples, and log-probabilities under the reference model, fp64, of the
+    samples followed by the mismatched ones.
     """
 
     objective: ObjectiveConfig
@@ -124,7 +124,7 @@ def reference_loop(  # noqa: PLR0913
 
 
 def _reference(model: nn.Module, objective: ObjectiveConfig) -> np.ndarray:
-    """What the objective reads as log-probabilities of the reference: those of `model`, or of an imagined one."""
+    """Log-probabilities under the reference model: those of `model`, or made-up ones."""
     if objective.reference_source != "adapters_off":
         return all_reference_log_probs()
     with torch.no_grad():
@@ -178,7 +178,7 @@ def reference_steps(  # noqa: PLR0913
 
 
 def _clip(model: nn.Module, max_grad_norm: float, results: Steps, mtp: PlainMtp | None) -> None:
-    """Clip the gradients of a step, and keep their norms; with multi-token prediction keep its loss too."""
+    """Clip the gradients of a step, and record their norms and the multi-token prediction loss."""
     apart = [] if mtp is None else [*mtp.parameters_apart()]
     others = [param for param in model.parameters() if not any(param is other for other in apart)]
     results.norms.append(float(torch.nn.utils.clip_grad_norm_(others, max_grad_norm)))
@@ -189,7 +189,7 @@ def _clip(model: nn.Module, max_grad_norm: float, results: Steps, mtp: PlainMtp 
 
 
 def _keep_gradients(model: nn.Module, results: Steps) -> None:
-    """Copy the gradients of the first step, and those of the second one of a model with adapters."""
+    """Record the gradients of the first step, and those of adapters in the second."""
     if len(results.losses) > 2:
         return
     grads = {trained_name(name): param.grad for name, param in model.named_parameters() if param.grad is not None}
@@ -201,7 +201,7 @@ def _keep_gradients(model: nn.Module, results: Steps) -> None:
 
 
 def _counts(objective: ObjectiveConfig) -> dict[str, int]:
-    """Units of all samples."""
+    """Number of each unit over all samples."""
     tokens = [int((labels != IGNORE_INDEX).sum()) for _, labels in samples()]
     whole = units(samples_per_unit(objective))
     return {
@@ -222,7 +222,7 @@ def _baseline(model: nn.Module, problem: _Problem) -> float:
 
 
 def _unit_loss(model: nn.Module, unit: Sequence[int], problem: _Problem, *, baseline: float) -> torch.Tensor:
-    """The contribution of the samples of a unit to the mean loss over all samples (scalar)."""
+    """The contribution of a unit's samples to the mean loss over all samples (scalar)."""
     objective, counts = problem.objective, problem.counts
     if objective.row.head == "scores":
         rows = [torch.from_numpy(samples()[number][0]).long()[None] for number in unit]
@@ -252,7 +252,7 @@ def _log_probs(model: nn.Module, ids: np.ndarray, labels: np.ndarray) -> torch.T
 
 
 def _divergence(model: nn.Module, number: int, objective: DistillObjective) -> torch.Tensor:
-    """The loss of distillation, summed over the supervised tokens of a sample (scalar)."""
+    """The distillation loss, summed over the supervised tokens of a sample (scalar)."""
     logits, labels = _supervised_logits(model, *samples()[number])
     log_q, ids = soft_targets(objective)[number]
     return distill_loss(objective, logits.double(), labels, log_q.double(), ids)
@@ -281,9 +281,9 @@ def mean_loss(
     *,
     base: tuple[Path, PlainAdapters] | None = None,
 ) -> float:
-    """Loss over the samples of the model that plain transformers loads from `folder`.
+    """Loss over all samples of the model that plain transformers loads from `folder`.
 
-    With `base`, the folder and the adapters that a run started from, which may be the objective's reference.
+    `base` is the folder and the adapters that a run started from, which may be the objective's reference model.
     """
     model = of_reference = auto_class(objective).from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval()
     if base is not None and objective.reference_source == "adapters_off":

@@ -1,4 +1,4 @@
-"""`ds-finetune selftest`: compares the layout of a run, or a standard set of layouts, with a plain PyTorch loop.
+"""`ds-finetune selftest`: compares the layout of a run, or a standard set of layouts, with the reference PyTorch loop.
 
 `start_world` starts the ranks, and `selftest` runs on each of them.
 """
@@ -67,9 +67,9 @@ _DERIVED = (
     "bf16",
     "fp16",
 )
-"""Keys of a DeepSpeed configuration that are derived from the run file; the tiny run derives its own values."""
+"""Keys of a DeepSpeed configuration that follow from the run file; the run with the tiny model sets its own values."""
 _ROUNDING = ("data_types",)
-"""Keys whose purpose is to change rounding; they are left out, as are the options that `inexact` allows."""
+"""Keys whose purpose is to change rounding; left out, like the options that `inexact` allows."""
 _SMALL = {
     "stage3_param_persistence_threshold": 40,
     "reduce_bucket_size": 20_000,
@@ -94,11 +94,11 @@ _WHOLE_BLOCKS = {
     "v_head_dim": 16,
     "num_attention_heads": 4,
 }
-"""Sizes of a tiny model whose rows are blocks of 64 numbers, but for its experts'."""
+"""Sizes of a tiny model whose weight rows are multiples of 64, the quantisation block, except in experts."""
 _ACCUMULATION = 2
 _ROUTER_SCALE = 16.0
-"""As drawn, a tiny model's routers score all experts nearly the same. Rounding then chooses some experts, which changes
-the loss of a step by 1e-4 and more.
+"""Factor on router weights. Randomly initialised routers of a tiny model score all experts nearly equally, so that
+rounding decides some choices, which changes the loss of a step by 1e-4 and more.
 """
 
 
@@ -106,8 +106,8 @@ the loss of a step by 1e-4 and more.
 class LayoutCase:
     """A layout to compare with the reference loop.
 
-    `model` is its tiny model before it is enlarged for the parallel sizes, and `tree` the run file without the model's
-    path.
+    `model` is its tiny model before it is enlarged for the parallel sizes, and `tree` the run file without the path of
+    the model.
     """
 
     name: str
@@ -117,7 +117,7 @@ class LayoutCase:
 
 @dataclass(frozen=True)
 class Extent:
-    """How much to compare: the optimizer steps per layout, and the families of the standard set.
+    """Extent of a selftest: optimizer steps per layout, and model families of the standard set.
 
     The first family is compared in every layout.
     """
@@ -127,7 +127,7 @@ class Extent:
 
     @property
     def arguments(self) -> list[str]:
-        """The command-line arguments that give this extent."""
+        """The command-line arguments for this extent."""
         return ["--steps", str(self.steps), "--families", ",".join(self.families)]
 
 
@@ -170,14 +170,14 @@ def start_world(arguments: list[str], run: RunSettings | None, *, nproc: int, ho
 def selftest(run: RunSettings | None, extent: Extent, *, say: Say) -> None:
     """Compare every case on these ranks and print a line for each; RunError where one differs.
 
-    The cases are the layout of `run`, or the standard set where that is None.
+    The cases are the layout of `run`, or the standard set without a run.
     """
-    # The tiny models are loaded and gathered hundreds of times, each time with a progress bar or a warning.
+    # Tiny models are loaded and gathered hundreds of times, each time with a progress bar or a warning.
     quiet_packages()
     show_loading_as_phase()
-    # The limits are those of fp32. NVIDIA's containers allow TF32 by TORCH_ALLOW_TF32_CUBLAS_OVERRIDE.
+    # The limits assume fp32 products. NVIDIA's containers enable TF32 with TORCH_ALLOW_TF32_CUBLAS_OVERRIDE.
     torch.set_float32_matmul_precision("highest")
-    # A launcher sends this signal to the other ranks when one fails; rank zero has a folder to remove.
+    # Launchers send SIGTERM to the other ranks when one fails; rank zero must then remove its folder.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     world = World.from_environment(os.environ)
     world.set_environment(os.environ)
@@ -194,7 +194,7 @@ def selftest(run: RunSettings | None, extent: Extent, *, say: Say) -> None:
         for number, case in enumerate(cases):
             wrong += not _is_equal(case, world, device, folder / str(number), extent.steps, say)
             if number == 0:
-                # ZeRO-3 collects garbage at each start. Exclude all objects so far, to make that faster.
+                # ZeRO-3 collects garbage at each start, which is faster without the objects that exist already.
                 gc.freeze()
     if world.rank == 0:
         right, seconds = len(cases) - wrong, time.monotonic() - began
@@ -210,7 +210,7 @@ def selftest(run: RunSettings | None, extent: Extent, *, say: Say) -> None:
 
 
 def _build_first(plan: Plan, say: Say) -> None:
-    """Compile the ops that the layouts need, and print notes on those that cannot be compiled and their replacement."""
+    """Compile the ops that the layouts need, and print notes on replacements of ops that cannot be compiled."""
     built = build_ops(plan, all_gather_object, say)
     for note in built.notes[len(plan.notes) :] if plan.world.rank == 0 else ():
         say(note)
@@ -220,9 +220,9 @@ def _is_equal(case: LayoutCase, world: World, device: str, folder: Path, steps: 
     model = enlarged_config(case.model, ParallelConfig.model_validate(case.tree["parallel"]))
     section = read_objective(case.tree["objective"])
     if section.row.head == "scores":
-        # The samples have no such token: transformers pools the last one that is another.
+        # No sample contains this padding token, since transformers scores the last token that differs from it.
         model.num_labels, model.pad_token_id = section.num_outputs, 0
-    # One folder for a model in all layouts: the reference loop runs once for each model.
+    # All layouts of a model share a folder, so that the reference loop runs once for each model.
     has_mtp = case.tree.get("mtp", {}).get("train", False)
     text = f"{task_of(section)} {has_mtp} {model.to_json_string()}"
     where = folder.parent / f"model-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
@@ -249,8 +249,8 @@ def _settings(case: LayoutCase, model_folder: Path, folder: Path) -> RunSettings
 def _standard_cases(world_size: int, families: Sequence[str], device: str) -> list[LayoutCase]:
     """The standard set: data parallelism at every ZeRO stage, and the tested combinations of parallel axes, in fp32.
 
-    Each axis of a combination has two ranks; combinations that do not fit `world_size` ranks are left out. Two ZeRO
-    stages are compared in bf16 too, and on GPUs in fp16.
+    Each parallel axis has two ranks; combinations that do not fit `world_size` ranks are left out. Two ZeRO stages are
+    compared in bf16 too, and on GPUs in fp16.
     """
     unknown = [family for family in families if family not in TINY_MODELS]
     if unknown:
@@ -302,7 +302,7 @@ def _objective_text(cell: Cell) -> str:
 def _cases_of_run(run: RunSettings, world: World, device: str) -> list[LayoutCase]:
     """The layout of a run with a tiny model of its family and structure, in fp32 and in the run's precision.
 
-    Gradients can only be compared in fp32.
+    Gradients can be compared only in fp32.
     """
     hub = read_hf_config(run.model.path, files=("*.json",))
     if hub.model_type not in TINY_MODELS:
@@ -354,12 +354,12 @@ def _cases_of_run(run: RunSettings, world: World, device: str) -> list[LayoutCas
 
 
 def _small_groups(objective: ObjectiveConfig) -> ObjectiveConfig:
-    """The objective with groups of two answers, of which the batch of a cell has a whole number."""
+    """The objective with groups of two answers, so that a cell's batch has a whole number of groups."""
     return objective.model_copy(update={"group_size": 2}) if is_grpo(objective) else objective
 
 
 def _left_out(run: RunSettings) -> list[str]:
-    """What the run trains with and its layout is compared without."""
+    """Settings of the run without which its layout is compared."""
     settings = (
         (run.indexer.train, "indexer.train true"),
         (bool(run.inexact), f"inexact {', '.join(run.inexact)}"),
@@ -370,7 +370,7 @@ def _left_out(run: RunSettings) -> list[str]:
 
 
 def _check_targets(tiny: PretrainedConfig, lora: LoraConfig, *, has_mtp: bool) -> None:
-    """ConfigError where a run's patterns name modules that the tiny model does not have, such as those of layer 20."""
+    """ConfigError where a run's patterns name modules that the tiny model lacks, such as those of layer 20."""
     tiny = copy.deepcopy(tiny)
     set_mtp_layers(tiny, int(has_mtp))
     try:
@@ -383,9 +383,9 @@ def _check_targets(tiny: PretrainedConfig, lora: LoraConfig, *, has_mtp: bool) -
 
 
 def _tiny_model_like(hub: PretrainedConfig, family: str, *, is_quantised: bool) -> PretrainedConfig:
-    """The tiny model of a family, with the structure of `hub`: ties, biases, latent queries, routing, padding.
+    """The tiny model of a family with the structure of `hub`: tied weights, biases, latent queries, routing, padding.
 
-    Where weights are to be held in four bits, with rows of whole blocks.
+    For 4-bit weights, with rows of whole quantisation blocks.
     """
     tiny = hf_config(family)
     for name, size in _WHOLE_BLOCKS.items() if is_quantised else ():
@@ -401,9 +401,9 @@ def _tiny_model_like(hub: PretrainedConfig, family: str, *, is_quantised: bool) 
 
 
 def _scale_choices(choices: dict[str, Any]) -> dict[str, Any]:
-    """A run's DeepSpeed choices, with small buckets and thresholds.
+    """A run's DeepSpeed settings with small buckets and thresholds.
 
-    With those of a real model, all tensors of the tiny model would fit in one bucket.
+    With those of a real model, all tensors of the tiny model would fit into one bucket.
     """
     zero = (choices.get("zero_optimization") or {}) | _SMALL
     return {key: value for key, value in choices.items() if key not in _ROUNDING} | {"zero_optimization": zero}
@@ -411,7 +411,7 @@ def _scale_choices(choices: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _shared_folder(world: World) -> Iterator[Path]:
-    """A new folder for all ranks; with several hosts it is in the working directory, which the hosts must share."""
+    """A new folder for all ranks. With several hosts it is in the working directory, which the hosts must share."""
     is_one_host = world.local_world_size == world.world_size
     mine = tempfile.mkdtemp(prefix="selftest-", dir=None if is_one_host else Path.cwd()) if world.rank == 0 else ""
     folder = Path(all_gather_object(mine)[0])
