@@ -1,1 +1,1 @@
-"""What the operating system gives: processes, memory, pauses, files replaced as a whole, messages between processes."""
+"""Operating system facilities: processes, memory, pauses, atomic file replacement, messages between processes."""

@@ -1,4 +1,4 @@
-"""Folders on disks: what they hold, and where they would be made."""
+"""Sizes of folders, and the existing parent of a folder to be created."""
 
 import os
 import stat
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def bytes_below(folder: Path) -> int:
-    """Bytes of the regular files in a folder and below it; files that vanish meanwhile do not count."""
+    """Total bytes of the regular files in a folder, recursively; files that vanish meanwhile do not count."""
     total = 0
-    # Another process may remove a folder or a file meanwhile; os.walk passes over folders that are gone, rglob raises.
+    # Another process may remove folders meanwhile; os.walk skips them, rglob would raise.
     for parent, _, names in os.walk(folder):
         for name in names:
             with suppress(OSError):
@@ -19,5 +19,5 @@ def bytes_below(folder: Path) -> int:
 
 
 def nearest_existing(folder: Path) -> Path:
-    """`folder`, or the nearest above it that exists."""
+    """`folder`, or its nearest existing parent."""
     return next(place for place in (folder, *folder.absolute().parents) if place.exists())

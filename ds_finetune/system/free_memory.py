@@ -1,4 +1,4 @@
-"""Memory of this host for a process: what there is, and what is still free."""
+"""Memory of this host available to a process, in total and free."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -8,18 +8,18 @@ import psutil
 
 
 def available_bytes() -> int:
-    """Memory that is still free for this process: the host's, or its control group's where that is less."""
+    """Free memory for this process in bytes: the host's, or its control group's where that is less."""
     return min([psutil.virtual_memory().available, *(limit - used for limit, used in _cgroups())])
 
 
 def total_bytes() -> int:
-    """Memory that this process could have at most: the host's, or its control group's where that is less."""
+    """Maximum memory of this process in bytes: the host's, or its control group's where that is less."""
     return min([psutil.virtual_memory().total, *(limit for limit, _ in _cgroups())])
 
 
 def _cgroups() -> Iterator[tuple[int, int]]:
-    """Limit and used bytes of control groups with a limit (cgroup versions 2 and 1): of this process's own group and
-    of the container's root group; none except on Linux. Files that are only cached do not count as used.
+    """Limit and usage in bytes of control groups with a limit (cgroup versions 2 and 1): this process's own group, and
+    the container's root group; none except on Linux. Page cache does not count as used.
     """
     own: list[str] = []
     with suppress(OSError):

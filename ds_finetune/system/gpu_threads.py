@@ -1,13 +1,13 @@
-"""The GPU of a thread."""
+"""Selection of the GPU of a thread."""
 
 import torch
 
 
 def use_device(device: torch.device) -> None:
-    """Let CUDA calls of this thread use `device`; nothing for a CPU.
+    """Select `device` for CUDA calls of this thread; no effect for a CPU.
 
-    CUDA has a current device for each thread, GPU 0 at first, and makes a context of about 0.5 GiB there at the first
-    call: a thread that touches CUDA has to call this before.
+    CUDA has a current device per thread, initially GPU 0, and its first call creates a context of about 0.5 GiB there.
+    So a thread must call this before it uses CUDA.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)

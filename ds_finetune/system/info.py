@@ -1,6 +1,6 @@
-"""What a host reports about itself: versions, GPUs, network interfaces and the port where rank 0 listens.
+"""Facts of a host: versions, GPUs, network interfaces and the port on which rank 0 listens.
 
-This module imports no torch, so that a host answers in a fraction of a second.
+This module does not import torch, so that a host responds in a fraction of a second.
 """
 
 import csv
@@ -39,10 +39,11 @@ class HostInfo:
     network_identity: str
     """Boot id and network namespace: equal for two names of one host, different for two containers of one machine."""
     versions: dict[str, str]
-    """Python, this program with a hash of its source, packages, CUDA of torch, NCCL and driver; "" where not installed.
+    """Versions of Python, this program (with a hash of its source), packages, torch's CUDA, NCCL and driver; "" where
+    not installed.
     """
     packages: dict[str, str]
-    """Version of each package that has a tested range; "" where not installed."""
+    """Version of each package with a tested range; "" where not installed."""
     gpus: list[str]
     """Model of each GPU."""
     cores: int
@@ -53,16 +54,17 @@ class HostInfo:
     ssh_server_address: str
     """Address of this host at which the ssh connection arrived; empty without ssh."""
     port: int
-    """The requested port, or any free port where none was requested; 0 where the requested port is taken."""
+    """The requested port, or a free port where none was requested; 0 where the requested port is in use."""
     port_holder: str | None
-    """The process that holds the requested port; None where the port is free or none was requested."""
+    """The process that uses the requested port; None where the port is free or none was requested."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as nvidia-smi lists it; memory in bytes, None where it does not say.
+    """A GPU as nvidia-smi lists it; memory in bytes, None where not reported.
 
-    It says neither of GPUs that share the host's memory, and no use of a GPU in MIG mode to users who may not see it.
+    nvidia-smi reports no memory for GPUs that share the host's, and no usage of a GPU in MIG mode to users without
+    access.
     """
 
     name: str
@@ -70,7 +72,7 @@ class Gpu:
     total_bytes: int | None
     used_bytes: int | None
     compute_mode: str = ""
-    """Which processes may use it at the same time, in nvidia-smi's word: `Default` for any."""
+    """Whether several processes may share the GPU, in nvidia-smi's words; `Default` means yes."""
 
 
 def gather_host_info(port: int = 0) -> HostInfo:
@@ -93,7 +95,7 @@ def gather_host_info(port: int = 0) -> HostInfo:
 
 
 def gpu_models() -> list[str]:
-    """Model of each GPU, from the driver's files, or from nvidia-smi where there are none, as in WSL."""
+    """Model names of the GPUs, from the driver's files or, without these (WSL), from nvidia-smi."""
     files = sorted(Path("/proc/driver/nvidia/gpus").glob("*"))
     if not files:
         return [gpu.name for gpu in query_gpus()]
@@ -104,7 +106,7 @@ def gpu_models() -> list[str]:
 
 
 def query_gpus() -> list[Gpu]:
-    """GPUs with their memory by nvidia-smi; none where it is not installed or finds no driver."""
+    """GPUs with their memory as nvidia-smi reports them; empty where it is not installed or finds no driver."""
     if not shutil.which("nvidia-smi"):
         return []
     query = [
@@ -118,7 +120,7 @@ def query_gpus() -> list[Gpu]:
 
 
 def _mib(text: str) -> int | None:
-    """Bytes of a number of MiB; None for `[N/A]` and other words in brackets."""
+    """A number of MiB in bytes; None for other texts, such as `[N/A]`."""
     return int(text) * MIB if text.isdigit() else None
 
 
@@ -136,12 +138,12 @@ def interfaces() -> dict[str, list[str]]:
 def interface_towards(address: str) -> str:
     """Name of the interface by which this host reaches `address`, or that owns `address`; empty without a route.
 
-    Nothing is sent.
+    No packet is sent.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as connection:
         try:
-            # Connecting a datagram socket chooses the source address and sends no packet.
+            # Connecting a datagram socket selects the source address without sending a packet.
             connection.connect((address, 9))
         except OSError:
             return ""
@@ -158,7 +160,9 @@ def free_port() -> int:
 
 
 def host_versions(packages: Mapping[str, str]) -> dict[str, str]:
-    """Python, this program with a hash of its source, PACKAGES by `packages`, CUDA of torch, NCCL and driver."""
+    """Versions of Python, this program (with a hash of its source), PACKAGES (from `packages`), torch's CUDA, NCCL and
+    driver.
+    """
     versions = {"python": platform.python_version(), "ds_finetune": source_version()}
     versions |= {package: packages.get(package, "") for package in PACKAGES}
     spec = find_spec("torch")
@@ -174,7 +178,7 @@ def host_versions(packages: Mapping[str, str]) -> dict[str, str]:
 
 @cache
 def source_version() -> str:
-    """The version of ds_finetune and a hash of its files, because one version may have different files."""
+    """The version of ds_finetune with a hash of its files, because a development version may have different files."""
     folder = Path(ds_finetune.__file__).parent
     content = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py"))))
     return f"{ds_finetune.__version__} (source {content.hexdigest()[:_DIGITS]})"
@@ -182,7 +186,7 @@ def source_version() -> str:
 
 def _port_holder(port: int) -> str | None:
     with socket.socket() as listening:
-        # As TCPStore listens: a port that only has connections in TIME_WAIT is free.
+        # Options as TCPStore uses them: a port with only connections in TIME_WAIT counts as free.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind(("", port))

@@ -47,7 +47,7 @@ M = TypeVar("M", bound=ProcessMessage)
 
 
 class MessageError(Exception):
-    """`peer` sent a line that is not a message of this program or exceeds the limit; `reason` says which."""
+    """`peer` sent a line that is not a message of this program, or is too long; `reason` says which."""
 
     def __init__(self, peer: str, reason: str) -> None:
         super().__init__(f"{peer} sent a message that cannot be read: {reason}")
@@ -55,13 +55,15 @@ class MessageError(Exception):
 
 
 def encode(message: ProcessMessage, *, token: str = "") -> bytes:
-    """The line of a message, including the newline. A `token` before it marks it among other text in the stream."""
+    """The line of a message, with its newline. An optional `token` at the start distinguishes it from other text in the
+    stream.
+    """
     body = json.dumps({"kind": message.kind, **asdict(message)})
     return f"{token} {body}\n".lstrip(" ").encode()
 
 
 def decode(line: bytes, types: Sequence[type[M]], *, peer: str) -> M:
-    """The message in a line without a token; MessageError, which names `peer`, if it is not one of `types`."""
+    """The message in a line without a token; MessageError with the name `peer` if it is not one of `types`."""
     try:
         return _message(json.loads(line), types)
     except (ValueError, OverflowError, RecursionError) as error:
@@ -69,7 +71,7 @@ def decode(line: bytes, types: Sequence[type[M]], *, peer: str) -> M:
 
 
 def without_token(line: bytes, token: str) -> bytes | None:
-    """The line after its `token`; None for other text, such as the output of a login shell."""
+    """The line without its `token`; None for lines without it, such as the output of a login shell."""
     prefix = f"{token} ".encode() if token else b""
     return line[len(prefix) :] if line.startswith(prefix) else None
 
@@ -86,9 +88,9 @@ def send(file: int, message: ProcessMessage, *, token: str = "") -> bool:
 
 
 class LineBuffer:
-    """Cuts arriving bytes into lines; a piece of bytes may hold a fraction of a line, or several lines.
+    """Splits received bytes into lines; a piece of bytes may contain part of a line, or several lines.
 
-    MessageError, which names `peer`, if a line is longer than `max_bytes`.
+    MessageError with the name `peer` if a line is longer than `max_bytes`.
     """
 
     def __init__(self, *, peer: str, max_bytes: int = MAX_LINE_BYTES) -> None:
@@ -97,7 +99,9 @@ class LineBuffer:
         self._searched = 0
 
     def feed(self, piece: bytes) -> Iterator[bytes]:
-        """Add `piece`, and yield complete lines without newlines; the next call yields those not taken."""
+        """Add `piece`, and yield complete lines without newlines; lines that are not consumed are yielded by the next
+        call.
+        """
         self._bytes += piece
         return self._lines()
 
@@ -171,7 +175,7 @@ def _message(tree: Any, types: Sequence[type[M]]) -> M:  # noqa: ANN401 - any JS
     if chosen is None:
         raise ValueError(f"its kind is {kind!r:.100}, expected {' or '.join(each.kind for each in types)}")
     try:
-        # As JSON, since only there a list may be a tuple although types are strict.
+        # Validated as JSON, because only then does strict validation accept a list for a tuple.
         message: M = _reader(chosen).validate_json(json.dumps(tree), strict=True)
     except ValidationError as invalid:
         error = invalid.errors()[0]

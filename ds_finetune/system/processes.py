@@ -1,7 +1,7 @@
-"""Processes: which one an id belongs to, signals, the end of a parent, and whether this one was paused.
+"""Processes: identity of a process id, signals, the end of a parent, and pauses of this process.
 
-A process is paused when it is stopped by SIGSTOP, frozen with its container, or suspended with its machine. That is no
-hang, so the time limits of a process do not include a pause.
+A process is paused when it is stopped by SIGSTOP, frozen with its container, or suspended with its machine. A pause is
+not a hang, so it does not count towards time limits.
 """
 
 import ctypes
@@ -23,28 +23,28 @@ _SWITCHES_PER_SECOND = 20
 _SET_PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-"""On Linux it includes the time in which the machine was suspended; `time.monotonic` does not."""
+"""Clock that, on Linux, includes the time in which the machine was suspended, unlike `time.monotonic`."""
 
 
 def python_module(name: str, *arguments: str, python: str = sys.executable) -> list[str]:
-    """The command that runs a module of this project in another process, with `with_package(os.environ)`.
+    """Command that runs a module of this project in another process, to be started with `with_package(os.environ)`.
 
-    A file of the working directory, such as `secrets.py`, is not imported in place of a module (-P).
+    With -P, a file in the working directory, such as `secrets.py`, is not imported instead of a module.
     """
     return [python, "-P", "-u", "-m", name, *arguments]
 
 
 def with_package(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` with a PYTHONPATH by which another process finds this project, also where it is not installed."""
+    """`environ` with a PYTHONPATH on which another process finds this project, even if it is not installed."""
     package = str(Path(__file__).parents[2])
-    # Installed packages in PYTHONPATH would come before Python's own modules.
+    # Where it is installed, nothing is added: site-packages in PYTHONPATH would precede Python's own modules.
     if package in site.getsitepackages():
         return dict(environ)
     return {**environ, "PYTHONPATH": os.pathsep.join(filter(None, [package, environ.get("PYTHONPATH")]))}
 
 
 def began_at(pid: int) -> str:
-    """Start time of a process in the kernel's ticks; empty where no process has that id, or there is no /proc."""
+    """Start time of a process in kernel ticks; empty without such a process, or without /proc."""
     try:
         return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -52,7 +52,9 @@ def began_at(pid: int) -> str:
 
 
 def has_ended(pid: int, began: str) -> bool:
-    """Whether the process that began then has ended, or is a zombie; the id must be of the own namespace."""
+    """Whether the process with this id and start time has ended, or is a zombie; the id must be of this PID
+    namespace.
+    """
     try:
         stat = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -63,7 +65,7 @@ def has_ended(pid: int, began: str) -> bool:
 
 
 def _exists(pid: int) -> bool:
-    """Whether a process has that id, also where /proc hides those of other users (mounted with hidepid=2)."""
+    """Whether a process with this id exists, even where /proc hides other users' processes (hidepid=2)."""
     try:
         os.kill(max(pid, 1), 0)
     except PermissionError:
@@ -74,26 +76,26 @@ def _exists(pid: int) -> bool:
 
 
 def own_pid_namespace() -> str:
-    """Identifies the PID namespace in which this process's id is valid: the machine's boot id and the namespace.
+    """Identifier of this process's PID namespace: the machine's boot id, and the namespace.
 
-    Two processes with the same text can signal each other. Empty where there is no /proc.
+    Processes with equal identifiers can signal each other. Empty without /proc.
     """
     namespace = Path("/proc/self/ns/pid")
     return f"{boot_id()} {namespace.readlink()}" if boot_id() and namespace.exists() else ""
 
 
 def boot_id() -> str:
-    """The same text for all processes of one running kernel, also in different containers; empty without /proc."""
+    """Identifier of the running kernel, equal in all its containers; empty without /proc."""
     file = Path("/proc/sys/kernel/random/boot_id")
     return file.read_text(encoding="utf-8").strip() if file.exists() else ""
 
 
 def echo_seconds(number: int) -> float:
-    """Within how many seconds after a signal another one with this `number` is the same request.
+    """Seconds after a signal within which another signal `number` counts as the same request.
 
-    A scheduler signals every process of a job, a closing terminal sends two signals, and launchers and wrapper programs
-    forward those that the processes have received themselves. Wrappers of a command in a terminal, as `uv run`, forward
-    SIGINT at once, and whoever presses Ctrl-C again means it.
+    A scheduler signals every process of a job, a closing terminal sends two signals, and launchers and wrappers forward
+    signals that the processes have received already. Wrappers in a terminal, such as `uv run`, forward SIGINT at once;
+    a second Ctrl-C after that is a new request.
     """
     return 0.5 if number == signal.SIGINT else 2.0
 
@@ -129,9 +131,9 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 
 @dataclass(frozen=True)
 class Pause:
-    """A time in which a thread did not run. Deadlines on the clock `time.monotonic` move by `monotonic_seconds`.
+    """A time in which a thread did not run. Deadlines on `time.monotonic` must be extended by `monotonic_seconds`.
 
-    `is_of_process` is false where the thread only waited, for example for Python's lock, which native code held.
+    `is_of_process` is false where only this thread waited, for example for Python's lock held by native code.
     """
 
     seconds: float
@@ -140,21 +142,21 @@ class Pause:
 
 
 class PauseDetector:
-    """Detects pauses of one thread, which calls `last_pause` at least every second."""
+    """Detects pauses of a thread that calls `last_pause` at least once a second."""
 
     def __init__(self) -> None:
         self._looked_at, self._switches = _now(), _num_switches()
 
     def last_pause(self) -> Pause | None:
-        """The pause since the previous call; None where there was none."""
+        """The pause since the previous call; None without one."""
         (before, before_monotonic), (now, monotonic) = self._looked_at, _now()
         switches, self._switches = self._switches, _num_switches()
         self._looked_at = now, monotonic
         seconds = now - before
         if seconds < _LEAST_SECONDS:
             return None
-        # A thread that waits for Python's lock asks for it every 5 ms (Python 3.11, Python/ceval_gil.h, take_gil), and
-        # the kernel counts each of these waits. A thread of a paused process does nothing.
+        # A thread that waits for Python's lock requests it every 5 ms (Python 3.11, Python/ceval_gil.h, take_gil), and
+        # the kernel counts each wait as a context switch. A thread of a paused process makes none.
         waited = self._switches - switches > _SWITCHES_PER_SECOND * seconds
         return Pause(seconds, monotonic - before_monotonic, is_of_process=not waited)
 
@@ -164,5 +166,5 @@ def _now() -> tuple[float, float]:
 
 
 def _num_switches() -> int:
-    """How often this thread (outside Linux: this process) has waited so far."""
+    """Number of voluntary context switches of this thread (outside Linux: of this process)."""
     return resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)).ru_nvcsw

@@ -1,4 +1,4 @@
-"""The ranges of packages that this program is tested with, as pyproject.toml has them, and the installed versions."""
+"""Tested version ranges of packages, from pyproject.toml, and installed versions."""
 
 import os
 import shlex
@@ -15,18 +15,18 @@ from ds_finetune.console.tables import show_error
 from ds_finetune.errors import DependencyError
 
 UNTESTED = "DS_FINETUNE_UNTESTED_VERSIONS"
-"""Environment variable that, as 1, turns the refusal of versions outside the tested ranges into a warning."""
+"""Environment variable: with the value 1, versions outside the tested ranges cause a warning instead of an error."""
 EXTRAS = ("compressed", "eval", "gguf", "gpu", "math", "onnx", "pages", "quantize", "serve", "sweep", "track")
-"""Extras whose packages compute, write or serve something."""
+"""Extras whose packages are used at run time."""
 _PROJECT = "ds_finetune"
 _FILE = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 
 @cache
 def requirements_of(extra: str = "") -> tuple[Requirement, ...]:
-    """What `extra` requires, with the extras that it names, or the program itself: by the pyproject.toml of a checkout,
-    whose metadata is as old as its installation, else by the metadata of the installed package. Empty where there is
-    neither.
+    """Requirements of `extra`, including the extras it refers to, or of the program itself. They are read from the
+    pyproject.toml of a checkout, whose installed metadata may be outdated, else from the installed package's metadata;
+    empty without either.
     """
     lines: list[str] | None = None
     if _FILE.is_file():
@@ -59,9 +59,10 @@ def installed_versions(extras: Sequence[str] = ("", *EXTRAS)) -> dict[str, str]:
 
 
 def outside_ranges(installed: Mapping[str, str], extra: str = "") -> dict[str, Requirement]:
-    """The requirements of `extra`, or of the program itself, that the installed versions miss, by a text that says how.
+    """Requirements of `extra`, or of the program itself, that the installed versions do not meet, by a text with the
+    reason.
 
-    A package of an extra that is not installed is left out: who needs it says so.
+    A package of an extra that is not installed is left out, because the code that needs it reports that.
     """
     found = {line: installed.get(line.name, "") for line in requirements_of(extra)}
     return {
@@ -72,7 +73,7 @@ def outside_ranges(installed: Mapping[str, str], extra: str = "") -> dict[str, R
 
 
 def pip_install(*lines: Requirement) -> str:
-    """The command that installs tested versions."""
+    """The pip command that installs tested versions."""
     return shlex.join(["pip", "install", *(f"{line.name}{range_text(line)}" for line in lines)])
 
 
@@ -95,7 +96,7 @@ def check_versions(extra: str = "") -> None:
 
 
 def require_extra(extra: str, what: str) -> None:
-    """DependencyError where a package of an extra is not installed, without which there is no `what`, or is outside its
+    """DependencyError where a package of an extra, without which `what` does not work, is not installed or outside its
     tested range.
     """
     missing = [line.name for line in requirements_of(extra) if find_spec(line.name) is None]

@@ -1,4 +1,6 @@
-"""Files that appear whole: written under another name, then renamed, so that no reader sees a part of one."""
+"""Atomic replacement of files: written under another name and then renamed, so that no reader sees an incomplete
+file.
+"""
 
 import errno
 import os
@@ -6,9 +8,9 @@ from pathlib import Path
 
 
 def replace_file(path: Path, content: str | bytes, *, is_synced: bool = False) -> None:
-    """Write `content` (a text in UTF-8) to `path`, whole or not at all; OSError as files.
+    """Write `content` (a str is encoded as UTF-8) to `path` atomically; raises OSError.
 
-    It may be lost in a power failure, unless `is_synced`: then the disk has the content before the file has its name.
+    After a power failure the content may be lost unless `is_synced`, which flushes it to disk before the rename.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -24,17 +26,17 @@ def replace_file(path: Path, content: str | bytes, *, is_synced: bool = False) -
 
 
 def synchronise_names(folder: Path) -> None:
-    """Flush the name of `folder`, and the names of the folders above it on the same file system, to the disk."""
+    """Flush the directory entries of `folder`, and of its parents on the same file system, to disk."""
     above = folder.absolute()
     while above.parent != above and above.parent.stat().st_dev == above.stat().st_dev:
         above = above.parent
-        # A folder that may not be read holds a name that this process did not make.
+        # A folder that cannot be read was not created by this process.
         if os.access(above, os.R_OK):
             synchronise(above)
 
 
 def synchronise(path: Path) -> None:
-    """Flush a file's content, or a folder's names, to the disk, so that they survive a power failure (fsync)."""
+    """Flush a file's content, or a folder's entries, to disk, so that they survive a power failure (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

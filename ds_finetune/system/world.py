@@ -1,4 +1,4 @@
-"""The rank of this process, read from the environment of any launcher, and the choices of `accelerate launch`."""
+"""The rank of this process from the environment of any supported launcher, and the settings of `accelerate launch`."""
 
 import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -14,23 +14,26 @@ from ds_finetune.errors import LaunchError
 _STANDARD = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _OTHER_MPI = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "MPI_LOCALNRANKS")
-"""Numbers of ranks by MPICH's kin (Intel MPI, PALS), MVAPICH, Flux and jsrun, whose ranks are not read here."""
+"""Variables with the number of ranks under MPICH derivatives (Intel MPI, PALS), MVAPICH, Flux and jsrun, which are not
+supported.
+"""
 _NODE_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
-"""Variables set by torchrun (and accelerate) and by DeepSpeed 0.19.8 (launcher/launch.py:181).
+"""Variables that only torchrun (also in accelerate) and DeepSpeed 0.19.8 (launcher/launch.py:181) set.
 
 A scheduler may start one of these launchers on each host.
 """
 _STEPS_WITHOUT_RANKS = (0xFFFFFFFA, 0xFFFFFFFB, 0xFFFFFFFC)
-"""Slurm's step ids of an interactive shell, a batch script and an adopted process (slurm.h): each step is one
-process, whatever SLURM_NTASKS is.
+"""Slurm's step ids of an interactive shell, a batch script and an adopted process (slurm.h): each is a single process,
+whatever SLURM_NTASKS is.
 """
 _ANY_PORT = 0
-"""The system picks a free port: a run of one process needs no known port, and two runs on a machine must not share one.
+"""The system selects a free port: a single process needs no known port, and two runs on a machine must not share
+one.
 """
 DEFAULT_PORT = 29_500
-"""Port on the first host where ranks meet, as torch chooses it, where neither an option nor MASTER_PORT names one."""
+"""Default rendezvous port on the first host, as in torch, where neither an option nor MASTER_PORT names one."""
 _FIRST_PORT, _PORTS = 20_000, 12_000
-"""Below 32768, where Linux takes the ports of outgoing connections from."""
+"""Range of ports below 32768, from where on Linux uses ports for outgoing connections."""
 _NODES = r"(?:[^,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
 """An entry of a list of nodes, such as `node[01-03,7]-ib`."""
 
@@ -63,7 +66,8 @@ class World:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Self:
-        """Read torchrun's, DeepSpeed's, accelerate's, Open MPI's or Slurm's variables; without any, a world of one.
+        """Read the variables of torchrun, DeepSpeed, accelerate, Open MPI or Slurm; without any, a world of one
+        process.
 
         LaunchError where only some are set, or where RANK, WORLD_SIZE or LOCAL_RANK contradict the scheduler that
         started this process.
@@ -92,7 +96,7 @@ class World:
         return cls(0, 1, 0, 1, "python", master_port=_ANY_PORT)
 
     def set_environment(self, environ: MutableMapping[str, str]) -> None:
-        """Set the standard variables that are missing. Without them DeepSpeed needs mpi4py."""
+        """Set the standard variables that are missing; without them DeepSpeed would need mpi4py."""
         values = {
             "RANK": self.rank,
             "WORLD_SIZE": self.world_size,
@@ -156,7 +160,7 @@ class World:
 
 @dataclass(frozen=True)
 class AccelerateChoices:
-    """The settings that `accelerate launch` with DeepSpeed put into the environment; None for those not set."""
+    """Settings that `accelerate launch` with DeepSpeed has put into the environment; None where not set."""
 
     config_file: str | None
     zero_stage: int | None
@@ -168,7 +172,7 @@ class AccelerateChoices:
 
 
 def accelerate_choices(environ: Mapping[str, str]) -> AccelerateChoices | None:
-    """The choices of `accelerate launch`, or None where it was not used or its file chooses no DeepSpeed."""
+    """The settings of `accelerate launch`; None where it was not used, or without DeepSpeed."""
     if environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
         return None
 
@@ -197,10 +201,10 @@ def accelerate_choices(environ: Mapping[str, str]) -> AccelerateChoices | None:
 def check_deepspeed_hostfile() -> None:
     """LaunchError where a parent `deepspeed` process was given a `--hostfile` that does not exist or is invalid.
 
-    DeepSpeed 0.19.8 then starts only on this machine (launcher/runner.py, fetch_hostfile) and its ranks are not told.
-    This function finds its command line among the parent processes that can be seen.
+    DeepSpeed 0.19.8 then starts ranks on this machine only (launcher/runner.py, fetch_hostfile) without telling them.
+    This function reads the command lines of the visible parent processes.
     """
-    # Its import takes 15 ms, which commands without ranks do without.
+    # Imported here, because the import takes 15 ms, which commands without ranks do not need.
     import psutil
 
     with suppress(psutil.Error):
@@ -242,7 +246,9 @@ def _scheduler(environ: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def _slurm_names(environ: Mapping[str, str]) -> tuple[str, str, str]:
-    """Names of Slurm's variables; the step's count comes first, as SLURM_NTASKS may be the allocation's."""
+    """Names of Slurm's variables; the step's number of tasks is preferred, since SLURM_NTASKS may be the
+    allocation's.
+    """
     return (
         "SLURM_PROCID",
         "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS",
@@ -251,7 +257,7 @@ def _slurm_names(environ: Mapping[str, str]) -> tuple[str, str, str]:
 
 
 def _check_leftover_variables(environ: Mapping[str, str], scheduler: tuple[str, ...], given: Sequence[str]) -> None:
-    """LaunchError where `given` variables of another launch differ from those of the scheduler.
+    """LaunchError where the variables `given`, left from another launch, contradict the scheduler's.
 
     With RANK 0 and WORLD_SIZE 1 left in the shell, every rank would start a run of its own in the same folder.
     """
@@ -265,11 +271,11 @@ def _check_leftover_variables(environ: Mapping[str, str], scheduler: tuple[str, 
 
 
 def _check_other_mpi(environ: Mapping[str, str], world_size: str) -> None:
-    """LaunchError where a launcher whose ranks are not read here started more processes than `world_size`: each would
-    be a run of its own in the same folder.
+    """LaunchError where an unsupported launcher has started more processes than `world_size`, each of which would be a
+    run of its own in the same folder.
     """
     for name in _OTHER_MPI:
-        # The number of ranks on this host may be below that of the run.
+        # The number of ranks on this host may be less than that of the run.
         if (size := environ.get(name, "1")) not in ("1", world_size) and (name != _OTHER_MPI[-1] or world_size == "1"):
             raise LaunchError(
                 f"{name} is {size} but the world size is {world_size}: ranks of this MPI are not known here",
@@ -288,7 +294,9 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 
 def _master_address(environ: Mapping[str, str], job: str) -> tuple[str, int]:
-    """Address and port of rank 0; without MASTER_PORT a port computed from the job, so that jobs on one host differ."""
+    """Address and port of rank 0. Without MASTER_PORT, the port is derived from the job id, so that jobs on a host
+    differ.
+    """
     port = _FIRST_PORT + sum(ord(c) * 31**i for i, c in enumerate(job)) % _PORTS if job else DEFAULT_PORT
     return environ.get("MASTER_ADDR", "127.0.0.1"), master_port(environ, port)
 
@@ -316,7 +324,7 @@ def _tasks_per_node(text: str) -> Iterator[int]:
 
 
 def slurm_nodes(environ: Mapping[str, str], *names: str) -> list[str]:
-    """Names of nodes from the first of these variables that is set, as `scontrol show hostnames` prints them."""
+    """Names of nodes from the first of these variables that is set, like the output of `scontrol show hostnames`."""
     name = next((name for name in names if name in environ), names[0])
     text = environ.get(name, "")
     if not re.fullmatch(rf"{_NODES}(?:,{_NODES})*", text):

@@ -1,1 +1,1 @@
-"""What a planned run needs on a rank: memory and disk, from plain numbers and without torch."""
+"""Estimates of memory and disk space that a rank of a planned run needs; computed from plain numbers, without torch."""

@@ -1,5 +1,5 @@
-"""The memory of a run: what a rank holds on its device, in host memory and on disk, and which option
-lowers it.
+"""Memory estimate of a run: what a rank holds on its device, in host memory and on disk, and the option that lowers
+each part.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -32,17 +32,18 @@ from ds_finetune.plan.tested_layouts import WEIGHT_BYTES
 
 _MICRO_BATCH, _LENGTH = "train.micro_batch_size", "train.max_seq_len"
 _COMMUNICATOR, _PEER = GIB // 2, 4 * GIB // 9
-"""Bytes that NCCL takes for a communicator, and for each rank of the node that exchanges rows: assumed. Others measured
-388 MiB on an RTX 3060 (sglang 35538), 544 and 688 MiB on A100s (NCCL issue 964), and 3.3 GB for an exchange with seven
-other H100s (NCCL issue 1685).
+"""Assumed bytes of an NCCL communicator, and of each rank on the node with which rows are exchanged. Reported: 388 MiB
+on an RTX 3060 (sglang 35538), 544 and 688 MiB on A100s (NCCL issue 964), and 3.3 GB for an exchange with seven other
+H100s (NCCL issue 1685).
 """
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What the rank that needs most on its device holds; the other ranks of its pipeline stage hold as much.
+    """Memory of the rank with the highest peak on its device; the other ranks of its pipeline stage hold as much.
 
-    Not all rows are held at one time: `MemoryRow.when` has the moments of a step. On CPU ranks the device is the host.
+    Rows are not all held at the same time: `MemoryRow.when` has the moments of a step. On CPU ranks the device is the
+    host.
     """
 
     rows: tuple[MemoryRow, ...]
@@ -52,30 +53,30 @@ class MemoryEstimate:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on the device at the moment when most is held there."""
+        """Peak bytes on the device."""
         return peak(self.rows, self.device)
 
     @property
     def moment(self) -> Moment:
-        """The moment when most is held on the device."""
+        """The moment of the peak on the device."""
         return fullest_moment(self.rows, self.device)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of a rank in host memory at most."""
+        """Peak bytes of a rank in host memory."""
         return peak(self.rows, "host")
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of the files of the whole run, as if all were on one disk."""
+        """Bytes of all files of the run, as if they were on one disk."""
         return peak(self.rows, "disk")
 
 
 def estimate_memory(plan: Plan, model: DescribedModel, traces: Tracer, *, budget: int | None = None) -> MemoryEstimate:
-    """What the run of `plan` needs with its model, whose activations `traces` knows. `budget` are the bytes of a rank's
-    device: a run that samples answers fills a part of it; with None as if it had no more than steps need.
+    """Memory that the run of `plan` needs; `traces` gives the activations of its model. `budget` is the size in bytes
+    of a rank's device, a part of which sampling of answers fills; None assumes no more than training steps need.
 
-    ModelError where the layers of the model cannot be told apart.
+    ModelError where the traced layers do not match the layers of the model's tensors.
     """
     stages = estimate_stages(plan, model, traces, budget=budget)
     return max(stages, key=lambda estimate: estimate.device_bytes)
@@ -84,8 +85,8 @@ def estimate_memory(plan: Plan, model: DescribedModel, traces: Tracer, *, budget
 def estimate_stages(
     plan: Plan, model: DescribedModel, traces: Tracer, *, budget: int | None = None
 ) -> Iterator[MemoryEstimate]:
-    """What a rank of each pipeline stage needs, in their order; of stages that hold the same, the first alone, which
-    has the most forwards in flight. Errors as those of `estimate_memory`.
+    """Memory of a rank of each pipeline stage, in order. Of stages with equal contents only the first is given, which
+    holds the most micro-batches in flight. Errors as in `estimate_memory`.
     """
     stages, traced = weights_of_run(plan, model), traces(plan)
     known, computed = len(model.tensors.layers) - model.tensors.num_predictions, len(traced.layers)
@@ -105,7 +106,7 @@ def estimate_stages(
         if kind in seen:
             continue
         seen.add(kind)
-        # The teacher runs where the head is (engine/rank_model.py).
+        # The teacher runs on ranks with the head (engine/rank_model.py).
         others = (*last, *files) if is_last else files
         own = zero_rows(plan, rank_elements(plan, model, weights), weights)
         rows = (
@@ -120,7 +121,7 @@ def estimate_stages(
 
 
 def _fp32_rows(plan: Plan, model: DescribedModel, weights: RankWeights) -> Iterator[MemoryRow]:
-    """What forwards of DeepSeek-V4 use in fp32 (model/weights/fp32_weights.py), which every rank holds whole."""
+    """Weights of DeepSeek-V4 that forwards use in fp32 (model/weights/fp32_weights.py), replicated on every rank."""
     family = family_of(str(model["model_type"]))
     if plan.precision != "fp32" and family.fp32_weights is not None:
         size = WEIGHT_BYTES["fp32"] * sum(kind.numel for kind in weights.kinds if family.is_in_fp32(kind.name))
@@ -128,7 +129,7 @@ def _fp32_rows(plan: Plan, model: DescribedModel, weights: RankWeights) -> Itera
 
 
 def _kept_rows(plan: Plan, weights: RankWeights) -> Iterator[MemoryRow]:
-    """The weights of a reference (engine/kept_weights.py), and on a GPU their copy while it is computed."""
+    """Weights of the reference model (engine/kept_weights.py), and on a GPU their copy while they are used."""
     if is_grpo(plan.objective) and plan.objective.reference == "start":
         held = weights.numel if plan.zero_stage < 3 else sum(kind.sharded for kind in weights.kinds)
         size, option = WEIGHT_BYTES[plan.precision] * held, "objective.reference"
@@ -138,23 +139,23 @@ def _kept_rows(plan: Plan, weights: RankWeights) -> Iterator[MemoryRow]:
 
 
 class StateBytes(NamedTuple):
-    """Bytes that a rank holds at least, whatever its activations are."""
+    """Lower bounds of the bytes that a rank holds, whatever its activations are."""
 
     device: int
     host: int
 
 
 def least_bytes_of_stages(plan: Plan, model: DescribedModel) -> StateBytes:
-    """Bytes of the states of a run, with and without recomputation, whichever are fewer, however its layers are divided
-    over the stages of a pipeline: on the device of the fullest stage at least, and on the host of a stage on average.
-    `estimate_memory` finds as many or more; this takes a small part of its time.
+    """Lower bound of the bytes of a run's states, with or without recomputation (whichever is less), for any division
+    of layers over pipeline stages: on the device of the fullest stage, and on the host of an average stage.
+    `estimate_memory` gives at least as much, and takes far longer.
     """
     merged = as_one_stage(plan)
     (weights,) = weights_of_run(merged, model)
     own = rank_elements(merged, model, weights)
     plans = [replace(merged, activation_checkpointing=each) for each in get_args(Recomputation)]
     rows = [tuple(zero_rows(each, own, weights)) for each in plans]
-    # Every stage has a part of a checkpoint that is written; only the last stage has a teacher.
+    # Every stage writes a part of a checkpoint; only the last stage has a teacher.
     others = (*(_teacher_rows(plan, model.teacher) if plan.mesh.pp == 1 else ()), *_file_rows(plan, model))
     shared = [row for row in others if row.when == MOMENTS]
     places: tuple[Place, Place] = (_home(plan), "host")
@@ -171,9 +172,9 @@ def _rollout_rows(  # noqa: PLR0913 - what a rank holds, and what it knows of it
     budget: int | None,
     traces: Tracer,
 ) -> Iterator[MemoryRow]:
-    """Rows for answers that a rank samples beside its `others`."""
+    """Rows for sampling answers on a rank, in addition to the rows `others`."""
     if samples_itself(plan):
-        # Recomputed layers compute their forward without gradients.
+        # Traced with full recomputation, in which the forward of layers runs without gradients, as in sampling.
         layers = traces(replace(plan, activation_checkpointing="full")).layers_of(weights.layers)
         forward = max(layer.forward for layer in layers) // _tokens_of_rank(plan)
         place = _home(plan)
@@ -182,7 +183,7 @@ def _rollout_rows(  # noqa: PLR0913 - what a rank holds, and what it knows of it
 
 
 def _communicator_rows(plan: Plan) -> Iterator[MemoryRow]:
-    """What NCCL takes besides torch's allocator, for all groups and the ranks that exchange rows."""
+    """Memory of NCCL outside torch's allocator, for all communicators and the ranks that exchange rows."""
     mesh, local = plan.mesh, plan.world.local_world_size
     if plan.device == "cpu" or mesh.world_size == 1:
         return
@@ -205,11 +206,12 @@ def _file_rows(plan: Plan, model: DescribedModel) -> Iterator[MemoryRow]:
 def _activation_rows(
     plan: Plan, traced: TracedModel, layers: Sequence[TracedLayer], number: int
 ) -> Iterator[MemoryRow]:
-    """Rows for the activations of a rank of pipeline stage `number`, with the head and the loss on the last one. All
-    tokens of its rows are counted as supervised, and rows as full.
+    """Rows for activations of a rank of pipeline stage `number`, with head and loss on the last stage. All tokens are
+    assumed to be supervised, and all rows full.
     """
     home = _home(plan)
-    # Micro-batches whose activations a rank holds at a time; with `parallel.vpp` forwards run a part of its layers.
+    # Number of micro-batches whose activations a rank holds; with `parallel.vpp`, a forward covers only a part of its
+    # layers.
     vpp, accumulation = plan.parallel.vpp, plan.batch.gradient_accumulation_steps
     flying = num_held_forwards(pp=plan.mesh.pp, vpp=vpp, micro_batches=accumulation, rank=number) / vpp
     if on_host := sum(layer.on_host for layer in layers):
@@ -222,7 +224,7 @@ def _activation_rows(
     backward = max(0, traced.backward_peak(layers) - own)
     yield MemoryRow("one layer in backward", home, backward, option, ("layers",))
     if plan.mesh.pp > 1:
-        # What each held forward gave, and one gradient.
+        # The output of each held forward, and one gradient.
         between = int(traced.hidden * (flying * vpp + 1))
         yield MemoryRow("hidden states between stages", home, between, _MICRO_BATCH, KEPT_FOR_BACKWARD)
     if number == plan.mesh.pp - 1:
@@ -235,19 +237,19 @@ def _activation_rows(
 
 
 def _lowers_kept(plan: Plan) -> str:
-    """The option that lowers what layers keep."""
+    """The option that lowers the activations kept by layers."""
     if plan.activation_checkpointing != "full":
         return "train.activation_checkpointing"
     return _MICRO_BATCH if plan.train.activation_offload or plan.device == "cpu" else "train.activation_offload"
 
 
 def _tokens_of_rank(plan: Plan) -> int:
-    """Tokens of a micro-batch that a rank has."""
+    """Number of a micro-batch's tokens on a rank."""
     return plan.batch.micro_batch_size * -(-plan.batch.max_seq_len // plan.mesh.sp)
 
 
 def _teacher_rows(plan: Plan, teacher: DescribedModel | None) -> Iterator[MemoryRow]:
-    """Rows for the weights of the teacher of a run on a rank that has the head; none where it has no teacher."""
+    """Rows for the weights of the teacher on a rank with the head; none without a teacher."""
     section = plan.objective
     if not is_distillation(section) or teacher is None:
         return

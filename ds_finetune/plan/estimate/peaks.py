@@ -1,7 +1,7 @@
-"""GPUs by name: their memory, and the dense peaks that model FLOPs utilisation is a share of, from data sheets.
+"""Table of GPUs: memory, and dense peak FLOP/s as reference of model FLOPs utilisation, from data sheets.
 
-A data sheet's FLOP/s with sparsity are halved. Peaks of fp32 are those without tensor cores, as torch multiplies fp32
-matrices by default.
+FLOP/s that a data sheet gives with sparsity are halved. fp32 peaks are without tensor cores, as in torch's default fp32
+matrix products.
 """
 
 import difflib
@@ -21,14 +21,14 @@ class GpuModel:
     name: str
     memory_bytes: int
     half_flops: float
-    """Dense peak of bf16 and fp16 products that are added in fp32."""
+    """Dense peak FLOP/s of bf16 and fp16 matrix products with fp32 accumulation."""
     fp32_flops: float
     device_names: str
-    """Pattern of the whole names that drivers report, without `NVIDIA `; a MIG slice matches none."""
+    """Pattern of the complete names that drivers report, without `NVIDIA `; MIG slices do not match."""
     has_bf16: bool
 
     def peak(self, precision: str) -> float:
-        """Dense peak in FLOP/s of products in a precision."""
+        """Dense peak FLOP/s of matrix products in a precision."""
         return self.fp32_flops if precision == "fp32" else self.half_flops
 
 
@@ -37,7 +37,7 @@ def _row(name: str, memory_bytes: int, teraflops: tuple[float, float], device_na
     return GpuModel(name, memory_bytes, teraflops[0] * _TERA, teraflops[1] * _TERA, device_names, has_bf16)
 
 
-# Name, memory, TFLOP/s in 16 bits and in fp32, names that drivers report.
+# Columns: name, memory, TFLOP/s in 16 bits and in fp32, pattern of the names that drivers report.
 _ROWS = (
     _row("a100-40g", 40 * _GIB, (312, 19.5), r"(?:A100|A800)(?:-(?:SXM\d|PCIE|PCIe)-40GB| 40GB PCIe)"),
     _row("a100-80g", 80 * _GIB, (312, 19.5), r"(?:A100|A800)(?:-(?:SXM\d|PCIE|PCIe)-80GB| 80GB PCIe)"),
@@ -71,7 +71,7 @@ GPUS: Mapping[str, GpuModel] = {row.name: row for row in _ROWS}
 
 
 def gpu_named(name: str) -> GpuModel:
-    """The GPU with a name of the table, such as `h100-80g`; ConfigError that lists all names for another."""
+    """The GPU with a name of the table, such as `h100-80g`; ConfigError with all names for an unknown one."""
     if (found := GPUS.get(name.lower())) is not None:
         return found
     plain = re.sub("[^a-z0-9]|nvidia", "", name.lower()).replace("gb", "g")

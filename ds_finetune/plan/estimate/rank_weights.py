@@ -1,5 +1,5 @@
-"""The tensors that a rank of each pipeline stage holds, and how many of their numbers it trains and updates: all, or
-adapters beside weights that stay.
+"""The tensors that a rank of each pipeline stage holds, and the number of elements that it trains: all, or LoRA
+adapters beside frozen weights.
 """
 
 from collections import Counter
@@ -38,7 +38,7 @@ R = TypeVar("R")
 
 
 def remembered(function: Callable[P, R]) -> Callable[P, R]:
-    """A function that computes each result once: models and sections are compared by their contents."""
+    """Decorator that caches results; models and sections of the run file are compared by content."""
     results: dict[tuple[object, ...], R] = {}
 
     @wraps(function)
@@ -64,12 +64,12 @@ _MOST_REMEMBERED = 4096
 
 @dataclass(frozen=True)
 class TensorKind:
-    """Tensors of one shape: name with `N` for the layer, count, and number of ranks among which ZeRO shards each."""
+    """Tensors of equal shape: name with `N` for the layer, count, and number of ranks over which ZeRO shards each."""
 
     name: str
     count: int
     whole: tuple[int, ...]
-    """Shape in the whole model."""
+    """Shape in the unsharded model."""
     local: tuple[int, ...]
     """Shape on a rank, before ZeRO shards it."""
     sharers: int
@@ -87,25 +87,23 @@ class TensorKind:
 
 @dataclass(frozen=True)
 class RankWeights:
-    """What a rank of one pipeline stage holds before ZeRO shards it; the other ranks of the stage hold as much."""
+    """Tensors of a rank of one pipeline stage, before ZeRO shards them; the other ranks of the stage hold as much."""
 
     kinds: tuple[TensorKind, ...]
     layers: tuple[int, ...]
-    """Numbers of its layers."""
+    """Numbers of the stage's layers."""
     layer_kinds: tuple[LayerKind, ...]
-    """The kind of each of them."""
+    """The kind of each of these layers."""
 
     @cached_property
     def numel(self) -> int:
-        """Elements of a rank."""
+        """Number of elements on a rank."""
         return sum(kind.numel for kind in self.kinds)
 
 
 @remembered
 def rank_weights(model: DescribedModel, parallel: ParallelConfig, *, zero_ranks: int) -> tuple[RankWeights, ...]:
-    """What a rank of each pipeline stage holds of a model, where ZeRO shards over `zero_ranks`. ConfigError as
-    `stages_of`.
-    """
+    """Tensors of a rank of each pipeline stage, with ZeRO sharding over `zero_ranks`. ConfigError as in `stages_of`."""
     tensors = model.tensors
     stages = stages_of(tensors, parallel)
     found = []
@@ -121,15 +119,15 @@ def rank_weights(model: DescribedModel, parallel: ParallelConfig, *, zero_ranks:
 
 
 def weights_of_run(plan: Plan, model: DescribedModel) -> tuple[RankWeights, ...]:
-    """`rank_weights` of a run."""
+    """`rank_weights` for the layout of a run."""
     return rank_weights(model, plan.parallel, zero_ranks=plan.zero_ranks)
 
 
 def _stage_tensors(
     tensors: ModelTensors, layers: tuple[int, ...], *, is_first: bool, is_last: bool
 ) -> Mapping[tuple[str, FullTensor], int]:
-    """Number of tensors of a stage by name and tensor. The last stage has the embedding too for a tied head or a
-    prediction layer.
+    """Number of tensors of a stage, by name and tensor. The last stage also has the embedding, for a tied head or a
+    multi-token prediction layer.
     """
     predicts = any(tensors.layers[layer].is_prediction for layer in layers)
     has_embedding = is_first or (is_last and (tensors.is_tied or predicts))
@@ -143,29 +141,29 @@ def _stage_tensors(
 
 @dataclass(frozen=True)
 class RankElements:
-    """Numbers of a rank: whole, and the share of it that ZeRO gives each rank."""
+    """Numbers of elements on a rank, in total and as the rank's share under ZeRO."""
 
     held: int
-    """All weights, in the run's precision; those in four bits are not among them."""
+    """All weights in the run's precision, without 4-bit weights."""
     held_share: int
     trained: int
     trained_share: int
     group_share: int
-    """The larger of two shares: of the experts that `parallel.ep` divides, and of all other weights. The optimizer
-    updates one of these groups after the other.
+    """The larger of two shares, of experts sharded by `parallel.ep` and of other weights, since the optimizer updates
+    one group after the other.
     """
     largest: int
-    """The largest tensor that is trained."""
+    """Elements of the largest trained tensor."""
     packed_bytes: int = 0
-    """Bytes of weights in four bits, of which each rank has a share at ZeRO-3."""
+    """Bytes of 4-bit weights, which ZeRO-3 shards."""
     scales_bytes: int = 0
-    """Bytes of their scales, which every rank has."""
+    """Bytes of the scales of 4-bit weights, which every rank holds."""
     dequantised: int = 0
-    """Elements of the largest weight in four bits, which is one in the run's precision while it is used."""
+    """Elements of the largest 4-bit weight, which is dequantised to the run's precision while it is used."""
 
 
 def rank_elements(plan: Plan, model: DescribedModel, weights: RankWeights) -> RankElements:
-    """The numbers of a rank of one pipeline stage."""
+    """Numbers of elements on a rank of one pipeline stage."""
     lora, adapters, quantised = plan.lora, tuple[TensorKind, ...](), list[tuple[int, ...]]()
     if lora is None:
         trained = [kind for kind in weights.kinds if is_trained(plan, model, kind)]
@@ -194,20 +192,20 @@ def rank_elements(plan: Plan, model: DescribedModel, weights: RankWeights) -> Ra
 
 @remembered
 def lora_targets(model: DescribedModel, lora: LoraConfig) -> tuple[LoraTarget, ...]:
-    """The modules of a model that have adapters; ConfigError as `adapted_targets`."""
+    """The modules of a model with LoRA adapters; ConfigError as in `adapted_targets`."""
     return adapted_targets(targets_among(model.tensors.shapes()), lora)
 
 
 def count_adapters(plan: Plan, model: DescribedModel) -> int:
-    """Parameters of all adapters of a run with LoRA, and of a score head."""
+    """Number of parameters of all LoRA adapters of a run, and of a classification head."""
     assert plan.lora is not None
     scores = sum(tensor.numel for name, tensor in model.tensors.ends.items() if name.startswith("score."))
     return scores + sum(target.num_params(plan.lora.rank) for target in lora_targets(model, plan.lora))
 
 
 def is_trained(plan: Plan, model: DescribedModel, kind: TensorKind) -> bool:
-    """Whether a run without LoRA trains a tensor: indexers are trained by a loss of their own, routers unless the run
-    file says otherwise.
+    """Whether a run without LoRA trains a tensor. Indexers are trained only by their own loss, routers unless the run
+    file freezes them.
     """
     part = part_of(kind.name)
     if family_of(str(model["model_type"])).indexer is not None and plan.indexer.train:
@@ -222,7 +220,9 @@ def is_trained(plan: Plan, model: DescribedModel, kind: TensorKind) -> bool:
 def _adapter_kinds(
     model: DescribedModel, lora: LoraConfig, sizes: tuple[int, int, int], layers: tuple[int, ...]
 ) -> tuple[TensorKind, ...]:
-    """The adapters of these layers on a rank; `sizes` are tp, ep, and the ranks that ZeRO shards over."""
+    """The LoRA adapters of these layers on a rank; `sizes` are tp, ep, and the number of ranks over which ZeRO
+    shards.
+    """
     tp, ep, zero_ranks = sizes
     found = Counter[TensorKind]()
     for target in lora_targets(model, lora):
@@ -231,19 +231,17 @@ def _adapter_kinds(
             local = weight.local(tp=tp, ep=ep)
             for side in (-1, -2):
                 full, own = ((*shape[:-2], lora.rank, shape[side]) for shape in (weight.shape, local))
-                # Ranks of expert parallelism hold experts of their own, as in rank_weights.
+                # Experts are sharded over ep first, as in rank_weights.
                 found[TensorKind(leaf, 0, full, own, zero_ranks // (ep if weight.is_routed else 1))] += 1
     return tuple(replace(kind, count=count) for kind, count in found.items())
 
 
 def as_one_stage(plan: Plan) -> Plan:
-    """The run with all layers on each stage and nothing sent between stages, to bound what any division of the layers
-    takes.
+    """The run with all layers on one pipeline stage, whose memory bounds that of any division of the layers.
 
-    What a stage takes, in seconds or in bytes of states, grows with its layers, and never by more with the layers of
-    two stages together than by those of both alone: operators of one class are bound by FLOPs or by memory together, a
-    computation hides messages of another layer, and buffers are held once. So the stages of a run take as much in all
-    as one stage with all layers or more, and the fullest of `pp` stages as much as the `pp`-th part of it.
+    The bytes of a stage's states grow with its layers, and two stages together never hold less than one stage with the
+    layers of both, because buffers are held once per stage. So all stages of a run together hold at least as much as
+    one stage with all layers, and the fullest of `pp` stages at least the `pp`-th part of that.
     """
     parallel = plan.parallel.model_copy(update={"pp": 1, "vpp": 1, "pp_layers": ()})
     return replace(plan, parallel=parallel, mesh=replace(plan.mesh, pp=1))

@@ -1,6 +1,6 @@
-"""The memory that the sampling of answers takes between steps: keys, values and logits.
+"""Memory for sampling answers between steps: KV cache and logits.
 
-Prompts and answers are counted as if they filled rows of `train.max_seq_len` and no answer ended early.
+Prompts with answers are assumed to fill rows of `train.max_seq_len`, with no answer ending early.
 """
 
 from collections.abc import Iterator
@@ -17,12 +17,12 @@ from ds_finetune.plan.tested_layouts import WEIGHT_BYTES
 
 _WIDE = 4
 _DRAWING_BYTES = 30
-"""Bytes of each logit of the rows whose noise is computed at a time (engine/sampling/noise.py)."""
+"""Bytes per logit of the rows whose random numbers are computed at once (engine/sampling/noise.py)."""
 _OPTION = "rollout.batch_rows"
 
 
 def samples_itself(plan: Plan) -> bool:
-    """Whether the ranks of a run sample answers."""
+    """Whether the ranks of a run sample answers themselves."""
     return plan.objective.row.head == "answers" and plan.rollout.engine == "own"
 
 
@@ -31,21 +31,21 @@ class Sampling:
     """How a rank samples the answers of a rollout."""
 
     rows: int
-    """Answers at a time."""
+    """Number of answers per batch."""
     token_bytes: int
-    """Keys and values of a token in all layers of the rank."""
+    """Bytes of keys and values per token, over all layers of the rank."""
     is_gathered: bool
-    """Whether weights that ZeRO-3 partitions are whole meanwhile, rather than gathered for each token."""
+    """Whether weights partitioned by ZeRO-3 are gathered once for all answers, instead of for each token."""
 
 
 def group_size(plan: Plan) -> int:
-    """Answers to a prompt."""
+    """Number of answers to a prompt."""
     assert isinstance(plan.objective, GrpoObjective)
     return plan.objective.group_size
 
 
 def sampling_of(plan: Plan, model: ModelConfig, weights: RankWeights, *, free: float) -> Sampling:
-    """How a rank samples that has `free` bytes between steps."""
+    """How a rank with `free` bytes between steps samples."""
     size = group_size(plan)
     prompts = -(-plan.rollout.prompts_per_step * plan.rollout.steps_per_rollout // plan.zero_ranks)
     whole = WEIGHT_BYTES[plan.precision] * weights.numel
@@ -57,13 +57,13 @@ def sampling_of(plan: Plan, model: ModelConfig, weights: RankWeights, *, free: f
         left, vocabulary = free - (whole if is_gathered else 0), int(model["vocab_size"])
         rows = rows_of_batch(left, tokens=plan.batch.max_seq_len, token_bytes=each, vocabulary=vocabulary)
     if rows >= size:
-        # Groups stay together, and batches are as large as each other (engine/sampling/sampler.py).
+        # Groups stay together, and batches have equal sizes (engine/sampling/sampler.py).
         rows = size * -(-prompts // -(-prompts // (rows // size)))
     return Sampling(rows, each, is_gathered)
 
 
 def _cached_numbers(model: ModelConfig, weights: RankWeights, *, tp: int) -> int:
-    """Numbers that the cache keeps of a token in all layers of a rank."""
+    """Numbers per token in the KV cache, over all layers of a rank."""
     if (rank := model.get("kv_lora_rank")) is not None:
         each = rank + model["qk_rope_head_dim"]
     else:
@@ -75,9 +75,9 @@ def _cached_numbers(model: ModelConfig, weights: RankWeights, *, tp: int) -> int
 def sampling_rows(
     plan: Plan, model: ModelConfig, weights: RankWeights, *, forward: int, free: float
 ) -> Iterator[MemoryRow]:
-    """Rows for the moment when answers are sampled, on a rank with `free` bytes between steps.
+    """Rows for the moment in which answers are sampled, on a rank with `free` bytes between steps.
 
-    `forward` are bytes of a token in the forward of one layer.
+    `forward` are bytes per token in the forward of one layer.
     """
     home: Place = "host" if plan.device == "cpu" else "gpu"
     found, width = sampling_of(plan, model, weights, free=free), WEIGHT_BYTES[plan.precision]
@@ -87,18 +87,18 @@ def sampling_rows(
     logits = found.rows * int(model["vocab_size"])
     at_once = min(found.rows, rows_drawn_at_once(plan.device, vocabulary=int(model["vocab_size"])))
     drawing = _DRAWING_BYTES * at_once * int(model["vocab_size"])
-    # The logits of the token before are there until the next ones are.
+    # The previous token's logits are held until the next ones are computed.
     work = _WIDE * logits + max(drawing, (_WIDE if width == _WIDE else width + _WIDE) * logits)
     longest = max(1, plan.batch.max_seq_len - plan.rollout.max_new_tokens)
     tokens = min(max(PROMPT_TOKENS // longest, 1), -(-found.rows // group_size(plan))) * longest
     prompts = tokens * (found.token_bytes + forward) + _WIDE * logits
-    # Where columns are added or rows leave, one layer after another is copied (engine/sampling/row_cache.py).
+    # When columns are added or rows dropped, the cache is copied layer by layer (engine/sampling/row_cache.py).
     copied = cache // len(weights.layers)
     yield MemoryRow("forwards of answers", home, max(work, prompts, copied), _OPTION, ("rollout",))
 
 
 def _weight_rows(plan: Plan, weights: RankWeights, found: Sampling, home: Place) -> Iterator[MemoryRow]:
-    """Weights that ZeRO-3 partitions and that are whole while answers are sampled."""
+    """Rows for weights partitioned by ZeRO-3 that are gathered while answers are sampled."""
     if plan.zero_stage != 3 or plan.zero_ranks == 1:
         return
     width, rules = WEIGHT_BYTES[plan.precision], FetchingRules.of(plan.zero)

@@ -1,4 +1,4 @@
-"""The rows of an estimate of memory: what is held where, when, and which option of the run file lowers it."""
+"""Rows of a memory estimate: what is held where and when, and which option of the run file lowers it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,17 +8,17 @@ Place = Literal["gpu", "host", "nvme", "disk"]
 Moment = Literal[
     "teacher", "forward", "head", "head backward", "layers", "embedding", "reduction", "step", "exchange", "rollout"
 ]
-"""Moments of an optimizer step: the forward of a teacher, that of the model's layers, the head and the loss, their
-backward, that of layers, the gradient of the embedding, the reduction of gradients after backward, the optimizer's
-update, and the exchange of updated weights; and the sampling of answers between steps.
+"""Moments of an optimizer step: forward of a teacher; forward of the model's layers; head and loss; their backward;
+backward of the layers; gradient of the embedding; reduction of gradients; optimizer update; exchange of updated
+weights. `rollout` is the sampling of answers between steps.
 """
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 FORWARD: tuple[Moment, ...] = ("forward", "head")
 BACKWARD: tuple[Moment, ...] = ("head backward", "layers", "embedding")
 MICRO_BATCH: tuple[Moment, ...] = ("teacher", *FORWARD, *BACKWARD)
-"""While a micro-batch is computed."""
+"""Moments in which a micro-batch is computed."""
 KEPT_FOR_BACKWARD: tuple[Moment, ...] = (*FORWARD, "head backward", "layers")
-"""While what layers keep for their backward is there."""
+"""Moments in which activations that layers keep for backward are held."""
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,17 @@ class MemoryRow:
     place: Place
     num_bytes: int
     option: str = ""
-    """The option of the run file that lowers it; empty where there is none."""
+    """The option of the run file that lowers it; empty without one."""
     when: tuple[Moment, ...] = MOMENTS
 
 
 def peak(rows: Sequence[MemoryRow], place: Place) -> int:
-    """Bytes in a place at the moment when most is held there; rows of other moments are not added."""
+    """Peak bytes in a place, over the moments of a step."""
     return held(rows, place, fullest_moment(rows, place))
 
 
 def fullest_moment(rows: Sequence[MemoryRow], place: Place) -> Moment:
-    """The moment when most is held in a place."""
+    """The moment in which most bytes are held in a place."""
     return max(MOMENTS, key=lambda moment: held(rows, place, moment))
 
 

@@ -1,4 +1,4 @@
-"""What a run needs beside activations: states of a rank, host memory and disk.
+"""Memory and disk needs of a run without activations: states of a rank, host memory and files.
 
 `train` checks the disk with it, `plan --tensors` prints it, and `doctor` compares it with the hosts.
 """
@@ -15,7 +15,7 @@ from ds_finetune.plan.tested_layouts import WEIGHT_BYTES
 
 @dataclass(frozen=True)
 class DiskNeed:
-    """The largest number of exports and checkpoints on the disk of a host at one time, and the bytes of each."""
+    """Maximum number of exports and checkpoints on a host's disk at the same time, and the bytes of each."""
 
     exports: int
     export_bytes: int
@@ -30,18 +30,18 @@ class DiskNeed:
 
 @dataclass(frozen=True)
 class RunEstimate:
-    """Parameters, states of a rank and files of a run; activations are not counted."""
+    """Parameters, states of a rank and files of a run, without activations."""
 
     total: int
     """Parameters of the model, without adapters."""
     rank: int
-    """Elements of a rank of the pipeline stage that holds most, before ZeRO shards them."""
+    """Elements on a rank of the pipeline stage that holds most, before ZeRO shards them."""
     stage: int
-    """The number of that stage."""
+    """Number of that pipeline stage."""
     rows: tuple[MemoryRow, ...]
-    """What a rank of it holds for DeepSpeed, and the weights of a teacher."""
+    """DeepSpeed's states on a rank of that stage, and the weights of a teacher."""
     staging_bytes: int
-    """Host memory of a rank for its part of a checkpoint that is written while training continues."""
+    """Bytes of host memory on a rank for its part of an asynchronous checkpoint."""
     files: DiskNeed
     """Files of the run, counted as if all were on one disk."""
     world_size: int
@@ -49,18 +49,18 @@ class RunEstimate:
 
     @property
     def gpu_bytes(self) -> int:
-        """Bytes of a rank on its GPU at most."""
+        """Peak bytes of a rank on its GPU."""
         return peak(self.rows, "gpu")
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of a rank in host memory at most."""
+        """Peak bytes of a rank in host memory."""
         return self.staging_bytes + peak(self.rows, "host")
 
     def disk(self, *, ranks: int, is_first_host: bool) -> DiskNeed:
         """The files that a host with `ranks` ranks writes to its disk.
 
-        The first host writes the exports, and the checkpoints too where all hosts share the folder.
+        The first host writes the exports and, where all hosts share the folder, the checkpoints.
         """
         exports = self.files.exports if is_first_host else 0
         if not self.is_node_local:
@@ -71,7 +71,7 @@ class RunEstimate:
 
 
 def estimate_run(plan: Plan, model: DescribedModel) -> RunEstimate:
-    """What the run of `plan` needs with its model."""
+    """Parameters, states and files of the run of `plan` with its model."""
     stage, weights = max(enumerate(weights_of_run(plan, model)), key=lambda each: each[1].numel)
     files = files_of(plan, model)
     return RunEstimate(
@@ -87,12 +87,12 @@ def estimate_run(plan: Plan, model: DescribedModel) -> RunEstimate:
 
 
 def staging_bytes(plan: Plan, files: DiskNeed) -> int:
-    """Host memory of a rank for its part of a checkpoint that is written while training continues."""
+    """Bytes of host memory on a rank for its part of an asynchronous checkpoint; 0 for synchronous ones."""
     return files.checkpoint_bytes // plan.world.world_size if plan.saves_asynchronously else 0
 
 
 def files_of(plan: Plan, model: DescribedModel) -> DiskNeed:
-    """The files of a run."""
+    """Number and bytes of a run's exports and checkpoints."""
     kept, total = plan.kept_files, model.tensors.numel
     trained = total if plan.lora is None else count_adapters(plan, model)
     return DiskNeed(

@@ -1,4 +1,4 @@
-"""Activations of a rank, as `trainer/tracing` reads them off the program's own modules."""
+"""Activation memory of a rank, as `trainer/tracing` measures it on the program's own modules."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
@@ -9,55 +9,55 @@ from ds_finetune.plan.plan import Plan
 
 @dataclass(frozen=True)
 class TracedLayer:
-    """Bytes of one layer for the rows of a forward."""
+    """Activation bytes of one layer, for the rows of one forward."""
 
     kept: int
-    """Bytes on the device from its forward to its backward, with its output."""
+    """Bytes held on the device from its forward to its backward, including its output."""
     forward: int
-    """Bytes at most in its forward, beside what earlier layers keep."""
+    """Peak bytes in its forward, in addition to what earlier layers keep."""
     backward: int
-    """Bytes at most in its backward, beside what earlier layers keep."""
+    """Peak bytes in its backward, in addition to what earlier layers keep."""
     on_host: int
-    """Bytes in host memory from its forward to its backward."""
+    """Bytes held in host memory from its forward to its backward."""
 
 
 @dataclass(frozen=True)
 class TracedModel:
-    """What the activations of a model take on a rank that holds all layers, for the rows of one forward; weights and
-    their gradients are not among them.
+    """Activation bytes of a model on a rank with all layers, for the rows of one forward; without weights and their
+    gradients.
     """
 
     layers: tuple[TracedLayer, ...]
-    """Layers in the order in which they run; prediction layers are part of the head."""
+    """Layers in the order of execution; multi-token prediction layers belong to the head."""
     hidden: int
     """Bytes of the hidden states between two layers."""
     before: int
-    """Bytes that are held when the first layer begins: embeddings and positions."""
+    """Bytes held when the first layer begins: embeddings and positions."""
     embedding: int
-    """Bytes at most before that."""
+    """Peak bytes before the first layer."""
     head: int
-    """Bytes at most from the last layer to the loss, beside what layers keep."""
+    """Peak bytes from the last layer to the loss, in addition to what layers keep."""
     head_backward: int
-    """Bytes at most in the backward of the head, beside what layers keep."""
+    """Peak bytes in the backward of the head, in addition to what layers keep."""
     embedding_backward: int
-    """Bytes at most after the backward of layers."""
+    """Peak bytes after the backward of the layers."""
     teacher: int
-    """Bytes at most in the forward of a teacher; 0 without one."""
+    """Peak bytes in the forward of a teacher; 0 without one."""
 
     def layers_of(self, numbers: Iterable[int]) -> tuple[TracedLayer, ...]:
-        """The layers with these numbers, without prediction layers."""
+        """The layers with these numbers, without multi-token prediction layers."""
         return tuple(self.layers[number] for number in numbers if number < len(self.layers))
 
     def kept(self, layers: Iterable[TracedLayer] | None = None) -> int:
-        """Bytes that layers keep until their backward, and that are held before the first."""
+        """Bytes that layers keep until their backward, and bytes held before the first layer."""
         return self.before + sum(layer.kept for layer in (self.layers if layers is None else layers))
 
     def forward_peak(self, layers: Iterable[TracedLayer] | None = None) -> int:
-        """Bytes at most in the forward of layers."""
+        """Peak bytes in the forward of layers."""
         return self._peak((layer.kept, layer.forward) for layer in (self.layers if layers is None else layers))
 
     def backward_peak(self, layers: Iterable[TracedLayer] | None = None) -> int:
-        """Bytes at most in the backward of layers."""
+        """Peak bytes in the backward of layers."""
         return self._peak((layer.kept, layer.backward) for layer in (self.layers if layers is None else layers))
 
     def _peak(self, each: Iterable[tuple[int, int]]) -> int:
@@ -69,19 +69,19 @@ class TracedModel:
 
     @property
     def peak(self) -> int:
-        """Bytes at most on a rank that holds all layers and the head."""
+        """Peak bytes on a rank with all layers and the head."""
         kept = self.kept()
         ends = kept + self.head, kept + self.head_backward, self.embedding, self.embedding_backward, self.teacher
         return max(*ends, self.forward_peak(), self.backward_peak())
 
 
 Tracer = Callable[[Plan], TracedModel]
-"""From the plan of a run to the activations of its model in that layout."""
+"""Function from the plan of a run to the activations of its model in that layout."""
 
 
 def by_rows(traces: Tracer) -> Tracer:
-    """Traces of which only those of forwards of one and two rows are computed: others follow, as they are linear in the
-    rows but for chunks of the head, of which they have at least as much.
+    """Traces only forwards of one and two rows, and extrapolates linearly to more. The result is exact except for
+    chunks of the head, of which it is an upper bound.
     """
 
     def trace(plan: Plan) -> TracedModel:
@@ -92,7 +92,7 @@ def by_rows(traces: Tracer) -> Tracer:
 
 
 def _extended(one: TracedModel, two: TracedModel, rows: int) -> TracedModel:
-    """What forwards of so many rows take, after those of one and two."""
+    """Activations for `rows` rows, extrapolated from forwards of one and two rows."""
 
     def numbers(first: Any, second: Any) -> dict[str, Any]:  # noqa: ANN401 - a layer or a model
         names = (each.name for each in fields(first) if each.name != "layers")

@@ -1,6 +1,6 @@
-"""What DeepSpeed 0.19.8 holds on a rank: weights, gradients, optimizer states and its buffers, by ZeRO stage.
+"""Memory that DeepSpeed 0.19.8 holds on a rank: weights, gradients, optimizer states and buffers, by ZeRO stage.
 
-File names below are those of deepspeed/runtime.
+File names below are relative to deepspeed/runtime.
 """
 
 from collections import Counter
@@ -35,28 +35,28 @@ _DEFAULTS = {
     "stage3_model_persistence_threshold": 2**63 - 1,
     "contiguous_gradients": True,
 }
-"""zero/config.py:113-251."""
+"""Defaults of zero/config.py:113-251."""
 _NVME_DEFAULTS = {
     "offload_param": {"buffer_count": 5, "buffer_size": 100_000_000, "max_in_cpu": 1_000_000_000},
     "offload_optimizer": {"buffer_count": 4},
 }
-"""zero/offload_config.py:33-67."""
+"""Defaults of zero/offload_config.py:33-67."""
 _UNTIL_REDUCED: tuple[Moment, ...] = (*MICRO_BATCH, "reduction")
 
 
 class FetchingRules(NamedTuple):
-    """Options of `zero_optimization` by which weights are fetched and kept, in elements."""
+    """Options of `zero_optimization` that control how weights are prefetched and kept, in elements."""
 
     prefetch_bucket: int
     max_live: int
     max_reuse: int
     persistence: int
-    """Tensors with so many elements are whole all the time."""
+    """Tensors with at most this number of elements are always gathered."""
     persistent_of_model: int
 
     @classmethod
     def of(cls, zero: Mapping[str, Any]) -> Self:
-        """The rules of a section `zero_optimization`."""
+        """The rules in a `zero_optimization` section."""
         names = [name for name in _DEFAULTS if name.startswith("stage3_")]
         return cls(*(int(float(zero.get(name, _DEFAULTS[name]))) for name in names))
 
@@ -66,7 +66,7 @@ DEFAULT_RULES = FetchingRules.of({})
 
 @dataclass(frozen=True)
 class _Zero:
-    """A run as DeepSpeed sees it on a rank."""
+    """The quantities of a run that determine DeepSpeed's memory on a rank."""
 
     plan: Plan
     own: RankElements
@@ -78,7 +78,7 @@ class _Zero:
 
     @property
     def accumulated(self) -> int:
-        """Bytes of a number of the gradients that are accumulated."""
+        """Bytes per element of accumulated gradients."""
         named = str((self.plan.deepspeed_config.get("data_types") or {}).get("grad_accum_dtype"))
         return WEIGHT_BYTES.get(named, self.width)
 
@@ -88,7 +88,7 @@ class _Zero:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether optimizer states are not on the device."""
+        """Whether optimizer states are offloaded from the device."""
         return self.plan.offload_optimizer != "none"
 
     @property
@@ -96,25 +96,25 @@ class _Zero:
         return place_of(self.plan.offload_optimizer, self.home)
 
     def option(self, name: str) -> Any:  # noqa: ANN401 - a number or a bool
-        """An option of `zero_optimization`, or DeepSpeed's default."""
+        """An option of `zero_optimization`, with DeepSpeed's default."""
         return self.plan.zero.get(name, _DEFAULTS[name])
 
     def nvme_option(self, section: str, name: str) -> int:
-        """A number of `zero_optimization.SECTION`, or DeepSpeed's default."""
+        """A number in `zero_optimization.SECTION`, with DeepSpeed's default."""
         given = self.plan.zero.get(section) or {}
         return int(float(given.get(name, _NVME_DEFAULTS[section][name])))
 
     @property
     def sub_group(self) -> int:
-        """Elements of this rank's part that ZeRO-3 updates at a time."""
+        """Elements of this rank's share that ZeRO-3 updates at a time."""
         smallest = -(-self.own.largest // self.plan.zero_ranks)
         return min(self.own.group_share, max(int(self.option("sub_group_size")), smallest))
 
     @property
     def buckets(self) -> int:
-        """Bytes of the buckets in which gradients are summed: two where communication overlaps backward at stages 1
-        and 2 (zero/stage_1_and_2.py:3256-3279), one at stage 3 (zero/stage3.py:782). They are as large as the option
-        says on a GPU; a CPU gives them memory where gradients are written.
+        """Bytes of the buckets in which gradients are reduced: two where communication overlaps with backward at stages
+        1 and 2 (zero/stage_1_and_2.py:3256-3279), one at stage 3 (zero/stage3.py:782). On a GPU they have the
+        configured size; on a CPU memory is allocated only where gradients are written.
         """
         most = bucket_bytes(self.plan)
         if self.home != "host":
@@ -123,7 +123,7 @@ class _Zero:
 
 
 def bucket_bytes(plan: Plan) -> int:
-    """Bytes of the address space of the buckets in which gradients are summed."""
+    """Bytes of address space of the buckets in which gradients are reduced."""
     options = _DEFAULTS | plan.zero
     if not options["contiguous_gradients"] or not plan.zero_stage:
         return 0
@@ -132,7 +132,7 @@ def bucket_bytes(plan: Plan) -> int:
 
 
 def zero_rows(plan: Plan, own: RankElements, weights: RankWeights) -> Iterator[MemoryRow]:
-    """Rows for what DeepSpeed holds on a rank."""
+    """Rows for DeepSpeed's memory on a rank."""
     run = _Zero(plan, own, "host" if plan.device == "cpu" else "gpu")
     yield from _four_bit_rows(run)
     if plan.reduces_once:
@@ -147,13 +147,13 @@ def zero_rows(plan: Plan, own: RankElements, weights: RankWeights) -> Iterator[M
 
 
 def second_parts_of(plan: Plan) -> int:
-    """Ranks that hold a second copy of all weights together (hpZ of ZeRO++); 0 without one."""
+    """Number of ranks that together hold a secondary copy of all weights (hpZ of ZeRO++); 0 without one."""
     ranks = int(plan.zero.get("zero_hpz_partition_size", 1))
     return ranks if ranks > 1 and plan.zero_stage == 3 else 0
 
 
 def place_of(offload: str, home: Place) -> Place:
-    """Where an offloaded state is."""
+    """The place of a state with this offload setting."""
     places: dict[str, Place] = {"none": home, "cpu": "host", "nvme": "nvme"}
     return places[offload]
 
@@ -168,8 +168,9 @@ def _four_bit_rows(run: _Zero) -> Iterator[MemoryRow]:
 
 
 def _optimizer_rows(run: _Zero) -> Iterator[MemoryRow]:
-    """fp32 weights and moments. Stage 0 in fp32 updates the weights themselves; the others copy them at any precision
-    (zero/stage_1_and_2.py:560; zero/stage3.py:1162 means not to, but compares a torch.device with a text).
+    """Rows for fp32 master weights and moments. Stage 0 in fp32 updates the weights themselves; other stages copy them
+    at any precision (zero/stage_1_and_2.py:560; zero/stage3.py:1162 means to avoid it, but compares a torch.device with
+    a str).
     """
     stage, own = run.plan.zero_stage, run.own
     updated, option = (own.trained_share if stage else own.trained), _OPTIMIZER if stage else _STAGE
@@ -182,8 +183,8 @@ def _optimizer_rows(run: _Zero) -> Iterator[MemoryRow]:
 
 
 def _rows_of_stage_0(run: _Zero) -> Iterator[MemoryRow]:
-    """Gradients of all weights; in 16 bits also fp32 copies one by one (fp16/unfused_optimizer.py:227), which
-    DeepSpeed's FusedAdam takes as one (fp16/fused_optimizer.py:286).
+    """Rows for gradients of all weights; in 16 bits also fp32 copies, one at a time (fp16/unfused_optimizer.py:227), or
+    all at once with DeepSpeed's FusedAdam (fp16/fused_optimizer.py:286).
     """
     own, plan = run.own, run.plan
     yield MemoryRow("gradients", run.home, run.width * own.trained, _STAGE)
@@ -202,9 +203,10 @@ def _is_fused(plan: Plan) -> bool:
 
 
 def _rows_of_stages_1_and_2(run: _Zero) -> Iterator[MemoryRow]:
-    """Stage 1 keeps gradients of all weights until they are reduced after backward, stage 2 reduces them in it; each
-    copies those of its part (grads_in_partition, zero/stage_1_and_2.py:2192), and the update flattens them and makes
-    them fp32 (3117-3125). With offload they go to the host bucket by bucket.
+    """Stage 1 keeps the gradients of all weights until they are reduced after backward; stage 2 reduces them during
+    backward. Both copy the gradients of this rank's partition (grads_in_partition, zero/stage_1_and_2.py:2192), and
+    flatten and convert them to fp32 for the update (3117-3125). With offload they are copied to the host bucket by
+    bucket.
     """
     own, share = run.own, run.own.trained_share
     in_backward = run.plan.zero_stage == 2 and not run.plan.reduces_once
@@ -212,7 +214,7 @@ def _rows_of_stages_1_and_2(run: _Zero) -> Iterator[MemoryRow]:
         when = _UNTIL_REDUCED if run.is_accumulating else (*BACKWARD, "reduction")
         yield MemoryRow("gradients", run.home, run.width * own.trained, _STAGE, when)
     if run.home == "host" and run.plan.zero_ranks > 1:
-        # Gloo receives all parts of the weights in a buffer of its own (runtime/utils.py:1008).
+        # Gloo receives all partitions of the weights in a buffer of its own (runtime/utils.py:1008).
         size = run.width * run.own.trained
         yield MemoryRow("updated weights as they arrive", run.home, size, _TP, ("exchange",))
     moments: tuple[Moment, ...] = (*BACKWARD, "reduction") if in_backward else ("reduction",)
@@ -223,19 +225,19 @@ def _rows_of_stages_1_and_2(run: _Zero) -> Iterator[MemoryRow]:
     kept: tuple[Moment, ...] = MOMENTS if run.is_accumulating and in_backward else (*moments, "step")
     yield MemoryRow("gradients of this rank's part", run.home, run.accumulated * share, _TP, kept)
     if run.is_accumulating and in_backward and run.accumulated == run.width:
-        # The part of each further forward is a new one, which is added to the first (1042-1045).
+        # Each further forward has a new partition of gradients, which is added to the first (1042-1045).
         yield MemoryRow("gradients of this forward", run.home, run.width * share, _TP, (*BACKWARD, "reduction"))
     group = run.own.group_share
     flat = run.accumulated * group + (_WIDE * group if run.accumulated < _WIDE else 0)
     if run.width < run.accumulated:
-        # They are summed in one fp32 tensor, which is the gradient of the update (1259-1321, 3107).
+        # They are summed in one fp32 tensor, which is the gradient for the update (1259-1321, 3107).
         flat = 0
     yield MemoryRow("fp32 gradients for the update", run.home, flat, _TP, ("step",))
 
 
 def _offload_rows_of_stages_1_and_2(run: _Zero) -> Iterator[MemoryRow]:
-    """Buffers of zero/stage_1_and_2.py:571 (updated weights), 653-659 (the largest gradient, on the host and on the
-    device), and 1824 (gradients of a rank's part, where a step has several forwards).
+    """Buffers of zero/stage_1_and_2.py:571 (updated weights), 653-659 (the largest gradient, on host and device), and
+    1824 (gradients of a rank's partition, where a step has several micro-batches).
     """
     share, largest = run.width * run.own.trained_share, run.width * run.own.largest
     yield MemoryRow("updated weights on their way", "host", share)
@@ -246,13 +248,13 @@ def _offload_rows_of_stages_1_and_2(run: _Zero) -> Iterator[MemoryRow]:
 
 
 def _rows_of_stage_3(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
-    """A part of each weight (lp_param_buffer) and its gradient (grad_partitions_flat_buffer, zero/stage3.py:791), whole
-    small weights, the weights that are gathered, and the fp32 gradients of a sub-group (stage3.py:2686).
+    """Rows for partitions of weights (lp_param_buffer) and gradients (grad_partitions_flat_buffer, zero/stage3.py:791),
+    small weights that stay gathered, other gathered weights, and fp32 gradients of a sub-group (stage3.py:2686).
     """
     plan, own, share = run.plan, run.own, run.own.trained_share
     yield MemoryRow("weights", place_of(plan.offload_param, run.home), run.width * own.held_share, _PARAM)
     if parts := second_parts_of(plan):
-        # A step drops them (zero/stage3.py:2846), and the next forward copies what it gathers.
+        # A step drops the secondary copies (zero/stage3.py:2846); the next forward makes new ones.
         size = run.width * -(-own.held // parts)
         yield MemoryRow("second weights", place_of(plan.offload_param, run.home), size, _HPZ, _UNTIL_REDUCED)
     yield from _gathered_rows(run, weights)
@@ -260,7 +262,7 @@ def _rows_of_stage_3(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
     gradients = "host" if run.is_offloaded else run.home
     yield MemoryRow("gradients of this rank's part", gradients, run.accumulated * share, _OPTIMIZER)
     yield MemoryRow("buckets of gradients", run.home, run.buckets, _BUCKET)
-    # The matrices of a bucket are sorted by rank in a copy (comm/coalesced_collectives.py:122).
+    # The matrices of a bucket are copied, sorted by rank (comm/coalesced_collectives.py:122).
     copied = run.width * min(int(run.option("reduce_bucket_size")), own.trained) if plan.zero_ranks > 1 else 0
     yield MemoryRow("gradients of a bucket by rank", run.home, copied, _BUCKET, BACKWARD)
     yield from _nvme_rows(run)
@@ -271,8 +273,8 @@ def _rows_of_stage_3(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
 
 def _nvme_rows(run: _Zero) -> Iterator[MemoryRow]:
     """Host memory between NVMe and device: pinned fp32 buffers of the largest sub-group (swap_tensor/utils.py:192, from
-    zero/stage3.py:848), pinned buffers of weights (swap_tensor/partitioned_param_swapper.py:124), and the weights that
-    stay on the host (zero/stage3.py:897-907).
+    zero/stage3.py:848), pinned buffers of weights (swap_tensor/partitioned_param_swapper.py:124), and weights that stay
+    on the host (zero/stage3.py:897-907).
     """
     if run.plan.offload_optimizer == "nvme":
         size = _WIDE * run.sub_group * run.nvme_option("offload_optimizer", "buffer_count")
@@ -285,14 +287,14 @@ def _nvme_rows(run: _Zero) -> Iterator[MemoryRow]:
 
 
 def _gathered_rows(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
-    """Weights that are whole on a rank: small ones, those that are fetched, and the buffers in which these arrive
-    (zero/partition_parameters.py:795). With recomputation forward and backward pass a layer three times.
+    """Rows for gathered weights on a rank: small ones, prefetched ones, and the buffers that receive them
+    (zero/partition_parameters.py:795). With recomputation, forward and backward pass each layer three times.
     """
     rules = FetchingRules.of(run.plan.zero)
     small = run.width * num_persistent(weights.kinds, rules)
     yield MemoryRow("small weights, whole", run.home, small, f"{_ZERO}.stage3_param_persistence_threshold")
     passes = 3 if run.plan.recomputes else 2
-    # What one rank holds alone is there already (zero/partition_parameters.py:1563).
+    # Weights held by one rank only need no gathering (zero/partition_parameters.py:1563).
     fetched = [kind for kind in weights.kinds if kind.sharers > 1 or run.plan.offload_param != "none"]
     whole = gathered_weights(fetched, rules, passes=passes, home=run.home)
     for held in whole:
@@ -303,20 +305,20 @@ def _gathered_rows(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
 
 
 class GatheredWeights(NamedTuple):
-    """Elements that are whole on a rank at some moments at most, without those that always are."""
+    """Maximum number of gathered elements on a rank at some moments, without those that are always gathered."""
 
     during: str
     when: tuple[Moment, ...]
     numel: int
     arriving: int
-    """Elements of the buffer in which several weights arrive; they are copied out of it."""
+    """Elements of the buffer in which several weights are received; they are copied out of it."""
 
 
 def num_persistent(kinds: Sequence[TensorKind], rules: FetchingRules) -> int:
-    """Elements of small weights, which every rank has whole all the time (parameter_offload.py:317), beside its
-    part.
+    """Elements of small weights, which every rank always keeps gathered (parameter_offload.py:317) in addition to its
+    partition.
     """
-    # partition_parameters.py:1292: a tensor with as many elements as the threshold is small.
+    # partition_parameters.py:1292: a tensor is small up to and including the threshold.
     small = sum(kind.numel for kind in kinds if kind.numel // kind.count <= rules.persistence)
     return min(small, rules.persistent_of_model)
 
@@ -324,13 +326,14 @@ def num_persistent(kinds: Sequence[TensorKind], rules: FetchingRules) -> int:
 def gathered_weights(
     kinds: Sequence[TensorKind], rules: FetchingRules, *, passes: int, home: Place
 ) -> tuple[GatheredWeights, ...]:
-    """What is whole of the `kinds` of a rank's weights, where forward and backward pass each layer `passes` times, on
-    a rank whose device is `home`.
+    """Gathered weights of the `kinds` of a rank whose device is `home`, where forward and backward pass each layer
+    `passes` times.
 
-    Each module that is entered fetches a bucket ahead (partitioned_param_coordinator.py:436-470), with or without
-    weights of its own, until `max_live` elements are there; the last tensor, such as the embedding, may exceed it.
-    Weights that are there when they are met ahead are kept until they are used (614-616), and so are those that are
-    used again within `max_reuse` (621-630). So with a bucket above 0 as much is whole as may be.
+    Entering a module, with or without weights of its own, prefetches a bucket
+    (partitioned_param_coordinator.py:436-470) until `max_live` elements are gathered; the last tensor, such as the
+    embedding, may exceed that. Gathered weights that are prefetched again are kept until they are used (614-616), and
+    so are weights that are used again within `max_reuse` elements (621-630). So with a bucket above 0, the maximum
+    allowed is gathered.
     """
     fetched = [kind for kind in kinds if kind.numel // kind.count > rules.persistence]
     total, modules = sum(kind.numel for kind in fetched), _module_sizes(fetched)
@@ -341,10 +344,10 @@ def gathered_weights(
     reused, ahead = near + largest, rules.max_live if rules.prefetch_bucket else 0
     with_head = min(total, max(reused + head, ahead + max(largest, head)))
     without_head = min(total - head, max(reused, ahead + largest))
-    # A tensor that is fetched alone is not copied (partition_parameters.py:1607).
+    # A tensor that is gathered alone is not copied (partition_parameters.py:1607).
     smallest = min((kind.numel // kind.count for kind in fetched), default=0)
     bucket = rules.prefetch_bucket + max(largest, head) if rules.prefetch_bucket > smallest else 0
-    # Gloo has two threads, each with a buffer of its own beside that in which weights arrive (ProcessGroupGloo.cpp).
+    # Gloo has two threads, each with a buffer of its own besides the receiving buffer (ProcessGroupGloo.cpp).
     bucket = min(bucket * (2 if home == "host" else 1), total)
     refetched = bucket if without_head < total - head else 0
     return (
@@ -355,7 +358,7 @@ def gathered_weights(
 
 
 def teacher_rows(plan: Plan, teacher: DescribedModel | None) -> Iterator[MemoryRow]:
-    """Rows for the weights of a teacher on a rank that has the head; none without a teacher."""
+    """Rows for the weights of a teacher on a rank with the head; none without a teacher."""
     section = plan.objective
     if not is_distillation(section) or teacher is None:
         return
@@ -370,7 +373,7 @@ def teacher_rows(plan: Plan, teacher: DescribedModel | None) -> Iterator[MemoryR
 
 
 def _gathered_teacher_rows(weights: RankWeights, home: Place, width: int) -> Iterator[MemoryRow]:
-    """Weights of a partitioned teacher that are whole on a rank, by DeepSpeed's default rules."""
+    """Rows for gathered weights of a teacher partitioned by ZeRO-3, with DeepSpeed's default rules."""
     kinds = [kind for kind in weights.kinds if kind.name != HEAD]
     yield MemoryRow("small weights of the teacher, whole", home, width * num_persistent(kinds, DEFAULT_RULES))
     forward, *_ = gathered_weights(kinds, DEFAULT_RULES, passes=1, home=home)
@@ -382,7 +385,7 @@ def _gathered_teacher_rows(weights: RankWeights, home: Place, width: int) -> Ite
 
 
 def _module_sizes(kinds: Sequence[TensorKind]) -> Counter[str]:
-    """Elements of each module that has weights of its own, which are fetched together, by its name."""
+    """Elements of each module with weights of its own, which are gathered together, by the module's name."""
     sizes = Counter[str]()
     for kind in kinds:
         sizes[_module_of(kind.name)] += kind.numel // kind.count

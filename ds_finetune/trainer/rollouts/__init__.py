@@ -1,1 +1,3 @@
-"""Rollouts: answers sampled from the model that is trained, scored by rewards, and made into batches of its steps."""
+"""Rollouts: answers sampled from the model being trained, scored by rewards, and made into batches of optimizer
+steps.
+"""

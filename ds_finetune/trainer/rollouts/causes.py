@@ -1,4 +1,4 @@
-"""The cause line: why the reward of a run rises or does not, from a few shares, with one hint from a fixed table."""
+"""The cause line of rollouts: some metrics, and one hint from a table on why the reward rises or not."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from statistics import fmean
 
 MANY = 0.8
-"""Share of groups from which a cause is named."""
+"""Share of groups from which a hint applies."""
 
 
 Shares = Mapping[str, float]
-"""Metrics of rollouts by the last parts of their names. Those of steps, from `entropy` on, are means over answer
-tokens, and absent where a step has no answer left to train.
+"""Metrics of rollouts by the last part of their names. From `entropy` on they are metrics of optimizer steps: means
+over answer tokens, absent where a step has no answers to train.
 """
 NAMES = (
     *("reward", "all_right", "all_wrong", "no_spread", "cut", "unparsed", "answer_tokens"),
@@ -20,8 +20,8 @@ NAMES = (
 
 
 def mean_shares(rollouts: Sequence[Shares]) -> dict[str, float]:
-    """The mean of each share over the rollouts that have it, or NaN; and as `empty` the share of rollouts whose first
-    step has no answer left to train.
+    """The mean of each metric over the rollouts that have it, or NaN; and as `empty`, the share of rollouts whose first
+    step has no answers to train.
     """
     known = {name: [shares[name] for shares in rollouts if name in shares] for name in NAMES}
     means = {name: fmean(values) if values else math.nan for name, values in known.items()}
@@ -30,7 +30,7 @@ def mean_shares(rollouts: Sequence[Shares]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Cause:
-    """A row of the table: whether it applies to shares and those of the beginning, and the hint."""
+    """A row of the table: whether it applies to the metrics now and at the start of the run, and the hint."""
 
     applies: Callable[[Shares, Shares], bool]
     hint: str
@@ -85,11 +85,11 @@ CAUSES = (
         "answers are less than half as long as at the start: read rollouts.jsonl, the reward may be tricked",
     ),
 )
-"""In the order in which they are looked for; the first that applies is named."""
+"""In order of priority; the first row that applies gives the hint."""
 
 
 def cause_line(steps: str, now: Shares, start: Shares) -> str:
-    """One line on the rollouts of some steps."""
+    """One line about the rollouts of some steps."""
     between, clipped = max(1 - now["all_right"] - now["all_wrong"], 0.0), now["clipped_low"] + now["clipped_high"]
     hint = next((cause.hint for cause in CAUSES if cause.applies(now, start)), "")
     line = (

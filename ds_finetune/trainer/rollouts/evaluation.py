@@ -1,4 +1,4 @@
-"""Scores of answers to held-out prompts: the reward of greedy answers, and pass@k from sampled ones."""
+"""Evaluation on held-out prompts: the reward of greedy answers, and pass@k of sampled ones."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,17 +21,17 @@ Collect = Callable[[Sequence[Sample]], None]
 
 @dataclass(frozen=True)
 class RewardEvaluation:
-    """Answers the held-out prompts of a run by the weights of the moment."""
+    """Answers a run's held-out prompts with the current weights."""
 
     source: RolloutSource
     is_stop_requested: Callable[[], bool]
-    """Asked before each batch of answers; the same on every rank."""
+    """Called before each batch of answers; must return the same on every rank."""
     collect: Collect | None = None
-    """Takes the first greedy answers of each set."""
+    """Called with the first greedy answers of each set."""
 
     def scores(self) -> Mapping[str, HeldOutScores] | None:
-        """Scores of each set, and of the prompts of all sets together; None where a signal, a lost server or a reward
-        at fault ended it.
+        """Scores of each held-out set and of all sets together. None where a signal, a lost server or a failing reward
+        ended the evaluation.
         """
         samples = self.source.run.config.rollout.eval_samples
         try:
@@ -53,12 +53,12 @@ class RewardEvaluation:
         return {name: held_out_scores(*of_set) for name, of_set in sets.items()}
 
     def _groups(self, size: int) -> dict[str, list[AnswerGroup]] | None:
-        """For each prompt of each set a group of `size` sampled answers, or of the greedy answer where that is 0; None
-        where a signal ended it.
+        """A group for each prompt of each set: `size` sampled answers, or the greedy answer for size 0. None where a
+        signal ended the evaluation.
         """
         run, found = self.source.run, dict[str, list[AnswerGroup]]()
         for name, rows in run.inputs.held_out.items():
-            # Draws of training count from 0 on, so that these have other noise.
+            # Training numbers its draws from 0 on; negative numbers give these answers other random numbers.
             prompts = [(-1 - number, number) for number in range(num_eval_rows(rows, run.config.eval.limit))]
             sampled = self.source.sampler.sample(
                 rows, prompts, size or 1, greedy=not size, is_over=self.is_stop_requested
@@ -80,7 +80,7 @@ class RewardEvaluation:
 
 
 def held_out_scores(greedy: Sequence[AnswerGroup], sampled: Sequence[AnswerGroup]) -> HeldOutScores:
-    """Metrics of the greedy answers to some prompts and of those that were sampled to the same prompts."""
+    """Metrics of the greedy answers, and of the sampled answers, to the same prompts."""
     rewards = np.array([group.rewards[0] for group in greedy])
     metrics = {
         "reward": mean_score(rewards),

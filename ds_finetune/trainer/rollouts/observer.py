@@ -1,4 +1,4 @@
-"""What is recorded of rollouts: metrics, samples, and every few rollouts the cause line."""
+"""Observers of rollouts: metrics, written samples, and every few rollouts the cause line."""
 
 import json
 from pathlib import Path
@@ -16,9 +16,9 @@ from ds_finetune.trainer.rollouts.sampling import Sampler
 from ds_finetune.trainer.rollouts.source import RolloutSource
 
 EVERY = 10
-"""Rollouts between two cause lines."""
+"""Number of rollouts between two cause lines."""
 _SAMPLED_GROUPS, _SAMPLED_ANSWERS = 2, 4
-"""Groups of a rollout, and answers of each, that are written."""
+"""Number of groups written per rollout, and of answers per group."""
 LOSS_NOTE = (
     "the loss is close to 0 from the beginning and may rise, because advantages add up to 0: watch "
     "rollout/reward, and eval/reward of held-out prompts"
@@ -26,19 +26,21 @@ LOSS_NOTE = (
 
 
 class RolloutMetrics(Remembering):
-    """Adds `rollout/*` to the record of the first step of each rollout, and says the cause line."""
+    """Adds `rollout/*` metrics to the record of the first step of each rollout, and prints the cause line."""
 
     kept: ClassVar = ("start", "recent", "since")
 
     def __init__(self, source: RolloutSource, say: Say) -> None:
         self._source, self._say = source, say
         self.start: Shares | None = None
-        """Shares of the first rollouts of the run that a line was about."""
+        """Metrics of the rollouts of the run's first cause line."""
         self.recent: list[Shares] = []
         self.since = 0
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Add the metrics of a rollout that begins with this step; with the last step the line is always said."""
+        """Add the metrics of a rollout that begins with this step; at the last step the cause line is always
+        printed.
+        """
         rollout = self._source.latest
         if rollout is not None and rollout.first == record.step - 1:
             values = rollout_metrics(rollout, self._source.sampler)
@@ -54,7 +56,7 @@ class RolloutMetrics(Remembering):
 
 
 def rollout_metrics(rollout: Rollout, sampler: Sampler) -> dict[str, float]:
-    """The metrics of a rollout by the last parts of their names; shares are of groups or of answers."""
+    """Metrics of a rollout by the last part of their names; shares refer to groups or to answers."""
     groups = rollout.groups
     answers = [answer for group in groups for answer in group.answers]
     rewards, parts = np.concatenate([group.rewards for group in groups]), np.concatenate([g.parts for g in groups])
@@ -87,17 +89,19 @@ def rollout_metrics(rollout: Rollout, sampler: Sampler) -> dict[str, float]:
 
 
 class RolloutSamples(LineFile):
-    """`rollouts.jsonl`: some groups of each rollout, a line for each, with the answers and how they were scored."""
+    """Writes `rollouts.jsonl`: some groups of each rollout, one line per group, with answers, rewards and
+    advantages.
+    """
 
     def __init__(self, folder: Path, source: RolloutSource, say: Say) -> None:
         super().__init__(folder / ROLLOUTS, say)
         self._source = source
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Write the samples of a rollout that begins with this step."""
+        """Write samples of a rollout that begins with this step."""
         rollout = self._source.latest
         if rollout is not None and rollout.first == record.step - 1:
-            # Groups with spread are those from which something is learned.
+            # Groups with different rewards come first, because only they contribute to the gradient.
             first = sorted(rollout.groups, key=lambda group: not group.has_spread)[:_SAMPLED_GROUPS]
             for group in first:
                 self.put(json.dumps({"step": record.step, **self._sample(group)}, ensure_ascii=False) + "\n")
@@ -106,7 +110,7 @@ class RolloutSamples(LineFile):
     def _sample(self, group: AnswerGroup) -> dict[str, Any]:
         sampler, rows = self._source.sampler, self._source.rows
         order = np.argsort(-np.nan_to_num(group.rewards), kind="stable")
-        # The best and the worst ones.
+        # The answers with the highest and the lowest rewards.
         kept = [*order[: _SAMPLED_ANSWERS // 2], *order[_SAMPLED_ANSWERS // 2 :][-(_SAMPLED_ANSWERS // 2) :]]
         return {
             "row": rows.where(group.number),

@@ -1,5 +1,5 @@
-"""A rollout: groups of sampled answers with their rewards and advantages, and the file that a run resumes from where
-several steps share one rollout.
+"""A rollout: groups of sampled answers with rewards and advantages, and the file from which a run resumes in the middle
+of a rollout of several steps.
 """
 
 import hashlib
@@ -29,33 +29,33 @@ _NUMPY: list[Any] = [
     *(np.ndarray, np.dtype, np.empty(0).__reduce__()[0]),
     *(type(np.dtype(kind)) for kind in ("f8", "f4", "i8", "i2")),
 ]
-"""What the arrays in a file of a rollout are made of."""
+"""Types within the arrays of a rollout file."""
 Floats = NDArray[np.float64]
 TokenNumbers = Mapping[int, NDArray[np.float32]]
-"""A number for each token of an answer, by the number of the answer in its rollout."""
+"""One number per token of an answer, by the number of the answer in its rollout."""
 
 
 def mean_score(scores: Floats) -> float:
-    """The mean of the scores that apply, which is 0 where none does; NaN does not apply."""
+    """The mean of the scores that are not NaN; 0 without any."""
     return float(np.nanmean(scores)) if not np.isnan(scores).all() else 0.0
 
 
 @dataclass(frozen=True)
 class AnswerGroup:
-    """A prompt, the answers that were sampled to it, and how they were scored."""
+    """A prompt with its sampled answers, and their scores."""
 
     draw: int
-    """Number of the prompt in the order of the run, which continues from epoch to epoch."""
+    """Number of the prompt in the order of the run, counted over all epochs."""
     number: int
     """Number of the prompt in the data."""
     answers: tuple[SampledAnswer, ...]
     parts: Floats
-    """Scores by each reward, fp64 [answers, rewards]; NaN where one does not apply."""
+    """Scores of each reward, fp64 [answers, rewards]; NaN where a reward does not apply."""
     rewards: Floats
-    """Weighed and added up, fp64 [answers]."""
+    """Weighted sums of the scores, fp64 [answers]."""
     advantages: Floats
     has_spread: bool
-    """Whether the rewards that the advantages compare are different."""
+    """Whether the rewards from which advantages are computed differ."""
 
     @classmethod
     def scored(
@@ -66,8 +66,8 @@ class AnswerGroup:
         weights: Floats,
         section: GrpoObjective,
     ) -> "AnswerGroup":
-        """The group of a prompt, which is its draw and its number, with what follows from the scores of its answers and
-        the weights of the rewards.
+        """The group of a prompt, given as (draw, number), with total rewards and advantages computed from scores and
+        weights.
         """
         compared, total = (combine_rewards(parts, weights, how) for how in (section.reward_scale, "sum"))
         found = advantages(compared[None], section.advantage)[0]
@@ -75,8 +75,8 @@ class AnswerGroup:
 
     @property
     def verdicts(self) -> Floats:
-        """For each answer its score by the first reward of the run file that applies to it, fp64 [answers]: 1 or more
-        is right, 0 or less is wrong.
+        """For each answer its score under the first reward of the run file that applies, fp64 [answers]: 1 or more is
+        right, 0 or less is wrong.
         """
         first = np.argmax(~np.isnan(self.parts), axis=1)
         return self.parts[np.arange(len(self.parts)), first]
@@ -88,55 +88,52 @@ class AnswerGroup:
 
     @property
     def is_all_wrong(self) -> bool:
-        """Whether no answer has any part of the reward."""
+        """Whether no answer gets a score above 0."""
         return bool((self.verdicts <= 0).all())
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """The groups that one step or more are trained on, in the order in which they were drawn."""
+    """The groups on which one or more optimizer steps are trained, in the order of their draws."""
 
     first: int
-    """Steps that were done before it."""
+    """Number of optimizer steps completed before this rollout's first step."""
     groups: tuple[AnswerGroup, ...]
     trained: tuple[int, ...]
-    """Indices of the groups whose answers are trained."""
+    """Indices of the groups whose answers are trained on."""
     until: int
-    """The draw after the last prompt of the rollout."""
+    """The draw number after the rollout's last prompt."""
     steps: int
-    """Optimizer steps that share it."""
+    """Number of optimizer steps of this rollout."""
     sampled_at: int = 0
-    """Steps that were done when it was sampled."""
+    """Number of optimizer steps completed when it was sampled."""
     noted: Mapping[str, float] = field(default_factory=dict)
-    """What `SampledGroups` noted, and the seconds of `log_probs`."""
+    """Notes of `SampledGroups`, and the seconds of `log_probs`."""
     old: TokenNumbers = field(default_factory=dict)
-    """Log-probabilities before the first of its steps, of answers of later steps."""
+    """Log-probabilities under the weights before the rollout's first step, of the answers of its later steps."""
     reference: TokenNumbers = field(default_factory=dict)
     """Log-probabilities under the reference model."""
 
     def groups_of_step(self, place: int) -> Sequence[int]:
-        """Indices of the groups of one of its steps: whole groups, as evenly divided as possible."""
+        """Indices of the groups of one of its steps; whole groups are divided as evenly as possible."""
         number = len(self.trained)
         return self.trained[place * number // self.steps : (place + 1) * number // self.steps]
 
 
 Rollouts = tuple[Rollout | None, Rollout | None]
-"""The rollout that a run is in the middle of, as it was scored, and the one that is sampled ahead of the steps after
-it.
-"""
+"""The scored rollout that is being trained on, and the rollout sampled ahead for the following steps."""
 
 
 class RolloutFiles:
-    """The files in a run folder of the rollouts that checkpoints need; rank zero writes and reads them."""
+    """The rollout files in a run folder that checkpoints need; rank zero writes and reads them."""
 
     def __init__(self, output_dir: Path, *, is_rank_zero: bool) -> None:
         self._folder, self._checkpoints = output_dir / FOLDER, output_dir / CHECKPOINTS
         self._is_rank_zero = is_rank_zero
 
     def write(self, step: int, rollouts: Rollouts) -> str:
-        """Write what the checkpoint of `step` needs, on the disk before this returns, and remove files that no other
-        checkpoint needs; returns the hash of the file. Collective: OutputError on every rank where it cannot be
-        written.
+        """Write and flush the rollouts that the checkpoint of `step` needs, and remove files that no checkpoint needs;
+        returns the file's hash. Collective: OutputError on every rank where the file cannot be written.
         """
         path, error, digest = self._path(step), None, ""
         if self._is_rank_zero:
@@ -158,7 +155,9 @@ class RolloutFiles:
         return all_gather_object(digest)[0]
 
     def read(self, step: int, digest: str) -> Rollouts:
-        """What the checkpoint of `step` needs; CheckpointError on every rank where it is not what that names."""
+        """The rollouts that the checkpoint of `step` needs; CheckpointError on every rank where the file's hash is not
+        `digest`.
+        """
         path, content, error = self._path(step), b"", None
         if self._is_rank_zero:
             with suppress(OSError):
@@ -170,7 +169,7 @@ class RolloutFiles:
                     hint="put the file back, or resume from another checkpoint",
                 )
         raise_on_every_rank(error)
-        # No other code than that of these classes is run.
+        # Restricts unpickling to these classes, so that the file cannot run other code.
         with torch.serialization.safe_globals([Rollout, AnswerGroup, SampledAnswer, *_NUMPY]):
             rollouts: Rollouts = torch.load(io.BytesIO(all_gather_object(content)[0]), weights_only=True)
         return rollouts

@@ -1,4 +1,6 @@
-"""Samples answers to prompts of the data and scores them meanwhile: every rank knows all answers and all scores."""
+"""Samples answers to prompts of the data, and scores each as soon as it has ended; every rank gets all answers and
+scores.
+"""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,22 +24,22 @@ from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.rollouts.rollout import AnswerGroup, Floats
 
 PHASE = "rollout"
-"""What the watchdog and the status call it."""
+"""Name of the phase in the watchdog and the status."""
 _MEETING_SECONDS = 60.0
 _TAIL = 16
-"""Tokens that are decoded beyond those of the longest stop text: a token may be part of a character."""
+"""Tokens decoded beyond the length of the longest stop text, since a token may be only part of a character."""
 
 
 Answers = list[list[SampledAnswer]]
 StartSampling = Callable[[SamplingRequest], Callable[[], Answers | None]]
-"""Begins to sample what is requested, and returns a function that waits for all answers; both are collective. The
-engine of the run itself has them at once, a server samples them while the run does something else.
+"""Starts to sample a request, and returns a function that waits for all answers; both are collective. The run's own
+engine has sampled all answers when it returns, while a server samples in the background.
 """
 
 
 @dataclass(frozen=True)
 class AnswerTexts:
-    """The texts of prompts and answers, and where answers end."""
+    """Texts of prompts and answers, and the conditions that end answers."""
 
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]
@@ -46,7 +48,7 @@ class AnswerTexts:
     rollout: RolloutConfig
 
     def text(self, answer: SampledAnswer) -> str:
-        """The text of an answer, without the token or the text that ended it; other special tokens remain."""
+        """The text of an answer, without its stop token or stop text; other special tokens are kept."""
         ids = answer.ids.tolist()
         if ids and ids[-1] in self.stop_ids:
             return str(self.tokenizer.decode(ids[:-1]))
@@ -59,7 +61,7 @@ class AnswerTexts:
 
     @cached_property
     def limits(self) -> SamplingLimits:
-        """Where an answer ends, and which ids are never drawn: those that the tokenizer does not have."""
+        """Conditions that end an answer, and the ids that may be sampled: those that the tokenizer has."""
         return SamplingLimits(
             max_new_tokens=self.rollout.max_new_tokens,
             stop_ids=self.stop_ids,
@@ -68,13 +70,13 @@ class AnswerTexts:
         )
 
     def _has_stop(self, ids: list[int]) -> bool:
-        """Whether the end of the tokens so far has one of the texts that end an answer."""
+        """Whether the last tokens contain a stop text."""
         texts = self.rollout.stop
         tail = self.tokenizer.decode(ids[-(max(map(len, texts)) + _TAIL) :])
         return any(text in tail for text in texts)
 
     def to_score(self, rows: PreparedRows, number: int, answer: SampledAnswer, at: int) -> AnswerToScore:
-        """What rewards get of answer number `at` to a prompt."""
+        """Input of the rewards for answer number `at` to a prompt."""
         return AnswerToScore(
             record=rows.record(number),
             prompt=self.prompt_text(rows, number),
@@ -86,32 +88,30 @@ class AnswerTexts:
 
 
 class SampledGroups:
-    """Answers to prompts, each of which is scored from the moment on when it has ended, while other answers are
-    sampled or the run does something else.
-    """
+    """Answers to prompts, each scored as soon as it has ended, while others are sampled or the run continues."""
 
     wait: Callable[[], Answers | None]
-    """Waits for the answers; None where the request was over before."""
+    """Waits for the answers; None where the request was stopped before."""
 
     def __init__(self, sampler: "Sampler", rows: PreparedRows, prompts: Sequence[tuple[int, int]], size: int) -> None:
         self._sampler, self._rows, self._prompts, self._size = sampler, rows, prompts, size
         self._places: list[int] = []
-        """Places, among all answers, of those that this rank scores."""
+        """Indices, among all answers, of those that this rank scores."""
         self._pending = sampler.rewards.start()
         self.noted: dict[str, float] = {}
-        """Seconds in which the run waited for `sample`, and those for `reward` after it; and the number of answers that
-        are `unparsed`: no reward applies to them, or one found no result that it could read.
+        """`sample`: seconds for which the run waited for answers; `reward`: seconds for which it then waited for
+        rewards; `unparsed`: number of answers to which no reward applies, or from which a reward could parse no result.
         """
 
     def score(self, place: int, answer: SampledAnswer) -> None:
-        """Begin to score an answer on this rank."""
+        """Start to score an answer on this rank."""
         self._places.append(place)
         prompt, at = divmod(place, self._size)
         self._pending.add(self._sampler.texts.to_score(self._rows, self._prompts[prompt][1], answer, at))
 
     def groups(self) -> list[AnswerGroup] | None:
-        """The groups with their scores, for which this waits; None where the request was over before. Collective:
-        RewardError on every rank where a reward is at fault on one.
+        """The scored groups, waiting for all of them; None where the request was stopped before. Collective:
+        RewardError on every rank where a reward failed on any.
         """
         began = time.perf_counter()
         answers = self.wait()
@@ -121,7 +121,7 @@ class SampledGroups:
             return None
         began = time.perf_counter()
         while not all(all_gather_object(self._pending.is_scored(within=_MEETING_SECONDS))):
-            # The ranks have met, so that the watchdog sees that long rewards are no hang.
+            # A collective has completed, so the watchdog does not take slow rewards for a hang.
             continue
         scores = np.full((len(self._prompts) * self._size, len(self._sampler.rewards.names)), np.nan)
         unparsed = 0
@@ -139,7 +139,7 @@ class SampledGroups:
         ]
 
     def _share(self) -> tuple[Floats | None, int, FinetuneError | None]:
-        """Scores of this rank's share, how many answers of it are unparsed, and the error of a reward."""
+        """Scores of this rank's share, the number of unparsed answers in it, and a reward's error."""
         try:
             scores = self._pending.result()
         except FinetuneError as error:
@@ -150,7 +150,7 @@ class SampledGroups:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Samples, and scores with its rewards."""
+    """Samples answers and scores them with the run's rewards."""
 
     run: PreparedRun
     start: StartSampling
@@ -167,12 +167,10 @@ class Sampler:
         greedy: bool = False,
         is_over: Callable[[], bool] = lambda: False,
     ) -> SampledGroups:
-        """`size` answers to each of the prompts, which are given as their draws and their numbers in `rows`.
-        Collective.
-        """
+        """Sample `size` answers to each of the prompts, given as (draw, number in `rows`). Collective."""
         began, mesh = time.perf_counter(), self.run.plan.mesh
         found = SampledGroups(self, rows, prompts, size)
-        # Ranks that share the rows sample the same answers.
+        # Ranks with the same rows sample the same answers; only one of them scores.
         is_first = mesh.place("tp") == mesh.place("pp") == 0
         request = SamplingRequest(
             [PromptToSample(number, rows.prompt_ids(number), key=draw) for draw, number in prompts],
@@ -181,7 +179,7 @@ class Sampler:
             seed=None if greedy else self.run.plan.train.seed,
             batch_rows=None if (rows_at_once := self.run.config.rollout.batch_rows) == "auto" else rows_at_once,
             is_over=is_over,
-            # So that the watchdog sees that a long rollout is no hang.
+            # So that the watchdog does not take a long rollout for a hang.
             on_forward=self.progress.restart_limit,
             on_answer=found.score if is_first else ignore,
         )
@@ -191,14 +189,14 @@ class Sampler:
 
     @property
     def objective(self) -> GrpoObjective:
-        """The section of the run file."""
+        """The `objective` section of the run file."""
         section = self.run.config.objective
         assert isinstance(section, GrpoObjective)
         return section
 
 
 def allowed_ids(vocabulary: Mapping[str, int], num_ids: int) -> torch.Tensor | None:
-    """Which of the model's ids the tokenizer has, bool [ids]; None where it has all of them."""
+    """Mask of the model's ids that the tokenizer has, bool [ids]; None where it has all of them."""
     allowed = torch.zeros(num_ids, dtype=torch.bool)
     allowed[[number for number in vocabulary.values() if number < num_ids]] = True
     return None if bool(allowed.all()) else allowed

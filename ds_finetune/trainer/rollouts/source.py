@@ -1,5 +1,5 @@
-"""Where the batches of a run with rollouts come from: prompts in the order of the run, answers to them that are sampled
-before the steps that train them, and the place from which all of this resumes.
+"""The batches of a run with rollouts: draws prompts in the order of the run, samples answers before the steps that
+train on them, and resumes in the middle of a rollout.
 """
 
 import time
@@ -27,13 +27,15 @@ from ds_finetune.trainer.rollouts.sampling import PHASE, AnswerTexts, SampledGro
 from ds_finetune.trainer.rollouts.vllm import ServerLostError, sampling_started
 
 LOST = (ServerLostError, RewardError)
-"""Errors after which the steps that are done are saved."""
+"""Errors after which the completed steps are saved."""
 MOST_DRAWS = 4
-"""With `no_spread: resample` a rollout draws at most so many times its number of prompts."""
+"""With `no_spread: resample`, a rollout draws at most this number times its number of prompts."""
 
 
 class RolloutSource:
-    """Makes the rollouts of a run and their batches, in the main thread of every rank, since sampling is collective."""
+    """Makes the rollouts of a run and their batches, in the main thread of every rank, because sampling is
+    collective.
+    """
 
     def __init__(self, run: PreparedRun, engine: Engine, sampler: Sampler, files: RolloutFiles | None) -> None:
         assert isinstance(run.inputs.train, PreparedRows)
@@ -41,13 +43,11 @@ class RolloutSource:
         self.latest: Rollout | None = None
         """The rollout of the latest batch."""
         self.lost: FinetuneError | None = None
-        """Why no scored answers come any more, as one of `LOST`."""
+        """The error (one of `LOST`) after which no more scored answers can be made."""
         self._left = 0
-        """How many of its steps follow."""
+        """Number of steps of the current rollout that are still to come."""
         self._ahead: Rollout | Callable[[], Rollout] | None = None
-        """The rollout after it, which is sampled before its steps where the run file says so, or what waits for its
-        rewards.
-        """
+        """The next rollout, where it is sampled ahead, or a function that waits for its rewards."""
         self._resumed: dict[str, Any] = {}
         self._engine, self._files = engine, files
         self._plan = replace(batch_plan(run), shares_prompts=engine.shares_prompts)
@@ -56,11 +56,11 @@ class RolloutSource:
         self._per_epoch = rows_per_epoch(self.rows, self._plan)
 
     def state(self) -> dict[str, Any]:
-        """The file that a run needs to resume, by its step; empty where no rollout has steps that are not done.
+        """State for a checkpoint: step and hash of the rollout file; empty where no rollout is unfinished.
         Collective.
         """
         if self.latest is None:
-            # Before the first batch nothing has changed since the checkpoint that is resumed from.
+            # Before the first batch the state is that of the checkpoint from which the run resumed.
             return self._resumed
         current, ahead = self.latest if self._left else None, self._scored_ahead()
         if self._files is None or (current is None and ahead is None):
@@ -69,8 +69,8 @@ class RolloutSource:
         return {"step": step, "digest": self._files.write(step, (current, ahead))}
 
     def _scored_ahead(self) -> Rollout | None:
-        """The rollout that is sampled ahead, whose rewards this waits for. Where its answers or rewards are lost there
-        is none: who resumes samples it by the weights of then.
+        """The rollout sampled ahead, waiting for its rewards. None where its answers or rewards are lost; after a
+        resume it is sampled with the weights of that time.
         """
         try:
             ahead = self._ahead() if callable(self._ahead) else self._ahead
@@ -80,13 +80,13 @@ class RolloutSource:
         return ahead
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over `state`."""
+        """Restore `state` when a run resumes."""
         self._resumed = dict(state)
 
     def batches(self, after: Progress, position: Position) -> Iterator[Batch]:
-        """This rank's share of the steps after those that are done; `position` is that of the next prompt to draw.
+        """This rank's share of the batches of the remaining steps; `position` is that of the next prompt to draw.
 
-        They end early where the server that answers is lost, or a reward is at fault.
+        They end early where the sampling server is lost, or a reward fails.
         """
         try:
             for batch in self._batches(after, position):
@@ -103,7 +103,7 @@ class RolloutSource:
         for step in range(after.step, self.run.schedule.steps):
             if self.latest is None or step >= self.latest.first + self.latest.steps:
                 rollout = self._complete(self._ahead or self._begin(step, cursor, done=step))
-                # What is ahead of the steps that are done, until the answers of the next one are there.
+                # Until the next rollout is sampled, this one is saved as the rollout ahead of the completed steps.
                 self._ahead, following = rollout, step + rollout.steps
                 has_next = self.run.config.rollout.ahead and following < self.run.schedule.steps
                 self._ahead = self._begin(following, rollout.until, done=step) if has_next else None
@@ -114,8 +114,8 @@ class RolloutSource:
             yield replace(batch, position=Position(*divmod(cursor, self._per_epoch)))
 
     def _begin(self, first: int, cursor: int, *, done: int) -> Callable[[], Rollout]:
-        """Sample answers to the prompts from draw `cursor` on, after `done` steps, for those from step `first` on;
-        returns what waits for their rewards.
+        """Start to sample answers to the prompts from draw `cursor` on, for the steps from `first` on, after `done`
+        completed steps; returns a function that waits for their rewards.
         """
         steps = min(self._steps, self.run.schedule.steps - first)
         draws = range(cursor, cursor + self._num_prompts(first, first + steps))
@@ -128,14 +128,14 @@ class RolloutSource:
             return self.sampler.sample(self.rows, prompts, self._objective.group_size)
 
     def _complete(self, begun: Rollout | Callable[[], Rollout]) -> Rollout:
-        """The rollout with all that its steps need."""
+        """The rollout with the log-probabilities that its steps need."""
         rollout = begun() if callable(begun) else begun
         began = time.perf_counter()
         with self.sampler.progress.during(PHASE):
             old: TokenNumbers = {}
             reference: TokenNumbers = {}
             if rollout.steps > 1:
-                # The first step compares with its own.
+                # The first step uses the log-probabilities of its own forward.
                 later = [self._batch(rollout, place) for place in range(1, rollout.steps)]
                 old = self._engine.token_log_probs(later)
             if self._objective.has_reference(has_adapters=self.run.config.lora is not None):
@@ -145,12 +145,14 @@ class RolloutSource:
         return replace(rollout, noted={**rollout.noted, "log_probs": time.perf_counter() - began})
 
     def _num_prompts(self, start: int, end: int) -> int:
-        """Prompts of the steps from `start` to `end`; the last step of a run in epochs may have fewer."""
+        """Number of prompts of the steps from `start` to `end`; the last step of a run in epochs may have fewer."""
         per_step = self.run.config.rollout.prompts_per_step
         return min(end * per_step, total_rows(self.run, self.rows)) - start * per_step
 
     def _scored(self, empty: Rollout, draws: range, sampled: SampledGroups) -> Rollout:
-        """The rollout with the rewards of its answers; with `no_spread: resample` further prompts are drawn."""
+        """The rollout with its rewards; with `no_spread: resample`, further prompts are drawn until enough groups have
+        different rewards.
+        """
         mode, groups, noted = self._objective.no_spread, list[AnswerGroup](), Counter[str]()
         prompts = len(draws)
         end = draws.start + MOST_DRAWS * prompts
@@ -173,7 +175,7 @@ class RolloutSource:
         return replace(empty, groups=tuple(groups), trained=trained, until=draws.start, noted=noted)
 
     def _batch(self, rollout: Rollout, place: int) -> Batch:
-        """This rank's share of one of the steps of a rollout."""
+        """This rank's share of the batch of one of a rollout's steps."""
         masks = self._objective.truncated == "mask"
         answers = [
             self._answer(rollout, index, at)
@@ -193,7 +195,7 @@ class RolloutSource:
             sampled=answer.log_probs,
             old=rollout.old.get(number),
             reference=rollout.reference.get(number),
-            # Later steps have other weights.
+            # In later steps the weights, and so the chosen experts, have changed.
             experts=answer.experts if index in rollout.groups_of_step(0) else None,
             number=number,
         )
@@ -201,7 +203,7 @@ class RolloutSource:
 
 @contextmanager
 def open_rollouts(run: PreparedRun, engine: Engine, progress: RankProgress) -> Iterator[RolloutSource | None]:
-    """The source of a run's batches, with the processes of its rewards; None where its objective samples no answers."""
+    """The source of a run's batches, with its reward processes; None where the objective samples no answers."""
     if run.model.objective.head != "answers":
         yield None
         return

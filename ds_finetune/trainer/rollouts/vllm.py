@@ -1,6 +1,6 @@
-"""Answers by a vLLM server that has the weights of the model under training: `rollout.engine: vllm`.
+"""Sampling by a vLLM server with the weights of the model being trained: `rollout.engine: vllm`.
 
-Rank zero sends all requests. Each version of the weights is exported to a folder of its own, which the server loads.
+Rank zero sends all requests. Each version of the weights is exported to a new folder, which the server loads.
 """
 
 import shutil
@@ -30,28 +30,30 @@ from ds_finetune.trainer.rollouts.sampling import Answers, StartSampling
 from ds_finetune.trainer.rollouts.vllm_server import Floats, T, VllmServer, results_of
 
 _AT_ONCE = 256
-"""Requests that are under way at a time where rollout.batch_rows is auto; each has all answers of a group."""
+"""Number of concurrent requests where rollout.batch_rows is auto; each request samples a whole group."""
 _POLL_SECONDS = 1.0
 _SILENT_SECONDS, _FAILURES = 10.0, 3
-"""A server without an answer for so long is asked for its health, and is lost after so many failures in a row."""
+"""A server that has returned no answer for so many seconds gets a health check; it is lost after so many failed checks
+in a row.
+"""
 _MOST_NATS = {True: 1e-3, False: 0.25}
-"""How much the median log-probability of a token of fixed prompts may differ between the server and this engine; True
-where both compute in fp32. With half of the weights loaded it is nats.
+"""Limit in nats of the median difference of token log-probabilities of fixed prompts between the server and this
+engine; True: both compute in fp32. If only half of the weights were loaded, the difference would be whole nats.
 """
 _MOVED = 0.25
-"""Share of tokens whose log-probabilities must have changed here, so that one of the server's must have, too: rounding
-hides small changes, and a prompt may have no token that the model knows.
+"""If more than this share of token log-probabilities has changed in this engine, at least one must have changed on the
+server. Rounding hides small changes, and a prompt may have no token that the model predicts well.
 """
 
 
 class ServerLostError(RunError):
-    """The server has failed after it had answered; nothing but its answers is lost."""
+    """The server failed after it had answered before; only its current answers are lost."""
 
 
 def check_server(run: PreparedRun) -> VllmServer | None:
-    """The server that answers the prompts of a run, which can do so; None where the run's own engine answers them.
+    """The vLLM server of a run, checked to be usable; None where the run's own engine samples.
 
-    ServeError where there is none, it is not in dev mode, or it serves another model.
+    ServeError where it does not respond, is not in dev mode, or serves another model.
     """
     address = run.config.rollout.address
     if run.model.objective.head != "answers" or run.config.rollout.engine == "own":
@@ -64,7 +66,7 @@ def check_server(run: PreparedRun) -> VllmServer | None:
 
 @contextmanager
 def sampling_started(run: PreparedRun, engine: Engine, progress: RankProgress) -> Iterator[StartSampling]:
-    """What samples the answers of a run: its engine, or a server."""
+    """The function that samples a run's answers: with its own engine, or with a server."""
     if run.config.rollout.engine == "own":
 
         def sample(request: SamplingRequest) -> Callable[[], Answers | None]:
@@ -81,31 +83,32 @@ def sampling_started(run: PreparedRun, engine: Engine, progress: RankProgress) -
 
 
 class VllmEngine:
-    """Lets a server sample; its methods are collective."""
+    """Samples with a vLLM server; its methods are collective."""
 
     def __init__(self, run: PreparedRun, engine: Engine, progress: RankProgress) -> None:
         self._run, self._engine, self._progress = run, engine, progress
         self._server: VllmServer | None = None
-        """Known to rank zero."""
+        """Set on rank zero only."""
         self._attempt(self._connect)
         name = all_gather_object(uuid.uuid4().hex[:8])[0]
         self._folder = run.output_dir / FOLDER / f"weights-{name}"
-        """A new folder with each start: from one that it has loaded before, a server may take what it has kept."""
+        """A new folder with each start, because a server may reuse cached weights of a folder that it has loaded
+        before.
+        """
         self._step = -1
-        """Step of the weights that the server has."""
+        """Optimizer step of the weights that the server has."""
         self._has_answered = False
         self._prompts = _check_prompts(run)
         self._before: tuple[Floats, Floats] | None = None
-        """Log-probabilities of the prompts by the server and by this engine at the update before."""
+        """Log-probabilities of the check prompts on the server and in this engine, at the previous update."""
         self._begun: _Answers | None = None
-        """What the server is sampling."""
+        """The request that the server is sampling."""
 
     def start(self, request: SamplingRequest) -> Callable[[], Answers | None]:
-        """Let the server sample by the weights of the moment, and return what waits for the answers on every rank.
-        Answers that were begun before are waited for first, since the server gets other weights.
+        """Start to sample on the server with the current weights; returns a function that waits for the answers on
+        every rank. It first waits for an earlier request, because the server then gets new weights.
 
-        vLLM draws with generators of its own, whose seeds depend on the seed and on the numbers of rollout, prompt and
-        answer.
+        vLLM uses its own random generators, seeded from the seed and the numbers of rollout, prompt and answer.
         """
         if self._begun is not None:
             self._wait(self._begun)
@@ -121,7 +124,7 @@ class VllmEngine:
         return [begun.found[place] for place in sorted(begun.found)] if begun.is_whole else None
 
     def _collect(self, begun: "_Answers") -> None:
-        """Wait until the server has sampled what was begun, or has failed; nothing is begun then."""
+        """Wait until the server has sampled the request, or has failed; afterwards no request is running."""
         while not begun.is_whole and begun.error is None:
             arrived, begun.error = all_gather_object(self._tried(lambda _: begun.take()))[0]
             for place, answers in (arrived or {}).items():
@@ -140,7 +143,7 @@ class VllmEngine:
             begun.error = failed
 
     def _take(self, begun: "_Answers", place: int, answers: Sequence[SampledAnswer]) -> None:
-        """Take the answers to the prompt at `place`, of which one rank tells."""
+        """Record the answers to the prompt at `place`; one rank passes them to `on_answer`."""
         request, plan = begun.request, self._run.plan
         begun.found[place] = [_cut(answer, request.limits) for answer in answers]
         if place % plan.zero_ranks == plan.mesh.place("dp") * plan.mesh.sp + plan.mesh.place("sp"):
@@ -148,7 +151,7 @@ class VllmEngine:
                 request.on_answer(place * request.group_size + number, answer)
 
     def close(self) -> None:
-        """End what the server is sampling, and remove the folders of weights."""
+        """Stop sampling on the server, and remove the folders of weights."""
         if self._begun is not None:
             self._begun.abandon()
         if self._engine.is_rank_zero:
@@ -164,12 +167,12 @@ class VllmEngine:
         self._server = check_server(self._run)
 
     def _attempt(self, work: Callable[[VllmServer], object]) -> None:
-        """Do what may find on rank zero that the server has failed; the error is raised on every rank."""
+        """Run `work` on rank zero; an error of the server is raised on every rank."""
         raise_on_every_rank(self._tried(work)[1])
 
     def _tried(self, work: Callable[[VllmServer], T]) -> tuple[T | None, FinetuneError | None]:
-        """What `work` returns on rank zero, or the error of a server that has failed, which before its first answers is
-        one of the start.
+        """The result of `work` on rank zero, or the server's error: ServerLostError once it has answered before, else
+        ServeError.
         """
         if not self._engine.is_rank_zero:
             return None, None
@@ -180,7 +183,7 @@ class VllmEngine:
             return None, lost if self._has_answered else failed
 
     def _update(self) -> None:
-        """Let the server load the weights of this moment, unless it has them, and compare what they compute."""
+        """Make the server load the current weights unless it has them, and compare log-probabilities."""
         step = self._progress.step
         if self._step == step:
             self._attempt(lambda server: server.check_version(self._version))
@@ -214,7 +217,7 @@ class VllmEngine:
             )
 
     def _own_log_probs(self) -> Floats:
-        """Log-probabilities of the tokens of the fixed prompts but the first of each, by the model under training."""
+        """Log-probabilities of the check prompts' tokens, except each first one, under the model being trained."""
         found = []
         for prompt, logits in zip(self._prompts, self._engine.logits(self._prompts), strict=True):
             following = torch.tensor(prompt[1:], device=logits.device)[:, None]
@@ -223,12 +226,12 @@ class VllmEngine:
 
 
 class _Answers:
-    """The answers to prompts, of which some are under way; rank zero knows the server."""
+    """The answers to a request, some of which may not have arrived; only rank zero holds the server."""
 
     def __init__(self, server: VllmServer | None, request: SamplingRequest, stop: Sequence[str]) -> None:
         self._server, self.request, rows = server, request, request.batch_rows
         self.found: dict[int, list[SampledAnswer]] = {}
-        """What every rank knows, by the places of prompts."""
+        """Answers known on every rank, by index of the prompt."""
         self.error: FinetuneError | None = None
         jobs = [partial(server.answers, prompt, request, stop=stop) for prompt in request.prompts] if server else []
         self._done = results_of(jobs, at_once=_AT_ONCE if rows is None else max(1, rows // request.group_size))
@@ -237,11 +240,11 @@ class _Answers:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank knows all answers."""
+        """Whether every rank has all answers."""
         return len(self.found) == len(self.request.prompts)
 
     def take(self) -> dict[int, list[SampledAnswer]]:
-        """What arrives within a moment, by the places of prompts. ServeError where one has failed."""
+        """Answers that arrive within a second, by index of the prompt. ServeError where a request has failed."""
         found: dict[int, list[SampledAnswer]] = {}
         until = time.monotonic() + _POLL_SECONDS
         while self._left and (seconds := until - time.monotonic()) > 0:
@@ -257,7 +260,7 @@ class _Answers:
         return found
 
     def abandon(self) -> None:
-        """End the requests that are under way, if the server still hears."""
+        """Abort the running requests, if the server still responds."""
         if self._server is not None:
             with suppress(ServeError):
                 self._server.abort()
@@ -275,14 +278,16 @@ class _Answers:
 
 
 def _check_prompts(run: PreparedRun) -> list[tuple[int, ...]]:
-    """A prompt of random ids, and one of a text where the tokenizer makes tokens of it."""
+    """Check prompts: one of random ids, and one from a text where the tokenizer can encode it."""
     every = fixed_prompts(int(run.inputs.hf_config.vocab_size), run.inputs.tokenizer)
     longest = run.config.train.max_seq_len - 1
     return [prompt[:longest] for prompt in (every[0], *every[8:9]) if len(prompt) > 1]
 
 
 def _cut(answer: SampledAnswer, limits: SamplingLimits) -> SampledAnswer:
-    """The answer up to the token at which one of this package ends; a server may write on to the end of a text."""
+    """The answer cut at the token where this program's conditions end it; a server may continue to the end of a stop
+    text.
+    """
     if limits.stops is None:
         return answer
     ids = answer.ids.tolist()

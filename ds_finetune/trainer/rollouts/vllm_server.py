@@ -1,6 +1,6 @@
-"""The requests to a vLLM server that answers prompts with the weights that it is told to load; tried with vLLM 0.32.
+"""Requests to a vLLM server that samples answers and loads new weights on request; tested with vLLM 0.32.
 
-Prompts and answers are token ids. The routes about weights exist only where the server was started with
+Prompts and answers are token ids. The routes for weights exist only where the server was started with
 VLLM_SERVER_DEV_MODE=1.
 """
 
@@ -27,33 +27,33 @@ from ds_finetune.families.text_part import text_tree
 Floats = NDArray[np.float64]
 T = TypeVar("T")
 API_KEY = "DS_FINETUNE_API_KEY"
-"""Environment variable with the key that the server's requests need, as for `ds-finetune serve`."""
+"""Environment variable with the API key of the server, as for `ds-finetune serve`."""
 START = "start it on a machine that sees output_dir: VLLM_SERVER_DEV_MODE=1 vllm serve MODEL"
 _SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers")
 _SECONDS, _LONG_SECONDS = 60.0, 3600.0
-"""How long an answer to a request may take, and one to a request for answers or for loading weights."""
+"""Timeouts in seconds of ordinary requests, and of requests that sample answers or load weights."""
 _DEFAULTS = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
-"""Values that change no distribution; where they are left out, the server takes those of generation_config.json."""
+"""Sampling parameters that change no distribution; where they are left out, the server uses generation_config.json."""
 _NEVER_DRAWN = -100
-"""What is added to the logit of an id that must not be drawn: its probability becomes at most 1e-43 of what it was."""
+"""Bias on the logit of an id that must not be sampled, which lowers its probability by a factor of at least 1e43."""
 
 
 class VllmServer:
-    """A server at `address`, such as http://127.0.0.1:8000; every method raises ServeError where it does not do what it
-    is asked for.
+    """The vLLM server at `address`, such as http://127.0.0.1:8000. Every method raises ServeError where a request
+    fails.
     """
 
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
         self.name = ""
-        """The name of the model in requests, known after `check`; so is the dtype of its weights."""
+        """Name of the model in requests, set by `check`, like the dtype of its weights."""
         self.dtype = ""
-        # Requests inside a cluster do not pass a proxy.
+        # Requests inside a cluster must not use a proxy.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def check(self, shape: Mapping[str, Any], *, max_tokens: int) -> None:
-        """Check that it is a vLLM server in dev mode, whose model has the values of config.json in `shape`, and takes
-        `max_tokens` tokens of prompt and answer.
+        """Check that the server is a vLLM server in dev mode, that its model has the values of config.json in `shape`,
+        and that it accepts `max_tokens` tokens of prompt and answer.
         """
         models = self._request("/v1/models", missing="is no vLLM server: it has no route /v1/models")
         missing = "is not in dev mode: it has no route {}, by which it is told to load weights"
@@ -83,7 +83,7 @@ class VllmServer:
             )
 
     def load(self, folder: Path, version: str) -> None:
-        """Load the weights of a folder, which it must not have loaded before, and give them the name `version`."""
+        """Load the weights of a folder that the server has not loaded before, and name them `version`."""
         self._request("/pause?mode=abort", {})
         self._request("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
         cache = self._request("/reset_prefix_cache", {})
@@ -94,7 +94,9 @@ class VllmServer:
         self.check_version(version)
 
     def check_version(self, version: str) -> None:
-        """Check that the weights have the name `version`: another one was not set, or another run uses the server."""
+        """Check that the server's weights are named `version`; another name means that loading failed, or that another
+        run uses the server.
+        """
         found = self._request("/weight_info").get("weight_version")
         if found != version:
             raise self._error(
@@ -105,8 +107,8 @@ class VllmServer:
     def answers(
         self, prompt: PromptToSample, request: SamplingRequest, *, stop: Sequence[str] = ()
     ) -> list[SampledAnswer]:
-        """The answers to one of the prompts, also cut after the texts `stop`, with the log-probabilities of their
-        tokens; NaN where the server gives none. vLLM draws answer i with the seed + i.
+        """Sampled answers to a prompt, also cut after the texts `stop`, with the log-probabilities of their tokens; NaN
+        where the server gives none. vLLM seeds answer i with seed + i.
         """
         limits = request.limits
         key = int(answer_keys(request.seed or 0, [(prompt.key, prompt.number, 0)], torch.device("cpu"))[0])
@@ -115,14 +117,14 @@ class VllmServer:
             prompt.ids,
             **_DEFAULTS,
             n=request.group_size,
-            # Not negative, and with room for the number of an answer.
+            # Not negative, and small enough that the number of an answer can be added.
             seed=key % 2**62,
             temperature=0 if request.seed is None else 1,
             max_tokens=limits.max_new_tokens,
             logprobs=0,
             stop=list(stop),
             stop_token_ids=list(limits.stop_ids),
-            # Only the ids above end an answer.
+            # Only the `stop_token_ids` above end an answer.
             ignore_eos=True,
             skip_special_tokens=False,
             logit_bias={str(number): _NEVER_DRAWN for number in forbidden},
@@ -135,7 +137,7 @@ class VllmServer:
             raise self._error(f"gives answers in another form: {other!r}", "use vLLM 0.32") from other
 
     def log_probs(self, prompt: Sequence[int]) -> Floats:
-        """The log-probabilities of the tokens of a prompt but the first."""
+        """Log-probabilities of a prompt's tokens, except the first."""
         (choice,) = self._complete(prompt, prompt_logprobs=0, max_tokens=1, temperature=0)
         rows = choice.get("prompt_logprobs") or []
         try:
@@ -145,11 +147,11 @@ class VllmServer:
         return np.array(values, dtype=np.float64)
 
     def abort(self) -> None:
-        """End all requests that are under way."""
+        """Abort all running requests."""
         self._request("/abort_requests", {}, seconds=_SECONDS)
 
     def check_health(self) -> None:
-        """Check that it still answers."""
+        """Check that the server responds."""
         self._request("/health")
 
     def _answer(self, choice: Mapping[str, Any]) -> SampledAnswer:
@@ -168,8 +170,8 @@ class VllmServer:
         return choices
 
     def _request(self, route: str, body: object = None, *, seconds: float | None = None, missing: str = "") -> Any:  # noqa: ANN401 - JSON
-        """What a route answers to a GET, or to a POST of `body`; `missing` says what is wrong where there is no such
-        route.
+        """The response of a route to a GET, or to a POST of `body`; `missing` is the error text where the route does
+        not exist.
         """
         data, hint = (None, START) if body is None else (json.dumps(body).encode(), "see its output")
         seconds = seconds or (_SECONDS if body is None else _LONG_SECONDS)
@@ -197,8 +199,8 @@ class VllmServer:
 
 
 def _config_of(folder: Path) -> Mapping[str, Any]:
-    """The config.json of the language model in a folder; empty where this machine does not see it, as where a server
-    was given a hub id.
+    """The config.json of the language model in a folder; empty where this machine cannot read it, for example for a hub
+    id.
     """
     try:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -208,8 +210,8 @@ def _config_of(folder: Path) -> Mapping[str, Any]:
 
 
 def results_of(jobs: Sequence[Callable[[], T]], *, at_once: int) -> "Queue[tuple[int, T | Exception]]":
-    """A queue that gets the place and the result of each job, or its error, from threads that end with the process."""
-    # Threads may share the iterator of a list.
+    """A queue that receives the index and the result (or exception) of each job, run in daemon threads."""
+    # The threads share this iterator, which is safe for a list.
     todo, done = iter(list(enumerate(jobs))), Queue[tuple[int, T | Exception]]()
 
     def work() -> None:
