@@ -96,13 +96,13 @@ _RULES = (
     ),
     _KeyRule(
         "optim.betas",
-        lambda run: run["optim.name"].lower() in ("sgd", "adagrad"),
+        lambda run: run["optim.name"].lower() in ("sgd", "adagrad", "rmsprop", "adafactor"),
         "the optimizer of optim.name has none",
         "use another optimizer",
     ),
     _KeyRule(
         "optim.eps",
-        lambda run: run["optim.name"].lower() in ("sgd", "lion"),
+        lambda run: run["optim.name"].lower() in ("sgd", "lion", "adafactor"),
         "the optimizer of optim.name has none",
         "use another optimizer",
     ),

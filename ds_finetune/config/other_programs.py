@@ -159,6 +159,7 @@ MEANINGS = {
     "data.layout": "left out for one that the columns show",
     "data.train_on": "assistant, last_assistant or all",
     "data.long_rows": "auto, truncate, drop or split",
+    "optim.name": "`AdamW`; with ZeRO-0 and without LoRA also `AdamW8bit` and `Adafactor`",
     "optim.betas": "both numbers, as in `[0.9, 0.95]`",
     "checkpoint.resume": "auto, never, or the folder of a run or checkpoint",
     "data.eval": "a file, folder or data set of rows that are not trained, or a share of data.train such as `5%`",
@@ -271,7 +272,7 @@ _VALUES: Mapping[str, Mapping[str, str]] = {
     "optim optimizer optim_name optimizer_name optim_type optim_config.name": {
         **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "adam"), "AdamW"),
         **dict.fromkeys(("adamw_apex_fused", "adamw_torch_npu_fused"), "AdamW"),
-        **{"lion": "Lion", "sgd": "SGD", "muon": "Muon", "adagrad": "Adagrad", "lamb": "Lamb"},
+        **{"lion": "Lion", "rmsprop": "RMSprop", "sgd": "SGD", "muon": "Muon", "adagrad": "Adagrad", "lamb": "Lamb"},
     },
     "lr_scheduler_type scheduler lr_scheduler lr_schedule lr_decay_style": {
         **{"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"},

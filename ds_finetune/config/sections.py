@@ -221,8 +221,9 @@ class OptimConfig(Section):
     """Optimizer and learning rate."""
 
     name: Refused[str] = "AdamW"
-    """Optimizer by DeepSpeed's name: AdamW (Adam is the same), Lion, Adagrad, Lamb, SGD, Muon (with AdamW for
-    embedding, head and vectors).
+    """AdamW (Adam is the same), Lion, Adagrad, Lamb, SGD, Muon (with AdamW for embedding, head and vectors) of
+    DeepSpeed; RAdam, Adamax, RMSprop and Adafactor of torch; AdamW8bit of bitsandbytes. The step of Adafactor is a
+    share of each parameter's size, so its `lr` is larger. AdamW8bit and Adafactor take ZeRO-0 only.
     """
     lr: float = Field(default=1e-5, gt=0)
     """Peak learning rate: that of the last step of `warmup`, or of the first step without one."""

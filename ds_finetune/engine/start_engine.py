@@ -84,8 +84,14 @@ def _start_deepspeed(trained: TrainedModel, plan: Plan, groups: Groups) -> tuple
 
     if groups.experts is not None and plan.zero_stage < 3 and any(map(is_trained_expert, trained.parameters())):
         trained.has_experts = experts_marker(groups.experts.size)
+    own = None
+    if plan.optimizer == "adamw8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        own = partial(AdamW8bit, **plan.deepspeed_config["optimizer"]["params"])
     wrapped, optimizer, _, _ = deepspeed.initialize(
         model=trained,
+        optimizer=own,
         model_parameters=parameter_groups(trained, plan, groups),
         config=plan.deepspeed_config,
         dist_init_required=False,

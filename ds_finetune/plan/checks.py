@@ -13,6 +13,7 @@ from ds_finetune.config.schedule import Duration
 from ds_finetune.config.sections import OWN_ATTENTIONS, REPORT_SECONDS
 from ds_finetune.plan.batch import rows_of_forward
 from ds_finetune.plan.inexact import inexact_checks
+from ds_finetune.plan.optimizers import OPTIMIZERS
 from ds_finetune.plan.rollout_checks import rollout_checks
 from ds_finetune.plan.settings import (
     UNTESTED_STATES,
@@ -406,8 +407,8 @@ def _is_nvme_without_path(section: Mapping[str, object]) -> bool:
 
 _OPTIONS: tuple[Refusal[RunSettings], ...] = (
     Refusal(
-        lambda run: run.optimizer == "adagrad" and run.optim.weight_decay,
-        "optim.weight_decay {optim.weight_decay} with Adagrad would be added to the gradient (torch.optim.Adagrad), "
+        lambda run: run.optim.weight_decay and "weight_decay" not in OPTIMIZERS[run.optimizer].keys,
+        "optim.weight_decay {optim.weight_decay} with {optim.name} would be added to the gradient (torch.optim), "
         "not decoupled",
         "set optim.weight_decay to 0, or take AdamW",
     ),
@@ -495,11 +496,21 @@ _OPTIONS: tuple[Refusal[RunSettings], ...] = (
         "optim.name AdamW, or a GPU",
     ),
     _option(
-        "Lamb under ZeRO",
-        lambda run: run.zero_stage >= 1 and run.optimizer == "lamb",
-        "its trust ratio is a ratio of whole parameters' norms; on a rank's flat partition it would be another number "
-        "on each count of ranks",
+        "optim.name {optim.name} under ZeRO",
+        lambda run: run.zero_stage >= 1 and (why := OPTIMIZERS[run.optimizer].needs_whole) and {"why": why},
+        "{why}; on a rank's flat partition it would be another number on each count of ranks",
         "zero_optimization.stage 0, or optim.name AdamW",
+    ),
+    _option(
+        "offload_optimizer with optim.name {optim.name}",
+        lambda run: run.offload_optimizer != "none" and run.optimizer in ("radam", "adamax", "rmsprop"),
+        "DeepSpeed 0.19.8 has no kernel of it for the CPU, and torch's is not tested there",
+        "optim.name AdamW, or leave offload_optimizer out",
+    ),
+    Refusal(
+        lambda run: OPTIMIZERS[run.optimizer].of == "bitsandbytes" and find_spec("bitsandbytes") is None,
+        "optim.name {optim.name} needs bitsandbytes, which is not installed",
+        "pip install 'ds_finetune[quantize]', or set optim.name to AdamW",
     ),
 )
 

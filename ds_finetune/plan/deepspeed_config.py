@@ -14,26 +14,13 @@ from ds_finetune.config.shipped import DS_CONFIGS, shipped_file, shipped_names
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.batch import rows_of_forward
 from ds_finetune.plan.known_keys import check_keys
+from ds_finetune.plan.optimizers import OPTIMIZERS
 from ds_finetune.system.world import AccelerateChoices
 
 Tree = dict[str, Any]
 DEFAULT_CHOICES: Tree = {"zero_optimization": {"stage": 2}}
 """Used when neither the run file nor a launcher chooses: ZeRO-2 shards optimizer states and gradients, not weights."""
 
-_ADAM_FIELDS = {"lr": "lr", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}
-_OPTIMIZER_FIELDS = {
-    "adamw": _ADAM_FIELDS,
-    "adam": _ADAM_FIELDS,
-    "lamb": _ADAM_FIELDS,
-    "lion": {"lr": "lr", "betas": "betas", "weight_decay": "weight_decay"},
-    "adagrad": {"lr": "lr", "eps": "eps", "weight_decay": "weight_decay"},
-    "muon": _ADAM_FIELDS,
-    "sgd": {"lr": "lr", "weight_decay": "weight_decay"},
-}
-"""The keys of `optim` that each optimizer of DeepSpeed 0.19.8 takes (runtime/config.py:63; SGD is torch.optim's)."""
-MOMENTS = {"adamw": 2, "adam": 2, "lamb": 2, "lion": 1, "adagrad": 1, "muon": 2, "sgd": 0}
-"""Moments that an optimizer keeps of each parameter, at most (Muon: one of matrices, two of other parameters)."""
-_UNTESTED = frozenset({"sgd"})
 HAS_TORCH_ADAM = ("adam", "adamw", "muon")
 """Optimizers whose Adam is DeepSpeed's FusedAdam without `torch_adam` (0.19.8, runtime/engine.py,
 get_optimizer_configuration)."""
@@ -149,20 +136,19 @@ def optimizer_section(optim: OptimConfig, *, on_cpu: bool, offloaded: bool, torc
     With a rate of 0 the zero-gradient step that stage 0 takes in its constructor (DeepSpeed 0.19.8,
     fp16/unfused_optimizer.py:425) cannot decay the weights.
     """
-    fields = _OPTIMIZER_FIELDS.get(optim.name.lower())
-    if fields is None:
-        raise ConfigError(
-            f"optim.name `{optim.name}` is not known", hint=f"use one of {', '.join(sorted(_OPTIMIZER_FIELDS))}"
-        )
-    params = {key: getattr(optim, field) for key, field in fields.items()}
-    params |= {"lr": 0.0} | ({"betas": list(optim.betas)} if "betas" in fields else {})
+    row = OPTIMIZERS.get(optim.name.lower())
+    if row is None:
+        names = ", ".join(sorted(row.type for row in OPTIMIZERS.values()))
+        raise ConfigError(f"optim.name `{optim.name}` is not known", hint=f"use one of {names}")
+    params = {key: getattr(optim, key) for key in row.keys}
+    params |= {"lr": 0.0, **row.fixed} | ({"betas": list(optim.betas)} if "betas" in row.keys else {})
     if optim.name.lower() in HAS_TORCH_ADAM and not offloaded and (on_cpu or torch_adam):
         # On CPUs compiling DeepSpeed 0.19.8's FusedAdam takes minutes, and torch's fused kernel takes a fifteenth of
         # the time of torch's plain loop.
         params |= TORCH_ADAM
     elif torch_adam is False:
         params |= {"torch_adam": False}
-    return {"type": optim.name, "params": params}
+    return {"type": row.type, "params": params}
 
 
 def _check_torch_adam(tree: Tree, optim: OptimConfig, source: str, *, on_cpu: bool, offloaded: bool) -> bool | None:
@@ -174,7 +160,7 @@ def _check_torch_adam(tree: Tree, optim: OptimConfig, source: str, *, on_cpu: bo
     given = {key: value for key, value in params.items() if value != "auto"}
     name, is_adam = optim.name, optim.name.lower() in HAS_TORCH_ADAM
     for key, value in given.items():
-        if key in _OPTIMIZER_FIELDS[name.lower()] or (key == "adam_w_mode" and value is True and is_adam):
+        if key in OPTIMIZERS[name.lower()].keys or (key == "adam_w_mode" and value is True and is_adam):
             continue
         if key != "torch_adam" or not is_adam or not isinstance(value, bool):
             raise ConfigError(
@@ -245,7 +231,7 @@ def finish(
     finished |= derived | {"zero_optimization": _with_overlap(_without_auto(zero))}
     # DeepSpeed 0.19.8 waits for the device twice for every micro-batch to print a speed (utils/timer.py:238, 256).
     finished.setdefault("timers", {"throughput": {"enabled": False}})
-    if optim.name.lower() in _UNTESTED:
+    if OPTIMIZERS[optim.name.lower()].of != "deepspeed":
         finished["zero_allow_untested_optimizer"] = True
     return finished
 
@@ -286,13 +272,8 @@ def _pairs(
     optimizer = tree.get("optimizer") or {}
     kind = optimizer.get("type")
     yield ("optimizer.type", kind if str(kind).lower() != optim.name.lower() else None, "optim.name", optim.name)
-    for key, field in _OPTIMIZER_FIELDS[optim.name.lower()].items():
-        yield (
-            f"optimizer.params.{key}",
-            (optimizer.get("params") or {}).get(key),
-            f"optim.{field}",
-            getattr(optim, field),
-        )
+    for key in OPTIMIZERS[optim.name.lower()].keys:
+        yield (f"optimizer.params.{key}", (optimizer.get("params") or {}).get(key), f"optim.{key}", getattr(optim, key))
 
 
 def check_accelerate_agrees(accelerate: AccelerateChoices, train: TrainConfig, finished: Mapping[str, Any]) -> None:

@@ -13,7 +13,6 @@ from ds_finetune.plan.batch import AUTO, accumulation_steps, check_auto, rows_of
 from ds_finetune.plan.checks import check
 from ds_finetune.plan.deepspeed_config import (
     HAS_TORCH_ADAM,
-    MOMENTS,
     TORCH_ADAM,
     check_accelerate_agrees,
     choose_deepspeed,
@@ -27,6 +26,7 @@ from ds_finetune.plan.inexact import inexact_lines
 from ds_finetune.plan.kernels import ChosenKernels, choose_kernels, triton_problem, version_of
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.optimizers import OPTIMIZERS
 from ds_finetune.plan.pipeline import idle_share
 from ds_finetune.plan.precision import with_precision
 from ds_finetune.plan.settings import RunSettings, sections_of
@@ -136,9 +136,9 @@ class Plan(RunSettings):
         return self.zero_stage == 0 and self.precision == "fp32"
 
     @property
-    def checkpoint_bytes_per_parameter(self) -> int:
+    def checkpoint_bytes_per_parameter(self) -> float:
         """Bytes of a checkpoint for each trained parameter: fp32 weight and moments."""
-        return 4 * (1 + MOMENTS[self.optimizer])
+        return 4 + OPTIMIZERS[self.optimizer].state_bytes
 
     @property
     def needs_fused_adam(self) -> bool:

@@ -124,7 +124,7 @@ def resolve(  # noqa: PLR0913 - what is decided, and what it is decided from
     read: the number of classes is that of the base model, and parameters that no loss reaches are not looked for.
     """
     config = read_config(source)
-    if config.lora is not None and config.lora.quantize is not None:
+    if (config.lora is not None and config.lora.quantize is not None) or config.optim.name.lower() == "adamw8bit":
         check_versions("quantize")
     train, precision = with_precision(config.train, device=device, support=bf16)
     settings = replace(RunSettings.of(config), train=train)

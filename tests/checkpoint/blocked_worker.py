@@ -65,7 +65,9 @@ def _contest(engine: Engine, folder: Path) -> dict[str, Any]:
     state = RunState(1, 0, 0, (0, 0), engine.state.scalars(), {}, {}, "", {}, {}, {}).text()
     ours, whole, theirs = [], [], []
     with closing(saver):
-        saver.start(num_weights(engine.state.groups(), share=place.share) * engine.plan.checkpoint_bytes_per_parameter)
+        saver.start(
+            int(num_weights(engine.state.groups(), share=place.share) * engine.plan.checkpoint_bytes_per_parameter)
+        )
         for number in range(ROUNDS):
             dist.barrier()
             began = time.monotonic()

@@ -28,6 +28,11 @@ INTERLEAVED = [
 """Two chunks of layers on each pipeline rank, to one chunk, to none and back."""
 OTHERS = [Layout(0, name="Muon"), Layout(1, name="Muon"), Layout(3, name="Muon"), Layout(2, "cpu", name="Muon")]
 OTHERS += [Layout(0, name="Adagrad"), Layout(0, name="SGD"), Layout(3, name="SGD")]
+WHOLE = [
+    Layout(0, name=name, precision=precision) for name in ("Adafactor", "AdamW8bit") for precision in ("fp32", "bf16")
+]
+"""States with other shapes than their parameters, which every rank holds whole."""
+OTHERS += [*WHOLE, Layout(1, name="RAdam"), Layout(3, name="Adamax"), Layout(2, name="RMSprop")]
 """Saved and restored at the same layout, where the numbers must be the same bits."""
 COMPILED = [Layout(1, "cpu", name="Lion"), Layout(2, "cpu", name="Adagrad")]
 """The same of optimizers whose CPU kernels are compiled for minutes at first use."""
@@ -109,6 +114,8 @@ def _changes() -> list[Change]:
             (PLAIN[n % len(PLAIN)], 2, layout, 2),
             (PARALLEL[n - 1], 2, layout, 2),
         ]
+    given += [(layout, 2, layout, 1) for layout in WHOLE]
+    given += [(Layout(stage, name=name), 2, Layout(3, name=name), 1) for stage, name in ((1, "RAdam"), (2, "Adamax"))]
     return given + [
         (layouts[n - 1], 2, layout, 2) for layouts in (DENSE, INTERLEAVED) for n, layout in enumerate(layouts)
     ]
@@ -127,7 +134,7 @@ def _axes(layout: Layout) -> tuple[Hashable, ...]:
 def _change_axes(change: Change) -> tuple[Hashable, ...]:
     source, source_world, target, target_world = change
     moved = [(layout.optimizer, layout.param, *_axes(layout)[-2:]) for layout in (source, target)]
-    return (source.stage, target.stage), (source_world, target_world), *moved
+    return (source.stage, target.stage), (source_world, target_world), *moved, (source.name,)
 
 
 SAME = each_value([layout for layout in _same() if layout.vpp == 1], _axes)

@@ -40,6 +40,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"checkpoint": {"every": "never", "keep": 5}}, "checkpoint.keep", "checkpoint.every is never"),
     ({"optim": {"lr_scheduler": "constant", "min_lr_ratio": 0.5}}, "optim.min_lr_ratio", "lr_scheduler is constant"),
     ({"optim": {"name": "SGD", "betas": [0.9, 0.9]}}, "optim.betas", "the optimizer of optim.name has none"),
+    ({"optim": {"name": "Adafactor", "eps": 1e-6}}, "optim.eps", "the optimizer of optim.name has none"),
     ({"optim": {"name": "Lion", "eps": 1e-6}}, "optim.eps", "the optimizer of optim.name has none"),
     ({"data": {"train": "a", "streaming": True, "cache_dir": "c"}}, "data.cache_dir", "prepares and caches nothing"),
     ({"data": {"train": "a", "layout": "text", "reasoning": "strip"}}, "data.reasoning", "data.layout is text"),

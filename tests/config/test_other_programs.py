@@ -44,6 +44,7 @@ OPTIONS = {
     "--val_set_size 0.05": "values are overridden as `data.eval=5%`",
     "--val_size 100": "the key is `data.eval`: a file, folder or data set of rows that are not trained, or a share",
     "--max_samples 1000": "values are overridden as `data.rows=1000`",
+    "--optim adamw_bnb_8bit": "the key is `optim.name`: `AdamW`; with ZeRO-0 and without LoRA also `AdamW8bit`",
     "--fsdp full_shard": "`--fsdp`: the key is `deepspeed`: docs/reference/run-file.md describes it",
     "--lora_dropout 0.05": "`--lora_dropout`: not available here",
     "--foo 1": "`--foo`: no option of this command; values are overridden as `section.key=value`",

@@ -1,6 +1,7 @@
 """Each optimizer by its published rule, in plain PyTorch."""
 
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -77,6 +78,11 @@ def plain_optimizer(name: str, model: nn.Module, weight_decay: float) -> Any:
         "Adam": lambda groups: torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS),
         "Lion": Lion,
         "SGD": lambda groups: torch.optim.SGD(groups, lr=LR),
+        "RAdam": lambda groups: torch.optim.RAdam(groups, lr=LR, betas=BETAS, eps=EPS, decoupled_weight_decay=True),
+        "Adamax": lambda groups: torch.optim.Adamax(groups, lr=LR, betas=BETAS, eps=EPS),
+        "RMSprop": lambda groups: torch.optim.RMSprop(groups, lr=LR, eps=EPS),
+        "Adafactor": lambda groups: torch.optim.Adafactor(groups, lr=LR),
+        "AdamW8bit": lambda groups: import_module("bitsandbytes").optim.AdamW8bit(groups, lr=LR, betas=BETAS, eps=EPS),
         "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=LR, eps=EPS),
     }
     if name != "Muon":

@@ -21,7 +21,7 @@ def _cells(names: dict[str, list[tuple[int, str]]]) -> list[Cell]:
             packing=True,
             offload=offload,
             optimizer=name,
-            weight_decay=0.0 if name == "Adagrad" else 0.1,
+            weight_decay=0.0 if name in ("Adagrad", "Adamax", "RMSprop") else 0.1,
         )
         for name, places in names.items()
         for stage, offload in places
@@ -36,6 +36,11 @@ CELLS = _cells(
         "Adam": [(0, "none"), (3, "none"), (2, "optimizer")],
         "SGD": EVERY_STAGE,
         "Adagrad": [(0, "none")],
+        "RAdam": EVERY_STAGE,
+        "Adamax": EVERY_STAGE,
+        "RMSprop": EVERY_STAGE,
+        "Adafactor": [(0, "none")],
+        "AdamW8bit": [(0, "none")],
         "Muon": EVERY_STAGE + OFFLOADED,
     }
 )

@@ -141,6 +141,20 @@ def test_the_batch_triple_is_derived_and_written() -> None:
             "DeepSpeedCPUAdagrad",
         ),
         (zero(1), {"optim": {"name": "Lamb"}}, "Lamb under ZeRO is refused", "stage 0"),
+        (zero(2), {"optim": {"name": "Adafactor"}}, "Adafactor under ZeRO is refused", "stage 0"),
+        (zero(3), {"optim": {"name": "AdamW8bit"}}, "AdamW8bit under ZeRO is refused", "stage 0"),
+        (
+            zero(2, offload_optimizer={"device": "cpu"}),
+            {"optim": {"name": "RAdam"}},
+            "offload_optimizer with optim.name RAdam is refused",
+            "AdamW",
+        ),
+        (
+            zero(2),
+            {"optim": {"name": "RMSprop", "weight_decay": 0.1}},
+            "weight_decay 0.1 with RMSprop would be added to the gradient",
+            "AdamW",
+        ),
         (
             zero(0),
             {"optim": {"name": "Adagrad", "weight_decay": 0.1}},
@@ -225,7 +239,7 @@ def test_the_batch_triple_is_derived_and_written() -> None:
             "torch_adam True has no effect: DeepSpeedCPUAdam is used here",
             "delete",
         ),
-        (None, {"optim": {"name": "Adamw2"}}, "optim.name `Adamw2` is not known", "adamw"),
+        (None, {"optim": {"name": "Adamw2"}}, "optim.name `Adamw2` is not known", "AdamW8bit"),
         ("none.json", {}, "deepspeed file `none.json` does not exist", "ds_configs/"),
     ],
 )

@@ -33,6 +33,8 @@ class Part:
     start: int
     numel: int
     offset: int
+    is_state: bool = False
+    """Whether it is a whole tensor of state with another shape than its parameter."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +51,8 @@ class Master:
     number: int
     is_swapped: bool = False
     wholes: tuple[Part, ...] = ()
+    is_parameter: bool = False
+    """Whether it is a whole parameter, whose state may then have any shape."""
 
     def parts_in(self, held: torch.Tensor, *, restoring: bool) -> tuple[Part, ...]:
         """The parameter parts in `held`, an optimizer state of this master. To save, each element belongs to one rank;
@@ -56,6 +60,8 @@ class Master:
         """
         if held.numel() == self.flat.numel():
             return self.parts
+        if self.is_parameter:
+            return (replace(self.parts[0], shape=tuple(held.shape), numel=held.numel(), is_state=True),)
         if restoring:
             return self.wholes
         begins = {part.name: part.offset for part in self.wholes}
@@ -74,7 +80,7 @@ def master_weights(wrapped: Any, plan: Plan) -> list[Master]:  # noqa: ANN401 - 
         return [_master_of_group(optimizer, number, names) for number in range(len(optimizer.bit16_groups))]
     if plan.precision == "fp32":
         trained = [param for group in optimizer.param_groups for param in group["params"]]
-        return [Master(param, (_whole(param, names, 0),), number) for number, param in enumerate(trained)]
+        return [Master(p, (_whole(p, names, 0),), number, is_parameter=True) for number, p in enumerate(trained)]
     return list(_masters_of_stage_0(optimizer, names))
 
 
@@ -92,7 +98,8 @@ def _masters_of_stage_0(optimizer: Any, names: dict[int, str]) -> Iterator[Maste
             for groups in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
             for pair in zip(*groups, strict=True)
         ]
-        yield from (Master(flat, (_whole(param, names, 0),), number) for number, (param, flat) in enumerate(pairs))
+        for number, (param, flat) in enumerate(pairs):
+            yield Master(flat, (_whole(param, names, 0),), number, is_parameter=True)
         return
     for number, (group, flat) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)):
         offset, parts = 0, []
@@ -322,7 +329,7 @@ class EngineState:
         """Whether the optimizer counts steps per parameter; DeepSpeed's fused kernels count only in a group's last
         parameter (ops/adam/fused_adam.py).
         """
-        return type(self._optimizers[0]).__module__.startswith("torch.")
+        return not type(self._optimizers[0]).__module__.startswith("deepspeed.")
 
     def _state(self, master: Master) -> dict[str, Any]:
         found = [optimizer.state[master.flat] for optimizer in self._optimizers if master.flat in optimizer.state]
@@ -336,7 +343,11 @@ class EngineState:
         tensors = {
             kind: value for kind, value in self._state(master).items() if torch.is_tensor(value) and kind != "step"
         }
-        return {_SAME_KIND.get(kind, kind): value for kind, value in tensors.items() if value.numel() in sizes}
+        return {
+            _SAME_KIND.get(kind, kind): value
+            for kind, value in tensors.items()
+            if master.is_parameter or value.numel() in sizes
+        }
 
     def _group(self, masters: Sequence[Master], restoring: bool) -> StateGroup:
         tensors = [(WEIGHT, master, master.flat) for master in masters]
@@ -360,6 +371,9 @@ class EngineState:
         return StateGroup(tuple(slices), lambda write: self._open_masters(masters, read, write))
 
     def _slice(self, key: str, part: Part, dtype: torch.dtype) -> Slice:
+        if part.is_state:
+            # Optimizers with such state train whole parameters on every rank.
+            return Slice(key, part.shape, 0, part.numel, dtype, is_replicated=True)
         shard = self._model_shard.tensor_shard(part.name, part.shape)
         is_replicated = self._plan.zero_stage == 0 and shard.is_whole and self._plan.mesh.pp == 1
         return Slice(

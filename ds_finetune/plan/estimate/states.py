@@ -99,5 +99,5 @@ def files_of(plan: Plan, model: DescribedModel) -> DiskNeed:
         exports=kept.exports,
         export_bytes=total * WEIGHT_BYTES[plan.precision],
         checkpoints=kept.checkpoints,
-        checkpoint_bytes=trained * plan.checkpoint_bytes_per_parameter if kept.checkpoints else 0,
+        checkpoint_bytes=int(trained * plan.checkpoint_bytes_per_parameter) if kept.checkpoints else 0,
     )

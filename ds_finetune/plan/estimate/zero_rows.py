@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Self
 from ds_finetune.config.objectives import is_distillation
 from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.plan.deepspeed_config import HAS_TORCH_ADAM
-from ds_finetune.plan.deepspeed_config import MOMENTS as OPTIMIZER_MOMENTS
 from ds_finetune.plan.estimate.rank_weights import RankElements, RankWeights, TensorKind, rank_weights
 from ds_finetune.plan.estimate.rows import BACKWARD, MICRO_BATCH, MOMENTS, MemoryRow, Moment, Place
 from ds_finetune.plan.model_tensors import EMBEDDING, HEAD, DescribedModel
+from ds_finetune.plan.optimizers import OPTIMIZERS
 from ds_finetune.plan.plan import Plan, is_teacher_partitioned
 from ds_finetune.plan.tested_layouts import WEIGHT_BYTES
 
@@ -176,7 +176,7 @@ def _optimizer_rows(run: _Zero) -> Iterator[MemoryRow]:
     updated, option = (own.trained_share if stage else own.trained), _OPTIMIZER if stage else _STAGE
     if stage or run.width < _WIDE:
         yield MemoryRow("fp32 weights", run.optimizer_place, _WIDE * updated, option)
-    moments = _WIDE * OPTIMIZER_MOMENTS[run.plan.optimizer] * updated
+    moments = int(OPTIMIZERS[run.plan.optimizer].state_bytes * updated)
     yield MemoryRow("moments", run.optimizer_place, moments, option)
     if run.is_offloaded:
         yield MemoryRow("fp32 gradients for the update", run.optimizer_place, _WIDE * updated, _STAGE)
