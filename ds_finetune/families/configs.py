@@ -21,6 +21,15 @@ _YARN |= {"truncate": False, "original_max_position_embeddings": 32}
 GPT_OSS: Config = {**DENSE, "intermediate_size": 16, "head_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
 GPT_OSS |= {"sliding_window": 5, "attention_bias": True, "swiglu_limit": 1.0, "rope_parameters": _YARN}
 """Attention sinks, a window in every other layer, and biased experts, whose limit some numbers reach."""
+MISTRAL: Config = {**DENSE, "head_dim": 12, "sliding_window": 5}
+"""A window in every layer."""
+MINISTRAL3: Config = {**DENSE, "head_dim": 12}
+MINISTRAL3 |= {"rope_parameters": {**_YARN, "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.5}}
+"""Queries that grow with their position, every fourth of which makes them larger, and YaRN."""
+PHI3: Config = {**DENSE, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sliding_window": 5}
+PHI3 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}}
+PHI3 |= {"head_dim": 8}
+"""Queries, keys and values in one projection, gate and up in another, and rotary embeddings of a part of a head."""
 COMPRESSED: Config = {**DENSE, "num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 24}
 COMPRESSED |= {"intermediate_size": 16, "moe_intermediate_size": 16, "n_shared_experts": 1}
 COMPRESSED |= {"n_routed_experts": 8, "num_experts_per_tok": 2}

@@ -182,6 +182,8 @@ class Family:
     several residual streams it is `mtp.0`, and has other parts (model/mtp.py)."""
     may_be_unexpected: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
     """Regular expressions of checkpoint keys that the model does not load."""
+    extends_context: bool = True
+    """Whether `model.context` is tested with it; false where transformers reads rotary scaling of another kind."""
     fp32_buffers: tuple[str, ...] = ()
     """Last parts of the names of untrained tensors that are kept in fp32 at any precision."""
     fp32_weights: str | None = None

@@ -39,4 +39,4 @@ VLLM_LORA: Mapping[str, frozenset[str]] = {
     "gpt_oss": _DENSE - _MLP,  # vllm/model_executor/models/gpt_oss.py:1411
 }
 """Last parts of the published names of the modules whose adapters vLLM computes with on NVIDIA GPUs. A model type that
-is missing has a class without `SupportsLoRA`."""
+is missing has a class without `SupportsLoRA`, or one that has not been read."""

@@ -12,9 +12,12 @@ from ds_finetune.families.configs import (
     HASHED,
     INDEXED,
     LATENT,
+    MINISTRAL3,
+    MISTRAL,
     MIXTRAL,
     OLMOE,
     ONE_GROUP,
+    PHI3,
     QWEN3_MOE,
     SHARED_INDEX,
     SPARSE,
@@ -62,6 +65,8 @@ def _tiny(name: str, config: ModelConfig, *, in_standard_selftest: bool = False,
 
 
 _DENSE = Family("", parallel_axes=_DENSE_AXES, has_lora=True, onnx=OnnxGraph("grouped_query"))
+_TRAINED = replace(_DENSE, onnx=None, fp8_linear=None)
+"""Dense types whose exports are Hugging Face folders in 16 or 32 bits."""
 _MIXTURE = Family(
     "",
     fused_experts=True,
@@ -259,6 +264,20 @@ _ROWS = (
         indexer=Indexer(chooses_entries=True),
         tiny_models=_tiny("deepseek_v4", COMPRESSED, deep=HASHED, sparse={"index_topk": 4}),
     ),
+    replace(_TRAINED, model_type="mistral", tiny_models=_tiny("mistral", MISTRAL, deep=_DEEP)),
+    replace(
+        _TRAINED,
+        model_type="ministral3",
+        extends_context=False,
+        tiny_models=_tiny("ministral3", MINISTRAL3, deep=_DEEP),
+    ),
+    replace(
+        _TRAINED,
+        model_type="phi3",
+        extends_context=False,
+        parallel_axes=_DENSE_AXES - {"tp"},
+        tiny_models=_tiny("phi3", PHI3, deep=_DEEP),
+    ),
     Family(
         "bert",
         may_be_unexpected=(r"^cls\.", _POSITION_IDS),
@@ -292,7 +311,9 @@ where rotary sections for time, height and width have equal positions."""
 WITH_TINY_MODELS = tuple(name for name, family in FAMILIES.items() if family.tiny_models is not None)
 """Model types whose tiny models are compared with transformers."""
 FULLY_TESTED = tuple(name for name in WITH_TINY_MODELS if not FAMILIES[name].compresses)
-"""Types that are tested with `model.context`, `train.activation_offload` and `train.tiled_mlp`."""
+"""Types that are tested with `train.activation_offload` and `train.tiled_mlp`."""
+WITH_CONTEXT = tuple(name for name in FULLY_TESTED if FAMILIES[name].extends_context)
+"""Types that are tested with `model.context`."""
 STANDARD_SELFTEST = tuple(
     name for name, family in FAMILIES.items() if family.tiny_models and family.tiny_models.in_standard_selftest
 )

@@ -20,6 +20,7 @@ _NORM = "hidden_states.pow(2).mean(-1, keepdim=True)"
 _ROUNDS_FIRST = "return self.weight * hidden_states.to(input_dtype)"
 _ROUNDS_LAST = "return (self.weight * hidden_states).to(input_dtype)"
 GATED_MLP = ("self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))",)
+JOINED_MLP = "up_states = self.gate_up_proj(hidden_states)", "gate, up_states = up_states.chunk(2, dim=-1)"
 CLAMPED_GATE = "clamp(max=self.limit)", "clamp(min=-self.limit, max=self.limit)", "self.act_fn(gate) * up"
 KEYS_AND_VALUES = "self.kv_b_proj(kv_nope).view(key_shape)", "key_states = kv_nope.new_empty("
 _ROTARY = {
@@ -68,7 +69,8 @@ def computes(method: Callable[..., Any] | None, texts: tuple[str, ...]) -> bool:
 
 def is_silu(module: Any) -> bool:  # noqa: ANN401 - an MLP or experts of any family
     """Whether the activation function of `module` is silu."""
-    return isinstance(module.act_fn, nn.SiLU | type(ACT2FN["silu"]))
+    function = module.act_fn if hasattr(module, "act_fn") else module.activation_fn
+    return isinstance(function, nn.SiLU | type(ACT2FN["silu"]))
 
 
 def has_plain_gate(experts: Any) -> bool:  # noqa: ANN401 - routed experts of any family

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_finetune.errors import ConfigError
-from ds_finetune.families.table import FULLY_TESTED, family_of
+from ds_finetune.families.table import WITH_CONTEXT
 
 _POSITIONS, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 _LATENT_SCALES = {"mscale": 1.0, "mscale_all_dim": 1.0}
@@ -107,10 +107,10 @@ def plan_context(model: Mapping[str, Any], context: int) -> ContextPlan:
     the factor context / `original_max_position_embeddings`. Where the context fits, nothing changes.
     """
     kind, published = str(model.get("model_type")), model.get(_POSITIONS)
-    if family_of(kind).is_generic or kind not in FULLY_TESTED or not published:
+    if kind not in WITH_CONTEXT or not published:
         raise ConfigError(
             f"model.context {context} of model_type {kind} is not tested",
-            hint=f"leave it out; tested: {', '.join(FULLY_TESTED)}",
+            hint=f"leave it out; tested: {', '.join(WITH_CONTEXT)}",
         )
     rope, is_latent = dict(model.get("rope_parameters") or {}), model.get("kv_lora_rank") is not None
     if rope and _rope_type(rope) == "yarn" and rope.get("factor") is None:

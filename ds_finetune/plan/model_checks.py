@@ -7,7 +7,7 @@ from ds_finetune.config.objectives import is_grpo
 from ds_finetune.config.sections import OWN_ATTENTIONS
 from ds_finetune.errors import ModelError
 from ds_finetune.families.layer_rules import hashed_layers, indexed_layers, longest_window
-from ds_finetune.families.table import FAMILIES, FULLY_TESTED
+from ds_finetune.families.table import FAMILIES, FULLY_TESTED, WITH_CONTEXT
 from ds_finetune.plan.batch import divisors
 from ds_finetune.plan.forward import problem_of_calls, varlen_problem
 from ds_finetune.plan.kernels import fused_operations
@@ -339,7 +339,7 @@ _KERNEL: tuple[Refusal[ModelSettings], ...] = (
 def _beyond_positions(run: ModelSettings) -> dict[str, object] | None:
     if not run.positions or run.train.max_seq_len <= run.positions:
         return None
-    return {"extend": ", or extend the model by model.context" if run.model_type in FULLY_TESTED else ""}
+    return {"extend": ", or extend the model by model.context" if run.model_type in WITH_CONTEXT else ""}
 
 
 _POSITIONS: tuple[Refusal[ModelSettings], ...] = (

@@ -30,7 +30,7 @@ CELLS = (
         "transformers 5.23",
         "tensors and logits are equal",
         "export/test_safetensors_folder.py",
-        (*_DECODERS, "deepseek_v32", "glm_moe_dsa", "gpt_oss"),
+        (*_DECODERS, "deepseek_v32", "glm_moe_dsa", "gpt_oss", "ministral3", "mistral", "phi3"),
     ),
     Cells(
         "safetensors",

@@ -12,7 +12,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.export.from_checkpoint import export_checkpoint
 from ds_finetune.export.model_config import served_config
-from ds_finetune.families.table import BUILT_AS, FULLY_TESTED, family_of
+from ds_finetune.families.table import BUILT_AS, WITH_CONTEXT, family_of
 from ds_finetune.foreign.auto_configs import AutoConfig as OwnConfig
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.plan.plan import make_plan
@@ -62,15 +62,15 @@ def logits(config: Any, weights: dict[str, torch.Tensor] | None = None) -> tuple
         return model(torch.arange(CONTEXT)[None] % 90).logits, dict(model.state_dict())
 
 
-@pytest.mark.parametrize("family", FULLY_TESTED)
+@pytest.mark.parametrize("family", WITH_CONTEXT)
 def test_every_family_gets_the_positions_of_transformers(family: str, tmp_path: Path) -> None:
-    _compare(family, None if FULLY_TESTED.index(family) % 2 else YARN, tmp_path)
+    _compare(family, None if WITH_CONTEXT.index(family) % 2 else YARN, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FULLY_TESTED)
+@pytest.mark.parametrize("family", WITH_CONTEXT)
 def test_every_family_gets_them_from_the_other_scaling(family: str, tmp_path: Path) -> None:
-    _compare(family, YARN if FULLY_TESTED.index(family) % 2 else None, tmp_path)
+    _compare(family, YARN if WITH_CONTEXT.index(family) % 2 else None, tmp_path)
 
 
 def _compare(family: str, rope: dict[str, Any] | None, tmp_path: Path) -> None:

@@ -9,7 +9,10 @@ from ds_finetune.families.configs import (
     GROUPED_ROUTING,
     INDEXED,
     LATENT,
+    MINISTRAL3,
+    MISTRAL,
     ONE_GROUP,
+    PHI3,
     SHARED_INDEX,
     WIDE_VALUES,
 )
@@ -37,5 +40,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": _DENSE | {"intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": _DENSE | {"intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
     "llama": _DENSE,
+    "mistral": MISTRAL | _COMMON,
+    "ministral3": MINISTRAL3 | _COMMON,
+    "phi3": PHI3 | _COMMON,
     "gpt_oss": GPT_OSS | _COMMON,
 }

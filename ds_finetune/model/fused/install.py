@@ -11,6 +11,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.foreign.transformers_elementwise import (
     CLAMPED_GATE,
     GATED_MLP,
+    JOINED_MLP,
     KEYS_AND_VALUES,
     computes,
     has_plain_gate,
@@ -54,6 +55,8 @@ def _gates(module: nn.Module, kind: Any, kernels: Kernels) -> dict[str, Any]:  #
     of_mlp, of_experts = kind.forward if kind.__name__.endswith("MLP") else None, getattr(kind, "_apply_gate", None)
     if computes(of_mlp, GATED_MLP) and is_silu(module):
         return {"forward": lambda self, x: self.down_proj(gate(kernels, self.gate_proj(x), self.up_proj(x)))}
+    if computes(of_mlp, JOINED_MLP) and is_silu(module):
+        return {"forward": lambda self, hidden_states: self.down_proj(gate(kernels, self.gate_up_proj(hidden_states)))}
     if has_plain_gate(module) and is_silu(module):
         return {"_apply_gate": lambda _, gate_up: gate(kernels, gate_up)}
 

@@ -167,9 +167,9 @@ def _generic(kind: str, **keys: object) -> PreTrainedModel:
 
 
 def test_a_type_without_a_row_in_the_table_is_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mistral's window is shorter than the texts."""
+    """StarCoder2's window is shorter than the texts."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4}
-    ours, plain = (_generic("mistral", **heads) for _ in range(2))
+    ours, plain = (_generic("starcoder2", **heads) for _ in range(2))
     ours.config._attn_implementation = BY_DOCUMENT
     check_cache(AnswerModel(ours, CPU))
     prompts = prompts_of(LENGTHS)
@@ -177,7 +177,7 @@ def test_a_type_without_a_row_in_the_table_is_tried_first(monkeypatch: pytest.Mo
         assert_same(answer, plain_answer(plain, prompt, 0, LIMITS))
     monkeypatch.setattr(answer_model, "_LIMITS", {torch.float32: 0.0})
     check_cache(AnswerModel(ours, CPU))
-    with pytest.raises(ModelError, match="`mistral` cannot be sampled: with a cache its logits differ by"):
+    with pytest.raises(ModelError, match="`starcoder2` cannot be sampled: with a cache its logits differ by"):
         check_cache(AnswerModel(plain, CPU))
 
 

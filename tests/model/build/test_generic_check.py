@@ -32,7 +32,7 @@ def _trial(kind: str, *, row_tokens: int = ROW_TOKENS, **settings: Any) -> Trial
 
 @pytest.mark.parametrize(
     "kind",
-    ["mistral", "granitemoe", "olmo2", "gpt_neox", "glm4", "dots1", "granite", "starcoder2", "doge"],
+    ["smollm3", "granitemoe", "olmo2", "gpt_neox", "glm4", "dots1", "granite", "starcoder2", "doge"],
 )
 def test_a_type_that_keeps_documents_apart_is_trained_packed_and_padded(kind: str) -> None:
     trial = _trial(kind)
@@ -104,7 +104,7 @@ def test_what_a_trial_refuses() -> None:
     check_trial("x", Trial(untried="not built"), packing=False)
 
 
-@pytest.mark.parametrize("kind", ["mistral", "gpt2"])
+@pytest.mark.parametrize("kind", ["smollm3", "gpt2"])
 def test_a_classifier_scores_as_its_own_class_does(kind: str) -> None:
     config = AutoConfig.for_model(kind, num_labels=3, pad_token_id=0)
     trial = try_model_type(config, attention="sdpa", row_tokens=64, objective=Classification(3))
@@ -154,15 +154,15 @@ def test_flash_attention_is_tried_by_the_lengths_that_it_is_given() -> None:
     """They keep OPT's documents apart, as positions do not; Qwen3-Next needs more; Falcon has a class of its own for
     it.
     """
-    mistral, opt, hybrid, falcon = (
+    smollm, opt, hybrid, falcon = (
         try_model_type(config_of(kind), attention=FLASH, row_tokens=ROW_TOKENS)
-        for kind in ("mistral", "opt", "qwen3_next", "falcon")
+        for kind in ("smollm3", "opt", "qwen3_next", "falcon")
     )
-    assert max(mistral.packed, opt.packed, mistral.loss, opt.loss) < LIMIT / 5
+    assert max(smollm.packed, opt.packed, smollm.loss, opt.loss) < LIMIT / 5
     assert "sequences apart without" in hybrid.untried
     assert "without a GPU" in falcon.untried
     assert build_skeleton(
-        config_of("mistral", num_hidden_layers=1), attention=BY_LENGTHS, dtype=torch.float32, device="meta"
+        config_of("smollm3", num_hidden_layers=1), attention=BY_LENGTHS, dtype=torch.float32, device="meta"
     )
 
 
@@ -264,9 +264,7 @@ def test_the_table_in_the_docs() -> None:
 
 
 NO_LEAK = [
-    "mistral",
     "gemma3_text",
-    "phi3",
     "phimoe",
     "olmo2",
     "olmo3",
