@@ -17,7 +17,7 @@ from NCCL).
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """One `line` about an error, the last lines of its traceback as `text`, and the exit code."""
 
     line: str

@@ -15,7 +15,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from ds_finetune.cluster.watchdog.diagnosis import SILENT, diagnose, hosts_text, status_lines
-from ds_finetune.cluster.watchdog.failure import Failure, is_secondary
+from ds_finetune.cluster.watchdog.failure import RankFailure, is_secondary
 from ds_finetune.cluster.watchdog.heartbeats import (
     DONE,
     ENDED,
@@ -100,7 +100,7 @@ class Monitor(threading.Thread):
         except BaseException as error:
             if self._is_failing:
                 raise
-            cause = self._report_failure(failure := Failure.of(error), is_secondary=is_secondary(error))
+            cause = self._report_failure(failure := RankFailure.of(error), is_secondary=is_secondary(error))
             if cause is None:
                 raise
             self._record_cause(cause)
@@ -329,7 +329,7 @@ class Monitor(threading.Thread):
         self._beats.proposal = ending
         self._beats.flush()
 
-    def _report_failure(self, failure: Failure, *, is_secondary: bool) -> RunEnding | None:
+    def _report_failure(self, failure: RankFailure, *, is_secondary: bool) -> RunEnding | None:
         """Report a failure; return the run's ending where this failure is only a consequence of another rank's."""
         self._is_failing = True
         wait = SILENT_SECONDS + ROUND_SECONDS if is_secondary else _FLUSH_SECONDS

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ds_finetune.cluster.watchdog.failure import Failure
+from ds_finetune.cluster.watchdog.failure import RankFailure
 from ds_finetune.cluster.watchdog.heartbeats import RankProcess, RunEnding, join
 from ds_finetune.cluster.watchdog.kills import FOLDER
 from ds_finetune.cluster.watchdog.monitor import REPORT, Monitor
@@ -74,7 +74,7 @@ class Ranks:
     def fail(self, rank: int, line: str, *, is_secondary: bool, code: int = 1) -> RunEnding | None:
         """Let a rank report an error, for whose cause it does not wait."""
         self.monitors[rank]._ending_known.set()
-        return self.monitors[rank]._report_failure(Failure(line, f"where\n{line}", code), is_secondary=is_secondary)
+        return self.monitors[rank]._report_failure(RankFailure(line, f"where\n{line}", code), is_secondary=is_secondary)
 
     def ending(self, rank: int) -> RunEnding:
         """How the run ends, as a rank reads it in the store."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ds_finetune.cluster.watchdog.diagnosis import Diagnosis, status_lines
-from ds_finetune.cluster.watchdog.failure import Failure, is_secondary
+from ds_finetune.cluster.watchdog.failure import RankFailure, is_secondary
 from ds_finetune.cluster.watchdog.heartbeats import RankProcess
 from ds_finetune.cluster.watchdog.kills import why_killed
 from ds_finetune.cluster.watchdog.progress import CollectiveCall, RankStatus
@@ -36,12 +36,12 @@ def test_what_follows_from_another_rank_is_told_from_what_does_not(error: Except
 
 
 def test_a_failure_brings_its_line_its_code_and_its_last_lines() -> None:
-    assert Failure.of(ConfigError("tp 3 does not divide 8", hint="try 2")) == Failure(
+    assert RankFailure.of(ConfigError("tp 3 does not divide 8", hint="try 2")) == RankFailure(
         "ConfigError: tp 3 does not divide 8", "tp 3 does not divide 8\n  hint: try 2", 2
     )
     with pytest.raises(KeyError) as raised:
         {}["layer"]
-    failure = Failure.of(raised.value)
+    failure = RankFailure.of(raised.value)
     assert failure.line == "KeyError: 'layer'"
     assert failure.code == 1
     assert "test_report.py" in failure.text
