@@ -1,6 +1,4 @@
-"""Locks a checkpoint folder for one run, until all of the run's processes have exited, including its writer
-processes.
-"""
+"""Locks a checkpoint folder for one run, until all its processes have exited, including its writer processes."""
 
 import fcntl
 import os

@@ -1,6 +1,4 @@
-"""Finds the checkpoint to resume from, and restores it into an engine of any parallel layout and into random
-generators.
-"""
+"""Finds the checkpoint to resume from, and restores it into an engine of any layout and into random generators."""
 
 import base64
 import random

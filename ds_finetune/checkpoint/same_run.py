@@ -65,9 +65,7 @@ def changes_since_checkpoint(state: RunState, now: RunIdentity) -> list[str]:
 
 
 def on_resume(key: str) -> OnResume:
-    """What to do on resume where `key` differs: the mark of its field, or of a section that contains it; else
-    PRINTED.
-    """
+    """What to do on resume where `key` differs: the mark of its field, or of a section around it; else PRINTED."""
     sections: list[type[BaseModel]] = [RunConfig]
     for name in key.split("."):
         infos = [info for part in sections for own, info in part.model_fields.items() if name == (info.alias or own)]
@@ -108,9 +106,7 @@ def _other_choices(state: RunState, now: RunIdentity) -> list[str]:
 
 
 def _other_evaluation(state: RunState, now: RunIdentity) -> list[str]:
-    """A line if the evaluation rows differ; CheckpointError if the best loss on the old rows would still be
-    compared.
-    """
+    """A line if the evaluation rows differ; CheckpointError if the best loss on the old rows would be compared."""
     if not (state.held_out and now.held_out) or state.held_out == now.held_out:
         return []
     best = float(state.observers.get("best", {}).get("best_loss", math.inf))

@@ -74,9 +74,7 @@ class Saver:
             self._process.send(ReserveJob(num_bytes))
 
     def save(self, step: int, state: str, *, rank_state: Mapping[str, Any], eval_loss: float | None = None) -> float:
-        """Start a save, and return the seconds for which this rank was blocked; `settle` must have returned the
-        previous save.
-        """
+        """Start a save, and return the seconds this rank was blocked; `settle` must have returned the previous save."""
         assert self._pending is None
         began = time.perf_counter()
         groups = self.groups()

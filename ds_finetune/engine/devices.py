@@ -45,9 +45,7 @@ def why_no_gpu() -> str:
 
 
 def visible_device(local_rank: int) -> int:
-    """Index of a local rank's GPU among those visible to this process; 0 where a scheduler shows each process only its
-    own GPU.
-    """
+    """Index of a local rank's GPU among those visible to it; 0 where each process sees only its own GPU."""
     count = torch.cuda.device_count()
     if local_rank >= count > 1:
         raise LaunchError(

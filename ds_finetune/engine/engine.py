@@ -261,9 +261,7 @@ class Engine:
         return not is_balanced and self._ds.module.continues_documents(self._device)
 
     def allow_only(self, allowed: torch.Tensor | None) -> None:
-        """Restrict the softmax of answer losses to the `allowed` ids, bool [vocabulary], as in sampling; None allows
-        all.
-        """
+        """Restrict the softmax of answers to the `allowed` ids, bool [vocabulary], as in sampling; None allows all."""
         head, tp = self._ds.module.lm.get_output_embeddings(), self.plan.mesh.tp
         head.forbidden = None if allowed is None else ~allowed.chunk(tp)[self.plan.mesh.place("tp")].to(self._device)
 
@@ -330,9 +328,7 @@ class Engine:
         return {name: spec for name, spec in self._whole.specs().items() if not is_adapter(name)}
 
     def gather_shards(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The full tensor, on the first rank of its pipeline stage, from `part`, which is sharded like parameter
-        `name`.
-        """
+        """The full tensor, on the first rank of its stage, from `part`, which is sharded like parameter `name`."""
         return self._whole.gather_shards(name, part)
 
     def _forward(self, rows: ForwardRows, numbers: StepNumbers | None) -> LossAndSums | StageOutput:
@@ -340,9 +336,7 @@ class Engine:
         return out
 
     def _log_probs(self, rows: ForwardRows) -> torch.Tensor:
-        """Log-probabilities of the documents of a forward, fp64 [documents], identical on all ranks that share its
-        rows.
-        """
+        """Log-probabilities of the documents of a forward, fp64 [documents], identical on ranks that share its rows."""
         with torch.no_grad():
             out = self._ds(rows_on_device(rows, self._device), wants_log_probs=True)
         if self._stage is None:
@@ -389,9 +383,7 @@ class Engine:
         return sums
 
     def _run_pipeline(self, every: Sequence[ForwardRows], numbers: StepNumbers, stage: PipelineGroup) -> torch.Tensor:
-        """Forward and backward of all micro-batches on a pipeline stage; only the last stage has sums other than
-        zeros.
-        """
+        """Forward and backward of all micro-batches on a pipeline stage; only the last stage has nonzero sums."""
         sums = self._no_sums()
 
         def forward(rows: ForwardRows) -> StageForward:
@@ -407,9 +399,7 @@ class Engine:
         return sums
 
     def _share_embedding(self) -> None:
-        """Copy the first stage's embedding to the last stage, where multi-token prediction reads but does not train
-        it.
-        """
+        """Copy the first stage's embedding to the last stage, where multi-token prediction only reads it."""
         stage, module = self._stage, self._ds.module
         if stage is not None and stage.is_end and mtp_layers(module.config) and not self._trains_both_ends:
             stage.broadcast_embedding(module.lm.get_input_embeddings().weight)
@@ -437,9 +427,7 @@ class Engine:
         return HeldOutScores(metrics, counts, self.objective.is_per_token, sums, together)
 
     def _step_optimizer(self) -> tuple[float, bool]:
-        """Optimizer step after all micro-batches; returns the gradient norm before clipping, and whether the step was
-        skipped.
-        """
+        """The optimizer step; returns the gradient norm before clipping, and whether the step was skipped."""
         if self.plan.is_engine_clipping:
             params = [param for param in self._ds.module.parameters() if param.grad is not None]
             limit = self.plan.train.max_grad_norm
@@ -467,9 +455,7 @@ class Engine:
 
     @property
     def _trains_both_ends(self) -> bool:
-        """Whether the embedding's weight is trained on both the first and the last stage, each with a part of its
-        gradient.
-        """
+        """Whether the first and the last stage both train the embedding's weight, each with a part of its gradient."""
         module, is_end = self._ds.module, self._stage is not None and self._stage.is_end
         trains_copy = has_tied_head(module.lm) or any(each.trains_embedding for each in module.extras)
         return is_end and trains_copy and module.lm.get_input_embeddings().weight.requires_grad

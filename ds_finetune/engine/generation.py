@@ -1,6 +1,4 @@
-"""Greedy answers to prompts distributed over the ranks. Under ZeRO-3 weights are gathered as a whole where memory
-allows.
-"""
+"""Greedy answers to prompts distributed over the ranks. Under ZeRO-3 weights are gathered once if memory allows."""
 
 import math
 import sys
@@ -31,9 +29,7 @@ def answer_prompts(
     *,
     is_over: Callable[[], bool],
 ) -> dict[int, list[int]] | None:
-    """Token ids of the answers to this rank's prompts by number, without prompt and stop token; None once `is_over` is
-    true.
-    """
+    """Ids of the answers to this rank's prompts, without prompt and stop token; None once `is_over` is true."""
     answers, device = {}, torch.device(wrapped.device)
     with weights_for_answers(wrapped, plan) as is_collective:
         for number, prompt in _prompts_of_rank(prompts, plan):

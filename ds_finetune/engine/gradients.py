@@ -1,6 +1,4 @@
-"""Gradients of a step: detection of non-finite ones, the global norm, and clipping where the engine clips instead of
-DeepSpeed.
-"""
+"""Gradients of a step: detection of non-finite ones, the global norm, and clipping outside of DeepSpeed."""
 
 import itertools
 import math
@@ -77,9 +75,7 @@ class FiniteProbe:
         self._seen.clear()
 
     def is_bad(self) -> torch.Tensor:
-        """Whether any gradient on this rank since `reset` had a NaN or an infinity: bool scalar on the gradients'
-        device.
-        """
+        """Whether any gradient on this rank since `reset` had a NaN or infinity: scalar on the gradients' device."""
         if not self._seen:
             return torch.zeros((), dtype=torch.bool)
         return ~torch.isfinite(torch.stack(list(self._seen.values())).sum())

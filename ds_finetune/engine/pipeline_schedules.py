@@ -18,9 +18,7 @@ class StageForward(NamedTuple):
     """Result of a stage's forward."""
 
     loss: torch.Tensor | None
-    """The scaled loss of the last stage, scalar; on other stages the auxiliary losses of their layers, None without
-    one.
-    """
+    """Scaled loss of the last stage, scalar; on other stages the auxiliary losses of their layers, None without one."""
     hidden: torch.Tensor | None
     """Hidden states [batch, tokens, width] for the next stage; None on the last stage."""
 

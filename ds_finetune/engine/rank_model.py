@@ -1,6 +1,4 @@
-"""Builds the models of a rank: its shard of the trained model, with weights, features and loss head, and the
-teacher.
-"""
+"""Builds the models of a rank: its shard of the trained model, with weights, features and loss head, and teacher."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -245,9 +243,7 @@ def arrange_forward(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
 def trained_model(
     lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups, features: Sequence[Feature]
 ) -> TrainedModel:
-    """The module that DeepSpeed gets: `lm` from `build_rank_model`, with the loss of the objective and of
-    `features`.
-    """
+    """The module that DeepSpeed gets: `lm` from `build_rank_model`, with the losses of objective and `features`."""
     trained = TrainedModel(lm, groups.sequence, groups.stage)
     for feature in features:
         trained = feature.wrap(trained)

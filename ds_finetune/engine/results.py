@@ -1,6 +1,4 @@
-"""Results of a step and of an evaluation, read by the host with a single all-reduce and a single device
-synchronisation.
-"""
+"""Results of a step and of an evaluation, read by the host with one all-reduce and one device synchronisation."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -94,9 +92,7 @@ def check_counts(expected: Mapping[str, float], counts: Mapping[str, float]) -> 
 
 
 def global_counts(batch: Batch, mesh: Mesh, device: torch.device) -> torch.Tensor:
-    """Numbers of units of the global batch, fp64 [units] on `device`: known from the data, or else summed over all
-    ranks.
-    """
+    """Numbers of units of the global batch, fp64 [units] on `device`: known from the data, or summed over ranks."""
     if batch.global_counts is not None:
         return copy_to_device(unit_counts(batch.global_counts), device)
     counts = copy_to_device(unit_counts(batch.counts), device)

@@ -1,3 +1,1 @@
-"""Evaluation of a model, optionally beside its base model on the same token ids: losses, generated answers and
-confidence intervals.
-"""
+"""Evaluation of a model, and of its base model on the same tokens: losses, answers, confidence intervals."""

@@ -84,9 +84,7 @@ def objective_of(config: PretrainedConfig) -> ScoreObjective:
 
 
 def kind_of(config: PretrainedConfig) -> RowKind:
-    """The kind of rows on which a classifier with this config.json is scored; labels are its classes, by name or
-    number.
-    """
+    """The kind of rows on which a classifier with this config.json is scored; labels are its classes."""
     objective = objective_of(config)
     if objective.name == REWARD:
         return RowKind.of(RewardObjective(name="reward"))

@@ -14,9 +14,7 @@ _CELLS_AT_ONCE = 2**24
 
 
 class UnitScores(Protocol):
-    """Per-unit scores of a model, from which metrics of any sample of units follow; a unit is a document, text or
-    pair.
-    """
+    """Per-unit scores of a model, from which metrics of any sample follow; a unit is a document, text or pair."""
 
     def __len__(self) -> int:
         """Number of units."""

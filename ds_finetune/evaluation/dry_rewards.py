@@ -29,9 +29,7 @@ from ds_finetune.trainer.rollouts.sampling import AnswerTexts
 
 @dataclass(frozen=True)
 class ScoredAnswers:
-    """Answers of one origin (references or samples), and the result of each reward on each; None where not
-    applicable.
-    """
+    """Answers of one origin (references or samples), and each reward's result; None where not applicable."""
 
     title: str
     answers: Sequence[AnswerToScore]
@@ -55,9 +53,7 @@ class ScoredAnswers:
         ]
 
     def numbers(self, reward: int) -> tuple[str, ...]:
-        """Cells of a table row: mean score, answers with a parsed result, not applicable, errors, seconds per
-        answer.
-        """
+        """Cells of a table row: mean score, answers with a parsed result, not applicable, errors, seconds each."""
         parts, scores = self.column(reward), self.scores(reward)
         read = [part["has_result"] for part in parts if part.get("has_result") is not None]
         errors = len(self.errors(reward))

@@ -195,8 +195,7 @@ class _Scoring:
     def of_pairs(self, objective: DocumentObjective) -> EvalReport:
         """Score a language model on pairs of answers, with the metrics of training.
 
-        The baseline serves as the reference model where the objective needs one, else it is a second model to compare
-        with.
+        The baseline serves as the reference model where the objective needs one, else as a second model.
         """
         sets = self._read(lambda rows, _: sides_of(rows, self.request.limit), "pairs")
         documents = list(chain.from_iterable(sets.values()))
@@ -208,9 +207,7 @@ class _Scoring:
         return replace(self._report(sets, scores, baseline, tokens=int(mine.tokens.sum())), unit="pairs")
 
     def of_marked(self, objective: DocumentObjective) -> EvalReport:
-        """Score a language model on labelled answers (KTO) with the metrics of training, the baseline as reference
-        model.
-        """
+        """Score a language model on labelled answers (KTO) by training metrics, the baseline as reference model."""
         limit = self.request.limit
         sets = self._read(lambda rows, length: marked_answers(rows, limit, max_seq_len=length), "answers")
         answers = list(chain.from_iterable(sets.values()))

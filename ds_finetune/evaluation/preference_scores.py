@@ -29,9 +29,7 @@ class PreferenceScores:
 
     @classmethod
     def of(cls, objective: DocumentObjective, scores: Scores, reference: Scores | None) -> "PreferenceScores":
-        """Computed from the scores of both sides of each pair, and the reference model's scores where the objective
-        needs one.
-        """
+        """Computed from the scores of both sides of each pair, and the reference model's where needed."""
         assert (reference is not None) == objective.needs_reference
         logps = -scores.loss
         columns = (
@@ -90,9 +88,7 @@ def sides_of(rows: PreparedRows, limit: int | None) -> list[Document]:
 
 @dataclass(frozen=True)
 class MarkedDocument:
-    """A labelled answer; the same prompt with another example's answer, from which z0 is computed; and 1 for good or 0
-    for bad.
-    """
+    """A labelled answer; its prompt with another example's answer, for KTO's z0; and 1 for good or 0 for bad."""
 
     document: Document
     mismatched: Document

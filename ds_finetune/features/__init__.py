@@ -1,3 +1,1 @@
-"""Features: parts of a model and its training that the run file turns on (adapters, routers, indexers, multi-token
-prediction, teacher).
-"""
+"""Features: optional parts of a model: adapters, routers, indexers, multi-token prediction, teacher."""

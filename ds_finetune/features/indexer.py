@@ -48,9 +48,7 @@ class IndexerLoss(ExtraLoss):
             self._collector.is_listening = False
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
-        """The contribution of the tokens of `rows` without padding; sequence parallel ranks contribute their own
-        tokens.
-        """
+        """The contribution of the tokens of `rows` without padding; sequence parallel ranks contribute theirs."""
         found = dict(self._collector.found)
         self._collector.found.clear()
         if not found:

@@ -1,6 +1,4 @@
-"""Distillation as a feature: the teacher model, and the loss towards its distributions, computed in the run or
-stored.
-"""
+"""Distillation as a feature: the teacher model, and the loss towards its distributions, live or stored."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

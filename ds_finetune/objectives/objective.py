@@ -45,9 +45,7 @@ class LossAndSums(NamedTuple):
 
 
 class StepNumbers(NamedTuple):
-    """Numbers of the global batch that a forward needs to scale its loss; a forward without them returns unscaled
-    sums.
-    """
+    """Numbers of the global batch that a forward needs to scale its loss; without them it returns plain sums."""
 
     weights: torch.Tensor
     """Factors of the objective's terms, fp64 [terms]."""
@@ -80,9 +78,7 @@ class Objective(ABC):
     sum_names: tuple[str, ...]
     """Names of the sums that a forward returns, from which `metrics` computes."""
     documents_per_unit: int = 1
-    """Number of documents that must be packed into the same row: 2 for pairs; 0 where the loss does not depend on
-    documents.
-    """
+    """Number of documents that must be packed into the same row: 2 for pairs; 0 where documents do not matter."""
     is_per_token: bool = False
     """Whether the loss is the mean cross entropy of tokens."""
     reference_from_adapters: bool = False
@@ -101,9 +97,7 @@ class Objective(ABC):
 
     @property
     def needs_baseline(self) -> bool:
-        """Whether the loss needs a number of the global batch (KTO's z0) that is computed first, from additional
-        documents.
-        """
+        """Whether the loss needs a number of the global batch (KTO's z0) computed first, from additional documents."""
         return "baseline" in OBJECTIVES[self.name].needs
 
     def baseline(self, log_ratio_sum: float, count: float) -> float:
@@ -116,9 +110,7 @@ class Objective(ABC):
         return 0.0
 
     def score_metrics(self, scores: NDArray[np.float64], targets: NDArray[np.float64]) -> dict[str, float]:
-        """Metrics that need all documents at once, by name, from the first score and the target of each, fp64
-        [documents].
-        """
+        """Metrics by name that need all documents at once, from each one's first score and target, fp64 [documents]."""
         return {}
 
     @abstractmethod
@@ -141,17 +133,13 @@ class TokenObjective(Objective):
         self.name = name
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """Mean loss in nats per supervised token, and share of supervised tokens whose argmax prediction is the
-        label.
-        """
+        """Mean loss in nats per supervised token, and share of those whose argmax is the label."""
         tokens = max(counts["supervised_tokens"], 1)
         return {"loss": sums["loss"] / tokens, "accuracy": sums["correct"] / tokens}
 
 
 class DocumentObjective(Objective):
-    """Base of losses computed from the log-probability of each document: preference pairs and labelled completions
-    (KTO).
-    """
+    """Base of losses computed from the log-probability of documents: preference pairs and labelled completions."""
 
     head = "documents"
 
@@ -182,9 +170,7 @@ class AnswerTokens(NamedTuple):
     sampled: torch.Tensor
     """Log-probability that the sampler reported."""
     means: Callable[[torch.Tensor], torch.Tensor]
-    """Function that replaces each number, fp64 [tokens] without a gradient, by the mean over the answer of its
-    token.
-    """
+    """Function that replaces each number, fp64 [tokens] without a gradient, by the mean over its answer."""
 
 
 class AnswerObjective(Objective):
@@ -204,9 +190,7 @@ class ScoreObjective(Objective):
 
     head = "scores"
     starts_small: bool = False
-    """Whether the head is initialised so that first scores are close to 0, instead of by the model's own
-    initialisation.
-    """
+    """Whether the head is initialised for scores close to 0, instead of by the model's own initialisation."""
 
     @abstractmethod
     def loss(self, scores: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> LossAndSums:

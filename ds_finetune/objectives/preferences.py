@@ -73,9 +73,7 @@ def log_ratios(documents: DocumentLogProbs) -> torch.Tensor:
 
 
 def per_token(numbers: torch.Tensor, documents: DocumentLogProbs) -> torch.Tensor:
-    """Mean per supervised token of each answer, fp64 [documents], from sums over its tokens; 0 for an answer without
-    tokens.
-    """
+    """Mean per supervised token of each answer, fp64 [documents], from sums; 0 for an answer without tokens."""
     return numbers / documents.num_tokens.clamp(min=1)
 
 
@@ -161,8 +159,8 @@ class KahnemanTversky(DocumentObjective):
         self._section = section
 
     def loss(self, documents: DocumentLogProbs, weights: torch.Tensor, baseline: torch.Tensor) -> LossAndSums:
-        """The weighted sum of 1 - sigmoid(beta x gain) of good answers and 1 - sigmoid(-beta x gain) of bad ones;
-        `baseline` is z0.
+        """Weighted sum of 1 - sigmoid(s beta x gain), with s = 1 for good answers and -1 for bad ones; `baseline` is
+        z0.
         """
         section, ratios, good = self._section, log_ratios(documents), documents.target
         signs = 2 * good - 1
@@ -196,9 +194,7 @@ class KahnemanTversky(DocumentObjective):
 
 
 class ContrastivePreference(PairObjective):
-    """CPO: DPO's loss without a reference model, plus the cross entropy of the chosen answers (Xu et al., arXiv
-    2401.08417).
-    """
+    """CPO: DPO's loss without a reference model, plus cross entropy of chosen answers (Xu et al., arXiv 2401.08417)."""
 
     def __init__(self, section: CpoObjective) -> None:
         super().__init__(section.name, beta=section.beta, nll_weight=section.nll_weight)

@@ -85,9 +85,7 @@ class Regression(ScoreObjective):
     gathers_scores = True
 
     def loss(self, scores: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> LossAndSums:
-        """The contribution of these documents to the loss of the step, and the sums from which a correlation is
-        computed.
-        """
+        """The contribution of these documents to the loss of the step, and the sums for a correlation."""
         score = scores.double().squeeze(1)
         total = (score - targets).square().sum()
         x = score.detach()

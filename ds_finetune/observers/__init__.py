@@ -1,3 +1,1 @@
-"""Observers, called after each optimizer step: each receives the step's record and returns it, possibly with more
-values.
-"""
+"""Observers, called after each optimizer step: each gets the step's record and returns it, perhaps with more values."""

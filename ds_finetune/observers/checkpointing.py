@@ -36,9 +36,7 @@ class CheckpointPolicy:
 
 @dataclass
 class Checkpointing:
-    """Saves checkpoints by the `policy`; `say` prints a line, `remembered` are the observers, by name, whose state is
-    saved.
-    """
+    """Saves checkpoints by the `policy`; `say` prints a line, `remembered` are observers whose state is saved."""
 
     saver: Saver
     signals: StopSignals
@@ -96,9 +94,7 @@ class Checkpointing:
             self._report(self.saver.settle(wait=True))
 
     def _report(self, outcome: SaveResult | None) -> bool:
-        """Report a failed save with its ranks, or remove superseded checkpoints; returns whether the save is
-        complete.
-        """
+        """Report a failed save with its ranks, or remove superseded checkpoints; returns whether it is complete."""
         if outcome is None:
             return False
         folder = self.saver.folder

@@ -1,6 +1,4 @@
-"""Evaluation on held-out data: loss, perplexity, token accuracy and exact match; early stopping, and keeping the best
-weights.
-"""
+"""Evaluation on held-out data: loss, perplexity, token accuracy and exact match; early stopping, best weights."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -83,9 +81,7 @@ class BestAndPatience(Remembering):
 
 
 def held_out_loss(values: Mapping[str, float]) -> float | None:
-    """The value by which evaluations are compared, lower is better: `eval/loss`, or -`eval/reward`; None without
-    either.
-    """
+    """The value by which evaluations are compared, lower is better: `eval/loss`, or -`eval/reward`; None without."""
     reward = values.get("eval/reward")
     return values.get("eval/loss") if reward is None else -reward
 

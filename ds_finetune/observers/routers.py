@@ -35,9 +35,7 @@ is e^-20.
 _MANY_DEAD, _MORE_DEAD = 0.1, 0.01
 """Shares of experts without tokens that trigger the warning: in total, and above the share of the run's first steps."""
 _GROWTH, _HIGH = 2.0, 2.0
-"""MaxVio triggers the warning above `_HIGH`, if it has also grown by the factor `_GROWTH` since the run's first
-steps.
-"""
+"""MaxVio triggers the warning above `_HIGH` if it has grown by the factor `_GROWTH` since the run's first steps."""
 Counts = NDArray[np.int64]
 Layers = NDArray[np.float64]
 MOST_BYTES = 64 * MIB
@@ -59,9 +57,7 @@ def max_violations(counts: Counts) -> Layers:
 
 
 def effective_experts(counts: Counts) -> Layers:
-    """Effective number of experts of each layer: the exponential of the entropy of its load distribution; fp64
-    [layers].
-    """
+    """Effective number of experts of each layer: the exponential of its load's entropy; fp64 [layers]."""
     total = counts.sum(axis=1, keepdims=True)
     share = counts / np.maximum(total, 1)
     nats = -(share * np.log(np.where(counts > 0, share, 1.0))).sum(axis=1)
@@ -96,9 +92,7 @@ class RouterMetrics(Observer):
     without_bias: tuple[int, ...] = ()
     """Indices, among the layers with experts, of layers whose routers have no bias."""
     _moved: NDArray[np.float64] | None = None
-    """Change of each expert's bias since the beginning of the run, fp64 [layers, experts]; None until biases are
-    updated.
-    """
+    """Change of each expert's bias since the run's start, fp64 [layers, experts]; None until biases are updated."""
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Add the metrics of a step in which routers counted tokens."""
@@ -212,9 +206,7 @@ class TableLayout:
 
     @property
     def record(self) -> np.dtype[Any]:
-        """dtype of a record: step, number of tokens without padding, entropy of each layer's router, tokens of each
-        expert.
-        """
+        """dtype of a record: step, number of tokens without padding, entropy of each router, tokens by expert."""
         layers = len(self.layers)
         return np.dtype(
             [

@@ -372,9 +372,7 @@ def _legal(name: str) -> str:
 
 
 def _find(client: Any, folder: Path | None) -> Any:  # noqa: ANN401 - mlflow's client, and a run of it or None
-    """The run of MLFLOW_RUN_ID; else the run of the previous start in `folder`, or None where this store does not have
-    it.
-    """
+    """The run of MLFLOW_RUN_ID; else the run of the previous start in `folder`, None where this store lacks it."""
     from mlflow.exceptions import MlflowException
 
     if run_id := os.environ.get("MLFLOW_RUN_ID"):

@@ -114,9 +114,7 @@ class LineFile:
 
 
 class MetricsFile(LineFile):
-    """Writes one JSON object per optimizer step; NaN and infinity become null, and their names are listed in
-    `non_finite`.
-    """
+    """Writes one JSON object per optimizer step; NaN and infinity become null, their names are in `non_finite`."""
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Write the record."""

@@ -1,3 +1,1 @@
-"""HTTP server of answers from transformers or ONNX Runtime: checks, queues and answers requests, and stops
-generation.
-"""
+"""HTTP server of answers from transformers or ONNX Runtime: checks, queues, answers and stops requests."""

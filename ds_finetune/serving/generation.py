@@ -171,9 +171,7 @@ def _stopping() -> RequestError:
 
 
 def stop_position(text: str, stops: Sequence[str]) -> int | None:
-    """Position where `text` is cut: the start of the stop text that ends first; of several that end there, the
-    longest.
-    """
+    """Position where `text` is cut: the start of the stop text that ends first; of several, the longest."""
     found = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]
     return min(found)[1] if found else None
 
@@ -207,9 +205,7 @@ class AnswerText:
         return text if self.is_stopped else text + self._held
 
     def _undecoded(self, tokenizer: Tokenizer) -> str:
-        """Text of the tokens from `_end` on. Some earlier tokens are decoded too, because a tokenizer may drop a
-        leading space.
-        """
+        """Text of the tokens from `_end` on. Earlier ones are decoded too, as tokenizers may drop a leading space."""
         before = tokenizer.decode(self._ids[self._begin : self._end], skip_special_tokens=self._skip)
         return str(tokenizer.decode(self._ids[self._begin :], skip_special_tokens=self._skip)[len(before) :])
 
@@ -273,9 +269,7 @@ class AnswerManager(GenerateManager):
         return queue, streamer
 
     async def generate_non_streaming(self, *given: Any, **_: object) -> tuple[str, int, torch.Tensor]:  # noqa: ANN401 - of transformers
-        """The answer's text before it is cut at a stop text, the number of prompt tokens, and the answer's token
-        ids.
-        """
+        """The answer's text before it is cut at a stop text, the number of prompt tokens, and its token ids."""
         done, _streamer = self._start(*given, asyncio.Queue(), None)
         length = given[2]["input_ids"].shape[-1]
         ids = (await done)[0, length:]

@@ -100,9 +100,7 @@ class ServedModel(ModelManager):
 
     @staticmethod
     def process_model_name(model_id: str) -> str:
-        """The model's name in answers; transformers would append `@main`, a name that this server's requests do not
-        accept.
-        """
+        """The model's name in answers; transformers would append `@main`, which requests may not use."""
         return model_id
 
     @property
@@ -121,9 +119,7 @@ class ServedModel(ModelManager):
         return _BODY_BYTES + _BYTES_PER_TOKEN * (self.context or 0)
 
     def prompt_tokens(self, text: str, *, add_special_tokens: bool) -> int:
-        """Number of tokens of the prompt; counting stops where the prompt is already much longer than the model's
-        context.
-        """
+        """Number of tokens of the prompt; counting stops where the prompt is much longer than the context."""
         seen, most = 0, 2 * self.context if self.context and len(text) > _PIECE else None
         for begin in range(0, len(text) if most else 0, _PIECE):
             seen += len(self.tokenizer(text[begin : begin + _PIECE], add_special_tokens=False)["input_ids"])
@@ -187,9 +183,7 @@ def _parse_or_text(tokenizer: PreTrainedTokenizerBase) -> Callable[..., dict[str
 
 
 def _within_limits(tokenizer: PreTrainedTokenizerBase) -> Callable[..., Any]:
-    """Wraps the tokenizer's `apply_chat_template` with limits of time and memory, since the template may be of unknown
-    origin.
-    """
+    """Wraps the tokenizer's `apply_chat_template` with limits of time and memory, as its origin may be unknown."""
     render = tokenizer.apply_chat_template
 
     @wraps(render)
@@ -269,9 +263,7 @@ class AnswerRoute:
             raise RequestError(400, f"token {beyond[0]} is not in the vocabulary of {size}", param="logit_bias")
 
     def _max_tokens(self, request: AnswerRequest, prompt: int) -> int:
-        """Maximum number of tokens of the answer; RequestError where prompt and answer do not fit into the model's
-        context.
-        """
+        """Maximum tokens of the answer; RequestError where prompt and answer do not fit into the model's context."""
         if not prompt:
             raise RequestError(400, "the prompt has no tokens", param="prompt")
         context, requested = self._served.context, request.max_new_tokens
@@ -383,9 +375,7 @@ def make_app(folder: Path, limits: QueueLimits, *, device: str = "cpu", api_key:
 
 
 class AnsweringServer(uvicorn.Server):
-    """A server that after a signal keeps listening, and refuses requests with status 503, until the current answer has
-    ended.
-    """
+    """A server that after a signal keeps listening, and refuses requests with status 503, until its answer ends."""
 
     def __init__(self, config: uvicorn.Config, queue: RequestQueue) -> None:
         super().__init__(config)

@@ -1,6 +1,4 @@
-"""Completes prompts, classifies texts and chats with an exported folder, by plain transformers or ONNX Runtime in this
-process.
-"""
+"""Completes prompts, classifies texts and chats with an exported model, by transformers or ONNX Runtime."""
 
 import math
 import threading
@@ -42,9 +40,7 @@ def ask(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) -> l
 
 
 def _inputs(tokenizer: Any, messages: Sequence[Message]) -> Any:  # noqa: ANN401 - of transformers
-    """Token ids [1, tokens] of messages followed by the start of an answer, rendered by the tokenizer's chat
-    template.
-    """
+    """Token ids [1, tokens] of messages and the start of an answer, rendered by the tokenizer's chat template."""
     with TemplateLimits(str(tokenizer.chat_template)):
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
     return tokenizer(text, add_special_tokens=False, return_tensors="pt")
@@ -164,9 +160,7 @@ class ChatSession:
 
 
 def run_chat(session: ChatSession, *, read: Callable[[], str], write: Callable[[str], None]) -> None:
-    """Answer each line of `read` until it returns `exit` or raises EOFError; `write` prints a piece of text
-    unchanged.
-    """
+    """Answer each line of `read` until it returns `exit` or raises EOFError; `write` prints text unchanged."""
     while True:
         try:
             text = read().strip()

@@ -43,9 +43,7 @@ class _Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, value: object) -> object:
-        """Remove keys whose value is null, which means absent; OpenAI's client sends them in the messages that it
-        repeats.
-        """
+        """Remove keys whose value is null, which means absent; OpenAI's client sends them in repeated messages."""
         return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
@@ -87,9 +85,7 @@ _Zero = Annotated[float, Field(ge=0, le=0)]
 
 
 class AnswerRequest(_Strict):
-    """The parameters common to chat and plain completions. Parameters that are not supported may only have their
-    neutral value.
-    """
+    """The parameters common to chat and plain completions. Unsupported ones may only have their neutral value."""
 
     model: str
     max_tokens: int | None = Field(default=None, ge=1)

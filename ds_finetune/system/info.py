@@ -160,9 +160,7 @@ def free_port() -> int:
 
 
 def host_versions(packages: Mapping[str, str]) -> dict[str, str]:
-    """Versions of Python, this program (with a hash of its source), PACKAGES (from `packages`), torch's CUDA, NCCL and
-    driver.
-    """
+    """Versions of Python, this program (with its source's hash), PACKAGES, torch's CUDA, NCCL and driver."""
     versions = {"python": platform.python_version(), "ds_finetune": source_version()}
     versions |= {package: packages.get(package, "") for package in PACKAGES}
     spec = find_spec("torch")

@@ -55,9 +55,7 @@ class MessageError(Exception):
 
 
 def encode(message: ProcessMessage, *, token: str = "") -> bytes:
-    """The line of a message, with its newline. An optional `token` at the start distinguishes it from other text in the
-    stream.
-    """
+    """The line of a message, with its newline. A `token` at the start tells it from other text in the stream."""
     body = json.dumps({"kind": message.kind, **asdict(message)})
     return f"{token} {body}\n".lstrip(" ").encode()
 
@@ -99,9 +97,7 @@ class LineBuffer:
         self._searched = 0
 
     def feed(self, piece: bytes) -> Iterator[bytes]:
-        """Add `piece`, and yield complete lines without newlines; lines that are not consumed are yielded by the next
-        call.
-        """
+        """Add `piece`, and yield complete lines without newlines; the next call yields lines not consumed."""
         self._bytes += piece
         return self._lines()
 

@@ -52,9 +52,7 @@ def began_at(pid: int) -> str:
 
 
 def has_ended(pid: int, began: str) -> bool:
-    """Whether the process with this id and start time has ended, or is a zombie; the id must be of this PID
-    namespace.
-    """
+    """Whether the process with this id and start has ended, or is a zombie; the id is of this PID namespace."""
     try:
         stat = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,6 +1,4 @@
-"""Atomic replacement of files: written under another name and then renamed, so that no reader sees an incomplete
-file.
-"""
+"""Atomic replacement of files: written under another name, then renamed, so that no reader sees an incomplete file."""
 
 import errno
 import os

@@ -27,9 +27,7 @@ _STEPS_WITHOUT_RANKS = (0xFFFFFFFA, 0xFFFFFFFB, 0xFFFFFFFC)
 whatever SLURM_NTASKS is.
 """
 _ANY_PORT = 0
-"""The system selects a free port: a single process needs no known port, and two runs on a machine must not share
-one.
-"""
+"""The system selects a free port: a single process needs no known port, and runs on a machine must not share one."""
 DEFAULT_PORT = 29_500
 """Default rendezvous port on the first host, as in torch, where neither an option nor MASTER_PORT names one."""
 _FIRST_PORT, _PORTS = 20_000, 12_000
@@ -246,9 +244,7 @@ def _scheduler(environ: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def _slurm_names(environ: Mapping[str, str]) -> tuple[str, str, str]:
-    """Names of Slurm's variables; the step's number of tasks is preferred, since SLURM_NTASKS may be the
-    allocation's.
-    """
+    """Names of Slurm's variables; the step's number of tasks first, since SLURM_NTASKS may be the allocation's."""
     return (
         "SLURM_PROCID",
         "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS",
@@ -294,9 +290,7 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 
 def _master_address(environ: Mapping[str, str], job: str) -> tuple[str, int]:
-    """Address and port of rank 0. Without MASTER_PORT, the port is derived from the job id, so that jobs on a host
-    differ.
-    """
+    """Address and port of rank 0. Without MASTER_PORT, the port is derived from the job id, so that jobs differ."""
     port = _FIRST_PORT + sum(ord(c) * 31**i for i, c in enumerate(job)) % _PORTS if job else DEFAULT_PORT
     return environ.get("MASTER_ADDR", "127.0.0.1"), master_port(environ, port)
 

@@ -1,6 +1,4 @@
-"""Measures a rank's collectives in each optimizer step: bytes sent and, where collectives block the host, their
-time.
-"""
+"""Measures a rank's collectives in each optimizer step: bytes sent and, where they block the host, their time."""
 
 import functools
 import time

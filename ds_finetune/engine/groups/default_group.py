@@ -1,6 +1,4 @@
-"""The default process group: ranks rendezvous, check that their devices are compatible, and open it for torch and
-DeepSpeed.
-"""
+"""The default process group: ranks rendezvous, check their devices, and open it for torch and DeepSpeed."""
 
 import gc
 import os

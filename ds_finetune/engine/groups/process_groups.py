@@ -62,9 +62,7 @@ class ModelParallel:
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups of this rank; None along an axis of size one. DeepSpeed finds `same_experts` by
-    `expert_name`.
-    """
+    """The process groups of this rank; None along axes of size one. DeepSpeed knows `same_experts` by `expert_name`."""
 
     stage: PipelineGroup | None
     sequence: SequenceParallelGroup | None

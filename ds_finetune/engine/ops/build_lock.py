@@ -1,6 +1,4 @@
-"""The lock on the folder in which torch compiles an operator: reports its holder, and is removed when the holder has
-died.
-"""
+"""The lock on the folder in which torch compiles an operator: reports its holder, and is removed if that died."""
 
 import fcntl
 import hashlib
@@ -53,16 +51,12 @@ _PAUSE = 0.2
 _LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay"})
 """File systems to which only this machine writes."""
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
-"""The PID namespace of the host (Linux, include/linux/proc_ns.h), from which the processes of all containers are
-visible.
-"""
+"""The PID namespace of the host (Linux, include/linux/proc_ns.h), from which all containers' processes are visible."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a lock, by its `name` in messages. `is_dead` and `is_alive` are set only where that is
-    certain.
-    """
+    """The process that holds a lock, by its `name` in messages. `is_dead` and `is_alive` are set only if certain."""
 
     name: str
     is_dead: bool = False

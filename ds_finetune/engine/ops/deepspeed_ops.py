@@ -54,9 +54,7 @@ def needed_ops(plan: Plan) -> list[str]:
 
 
 def build_op(name: str, say: Say = say_nothing) -> None:
-    """Compile and load the operator, which takes minutes the first time. ConfigError contains the cause of a
-    failure.
-    """
+    """Compile and load the operator, which takes minutes the first time. ConfigError has the cause of a failure."""
     import deepspeed.ops.op_builder as builders
 
     if not (_folder(name) / f"{name}.so").exists():
@@ -215,8 +213,6 @@ def use_cores(plan: Plan, environ: MutableMapping[str, str]) -> Plan:
 
 
 def cores_of_rank(world: World, *, available: int, total: int) -> int:
-    """Cores for a rank: its share of the `available` ones, or all of them where the launcher has bound the rank to some
-    of `total`.
-    """
+    """Cores for a rank: its share of the `available` ones, or all of them where it is bound to some of `total`."""
     is_own = world.launcher in _BINDING_LAUNCHERS and available < total
     return available if is_own else max(1, available // world.local_world_size)

@@ -1,6 +1,4 @@
-"""Checks of disks for NVMe offload. On some disks a direct read into unaligned memory reads nothing, and reports no
-error.
-"""
+"""Checks of disks for NVMe offload: on some, a direct read into unaligned memory reads nothing, without an error."""
 
 import copy
 from pathlib import Path
@@ -21,9 +19,7 @@ _AIO = {
     "overlap_events": True,
     "intra_op_parallelism": 1,
 }
-"""Defaults of the `aio` section (DeepSpeed 0.19.8, swap_tensor/aio_config.py), in the order of `aio_handle`'s
-arguments.
-"""
+"""Defaults of the `aio` section (DeepSpeed 0.19.8, swap_tensor/aio_config.py), in the order of `aio_handle`."""
 _OFFSET = 64
 """Offset of the destination in elements: 256 bytes, not a multiple of a 512-byte sector."""
 

@@ -1,6 +1,4 @@
-"""Clipping in DeepSpeed's ZeRO optimizers: parameters that only an auxiliary loss trains are clipped by their own
-norm.
-"""
+"""Clipping in ZeRO optimizers: parameters trained only by an auxiliary loss are clipped by their own norm."""
 
 import math
 import sys
@@ -68,9 +66,7 @@ class OwnClipping:
         optimizer.unscale_and_clip_grads = self._clip
 
     def _norm(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a norm, or a list of those of groups
-        """Replaces DeepSpeed's function: the norm, or list of norms, of the groups without an auxiliary loss of their
-        own.
-        """
+        """Replaces DeepSpeed's function: the norm, or list of norms, of the groups without their own auxiliary loss."""
         from deepspeed.accelerator import get_accelerator
 
         groups = getattr(self._optimizer, self._groups)
@@ -113,9 +109,7 @@ class OwnClipping:
         return norms
 
     def _clip(self, given: Any, total_norm: torch.Tensor) -> None:  # noqa: ANN401 - a number of a group, or gradients
-        """Replaces DeepSpeed's function, whose argument is the number of a group at stage 3, else the group's
-        gradients.
-        """
+        """Replaces DeepSpeed's function, whose argument is the number of a group at stage 3, else its gradients."""
         loss = self._losses[given if self._is_partitioned else self._group_of(given[0])]
         self._clip_group(given, total_norm if loss is None else self._own[loss].to(total_norm))
 

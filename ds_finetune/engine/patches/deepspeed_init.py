@@ -1,6 +1,4 @@
-"""Corrections of DeepSpeed's initialisation: needless compilation, a torch function that it replaces, and weights that
-it changes.
-"""
+"""Corrections of DeepSpeed's start: needless compilation, a replaced torch function, and changed weights."""
 
 import importlib
 from collections.abc import Iterator, Mapping

@@ -41,9 +41,7 @@ class AnswerModel:
     device: torch.device
     tp_group: TensorParallelGroup | None = None
     is_collective: bool = False
-    """Whether forwards are collective, so that all ranks must run equally many; a rank whose rows have ended calls
-    `join_others`.
-    """
+    """Whether forwards are collective, so that ranks run equally many; a rank that has finished calls `join_others`."""
     packs_documents: bool = False
     """Whether attention handles all prompts of a forward in one kernel call."""
     on_forward: Callable[[], object] = lambda: None
@@ -109,9 +107,7 @@ class AnswerModel:
         cache: Cache,
         **others: Any,  # noqa: ANN401
     ) -> torch.Tensor:
-        """Next-token logits after the tokens at `last` of the flattened rows, or after all, fp32 [tokens,
-        vocabulary].
-        """
+        """Next-token logits after the tokens at `last` of the flattened rows, or all, fp32 [tokens, vocabulary]."""
         self.on_forward()
         if self.is_collective:
             all_reduce_max(1.0)

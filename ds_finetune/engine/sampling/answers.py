@@ -22,9 +22,7 @@ class SamplingLimits:
     allowed: torch.Tensor | None = None
     """Mask of ids that may be sampled, bool [vocabulary], those that the tokenizer has; None for all."""
     stops: Callable[[list[int]], bool] | None = None
-    """Called with the ids of an answer after each token; the answer ends when it returns true, for example after a stop
-    text.
-    """
+    """Called with the ids of an answer after each token; the answer ends when it returns true, e.g. at a stop text."""
 
     def __post_init__(self) -> None:
         assert self.max_new_tokens > 0, self.max_new_tokens
@@ -42,9 +40,7 @@ class PromptToSample:
 
 
 class SampledAnswer(NamedTuple):
-    """A sampled answer, with the log-probabilities of its tokens under the distribution from which they were
-    sampled.
-    """
+    """A sampled answer, with the log-probabilities of its tokens under the sampling distribution."""
 
     ids: NDArray[np.int64]
     """Token ids without the prompt, including the stop token."""
@@ -52,9 +48,7 @@ class SampledAnswer(NamedTuple):
     finish: Finish
     """`length` where the answer was cut after `max_new_tokens`."""
     experts: NDArray[np.int16] | None = None
-    """Experts to which each token was routed, encoded as int16 [tokens, layers]; None without experts, or where a
-    server sampled.
-    """
+    """Encoded experts of each token, int16 [tokens, layers]; None without experts, or where a server sampled."""
 
 
 OnAnswer = Callable[[int, SampledAnswer], object]

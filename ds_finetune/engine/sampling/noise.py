@@ -51,9 +51,7 @@ def id_keys(vocabulary: int, device: torch.device) -> torch.Tensor:
 
 
 def log_uniform_noise(keys: torch.Tensor, of_ids: torch.Tensor) -> torch.Tensor:
-    """Logarithms of independent uniform numbers, fp64 [answers, vocabulary], from keys of answers at a position and
-    keys of ids.
-    """
+    """Logarithms of independent uniform numbers, fp64 [answers, vocabulary], from keys of answers and ids."""
     bits = mix(keys[:, None] + of_ids)
     return _shift_right(bits, 64 - _BITS).double().add_(0.5).mul_(2.0**-_BITS).log_()
 

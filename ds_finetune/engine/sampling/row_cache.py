@@ -1,6 +1,4 @@
-"""KV cache of a batch of answers: memory is reserved ahead, prompts are repeated for each answer, and rows can be
-dropped.
-"""
+"""KV cache of a batch of answers: memory is reserved, prompts are repeated for each answer, rows can be dropped."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -82,9 +80,7 @@ class RowCache(Cache):
     """
 
     def __init__(self, prompts: Iterable[tuple[ReadPrompt, slice]], *, rows: int, columns: int, longest: int) -> None:
-        """Copy prompts of at most `columns` tokens, each into a range of rows. `longest` is the maximum number of
-        columns.
-        """
+        """Copy prompts of at most `columns` tokens, each to a range of rows. `longest` bounds the number of columns."""
         super().__init__(layers=[])
         self.columns = self._reserved = columns
         """Number of columns with tokens, and number of columns reserved."""

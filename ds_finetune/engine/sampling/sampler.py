@@ -31,9 +31,7 @@ from ds_finetune.plan.forward import PROMPT_TOKENS, rows_of_batch
 from ds_finetune.plan.plan import Plan
 
 _KEPT_SHARE = 7 / 8
-"""Rows that have ended stay in the batch while at least this share is still running, since dropping rows copies the
-cache.
-"""
+"""Rows that have ended stay in the batch while at least this share runs, since dropping rows copies the cache."""
 _BROKEN = -1
 """Token that ends an answer whose logits are not finite, so that no token can be sampled."""
 
@@ -139,9 +137,7 @@ class BatchOfAnswers:
         self._cache = RowCache(self._read_prompts(parts), rows=len(lengths), columns=columns, longest=longest)
 
     def _read_prompts(self, parts: Sequence[PromptPart]) -> Iterator[tuple[ReadPrompt, slice]]:
-        """Prefill in several forwards; yields each prompt with its rows. Only one forward's cache is in memory at a
-        time.
-        """
+        """Prefill in several forwards; yields each prompt with its rows. One forward's cache is in memory at a time."""
         begin, size = 0, max(1, PROMPT_TOKENS // parts[-1].length)
         for first in range(0, len(parts), size):
             some = parts[first : first + size]
@@ -185,9 +181,7 @@ class BatchOfAnswers:
         return ids.clamp(min=0)
 
     def _drop_ended(self, ids: torch.Tensor) -> torch.Tensor:
-        """Drop rows whose answers have ended, once there are enough of them; returns the tokens of the remaining
-        rows.
-        """
+        """Drop rows whose answers have ended, once there are enough of them; returns the tokens of the others."""
         kept = [row for row, answer in enumerate(self._running) if answer.finish is None]
         if len(kept) > _KEPT_SHARE * len(self._running):
             return ids

@@ -111,9 +111,7 @@ def _copies(module: Any, plan: Plan, groups: Groups, embedding: str | None) -> I
 
 
 def _read(state: EngineState, wanted: Container[str], use: Callable[[str, int, torch.Tensor], None]) -> None:
-    """Call `use` with the key, index of the first element and elements of each wanted tensor of which this rank holds
-    some.
-    """
+    """Call `use` with key, first index and elements of each wanted tensor, as far as this rank holds it."""
     every = [(group, [part for part in group.slices if part.key in wanted]) for group in state.groups(restoring=True)]
     for group, slices in filter(itemgetter(1), every):
         with group.opened(False) as read:
@@ -153,9 +151,7 @@ def _unequal(copies: _Copies, sums: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def _first_difference(copies: _Copies, key: str, state: EngineState) -> str:
-    """The first element whose value differs between this rank and the group's first rank, as text; empty without
-    one.
-    """
+    """The first element whose value differs between this rank and the group's first, as text; empty without one."""
     held = {}
     _read(state, (key,), lambda _, start, elements: held.update({start: elements.clone()}))
     start, own = next(iter(held.items()), (0, torch.zeros(0)))

@@ -69,9 +69,7 @@ class Master:
 
 
 def master_weights(wrapped: Any, plan: Plan) -> list[Master]:  # noqa: ANN401 - a DeepSpeedEngine
-    """The master tensors of this rank, with parts by Hugging Face name, without padding. A parameter in no master is
-    frozen.
-    """
+    """The master tensors of this rank, with parts by Hugging Face name. A parameter in no master is frozen."""
     names = {id(param): name.removeprefix("lm.") for name, param in wrapped.module.named_parameters()}
     optimizer = wrapped.optimizer
     if plan.zero_stage == 3:
@@ -89,9 +87,7 @@ def _whole(param: torch.Tensor, names: dict[int, str], offset: int) -> Part:
 
 
 def _masters_of_stage_0(optimizer: Any, names: dict[int, str]) -> Iterator[Master]:  # noqa: ANN401
-    """Stage 0 in 16 bits: one master per parameter (fp16/unfused_optimizer.py) or per group
-    (fp16/fused_optimizer.py).
-    """
+    """Stage 0 in 16 bits: one master per parameter (fp16/unfused_optimizer.py) or group (fp16/fused_optimizer.py)."""
     if hasattr(optimizer, "fp32_groups"):
         pairs = [
             pair
@@ -148,9 +144,7 @@ def _masters_of_stage_3(optimizer: Any, names: dict[int, str], plan: Plan) -> It
 WEIGHT, BUFFER = "weight", "buffer"
 _MUON = "momentum_buffer"
 _SAME_KIND = {"sum": "exp_avg_sq"}
-"""torch's names of optimizer states by the names of DeepSpeed's CPU kernels, where both are the same quantity
-(Adagrad).
-"""
+"""torch's names of optimizer states by the names of DeepSpeed's CPU kernels, where both are the same (Adagrad)."""
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Attributes of a dynamic loss scale (DeepSpeed 0.19.8, fp16/loss_scaler.py:74, 193)."""
 
@@ -180,9 +174,7 @@ Read = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True)
 class StateGroup:
-    """Slices that are in memory at the same time; `opened(write)` yields a function from a slice's key to its elements
-    (1-D).
-    """
+    """Slices in memory at the same time; `opened(write)` yields a function from a key to its elements (1-D)."""
 
     slices: tuple[Slice, ...]
     opened: Callable[[bool], AbstractContextManager[Read]]
@@ -235,9 +227,7 @@ class EngineState:
         }
 
     def create_optimizer_state(self, kinds_of: Mapping[str, set[str]]) -> None:
-        """Create missing optimizer states for parameters by name and kind, by a step with zero gradients and learning
-        rate zero.
-        """
+        """Create missing optimizer states, by parameter name and kind, in a step with zero gradients and zero rate."""
         wanted = {
             master: {kind for part in master.parts for kind in kinds_of.get(part.name, ())} for master in self._masters
         }
@@ -275,17 +265,13 @@ class EngineState:
         self._ds.module.in_fp32.round_into_parameters()
 
     def store_fp32(self) -> None:
-        """Copy the fp32 values of weights that forwards use in fp32 into their masters, which DeepSpeed made from
-        16-bit values.
-        """
+        """Copy the fp32 values of weights in `in_fp32` into their masters, which DeepSpeed made from 16-bit values."""
         values = self._ds.module.in_fp32.values
         for part, flat in self._parts_in_fp32():
             flat.copy_(values[part.name].view(-1)[part.start : part.start + part.numel])
 
     def update_fp32(self) -> None:
-        """Update the fp32 values that forwards use from the masters; collective among ranks with the same shard of the
-        model.
-        """
+        """Update the fp32 values that forwards use from the masters; collective among ranks with the same shard."""
         in_fp32 = self._ds.module.in_fp32
         trained = [name for name, param in in_fp32.params.items() if param.requires_grad]
         if not trained:
@@ -336,9 +322,7 @@ class EngineState:
         return found[0] if found else {}
 
     def _kinds(self, master: Master) -> dict[str, torch.Tensor]:
-        """Optimizer states with one value per element of the master (or of its `wholes`), by DeepSpeed's name; empty
-        while on NVMe.
-        """
+        """States with one value per element of the master (or of its `wholes`), by name; empty while on NVMe."""
         sizes = (master.flat.numel(), sum(part.numel for part in master.wholes))
         tensors = {
             kind: value for kind, value in self._state(master).items() if torch.is_tensor(value) and kind != "step"

@@ -122,9 +122,7 @@ def gather_zero3(param: torch.Tensor | None) -> Any:  # noqa: ANN401 - a context
 def _gather_on_first(
     part: torch.Tensor, group: TensorParallelGroup | ExpertParallelGroup, *, dim: int, end: torch.device
 ) -> torch.Tensor:
-    """Parts of a group's ranks concatenated along `dim`, on the device `end` of its first rank; other ranks return
-    their part.
-    """
+    """Parts of the group's ranks concatenated along `dim`, on device `end` of the first; others return their part."""
     part = part.contiguous()
     parts = [torch.empty_like(part) for _ in range(group.size)] if group.group_rank == 0 else None
     dist.gather(part, parts, group=group.group, group_dst=0)

@@ -37,9 +37,7 @@ BY_LENGTHS = "ds_finetune_by_lengths"
 """Name of a slow attention for tests on CPUs, which takes the same arguments as FlashAttention."""
 
 KNOWS_DOCUMENTS = (BY_DOCUMENT, BY_LENGTHS, FLASH)
-"""Attention implementations that are passed the document boundaries, so that transformers need not derive them from
-positions.
-"""
+"""Attention implementations that are passed the document boundaries, instead of deriving them from positions."""
 
 _DocumentBatches = tuple[list[tuple[int, int, int]], torch.Tensor, torch.Tensor, torch.Tensor]
 ChosenTokens = tuple[tuple[torch.Tensor | None, ...], ...]
@@ -295,9 +293,7 @@ def check_arguments(module: nn.Module, others: Mapping[str, Any]) -> None:
 
 
 def _unknown(others: Mapping[str, Any]) -> list[str]:
-    """Names of arguments that would change the result: tensors such as a position bias, a softcap, `is_causal`
-    false.
-    """
+    """Names of arguments that would change the result: tensors such as a position bias, softcap, `is_causal` false."""
     tensors = {name for name, value in others.items() if isinstance(value, torch.Tensor)} - set(_WITHOUT_EFFECT)
     plain = {"softcap": (None,), "is_causal": (None, True)}
     return sorted(tensors) + [name for name, values in plain.items() if others.get(name) not in values]
@@ -332,9 +328,7 @@ def attend_by_lengths(  # noqa: PLR0913 - transformers' interface
     sliding_window: int | None = None,
     **others: Any,  # noqa: ANN401 - what other implementations take
 ) -> tuple[torch.Tensor, None]:
-    """Attention that reads the documents from `flash_arguments`, as FlashAttention does; without them each row is one
-    document.
-    """
+    """Attention that reads the documents from `flash_arguments`, as FlashAttention does; else each row is one."""
     assert attention_mask is None, "this attention does not support masked tokens inside a row"
     rows, _, tokens, width = query.shape
     lengths = [tokens] * rows if cu_seq_lens_q is None else cu_seq_lens_q.diff().tolist()

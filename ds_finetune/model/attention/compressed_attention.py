@@ -114,9 +114,7 @@ class _Seen(NamedTuple):
         return torch.cat([seen, self.sees(part.queries, entry)], dim=1)
 
     def sees(self, queries: slice, entry: torch.Tensor) -> torch.Tensor:
-        """Whether each of `queries` may attend to entries; `entry` has numbers common to all queries, or a row for each
-        query.
-        """
+        """Whether each of `queries` may attend to entries; `entry` is common to queries, or has a row for each."""
         assert self.entries is not None
         return (entry >= self.entries.first[queries, None]) & (entry < self.entries.end[queries, None])
 
@@ -179,9 +177,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Keys:
-    """The tokens and entries that a block of queries attends to: a range of entries, or entries chosen for each
-    query.
-    """
+    """The tokens and entries that a block of queries sees: a range of entries, or chosen entries for each query."""
 
     def __init__(self, tokens: torch.Tensor, entries: torch.Tensor, among: slice, chosen: torch.Tensor | None) -> None:
         self._among, self._chosen, self._number = among, chosen, len(tokens)
@@ -294,9 +290,7 @@ class CompressorByDocument(nn.Module):
     """
 
     def forward(self, hidden: torch.Tensor, *others: Any, rows: RowShards | None = None, sp_group: Any = None) -> Any:  # noqa: ANN401
-        """transformers' own result; with `rows`, the entries of the flattened rows and the inputs of the indexer's
-        scores.
-        """
+        """transformers' own result; with `rows`, their entries and the inputs of the indexer's scores."""
         if rows is None:
             return super().forward(hidden, *others)
         is_scored = self.chooses and hasattr(self, "indexer")
@@ -349,9 +343,7 @@ def _in_windows(tokens: torch.Tensor, layout: Entries, series: int) -> torch.Ten
 
 
 class IndexerByDocument(CompressorByDocument):
-    """Mixed into transformers' indexer. It is trained only by its own loss, if at all; no gradient flows from it to the
-    model.
-    """
+    """Mixed into transformers' indexer, which only its own loss may train; no gradient flows from it to the model."""
 
     q_b_proj: nn.Linear
     scorer: Any
@@ -404,9 +396,7 @@ class CompressedAttention(nn.Module):
     collector: DivergenceCollector | None = None
     """Collects the loss of a trained indexer; None where the layer's indexer is not trained, or there is none."""
     for_heads: Callable[[torch.Tensor], torch.Tensor] = staticmethod(lambda shared: shared)
-    """Applied to keys that the heads of all tensor parallel ranks share; sums their gradients over ranks where heads
-    are sharded.
-    """
+    """Applied to keys that heads of all tensor parallel ranks share; sums their gradients over ranks."""
 
     def forward(  # noqa: PLR0913 - transformers' interface
         self,

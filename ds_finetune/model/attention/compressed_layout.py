@@ -18,9 +18,7 @@ from ds_finetune.model.attention.by_document import Documents
 _LAYOUTS = 8
 """Size of the caches of layouts: the layers of a forward share one layout per compression rate."""
 _KEPT_PAIRS = 2**20
-"""Maximum number of query-key pairs for which a layout keeps its boolean mask (1 MiB); larger masks are recomputed in
-each layer.
-"""
+"""Maximum number of query-key pairs for which a layout keeps its boolean mask (1 MiB); others are recomputed."""
 
 
 class RowShards(NamedTuple):
@@ -62,16 +60,12 @@ class Entries:
     positions: torch.Tensor
     """The position in its document of the first token of each entry's window, int64 [own entries]."""
     order: torch.Tensor
-    """Index of each entry in the result of the all-gather, where every rank contributes `most` entries (padded), int64
-    [entries].
-    """
+    """Index of each entry in the result of the all-gather, of `most` entries per rank, int64 [entries]."""
     most: int
     first: torch.Tensor
     """The first entry of each token's document, int64 [tokens]."""
     end: torch.Tensor
-    """One past the last entry that each token may attend to, int64 [tokens]: entries whose window ends at the token or
-    before.
-    """
+    """One past the last entry whose window ends at the token or before, int64 [tokens]."""
     ranges: tuple[np.ndarray, np.ndarray]
     """`first` and `end` as numpy arrays in host memory."""
 
@@ -112,9 +106,7 @@ def tokens_of(shards: RowShards, window: int, device: torch.device) -> SeenToken
 
 @lru_cache(_LAYOUTS)
 def entries_of(shards: RowShards, rate: int, before: int, device: torch.device) -> Entries:
-    """The entries of documents, each for `rate` tokens; `before` is the number of preceding tokens that each rank
-    holds.
-    """
+    """The entries of documents, each for `rate` tokens; `before` is the number of preceding tokens on each rank."""
     sizes = np.array([length for row in shards.documents for length in row], dtype=np.int64)
     begins, number = np.cumsum(sizes) - sizes, sizes // rate
     first_entries = np.cumsum(number) - number

@@ -56,9 +56,7 @@ class KeyPart(NamedTuple):
 
 
 class FollowedWeights(Protocol):
-    """Attention whose weights are the target distribution of an indexer. Tensors are passed to its methods, not
-    held.
-    """
+    """Attention whose weights are the target distribution of an indexer. Its methods get the tensors."""
 
     @property
     def scale(self) -> float:
@@ -274,9 +272,7 @@ class IndexedAttention(nn.Module):
         choice: Choice | None,
         others: dict[str, Any],
     ) -> tuple[torch.Tensor, Choice | None]:
-        """Hidden states after attention, and the choice; a layer without an indexer reuses the previous layer's
-        choice.
-        """
+        """Hidden states after attention, and the choice; a layer without an indexer reuses the previous one."""
         cache: Any = take_cache(others)
         low_rank, query, latent, rotary_key = _project(self, hidden, position_embeddings)
         if cache is not None:
@@ -425,9 +421,7 @@ def _choose(
 
 
 def _best(document: ScoreInputs, limit: int, scale: float) -> torch.Tensor:
-    """Mask of the `limit` best keys of each query of one document, among itself and earlier tokens, bool [queries,
-    keys].
-    """
+    """The `limit` best keys of each query of a document, among earlier tokens and itself, bool [queries, keys]."""
     queries, keys = len(document.query), len(document.key)
     positions = torch.arange(keys, device=document.key.device)
     found = torch.zeros(queries, keys, dtype=torch.bool, device=document.key.device)
@@ -488,8 +482,6 @@ def train_indexers(lm: PreTrainedModel, collector: DivergenceCollector) -> list[
 
 
 def longest_document(hf_config: PretrainedConfig) -> int | None:
-    """Maximum number of tokens of a document in which the indexer leaves out no token; None where there is no such
-    limit.
-    """
+    """Maximum number of tokens of a document in which the indexer leaves out no token; None without a limit."""
     indexer = family_of(hf_config.model_type).indexer
     return None if indexer is None else indexer.longest_document(hf_config.to_dict())

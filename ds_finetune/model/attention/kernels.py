@@ -26,9 +26,7 @@ Documents = tuple[int, ...]
 Places = NDArray[np.int64]
 
 _COLUMNS = 8
-"""The kernel needs a multiple of this number of columns per head (torch 2.13, flash_attn/flash_api.cpp,
-mha_varlen_fwd).
-"""
+"""The columns of a head must be a multiple of this (torch 2.13, flash_attn/flash_api.cpp, mha_varlen_fwd)."""
 
 
 def packs_documents(attention: str, hf_config: PretrainedConfig, *, device: str, precision: str) -> bool:
@@ -90,9 +88,7 @@ class PackedDocuments:
     """Document boundaries in the concatenated rows of a forward, as the variable-length kernel takes them."""
 
     bounds: torch.Tensor
-    """Index of the first token of each document, and last the number of all tokens: int32 [documents + 1] on the
-    device.
-    """
+    """Index of the first token of each document, and last the number of tokens: int32 [documents + 1] on the device."""
     longest: int
     """Number of tokens of the longest document."""
     keys: torch.Tensor | None = None
@@ -100,9 +96,7 @@ class PackedDocuments:
     [keys]; None where no document continues another.
     """
     key_bounds: torch.Tensor | None = None
-    """Index of each document's first key, and last the number of all keys: int32 [documents + 1]; None where `keys`
-    is.
-    """
+    """Index of each document's first key, and last the number of keys: int32 [documents + 1]; None where `keys` is."""
     most_keys: int = 0
 
 

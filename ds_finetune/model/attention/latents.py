@@ -29,9 +29,7 @@ class _LatentWeights:
         self._parts: _Weights | None = None
 
     def parts(self, like: torch.Tensor) -> _Weights:
-        """The two weights. They are read by calling the module, since it may have LoRA adapters, 4-bit weights or
-        ZeRO-3 shards.
-        """
+        """The two weights. Read by calling the module, which may have LoRA adapters, 4-bit weights or ZeRO-3 shards."""
         if self._parts is not None:
             return self._parts
         attention = self._attention

@@ -32,9 +32,7 @@ def norm(rows: torch.Tensor, weight: torch.Tensor, eps: float, rounds_last: bool
 def norm_backward(
     grad: torch.Tensor, saved: tuple[torch.Tensor, ...], rounds_last: bool, needs_weight: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gradients of rows and weight, from the `saved` rows, weight and inverse root mean square; None where the weight
-    needs none.
-    """
+    """Gradients of rows and weight from `saved`: rows, weight, inverse root mean square. The weight's may be None."""
     rows, weight, scale = saved
     normed = rows.float() * scale
     by_weight = grad.float() * weight.float() if rounds_last else (grad * weight).float()

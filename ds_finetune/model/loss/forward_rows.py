@@ -16,9 +16,7 @@ class RealTokens(NamedTuple):
     """The tokens of a forward's documents without padding; a sequence parallel rank holds its own tokens."""
 
     document: torch.Tensor
-    """Number of the document of each token of the flattened rows, int64 [tokens]; padding has the number of
-    documents.
-    """
+    """Number of each flattened token's document, int64 [tokens]; padding has the number after the last."""
     lengths: torch.Tensor
     """Number of tokens of each document, over all sequence parallel ranks, int64 [documents]."""
 
@@ -73,13 +71,9 @@ class ForwardRows:
     real: RealTokens | None = None
     """The documents without padding; None where no auxiliary loss needs them."""
     supervised: torch.Tensor | None = None
-    """Positions of supervised labels in the flattened rows, int64 [supervised tokens]; None means to derive them from
-    `labels`.
-    """
+    """Positions of supervised labels in the flattened rows, int64 [supervised tokens]; None: derive from `labels`."""
     next_supervised: torch.Tensor | None = None
-    """Positions of supervised labels in `next_labels`, int64 [positions]; None means to derive them from
-    `next_labels`.
-    """
+    """Positions of supervised labels in `next_labels`, int64 [positions]; None: derive from `next_labels`."""
 
 
 def with_tensors(rows: ForwardRows, change: Callable[[torch.Tensor], torch.Tensor]) -> ForwardRows:

@@ -51,9 +51,7 @@ class HeadGradients(NamedTuple):
         )
 
     def add_chunk(self, d_logits: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, start: int) -> None:
-        """Add the gradients that result from `d_logits` fp32 of the chunk `part` of `hidden`, which starts at token
-        `start`.
-        """
+        """Add the gradients from `d_logits` fp32 of the chunk `part` of `hidden`, which starts at token `start`."""
         self.add_bias(d_logits)
         self.add_products(d_logits.to(part.dtype), part, weight, start)
 
@@ -63,9 +61,7 @@ class HeadGradients(NamedTuple):
             self.d_bias.add_(d_logits.sum(0, dtype=self.d_bias.dtype))
 
     def add_products(self, d_logits: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, start: int) -> None:
-        """Add the gradients of hidden states and weight, as in `add_chunk`, from `d_logits` in the dtype of
-        `hidden`.
-        """
+        """Add the gradients of hidden states and weight, as in `add_chunk`, from `d_logits` in `hidden`'s dtype."""
         if self.d_hidden is not None:
             torch.mm(d_logits, weight, out=self.d_hidden[start : start + len(part)])
         if self.d_weight is not None:

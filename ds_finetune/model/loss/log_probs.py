@@ -95,9 +95,7 @@ class TwoPassHead:
         return self._first_pass(directions), directions
 
     def gradients(self, d_logp: torch.Tensor, needed: NeededGradients) -> HeadGradients:
-        """Second pass: the gradients of a loss whose gradient with respect to the log-probabilities is `d_logp` fp32
-        [tokens].
-        """
+        """Second pass: gradients of a loss, from its gradient `d_logp` fp32 [tokens] by the log-probabilities."""
         hidden, weight, bias, targets = self._inputs
         gradients = HeadGradients.zeros(hidden, weight, bias, needed)
         for start in reversed(self._starts):
@@ -232,9 +230,7 @@ class LossOfAnswers:
         self._objective, self._tokens, self._numbers, self._head = objective, tokens, numbers, head
 
     def of_tokens(self, logp: torch.Tensor, *, has_gradient: bool) -> tuple[LossAndSums, torch.Tensor | None]:
-        """Loss, sums and gradient, as in `LossOfDocuments.of_tokens`; with sequence parallelism those of this rank's
-        tokens.
-        """
+        """Loss, sums and gradient of this rank's tokens, as in `LossOfDocuments.of_tokens`."""
         assert self._head.entropy is not None
         logp = logp.double().requires_grad_(has_gradient)
         one = torch.ones(1, dtype=torch.float64, device=logp.device)

@@ -69,9 +69,7 @@ def _check_number(base: PretrainedConfig, outputs: int) -> None:
 
 
 def set_classes(hf_config: PretrainedConfig, section: ObjectiveConfig, *, outputs: int) -> None:
-    """Write the number and names of the classes into `hf_config`; ModelError where it describes a classifier with
-    another number.
-    """
+    """Write the number and names of the classes into `hf_config`; ModelError where it has another number."""
     _check_number(hf_config, outputs)
     names = section.labels if isinstance(section, ClassificationObjective) else (REWARD,)
     hf_config.num_labels = outputs

@@ -75,9 +75,7 @@ class ScoreHead(nn.Linear):
         return found if is_first else found._replace(sums=torch.zeros_like(found.sums))
 
     def scores(self, hidden: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """Scores fp32 [documents, outputs] of documents whose last tokens are at `ends` (int64 [documents]) of the
-        flattened rows.
-        """
+        """Scores fp32 [documents, outputs] of documents that end at `ends`, int64, in the flattened rows."""
         sp_group = self.groups.sp
         ranks, rank = (1, 0) if sp_group is None else (sp_group.size, sp_group.group_rank)
         ends, tokens = ends.to(hidden.device), hidden.shape[1]

@@ -50,9 +50,7 @@ def plan_teacher(objective: ObjectiveConfig) -> TeacherPlan | None:
 
 
 def check_same_tokens(teacher: TeacherPlan, tokens: Mapping[str, int], model_tokens: Mapping[str, int]) -> None:
-    """ModelError unless teacher and model have the same vocabulary (id by token), and the teacher's model has an output
-    for each id.
-    """
+    """ModelError unless teacher and model have the same vocabulary (id by token), and an output for each id."""
     size = int(teacher.hf_config.vocab_size)
     if tokens == model_tokens and size <= max(tokens.values()):
         raise ModelError(

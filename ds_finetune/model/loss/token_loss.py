@@ -278,9 +278,7 @@ class TrainedModel(nn.Module):
     def document_arguments(
         self, documents: tuple[Documents, ...] | None, device: torch.device, shared: tuple[Documents, ...] | None = None
     ) -> dict[str, Any]:
-        """Arguments by which attention knows where documents begin, and how many tokens of earlier documents they
-        continue.
-        """
+        """Arguments by which attention knows where documents begin, and how much of earlier ones they continue."""
         attention = self.lm.config._attn_implementation
         if attention == BY_DOCUMENT:
             packed = self._pack(documents, device, shared) if self.packs_documents and documents is not None else None

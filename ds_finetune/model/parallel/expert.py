@@ -106,9 +106,7 @@ class ExpertParallelExperts(nn.Module):
     """Called while the all-to-all to the experts runs."""
 
     def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Maps hidden states [tokens, width], routed experts of the whole layer [tokens, k] and their weights to
-        [tokens, width].
-        """
+        """Maps hidden states [tokens, width], routed experts [tokens, k] and their weights to [tokens, width]."""
         chosen = SortedRows.of(top_k_index)
         kept, counted = current_outputs(), partial(self._count_rows, chosen.experts)
         arriving, send_counts, receive_counts = counted() if kept is None else kept.keep(counted)

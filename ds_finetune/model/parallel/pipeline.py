@@ -48,9 +48,7 @@ class PipelineGroup(RankGroup):
 
     num_chunks: int = 1
     running_chunk: int | None = None
-    """The chunk that the current forward runs. None where a forward runs all chunks of this rank and sends hidden
-    states itself.
-    """
+    """The chunk that the current forward runs; None where it runs all chunks, and sends hidden states itself."""
     no_hidden_states: torch.Tensor
     """Empty tensor [0, width] with the width, dtype and device of the model's hidden states."""
     links: Mapping[Link, dist.ProcessGroup] = MappingProxyType({})
@@ -60,9 +58,7 @@ class PipelineGroup(RankGroup):
     replicas. None on other stages, and where only one of both stages has the embedding.
     """
     adds_embedding: bool = True
-    """Whether this rank keeps the summed gradient of the embedding; other ranks of its stage in `embedding_group` get
-    zeros.
-    """
+    """Whether this rank keeps the summed gradient of the embedding; others of its stage get zeros."""
     input_hidden_states: torch.Tensor | None = None
     """Hidden states received from the previous stage for the latest forward, a leaf that requires a gradient where
     gradients are enabled. With several chunks per rank those for the running chunk; None for the model's first chunk.
@@ -163,9 +159,7 @@ class MissingLayer(nn.Module):
         *_: Any,  # noqa: ANN401 - what layers take
         **arguments: Any,  # noqa: ANN401
     ) -> torch.Tensor | tuple[torch.Tensor, None]:
-        """Return the hidden states unchanged. The cache counts tokens by its first layer, so one number per token is
-        added.
-        """
+        """Return the hidden states unchanged; add a number per token to the cache, whose first layer counts tokens."""
         cache = take_cache(arguments)
         if cache is not None:
             # An empty tensor would count as no tokens (transformers 5.23, cache_utils.py, get_seq_length).
@@ -214,9 +208,7 @@ class SendHiddenStates(nn.Module):
 
 
 class ReceiveLogits(nn.Linear):
-    """Replaces the head on earlier stages: receives the logits of the last stage, so that all stages generate the same
-    next token.
-    """
+    """Replaces the head on earlier stages: receives the last stage's logits, so that all generate the same token."""
 
     pp_group: PipelineGroup
     outputs: int
@@ -240,9 +232,7 @@ def missing_layer(config: PretrainedConfig, layer: int) -> MissingLayer:
 
 
 def residual_streams(config: PretrainedConfig) -> int:
-    """Number of hidden-state vectors of each token between layers: several with hyper-connections (DeepSeek-V4), else
-    1.
-    """
+    """Hidden-state vectors of a token between layers: several with hyper-connections (DeepSeek-V4), else 1."""
     return int(config.hc_mult) if family_of(config.model_type).compresses else 1
 
 
@@ -257,9 +247,7 @@ def _of_one_stream(config: PretrainedConfig) -> PretrainedConfig:
 
 @contextmanager
 def build_only_layers(model_class: type[PreTrainedModel], layers: Container[int] | None) -> Iterator[None]:
-    """A model built within this context has a `MissingLayer` for each layer outside `layers`; None builds all
-    layers.
-    """
+    """A model built within this context has a `MissingLayer` for layers outside `layers`; None builds all layers."""
     if layers is None:
         yield
         return
@@ -302,9 +290,7 @@ def has_tied_head(lm: PreTrainedModel) -> bool:
 
 
 def has_embedding_copy(lm: PreTrainedModel, pp_group: PipelineGroup) -> bool:
-    """Whether this stage holds a copy of the first stage's embedding weight, for a tied head or multi-token
-    prediction.
-    """
+    """Whether this stage holds a copy of the first stage's embedding weight, for a tied head or prediction layer."""
     return pp_group.is_last and lm.get_input_embeddings().weight is not None
 
 
@@ -322,9 +308,7 @@ class HandOver(MissingLayer):
         self.sends = self.receives = False
 
     def forward(self, hidden: torch.Tensor, **arguments: Any) -> torch.Tensor | tuple[torch.Tensor, None]:  # noqa: ANN401
-        """Send `hidden` if a chunk of this rank ends before this layer; return received hidden states if a chunk begins
-        after it.
-        """
+        """Send `hidden` if this rank's chunk ends before this layer; receive if its chunk begins after it."""
         assert not torch.is_grad_enabled(), "the schedule sends and receives where there are gradients"
         if self.sends:
             self.pp_group.send(hidden, to=self.pp_group.next_rank)
@@ -376,9 +360,7 @@ class ModelChunks:
         )
 
     def _take_streams(self, lm: PreTrainedModel, pp_group: PipelineGroup) -> None:
-        """Chunks after the model's first receive, and chunks before its last send, all streams of a token as one
-        vector.
-        """
+        """Between chunks, all streams of a token are sent as one vector."""
         for number, part in enumerate(self._parts):
             if not pp_group.is_first or number:
                 part["config"] = _of_one_stream(lm.config)

@@ -59,9 +59,7 @@ class SequenceParallelGroup(RankGroup):
         return _GatherTokens.apply(shard, self)  # type: ignore[no-any-return]
 
     def with_tokens_before(self, shard: torch.Tensor, number: int) -> torch.Tensor:
-        """This rank's tokens [batch, tokens, ...], preceded by the `number` tokens before them, or by all where there
-        are fewer.
-        """
+        """This rank's tokens [batch, tokens, ...], preceded by up to `number` tokens of earlier ranks."""
         size = min(number, shard.shape[1])
         tails, end = self.gather_tokens(shard[:, shard.shape[1] - size :]), self.group_rank * size
         return torch.cat([tails[:, max(0, end - number) : end], shard], dim=1)

@@ -20,9 +20,7 @@ _COLUMN_PARALLEL = re.compile(
     r"((q_proj|k_proj|v_proj|q_b_proj|kv_b_proj|o_a_proj|gate_proj|up_proj|embed_tokens|lm_head)\.(weight|bias)"
     r"|self_attn\.sinks)$"
 )
-"""Parameters sharded along dim 0, the output (heads, groups of heads, inner width, vocabulary). Compressors are
-replicated.
-"""
+"""Parameters sharded along dim 0, the output (heads, groups of heads, inner width, vocabulary). Not compressors."""
 _ROW_PARALLEL = re.compile(r"(^|\.)(o_proj|o_b_proj|down_proj)\.weight$")
 """Weights sharded along dim 1, the input. The bias is replicated, and added once, after the all-reduce."""
 _FUSED_EXPERTS = re.compile(r"\.mlp\.experts\.(?P<part>(gate_up_proj|down_proj)(_bias)?)$")
@@ -148,8 +146,6 @@ class TensorShard:
 
 
 def shape_in_model(shape: Ints) -> Ints:
-    """The shape of a tensor in the model, from a `global_shape` or `local_shape`, which may be a four-dimensional
-    view.
-    """
+    """The shape of a tensor in the model, from a `global_shape` or `local_shape`, which may be a 4-D view."""
     experts_gate_inner_hidden = 4
     return (shape[0], shape[1] * shape[2], shape[3]) if len(shape) == experts_gate_inner_hidden else shape

@@ -35,9 +35,7 @@ class TensorParallelGroup(RankGroup):
     """Ranks that hold the shards of each tensor parallel tensor."""
 
     def all_reduce_argmax(self, values: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Elementwise maximum of `values` over ranks, and the smallest of the `indices` (int64) of ranks that hold
-        it.
-        """
+        """Elementwise maximum of `values` over ranks, and the smallest index (int64) of the ranks that hold it."""
         maximum = values.detach().clone()
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.group)
         first = torch.where(values == maximum, indices, torch.iinfo(torch.int64).max)
@@ -70,9 +68,7 @@ class _CopyToTensorParallelRegion(torch.autograd.Function):
 
 
 def copy_to_tensor_parallel_region(replicated: torch.Tensor, tp_group: TensorParallelGroup) -> torch.Tensor:
-    """Identity before sharded weights, for an input that is replicated on every rank; its gradient is summed over
-    ranks.
-    """
+    """Identity before sharded weights, for an input replicated on every rank; its gradient is summed over ranks."""
     return _CopyToTensorParallelRegion.apply(replicated, tp_group)  # type: ignore[no-any-return]
 
 
@@ -156,9 +152,7 @@ class ReceiveOrEmbed(ReceiveHiddenStates):
 
 
 class NormOverShards(nn.Module):
-    """RMSNorm over columns that are sharded over ranks. The weight is replicated; its gradient covers this rank's
-    columns only.
-    """
+    """RMSNorm over sharded columns with a replicated weight, whose gradient covers this rank's columns only."""
 
     tp_group: TensorParallelGroup
     weight: nn.Parameter
@@ -257,9 +251,7 @@ def _copy_hidden_states(
 
 
 def install_tensor_parallel_mlp(mlp: Any, tp_group: TensorParallelGroup) -> None:  # noqa: ANN401 - an MLP or a mixture of experts of any family
-    """Add the communication of tensor parallelism to an MLP or mixture of experts with a shard of each inner width, in
-    place.
-    """
+    """Add tensor parallel communication to an MLP or mixture of experts with a shard of each inner width, in place."""
 
     def copy_input(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return (copy_to_tensor_parallel_region(args[0], tp_group),)

@@ -35,9 +35,7 @@ class Builtin:
     score: Callable[[AnswerToScore, Any, Settings], Outcome]
     """Function of the answer, of the reference that `read` returned, and of the reward's options."""
     read: Callable[[Any], Any] | None = None
-    """Parses the reference answer of a data row into what `score` compares with; raises RewardFaultError where that
-    fails.
-    """
+    """Parses the reference answer of a data row into what `score` compares with; RewardFaultError where that fails."""
     is_long_answers_fault: bool = False
     """Whether a timeout is the answer's fault, not that of the reward function."""
     package: str = ""
@@ -78,9 +76,7 @@ def _read_number(value: Any) -> decimal.Decimal:  # noqa: ANN401 - any JSON valu
 
 
 def _number(answer: AnswerToScore, reference: decimal.Decimal, settings: Settings) -> Outcome:
-    """1 where the answer's last number differs from the reference by at most `tolerance` x the reference's
-    magnitude.
-    """
+    """1 where the answer's last number differs from the reference by at most `tolerance` x its magnitude."""
     number = last_number(final_part(answer))
     if number is None:
         return _unparsed(settings)

@@ -143,9 +143,7 @@ for _name in _BINARY + _ORDER:
 
 
 class _Peer:
-    """One end of the pipes between the two processes. Either side may send a request, and answers requests while it
-    waits.
-    """
+    """One end of the pipes between the two processes. Either may send requests, and answers some while it waits."""
 
     def __init__(self, reads: int, writes: int, say: Callable[[str], object] | None = None) -> None:
         self.reads, self.writes = Connection(reads, writable=False), Connection(writes, readable=False)

@@ -278,9 +278,7 @@ class Rewards:
             self._idle.put(worker)
 
     def _part(self, worker: _Worker, at: int, answer: str) -> Part:
-        """The result of one reward on one answer. A request is repeated once if the process ended, and not after a
-        timeout.
-        """
+        """The result of one reward on one answer. A request is repeated once if the process ended."""
         how, settings = "", self._settings[at]
         for _ in range(2):
             try:

@@ -94,9 +94,7 @@ def needs_of(rewards: Sequence[Settings], record: Mapping[str, Any]) -> str:
 
 
 def late_part(settings: Settings, end: str = "") -> dict[str, Any]:
-    """Result of a reward that exceeded its time: an error, or the `unparsed` score where a slow answer is the answer's
-    fault.
-    """
+    """Result of a reward that exceeded its time: an error, or the `unparsed` score where the answer is at fault."""
     builtin = BUILTIN.get(settings["reward"])
     if builtin is not None and builtin.is_long_answers_fault:
         return {"score": settings["unparsed"], "has_result": False}

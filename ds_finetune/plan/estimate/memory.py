@@ -1,6 +1,4 @@
-"""Memory estimate of a run: what a rank holds on its device, in host memory and on disk, and the option that lowers
-each part.
-"""
+"""Memory estimate of a run: what a rank holds on its device, in host memory and on disk, and which option lowers it."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace

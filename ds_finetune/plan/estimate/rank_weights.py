@@ -220,9 +220,7 @@ def is_trained(plan: Plan, model: DescribedModel, kind: TensorKind) -> bool:
 def _adapter_kinds(
     model: DescribedModel, lora: LoraConfig, sizes: tuple[int, int, int], layers: tuple[int, ...]
 ) -> tuple[TensorKind, ...]:
-    """The LoRA adapters of these layers on a rank; `sizes` are tp, ep, and the number of ranks over which ZeRO
-    shards.
-    """
+    """The LoRA adapters of these layers on a rank; `sizes` are tp, ep, and the ranks over which ZeRO shards."""
     tp, ep, zero_ranks = sizes
     found = Counter[TensorKind]()
     for target in lora_targets(model, lora):

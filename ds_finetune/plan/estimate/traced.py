@@ -23,9 +23,7 @@ class TracedLayer:
 
 @dataclass(frozen=True)
 class TracedModel:
-    """Activation bytes of a model on a rank with all layers, for the rows of one forward; without weights and their
-    gradients.
-    """
+    """Activation bytes on a rank with all layers, for the rows of one forward; without weights and gradients."""
 
     layers: tuple[TracedLayer, ...]
     """Layers in the order of execution; multi-token prediction layers belong to the head."""

@@ -1,6 +1,4 @@
-"""An ordinary PyTorch training loop with transformers' model and the logits of all tokens, for comparison by
-`bench`.
-"""
+"""An ordinary PyTorch training loop with transformers' model and the logits of all tokens, compared by `bench`."""
 
 import copy
 import json
@@ -305,9 +303,7 @@ class PlainLoop:
         )
 
     def _logits(self, part: PlainForward) -> torch.Tensor:
-        """Logits of all tokens, fp32 [rows, tokens, vocabulary], or the scores of a classifier, fp32 [rows,
-        outputs].
-        """
+        """Logits of all tokens, fp32 [rows, tokens, vocabulary], or a classifier's scores, fp32 [rows, outputs]."""
         inputs = {name: tensor.to(self._device) for name, tensor in part.inputs.items()}
         if is_of_scores(self._objective):
             # transformers scores the last token that is not the padding token (5.23, modeling_layers.py:170).
@@ -338,9 +334,7 @@ class PlainLoop:
     def _targets(
         self, part: PlainForward, is_supervised: torch.Tensor, section: DistillObjective
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The teacher's log-probabilities at supervised positions, and their token ids where only the top k are
-        stored.
-        """
+        """The teacher's log-probabilities at supervised positions, and ids where only the top k are stored."""
         if part.top is not None:
             top = part.top.to(torch.device(self._device))
             return top.log_probs[is_supervised].float(), top.ids[is_supervised].long()

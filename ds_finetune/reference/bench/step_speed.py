@@ -47,9 +47,7 @@ class SpeedComparison:
     largest_loss_difference: float
 
     def lines(self) -> list[tuple[str, str]]:
-        """Rows for display: median seconds, tokens per second, and speed relative to the first candidate (larger is
-        faster).
-        """
+        """Rows for display: median seconds, tokens per second, and speed relative to the first candidate."""
         first_name = next(iter(self.seconds))
         first = statistics.median(next(iter(self.seconds.values())))
         found = [

@@ -1,3 +1,1 @@
-"""Compares the parallel layouts of this program with a reference PyTorch loop, on tiny models and the machines it runs
-on.
-"""
+"""Compares this program's parallel layouts with a reference PyTorch loop, on tiny models."""

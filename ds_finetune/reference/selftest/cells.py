@@ -159,9 +159,7 @@ def targets() -> np.ndarray:
 
 @cache
 def reference_log_probs() -> np.ndarray:
-    """Made-up log-probabilities of the samples under a reference model, fp64, near those of randomly initialised
-    weights.
-    """
+    """Made-up log-probabilities under a reference model, fp64, near those of randomly initialised weights."""
     noise = np.random.default_rng(13).normal(size=SAMPLES)
     return np.array([log_prob_of_random_weights(labels) for _, labels in samples()]) + noise
 

@@ -191,9 +191,7 @@ def _later_gradients(engine: Engine, before: dict[str, torch.Tensor]) -> dict[st
 
 
 def of_all_stages(engine: Engine, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors by parameter name, collected from the first rank of each pipeline stage; collective with several
-    stages.
-    """
+    """Tensors by parameter name, collected from the first rank of each pipeline stage; collective with stages."""
     mesh = engine.plan.mesh
     if mesh.pp == 1:
         return tensors
@@ -221,9 +219,7 @@ _OF_ADAPTERS = {"adapters": 2e-3}
 first gradient is as small as a rounding error, its first update is arbitrary, and so A's second gradient differs.
 """
 _ROUNDED = {"loss": 1.5e-2, "norm": 2e-2, "resume": 1e-3, "export": 1.5e-2}
-"""Limits in 16 bits: rounding of weights changes the third digit of a loss; a missing gradient would change the
-second.
-"""
+"""Limits in 16 bits: rounding changes the third digit of a loss; a missing gradient would change the second."""
 
 
 @dataclass(frozen=True)

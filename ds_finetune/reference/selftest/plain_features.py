@@ -71,9 +71,7 @@ def _add_compressed_layer(model: PreTrainedModel) -> nn.Module:
 
 
 def _compressed_states(model: Any, block: Any, embedded: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-    """Output of DeepSeek-V4's prediction layer for one document, from embeddings of the next tokens and residual
-    streams.
-    """
+    """Output of DeepSeek-V4's prediction layer for one document, from next tokens' embeddings and residual streams."""
     projected = [block.h_proj(block.hnorm(streams[:, :, n])) for n in range(streams.shape[2])]
     inputs = torch.stack(projected, dim=2) + block.e_proj(block.enorm(embedded)).unsqueeze(2)
     tokens, rotary = embedded.shape[1], model.get_decoder().rotary_emb
@@ -151,16 +149,12 @@ class PlainMtp:
         return mean
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits of the token after the next, [tokens - 1, vocabulary], for `ids`, the tokens of the model's latest
-        forward.
-        """
+        """Logits of the token after the next, [tokens - 1, vocabulary], for `ids` of the model's latest forward."""
         head = self._model.lm_head.weight
         return functional.linear(self.states(ids), head.detach() if self._section.detach else head)
 
     def states(self, ids: torch.Tensor) -> torch.Tensor:
-        """Output of the layer before the head, [tokens - 1, width], for `ids`, the tokens of the model's latest
-        forward.
-        """
+        """Output of the layer before the head, [tokens - 1, width], for `ids` of the model's latest forward."""
         embedded, hidden = self._model.get_input_embeddings()(ids[None, 1:]), self._hidden[:, :-1]
         if self._section.detach:
             embedded, hidden = embedded.detach(), hidden.detach()
@@ -310,9 +304,7 @@ _DENSE = next(
 )
 _TEACHER, _SCORES = "teacher", "scores"
 SoftTarget = tuple[torch.Tensor, torch.Tensor | None]
-"""A teacher's log-probabilities at the supervised positions of a sample, and their ids where only the top k are
-stored.
-"""
+"""A teacher's log-probabilities at a sample's supervised positions, and ids where only the top k are stored."""
 
 
 def with_teacher(section: DistillObjective, model: Path) -> DistillObjective:

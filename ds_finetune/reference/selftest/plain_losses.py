@@ -165,9 +165,7 @@ def kto_baseline(ratios: list[float]) -> float:
 
 
 def score_loss(section: ObjectiveConfig, scores: torch.Tensor, targets: list[float]) -> torch.Tensor:
-    """The loss of a unit from its scores [samples, outputs]: cross entropy, squared error, or the Bradley-Terry
-    loss.
-    """
+    """The loss of a unit from its scores [samples, outputs]: cross entropy, squared error, or Bradley-Terry."""
     scores = scores.double()
     match section:
         case RewardObjective():

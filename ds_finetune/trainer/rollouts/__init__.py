@@ -1,3 +1,1 @@
-"""Rollouts: answers sampled from the model being trained, scored by rewards, and made into batches of optimizer
-steps.
-"""
+"""Rollouts: answers sampled from the model being trained, scored by rewards, and made into batches of steps."""

@@ -38,9 +38,7 @@ class RolloutMetrics(Remembering):
         self.since = 0
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Add the metrics of a rollout that begins with this step; at the last step the cause line is always
-        printed.
-        """
+        """Add the metrics of a rollout that begins with this step; at the last step the cause line is printed."""
         rollout = self._source.latest
         if rollout is not None and rollout.first == record.step - 1:
             values = rollout_metrics(rollout, self._source.sampler)
@@ -89,9 +87,7 @@ def rollout_metrics(rollout: Rollout, sampler: Sampler) -> dict[str, float]:
 
 
 class RolloutSamples(LineFile):
-    """Writes `rollouts.jsonl`: some groups of each rollout, one line per group, with answers, rewards and
-    advantages.
-    """
+    """Writes `rollouts.jsonl`: some groups of each rollout, a line per group, with answers, rewards and advantages."""
 
     def __init__(self, folder: Path, source: RolloutSource, say: Say) -> None:
         super().__init__(folder / ROLLOUTS, say)

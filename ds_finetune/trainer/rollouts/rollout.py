@@ -66,9 +66,7 @@ class AnswerGroup:
         weights: Floats,
         section: GrpoObjective,
     ) -> "AnswerGroup":
-        """The group of a prompt, given as (draw, number), with total rewards and advantages computed from scores and
-        weights.
-        """
+        """The group of a prompt, given as (draw, number), with rewards and advantages from scores and weights."""
         compared, total = (combine_rewards(parts, weights, how) for how in (section.reward_scale, "sum"))
         found = advantages(compared[None], section.advantage)[0]
         return cls(*prompt, tuple(answers), parts, total, found, bool(has_spread(compared[None])[0]))
@@ -155,9 +153,7 @@ class RolloutFiles:
         return all_gather_object(digest)[0]
 
     def read(self, step: int, digest: str) -> Rollouts:
-        """The rollouts that the checkpoint of `step` needs; CheckpointError on every rank where the file's hash is not
-        `digest`.
-        """
+        """The rollouts for the checkpoint of `step`; CheckpointError on every rank if their hash is not `digest`."""
         path, content, error = self._path(step), b"", None
         if self._is_rank_zero:
             with suppress(OSError):

@@ -1,6 +1,4 @@
-"""Samples answers to prompts of the data, and scores each as soon as it has ended; every rank gets all answers and
-scores.
-"""
+"""Samples answers to prompts of the data, and scores each as soon as it has ended; all ranks get all of them."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

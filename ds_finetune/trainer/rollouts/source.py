@@ -33,9 +33,7 @@ MOST_DRAWS = 4
 
 
 class RolloutSource:
-    """Makes the rollouts of a run and their batches, in the main thread of every rank, because sampling is
-    collective.
-    """
+    """Makes the rollouts of a run and their batches, in every rank's main thread, as sampling is collective."""
 
     def __init__(self, run: PreparedRun, engine: Engine, sampler: Sampler, files: RolloutFiles | None) -> None:
         assert isinstance(run.inputs.train, PreparedRows)
@@ -56,9 +54,7 @@ class RolloutSource:
         self._per_epoch = rows_per_epoch(self.rows, self._plan)
 
     def state(self) -> dict[str, Any]:
-        """State for a checkpoint: step and hash of the rollout file; empty where no rollout is unfinished.
-        Collective.
-        """
+        """State to save: step and hash of the rollout file; empty without an unfinished rollout. Collective."""
         if self.latest is None:
             # Before the first batch the state is that of the checkpoint from which the run resumed.
             return self._resumed

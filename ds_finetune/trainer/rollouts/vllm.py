@@ -33,9 +33,7 @@ _AT_ONCE = 256
 """Number of concurrent requests where rollout.batch_rows is auto; each request samples a whole group."""
 _POLL_SECONDS = 1.0
 _SILENT_SECONDS, _FAILURES = 10.0, 3
-"""A server that has returned no answer for so many seconds gets a health check; it is lost after so many failed checks
-in a row.
-"""
+"""Seconds without an answer before a server's health is checked, and failed checks after which it is lost."""
 _MOST_NATS = {True: 1e-3, False: 0.25}
 """Limit in nats of the median difference of token log-probabilities of fixed prompts between the server and this
 engine; True: both compute in fp32. If only half of the weights were loaded, the difference would be whole nats.
@@ -92,9 +90,7 @@ class VllmEngine:
         self._attempt(self._connect)
         name = all_gather_object(uuid.uuid4().hex[:8])[0]
         self._folder = run.output_dir / FOLDER / f"weights-{name}"
-        """A new folder with each start, because a server may reuse cached weights of a folder that it has loaded
-        before.
-        """
+        """A new folder with each start, because a server may reuse cached weights of a known folder."""
         self._step = -1
         """Optimizer step of the weights that the server has."""
         self._has_answered = False
@@ -171,9 +167,7 @@ class VllmEngine:
         raise_on_every_rank(self._tried(work)[1])
 
     def _tried(self, work: Callable[[VllmServer], T]) -> tuple[T | None, FinetuneError | None]:
-        """The result of `work` on rank zero, or the server's error: ServerLostError once it has answered before, else
-        ServeError.
-        """
+        """The result of `work` on rank zero, or the server's error: ServerLostError once it has answered."""
         if not self._engine.is_rank_zero:
             return None, None
         try:
@@ -285,9 +279,7 @@ def _check_prompts(run: PreparedRun) -> list[tuple[int, ...]]:
 
 
 def _cut(answer: SampledAnswer, limits: SamplingLimits) -> SampledAnswer:
-    """The answer cut at the token where this program's conditions end it; a server may continue to the end of a stop
-    text.
-    """
+    """The answer cut at the token where this program's conditions end it; a server may go beyond a stop text."""
     if limits.stops is None:
         return answer
     ids = answer.ids.tolist()

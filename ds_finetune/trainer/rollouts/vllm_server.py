@@ -39,9 +39,7 @@ _NEVER_DRAWN = -100
 
 
 class VllmServer:
-    """The vLLM server at `address`, such as http://127.0.0.1:8000. Every method raises ServeError where a request
-    fails.
-    """
+    """The vLLM server at `address`, such as http://127.0.0.1:8000. Methods raise ServeError where a request fails."""
 
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
@@ -170,8 +168,8 @@ class VllmServer:
         return choices
 
     def _request(self, route: str, body: object = None, *, seconds: float | None = None, missing: str = "") -> Any:  # noqa: ANN401 - JSON
-        """The response of a route to a GET, or to a POST of `body`; `missing` is the error text where the route does
-        not exist.
+        """The response of a route to a GET, or to a POST of `body`; `missing` is the error text for an unknown
+        route.
         """
         data, hint = (None, START) if body is None else (json.dumps(body).encode(), "see its output")
         seconds = seconds or (_SECONDS if body is None else _LONG_SECONDS)
@@ -199,9 +197,7 @@ class VllmServer:
 
 
 def _config_of(folder: Path) -> Mapping[str, Any]:
-    """The config.json of the language model in a folder; empty where this machine cannot read it, for example for a hub
-    id.
-    """
+    """The config.json of the language model in a folder; empty where it cannot be read, e.g. for a hub id."""
     try:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
