@@ -256,7 +256,6 @@ class _Scoring:
     def _score(
         self, documents: Sequence[Document], references: list[object] | None = None
     ) -> tuple[Scores, Scores | None]:
-        """Scores of the model and of the baseline on the same documents."""
         mine = _score(self.folder, documents, self.request, self.tokenizer, references)
         if self.base is None:
             return mine, None

@@ -265,7 +265,9 @@ class AnswerNumbers:
     sampled: torch.Tensor
     """Log-probabilities that the sampler reported."""
     experts: torch.Tensor | None = None
-    """Experts to which the sampler routed each token, encoded as int16 [rows, tokens, layers] (`model.routers`)."""
+    """Experts that computed the logits from which the sampler took each token, encoded as int16 [rows, tokens, layers]
+    (`model.routers`).
+    """
 
 
 @dataclass(frozen=True)

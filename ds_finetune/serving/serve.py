@@ -286,7 +286,6 @@ def _is_healthy(address: Address) -> bool:
 
 
 def _check_running(server: "subprocess.Popen[bytes]") -> None:
-    """ServeError where the server has ended."""
     if server.poll() is not None:
         raise ServeError(
             f"the server ended with exit code {server.returncode}", hint="the reason is in its output above"

@@ -48,7 +48,7 @@ class SampledAnswer(NamedTuple):
     finish: Finish
     """`length` where the answer was cut after `max_new_tokens`."""
     experts: NDArray[np.int16] | None = None
-    """Encoded experts of each token, int16 [tokens, layers]; None without experts, or where a server sampled."""
+    """Encoded experts behind the logits of each token, int16 [tokens, layers]; None without, or with a server."""
 
 
 OnAnswer = Callable[[int, SampledAnswer], object]

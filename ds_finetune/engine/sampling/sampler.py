@@ -133,7 +133,7 @@ class BatchOfAnswers:
             self._is_key = torch.arange(longest, device=model.device) >= first
         self._logits: list[torch.Tensor] = []
         self._experts: list[NDArray[np.int16]] = []
-        """Experts of each row's token after which the latest logits come; empty without experts."""
+        """Experts of the last token that was read of each row; empty without experts."""
         self._cache = RowCache(self._read_prompts(parts), rows=len(lengths), columns=columns, longest=longest)
 
     def _read_prompts(self, parts: Sequence[PromptPart]) -> Iterator[tuple[ReadPrompt, slice]]:

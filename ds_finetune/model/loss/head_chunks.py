@@ -153,7 +153,7 @@ class ChunkSoftmax(NamedTuple):
 def logits_of_chunk(
     part: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, buffer: torch.Tensor
 ) -> torch.Tensor:
-    """`part @ weight.T + bias` in fp32; in place of `buffer` where that is fp32."""
+    """`part @ weight.T + bias` in fp32, written to `buffer` where that is fp32."""
     torch.mm(part, weight.T, out=buffer)
     logits = buffer.float()
     return logits if bias is None else logits.add_(bias)

@@ -119,7 +119,7 @@ def _run(program: str, tests: Sequence[str], given: str, *, deadline: float, mem
 
 
 def _drive(folder: Path, task: bytes, seconds: float) -> tuple[str, str, bool]:
-    """What judge.py reported, its standard error, and whether time was up. Kills all processes that were started."""
+    """What judge.py reported, its standard error, and whether it timed out. Kills all processes that were started."""
     libc, others = ctypes.CDLL(None), _children()
     # PR_SET_CHILD_SUBREAPER of prctl(2): processes whose parents have ended become children of this one.
     libc.prctl(36, 1, 0, 0, 0)

@@ -235,19 +235,16 @@ def _activation_rows(
 
 
 def _lowers_kept(plan: Plan) -> str:
-    """The option that lowers the activations kept by layers."""
     if plan.activation_checkpointing != "full":
         return "train.activation_checkpointing"
     return _MICRO_BATCH if plan.train.activation_offload or plan.device == "cpu" else "train.activation_offload"
 
 
 def _tokens_of_rank(plan: Plan) -> int:
-    """Number of a micro-batch's tokens on a rank."""
     return plan.batch.micro_batch_size * -(-plan.batch.max_seq_len // plan.mesh.sp)
 
 
 def _teacher_rows(plan: Plan, teacher: DescribedModel | None) -> Iterator[MemoryRow]:
-    """Rows for the weights of the teacher on a rank with the head; none without a teacher."""
     section = plan.objective
     if not is_distillation(section) or teacher is None:
         return

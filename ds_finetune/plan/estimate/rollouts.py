@@ -98,7 +98,6 @@ def sampling_rows(
 
 
 def _weight_rows(plan: Plan, weights: RankWeights, found: Sampling, home: Place) -> Iterator[MemoryRow]:
-    """Rows for weights partitioned by ZeRO-3 that are gathered while answers are sampled."""
     if plan.zero_stage != 3 or plan.zero_ranks == 1:
         return
     width, rules = WEIGHT_BYTES[plan.precision], FetchingRules.of(plan.zero)

@@ -92,7 +92,6 @@ class _PlainDocument(NamedTuple):
 
 
 def _documents(micro: MicroBatch) -> Iterator[_PlainDocument]:
-    """The documents of a micro-batch, without padding."""
     for number, (ids, labels) in enumerate(zip(micro.input_ids, micro.labels, strict=True)):
         lengths = micro.documents[number] if micro.documents else (len(ids),)
         if micro.examples is None:
@@ -285,7 +284,6 @@ class PlainLoop:
             return replace(part, reference=self._documents(self._logits(part), part).logp)
 
     def _loss(self, part: PlainForward, weights: torch.Tensor, baseline: torch.Tensor) -> torch.Tensor:
-        """The contribution of a forward to the loss of the batch."""
         logits = self._logits(part)
         if is_of_scores(self._objective):
             return self._objective.loss(logits, part.targets.to(self._device), weights).loss

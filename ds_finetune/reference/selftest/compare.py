@@ -380,7 +380,6 @@ def _largest(values: Iterable[float]) -> float:
 
 
 def _steps_with_checkpoint(engine: Engine, folder: Path, steps: int) -> Steps:
-    """Take the steps, and save a checkpoint in `folder` after the first one."""
     saver = Saver(
         engine.state.groups, open_checkpoint_folder(folder, rank=engine.plan.world.rank, node_local=False), False, {}
     )

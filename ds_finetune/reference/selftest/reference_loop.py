@@ -201,7 +201,6 @@ def _keep_gradients(model: nn.Module, results: Steps) -> None:
 
 
 def _counts(objective: ObjectiveConfig) -> dict[str, int]:
-    """Number of each unit over all samples."""
     tokens = [int((labels != IGNORE_INDEX).sum()) for _, labels in samples()]
     whole = units(samples_per_unit(objective))
     return {

@@ -68,7 +68,6 @@ class AnswerTexts:
         )
 
     def _has_stop(self, ids: list[int]) -> bool:
-        """Whether the last tokens contain a stop text."""
         texts = self.rollout.stop
         tail = self.tokenizer.decode(ids[-(max(map(len, texts)) + _TAIL) :])
         return any(text in tail for text in texts)
