@@ -117,7 +117,7 @@ def few_bytes(model: DescribedModel) -> Tracer:
         kept = {"none": 40, "selective": 20, "full": 0 if train.activation_offload else 10}
         on_host = 10 * tokens if train.activation_offload else 0
         backward = (30 if train.tiled_mlp else 60) * tokens
-        layer = TracedLayer(kept[plan.activation_checkpointing] * tokens, 20 * tokens, backward, on_host, 0.0, 0.0)
-        return TracedModel((layer,) * layers, tokens, tokens, tokens, tokens, tokens, tokens, 0, 0.0)
+        layer = TracedLayer(kept[plan.activation_checkpointing] * tokens, 20 * tokens, backward, on_host)
+        return TracedModel((layer,) * layers, tokens, tokens, tokens, tokens, tokens, tokens, 0)
 
     return trace
