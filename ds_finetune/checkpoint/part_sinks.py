@@ -137,7 +137,7 @@ class WriterProcess:
         return errors
 
     def begin(self, num_bytes: int) -> None:
-        """PartSink: prepare shared memory for a part."""
+        """Allocate shared memory for a part of `num_bytes`."""
         if self._map is None or len(self._map) < num_bytes:
             self._pinned.release()
             os.ftruncate(self._memory, num_bytes)
@@ -146,7 +146,7 @@ class WriterProcess:
         self._filled = 0
 
     def write(self, values: torch.Tensor) -> None:
-        """PartSink: copy the bytes of a 1-D tensor on any device."""
+        """Copy the bytes of a 1-D tensor on any device to shared memory."""
         assert self._map is not None
         if values.numel() == 0:
             return
@@ -176,10 +176,10 @@ class FilePartSink:
         self._file = ChecksummedFile(part)
 
     def begin(self, num_bytes: int) -> None:
-        """PartSink: do nothing, because the file grows."""
+        """Do nothing: the file grows with each write."""
 
     def write(self, values: torch.Tensor) -> None:
-        """PartSink: write the bytes of a 1-D tensor."""
+        """Write the bytes of a 1-D tensor on any device to the file."""
         for piece in values.split(_BUFFER_BYTES // values.element_size()):
             self._file.write(memoryview(piece.cpu().view(torch.uint8).numpy()))
 

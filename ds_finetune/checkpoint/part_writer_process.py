@@ -60,7 +60,8 @@ def main() -> None:
         try:
             match job:
                 case ReserveJob():
-                    # The rank's first write to a page of shared memory takes three times as long as later ones.
+                    # Allocate the pages now: the first write to a page of shared memory takes three times as long as
+                    # later ones.
                     os.posix_fallocate(memory, 0, max(1, job.num_bytes))
                 case WriteJob():
                     _write_part_file(Path(job.part), job.num_bytes, memory)

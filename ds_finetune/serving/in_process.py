@@ -111,7 +111,7 @@ class ChatSession:
         """
         context, kept = self._context, self.messages
         while context and kept and self._num_tokens(kept, text) + self._max_new_tokens > context:
-            # A question and its answer.
+            # Drops a question together with its answer.
             kept = kept[2:]
         if context and (tokens := self._num_tokens(kept, text)) >= context:
             raise ExportError(

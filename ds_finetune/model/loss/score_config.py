@@ -35,7 +35,7 @@ def is_classifier(config: PretrainedConfig | Mapping[str, Any]) -> bool:
 
 def fresh_parameters(base: PretrainedConfig, task: Task, head: Sequence[str] = ()) -> tuple[str, ...]:
     """Names of parameters that the base model may lack, because they are randomly initialised: those of a new
-    classification head, with `head`, the parameter names on this rank.
+    classification head, whose names on this rank are `head`.
     """
     return (*_FRESH, *head) if task == "sequence_classification" and not is_classifier(base) else ()
 

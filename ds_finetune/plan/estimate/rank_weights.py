@@ -229,7 +229,7 @@ def _adapter_kinds(
             local = weight.local(tp=tp, ep=ep)
             for side in (-1, -2):
                 full, own = ((*shape[:-2], lora.rank, shape[side]) for shape in (weight.shape, local))
-                # Experts are sharded over ep first, as in rank_weights.
+                # Experts are divided over the ep ranks already, so ZeRO shards each over fewer ranks.
                 found[TensorKind(leaf, 0, full, own, zero_ranks // (ep if weight.is_routed else 1))] += 1
     return tuple(replace(kind, count=count) for kind, count in found.items())
 

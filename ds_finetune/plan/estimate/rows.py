@@ -29,7 +29,7 @@ class MemoryRow:
     place: Place
     num_bytes: int
     option: str = ""
-    """The option of the run file that lowers it; empty without one."""
+    """The option of the run file that lowers this memory; empty without one."""
     when: tuple[Moment, ...] = MOMENTS
 
 

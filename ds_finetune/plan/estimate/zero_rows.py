@@ -315,7 +315,7 @@ class GatheredWeights(NamedTuple):
 
 
 def num_persistent(kinds: Sequence[TensorKind], rules: FetchingRules) -> int:
-    """Elements of small weights, which every rank keeps gathered (parameter_offload.py:317) besides its partition."""
+    """Number of elements of small weights, which every rank keeps gathered (parameter_offload.py:317)."""
     # partition_parameters.py:1292: a tensor is small up to and including the threshold.
     small = sum(kind.numel for kind in kinds if kind.numel // kind.count <= rules.persistence)
     return min(small, rules.persistent_of_model)

@@ -113,7 +113,7 @@ class Rollout:
     """Log-probabilities under the reference model."""
 
     def groups_of_step(self, place: int) -> Sequence[int]:
-        """Indices of the groups of one of its steps; whole groups are divided as evenly as possible."""
+        """Indices of the groups for step `place` of the rollout, divided as evenly as whole groups allow."""
         number = len(self.trained)
         return self.trained[place * number // self.steps : (place + 1) * number // self.steps]
 
