@@ -65,13 +65,14 @@ def test_messages_to_users_carry_a_value_and_a_way_out(path: Path) -> None:
 
 
 def test_model_types_are_named_in_the_tables_of_families_alone() -> None:
-    """The demo's own model is one of them, and llama.cpp and ONNX Runtime GenAI name rules of tokenizers and decoders
-    after some.
+    """The demo's own model is one of them. llama.cpp and ONNX Runtime GenAI name rules of tokenizers and decoders after
+    some, and other trainers chat templates.
     """
     families = ROOT / "ds_finetune" / "families"
     allowed = {
         *(families / f"{name}.py" for name in ("table", "server_lora")),
         ROOT / "ds_finetune" / "cli" / "demo.py",
+        ROOT / "ds_finetune" / "config" / "other_programs.py",
     }
     export = ROOT / "ds_finetune" / "export"
     allowed |= {export / "gguf" / "llama_tokenizer.py", export / "onnx" / "consumers.py"}
