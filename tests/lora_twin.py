@@ -56,7 +56,10 @@ def set_choices(model: PreTrainedModel) -> None:
 
 def adapted(model: PreTrainedModel, lora: LoraConfig, *, trained: bool = True) -> PreTrainedModel:
     """`model` with adapters; where `trained`, their B are not zero."""
-    install_lora(model, plan_lora(model.config, lora).targets, lora, seed=SEED, placement=AdapterPlacement(whole))
+    planned = plan_lora(model.config, lora)
+    install_lora(model, planned.targets, lora, seed=SEED, placement=AdapterPlacement(whole))
+    for name in planned.whole:
+        model.get_parameter(name).requires_grad_(True)
     if trained:
         generator = torch.Generator().manual_seed(5)
         for name, param in model.named_parameters():
@@ -68,10 +71,9 @@ def adapted(model: PreTrainedModel, lora: LoraConfig, *, trained: bool = True) -
 def write_adapter_of(model: PreTrainedModel, lora: LoraConfig, out: Path, *, base: Path) -> None:
     """The adapters of a model as an adapter folder."""
     tensors = {name: param.detach() for name, param in model.named_parameters() if is_adapter(name)}
-    family = family_of(model.config.model_type)
-    write_adapter(
-        factors_of(tensors, lora.alpha / lora.rank), lora, out, AdapterBase(name=str(base), digest="", family=family)
-    )
+    kept = {name: model.get_parameter(name).detach() for name in plan_lora(model.config, lora).whole}
+    adapter_base = AdapterBase(name=str(base), digest="", family=family_of(model.config.model_type), whole=kept)
+    write_adapter(factors_of(tensors, lora.scale), lora, out, adapter_base)
 
 
 def in_peft(base: PreTrainedModel, adapter: Path, *, trainable: bool = False) -> Any:
@@ -100,6 +102,9 @@ def by_our_names(
     found = {}
     for name in names:
         module, _, leaf = name.rpartition(".")
+        if not is_adapter(name):
+            found[name] = values[f"base_model.model.{module}.modules_to_save.default.{leaf}"]
+            continue
         side = leaf[-1]
         inner = ".base_layer" if leaf.startswith("gate_up_proj") else ""
         value = values[f"base_model.model.{module}{inner}.lora_{side}.default.weight"]

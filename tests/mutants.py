@@ -719,8 +719,8 @@ MUTANTS = (
     Mutant(
         "score head frozen beside adapters",
         "features/adapters.py",
-        "lm.get_parameter(name).requires_grad_(True)",
-        "lm.get_parameter(name).requires_grad_(False)",
+        "param.requires_grad_(True)",
+        "param.requires_grad_(False)",
         SCORES,
     ),
     Mutant(
@@ -1049,7 +1049,7 @@ MUTANTS = (
     Mutant(
         "scale of adapters",
         "model/adapters/lora.py",
-        "module.lora_scale = lora.alpha / lora.rank",
+        "module.lora_scale = lora.scale",
         "module.lora_scale = lora.alpha",
         "tests/model/adapters/test_lora.py tests/parity/test_lora.py",
     ),
@@ -1117,9 +1117,23 @@ MUTANTS = (
         CLASSIFIERS,
     ),
     Mutant(
+        "inputs of adapters dropped otherwise on tensor parallel ranks",
+        "model/adapters/lora.py",
+        "return mask.narrow(-1, start, hidden.shape[-1])",
+        "return mask.narrow(-1, 0, hidden.shape[-1])",
+        "tests/parity/test_lora_options.py",
+    ),
+    Mutant(
+        "layers computed again with other dropout",
+        "model/activation_memory.py",
+        '"preserve_rng_state": drops',
+        '"preserve_rng_state": is_random(lm.config)',
+        "tests/model/adapters/test_lora_options.py",
+    ),
+    Mutant(
         "head of an adapter not written",
         "export/adapter.py",
-        "for name, tensor in base.head.items()}",
+        "for name, tensor in base.whole.items()}",
         "for name, tensor in {}.items()}",
         CLASSIFIERS,
     ),

@@ -36,6 +36,8 @@ KEYS_OF_OTHER_PROGRAMS = {
     "train.max_grad_norm": "gradient_clipping grad_clip clip_grad max_norm gradient_clip_val",
     "train.activation_checkpointing": "gradient_checkpointing disable_gradient_checkpointing "
     "recompute recompute_granularity",
+    "train.only": "unfrozen_parameters trainable_parameters trainable_parameters_regex",
+    "train.freeze": "freeze_parameters freeze_parameters_regex",
     "optim.name": "optim optimizer optim_name optimizer_name optim_type optim_config.name use_muon",
     "optim.lr": "learning_rate learning_rate_peak peak_lr max_lr base_lr",
     "optim.weight_decay": "optim_config.wd",
@@ -65,6 +67,10 @@ KEYS_OF_OTHER_PROGRAMS = {
     "lora.rank": "lora_r r lora_rank lora_dim",
     "lora.alpha": "lora_alpha",
     "lora.target_modules": "lora_target lora_target_modules lora_target_linear lora_modules",
+    "lora.rslora": "use_rslora peft_use_rslora",
+    "lora.dropout": "lora_dropout",
+    "lora.modules_to_save": "modules_to_save lora_modules_to_save additional_target",
+    "lora.start": "adapter_name_or_path lora_model_dir adapters resume_lora_adapter",
     "lora.quantize": "load_in_4bit load_in_8bit quantization_bit quantization bnb_4bit_quant_type qlora use_qlora "
     "quant_bits",
     "lora": "adapter finetuning_type train_type tuner_type use_peft peft_config use_lora peft peft_config.name",
@@ -169,12 +175,16 @@ MEANINGS = {
     "train.micro_batch_size": "rows of one forward on one rank",
     "train.precision": "auto, bf16, fp16 or fp32",
     "train.activation_checkpointing": "`full` for true, `none` for false",
+    "train.only": "names or regular expressions of the parameters that are trained",
+    "train.freeze": "names or regular expressions of the parameters that stay as they are",
     "optim.warmup": "`3%` or `100 steps`",
     "optim.min_lr_ratio": "a share of `lr`",
     "eval.every": "`200 steps` or `1 epoch`",
     "checkpoint.every": "`500 steps` or `1 epoch`",
     "lora": "left out for all weights, else e.g. `{rank: 16}`",
     "lora.quantize": "nf4",
+    "lora.modules_to_save": "a list of names such as `[embed_tokens, lm_head]`",
+    "lora.start": "the folder of an adapter that is trained further",
     "lora.target_modules": "`all-linear`, or a list of names; left out, all linear modules but routers are adapted",
     "objective.advantage": "mean, mean_std or leave_one_out",
     "objective.aggregation": "token (DAPO), sequence (GRPO) or fixed (Dr. GRPO); objective.ratio has GSPO and CISPO",
@@ -212,12 +222,10 @@ HAPPENS: Mapping[str, str] = {
 }
 """Keys of other programs that a run file has no need of, by the reason; `galore_*` is all that begin so."""
 ABSENT: Mapping[str, str] = {
-    "adapters are those of LoRA": "use_dora use_rslora peft_use_rslora use_pissa pissa_* lora_* loraplus_* lorap_* "
-    "oft_* lora_dropout lora_bias modules_to_save lora_modules_to_save additional_target init_weights relora relora_* "
-    "quantize_moe_experts loraplus_lr_ratio",
-    "adapters begin new": "adapter_name_or_path lora_model_dir adapters",
-    "all weights are trained, or with `lora` its adapters": "unfrozen_parameters freeze_trainable_layers freeze_* "
-    "freeze_trainable_modules trainable_parameters mixture_of_depths use_llama_pro",
+    "adapters are those of LoRA": "use_dora use_pissa pissa_* lora_* loraplus_* lorap_* oft_* lora_bias init_weights "
+    "relora relora_* quantize_moe_experts loraplus_lr_ratio",
+    "train.only and train.freeze name the parameters": "freeze_trainable_layers freeze_* freeze_trainable_modules "
+    "mixture_of_depths use_llama_pro",
     "only text is trained": "freeze_vit freeze_llm freeze_aligner freeze_mm_modules freeze_vision_tower "
     "freeze_multi_modal_projector freeze_language_model image_* video_* vit_* aligner_* max_pixels",
     "it is no optimizer of optim.name": "use_galore use_apollo use_badam use_adam_mini galore_* apollo_* badam_* "

@@ -1,5 +1,6 @@
 """The sections of the run file: frozen pydantic models, in which an unknown key is an error."""
 
+import math
 import re
 from collections.abc import Callable
 from fractions import Fraction
@@ -200,6 +201,12 @@ class TrainConfig(Section):
     """Compute MLPs and routed experts for a part of the tokens at a time, and once more in backward, which saves memory
     for long rows.
     """
+    only: Annotated[Refused[tuple[str, ...]], BeforeValidator(as_list)] = ()
+    """Parameters that are trained, by the last part of their module's name such as `experts` or `lm_head`, by full
+    names, or by regular expressions on these such as `model\\.layers\\.3\\..*`. Left out, all are.
+    """
+    freeze: Annotated[Refused[tuple[str, ...]], BeforeValidator(as_list)] = ()
+    """Parameters that stay as they are, named as in `only`; they are in no optimizer state, norm or checkpoint."""
     max_skipped_steps: Free[int] = Field(default=5, ge=1)
     """The run ends after this many steps in a row without a finite gradient; in the first 100 steps of fp16 after at
     least 17, while the loss scale falls.
@@ -362,6 +369,10 @@ class LoraConfig(Section):
     """Rows of A and columns of B; with routed experts it is a multiple of 8."""
     alpha: float = Field(default=32, gt=0)
     """The product B A is multiplied by alpha / rank before it is added."""
+    rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead (rsLoRA)."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the inputs of adapters that a forward in training drops; the frozen weights get all inputs."""
     target_modules: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(as_list)] | None = None
     """Modules to adapt, by the last part of their names such as `q_proj` or `experts`, or by regular expressions on
     full names. Left out, all linear modules of attention, MLPs, shared and routed experts are adapted; `all-linear`
@@ -369,6 +380,19 @@ class LoraConfig(Section):
     """
     quantize: Literal["nf4"] | None = None
     """`nf4` holds the frozen weights of attention, dense MLPs and shared experts in four bits, by bitsandbytes."""
+    modules_to_save: Annotated[tuple[str, ...], BeforeValidator(as_list)] = ()
+    """Modules that are trained whole beside the adapters, such as `embed_tokens`, `lm_head` or norms, named as in
+    `target_modules`.
+    """
+    start: str | None = None
+    """Folder of an adapter in peft's format, from which training begins; it has the modules, rank and scale of this
+    section. Left out, A is random and B zero.
+    """
+
+    @property
+    def scale(self) -> float:
+        """The number that the product B A is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 class MtpConfig(Section):

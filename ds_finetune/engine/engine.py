@@ -5,7 +5,7 @@ Of an objective it knows only the terms, sums and metrics.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from operator import itemgetter
@@ -50,7 +50,7 @@ from ds_finetune.errors import RunError
 from ds_finetune.model.adapters.lora import adapters_off as turn_adapters_off
 from ds_finetune.model.loss.extra_loss import TotalLoss
 from ds_finetune.model.loss.forward_rows import ForwardRows, StageOutput
-from ds_finetune.model.loss.score_head import SCORE_HEAD, logits_of_prompt
+from ds_finetune.model.loss.score_head import logits_of_prompt
 from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.parallel.pipeline import PipelineGroup, has_tied_head
 from ds_finetune.model.weights.names import is_adapter
@@ -319,9 +319,9 @@ class Engine:
         """Full tensors of the adapters' parameters, as in `tensors`."""
         return self._whole.gather(is_adapter)
 
-    def score_head(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Full tensors of a classification head's parameters, as in `tensors`; empty for a language model."""
-        return self._whole.gather(lambda name: name.startswith(f"{SCORE_HEAD}."))
+    def named_tensors(self, names: Container[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Full tensors of the parameters with these names, as in `tensors`."""
+        return self._whole.gather(lambda name: name in names)
 
     def tensor_specs(self) -> dict[str, torch.Tensor]:
         """Shapes and dtypes of the results of `tensors`, in its order, as meta tensors; nothing is gathered."""

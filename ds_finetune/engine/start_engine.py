@@ -72,9 +72,10 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
             engine.state.store_fp32()
         set_own_clipping(engine, optimizer, groups, [feature.own_loss for feature in features if feature.own_loss])
         engine.drawn = drawn
-        # Dropout uses torch's generator: seeds differ between ranks with different rows, and are equal on ranks that
-        # share rows. A resumed run restores the generator's state.
-        torch.manual_seed(seed_of(plan.train.seed, f"dropout.{plan.mesh.place('dp')}"))
+        # Dropout uses torch's generator: seeds differ between ranks with other tokens or layers, and are equal on
+        # tensor parallel ranks, which draw for whole activations. A resumed run restores the generator's state.
+        places = ".".join(str(plan.mesh.place(axis)) for axis in ("dp", "sp", "pp"))
+        torch.manual_seed(seed_of(plan.train.seed, f"dropout.{places}"))
         with engine.meter.counting():
             yield engine
 

@@ -21,20 +21,11 @@ from ds_finetune.export.model_config import write_files
 from ds_finetune.export.output_folder import as_output_errors, replaced_folder
 from ds_finetune.families.family import Family
 from ds_finetune.model.adapters.lora import Factors
+from ds_finetune.model.adapters.peft_adapter import BASE_DIGEST, CONFIG, DOWN, GATE_UP, KEY_PREFIX, WEIGHTS
+from ds_finetune.plan.lora_targets import is_peft_parameter
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MODEL_CONFIG = "config.json"
 """The model's configuration, in an adapter folder of a classifier."""
-KEY_PREFIX = "base_model.model."
-"""Prefix that peft adds to the name of a module."""
-_REWRITTEN = ("gate_proj", "up_proj", "down_proj")
-"""Last parts of module names. In a model with fused experts, peft applies `target_modules` of these names to the
-experts (utils/transformers_weight_conversion.py:411).
-"""
-BASE_DIGEST = "base_weights"
-"""Key, in the metadata of the adapter's file, of the digest of the weights that it was trained on."""
-DOWN, GATE_UP = "down_proj", "gate_up_proj"
-"""The two weights of fused experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +39,8 @@ class AdapterBase:
     module: str = "model"
     """The module of transformers' class that is `model` in the names of weights: that of a composite model's text
     part."""
-    head: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Weights of a classifier's head by name, which are trained whole."""
+    whole: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Weights that are trained whole beside the adapters by name, such as those of a classifier's head."""
     classifier_config: Mapping[str, Any] = field(default_factory=dict)
     """The config.json of a classifier, without which the names of its classes are unknown; empty for other models."""
     files: Sequence[Path] = ()
@@ -67,7 +58,7 @@ def write_adapter(factors: Mapping[str, Factors], lora: LoraConfig, out: Path, b
     factors = {re.sub(r"^model\.", f"{base.module}.", name): adapter for name, adapter in factors.items()}
     with replaced_folder(out) as partial, as_output_errors(partial):
         tensors = {key: tensor for name, adapter in factors.items() for key, tensor in _peft_tensors(name, adapter)}
-        tensors |= {KEY_PREFIX + name: tensor.contiguous() for name, tensor in base.head.items()}
+        tensors |= {KEY_PREFIX + name: tensor.contiguous() for name, tensor in base.whole.items()}
         write_weights(tensors, partial, base.digest)
         (partial / CONFIG).write_text(json.dumps(_peft_config(factors, lora, base), indent=2) + "\n", encoding="utf-8")
         if base.classifier_config:
@@ -94,28 +85,20 @@ def _peft_tensors(name: str, adapter: Factors) -> list[tuple[str, torch.Tensor]]
 
 
 def _peft_config(factors: Mapping[str, Factors], lora: LoraConfig, base: AdapterBase) -> dict[str, Any]:
-    """The contents of adapter_config.json, with full names of modules.
-
-    A weight is listed in `target_parameters` where peft would take its module for routed experts, or where it is not
-    the `weight` of a module.
-    """
-    saved = sorted({name.partition(".")[0] for name in base.head})
-    modules = [name.removesuffix(".weight") for name in factors if name.endswith(".weight")]
-    as_parameter = {
-        name for name in modules if base.family.fused_experts and name.rpartition(".")[2] in (*_REWRITTEN, "gate")
-    }
+    """The contents of adapter_config.json, with full names of modules."""
+    saved = sorted({name.rpartition(".")[0] for name in base.whole})
+    parameters = [name for name in factors if is_peft_parameter(name, base.family)]
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if base.classifier_config else "CAUSAL_LM",
         "base_model_name_or_path": base.name,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
-        "lora_dropout": 0.0,
+        "use_rslora": lora.rslora,
+        "lora_dropout": lora.dropout,
         "bias": "none",
         "inference_mode": True,
         "modules_to_save": saved or None,
-        "target_modules": [name for name in modules if name not in as_parameter],
-        "target_parameters": [
-            name for name in factors if name.removesuffix(".weight") in as_parameter or not name.endswith(".weight")
-        ],
+        "target_modules": [name.removesuffix(".weight") for name in factors if name not in parameters],
+        "target_parameters": parameters,
     }

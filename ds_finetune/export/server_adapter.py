@@ -15,19 +15,19 @@ from torch.nn.functional import pad
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ds_finetune.errors import ExportError
-from ds_finetune.export.adapter import CONFIG, KEY_PREFIX, write_weights
+from ds_finetune.export.adapter import write_weights
 from ds_finetune.export.file_record import verify_files, write_file_record
 from ds_finetune.export.formats import ADAPTER, ExportOptions, ExportResult
 from ds_finetune.export.from_checkpoint import beside_weights, check_free_space
 from ds_finetune.export.model_config import write_files
 from ds_finetune.export.output_folder import as_output_errors, check_out_empty, replaced_folder
-from ds_finetune.export.readers.adapter import PeftAdapter
 from ds_finetune.export.readers.sources import is_peft_adapter, open_adapter
 from ds_finetune.export.source import read_model_spec
 from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.families.server_lora import LARGEST_RANK, VLLM, VLLM_LORA
 from ds_finetune.families.table import family_of
 from ds_finetune.model.adapters.lora import Factors
+from ds_finetune.model.adapters.peft_adapter import CONFIG, KEY_PREFIX, PeftAdapter
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.weights.names import hub_pieces
 

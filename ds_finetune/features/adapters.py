@@ -1,14 +1,21 @@
 """LoRA adapters as a feature; `model/adapters/` has the modules."""
 
+from collections.abc import Collection
+from math import isclose
+from pathlib import Path
+
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ds_finetune.errors import ConfigError, ExportError
 from ds_finetune.features.feature import Feature
 from ds_finetune.features.mtp import check_adapted
 from ds_finetune.model.adapters.lora import AdapterPlacement, install_lora
 from ds_finetune.model.adapters.lora_plan import LoraPlan, plan_lora
+from ds_finetune.model.adapters.peft_adapter import PeftAdapter
 from ds_finetune.model.build.model_plan import task_of
-from ds_finetune.model.loss.score_head import head_parameters
 from ds_finetune.plan.settings import RunSettings
+
+_SHOWN = 3
 
 
 class AdapterFeature(Feature):
@@ -25,6 +32,8 @@ class AdapterFeature(Feature):
         if run.lora is None:
             return None
         lora = plan_lora(hf_config, run.lora, task_of(run.objective))
+        if run.lora.start is not None:
+            _check_start(Path(run.lora.start), lora)
         if run.mtp.train:
             check_adapted(hf_config, run.mtp, lora)
         return lora
@@ -35,6 +44,50 @@ class AdapterFeature(Feature):
 
     def install(self, lm: PreTrainedModel, placement: AdapterPlacement) -> None:
         """Add the adapters after the weights are loaded, because loading checks every parameter against the files."""
-        install_lora(lm, self.settings.targets, self.settings.section, seed=self.plan.train.seed, placement=placement)
-        for name in head_parameters(lm):
-            lm.get_parameter(name).requires_grad_(True)
+        lora = self.settings
+        start = None if lora.section.start is None else PeftAdapter.open(Path(lora.section.start))
+        install_lora(
+            lm,
+            lora.targets,
+            lora.section,
+            seed=self.plan.train.seed,
+            placement=placement,
+            start=None if start is None else start.initial,
+        )
+        for name, param in lm.named_parameters():
+            if name in lora.whole:
+                param.requires_grad_(True)
+                if start is not None:
+                    placement.set_full(name, param, start.full_tensor(name))
+
+
+def _check_start(folder: Path, lora: LoraPlan) -> None:
+    """ConfigError where the adapter in `folder` has other modules, ranks, scales or weights that are trained whole than
+    `lora`, or other shapes.
+    """
+    try:
+        adapter = PeftAdapter.open(folder)
+    except ExportError as refused:
+        raise ConfigError(f"lora.start: {refused.message}", hint=refused.hint) from refused
+    shapes = {f"{target.name}.{leaf}": shape for target in lora.targets for leaf, shape in target.shapes.items()}
+    section, both = lora.section, sorted(shapes.keys() & set(adapter.names))
+    differ = _differences("adapters", set(adapter.names), shapes.keys())
+    differ += _differences("weights trained whole", adapter.whole.keys(), lora.whole.keys())
+    for name in both:
+        rank, scale = adapter.rank_and_scale(name)
+        differ += [f"rank {rank} of {name}, lora.rank {section.rank}"] if rank != section.rank else []
+        differ += [f"scale {scale:g} of {name}, lora {section.scale:g}"] if not isclose(scale, section.scale) else []
+        found, wanted = adapter.shape(name), shapes[name][-2:]
+        differ += [f"{name} {found}, the model's {wanted}"] if found != wanted else []
+    if differ:
+        more = f", and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
+        raise ConfigError(
+            f"lora.start {folder} does not fit: {'; '.join(differ[:_SHOWN])}{more}",
+            hint="set lora to what the adapter has, in its adapter_config.json, or take another adapter",
+        )
+
+
+def _differences(what: str, theirs: Collection[str], ours: Collection[str]) -> list[str]:
+    """Texts on names that only one of both has."""
+    only = {"there": sorted(set(theirs) - set(ours)), "in lora": sorted(set(ours) - set(theirs))}
+    return [f"{what} only {where}: {', '.join(names[:_SHOWN])}" for where, names in only.items() if names]

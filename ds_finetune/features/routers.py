@@ -14,7 +14,6 @@ from transformers import PretrainedConfig
 from ds_finetune.families.table import family_of
 from ds_finetune.features.feature import Feature, RankParts
 from ds_finetune.model.build.meta_model import described
-from ds_finetune.model.build.unused_parameters import patterns_of
 from ds_finetune.model.loss.extra_loss import ExtraLoss
 from ds_finetune.model.loss.forward_rows import ForwardRows
 from ds_finetune.model.loss.token_loss import TrainedModel
@@ -31,6 +30,7 @@ from ds_finetune.model.routers import (
 )
 from ds_finetune.objectives.objective import LossAndSums, Term
 from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.name_patterns import patterns_of
 from ds_finetune.plan.plan import Plan
 from ds_finetune.plan.routers import RouterPlan, plan_routers
 from ds_finetune.plan.settings import RunSettings

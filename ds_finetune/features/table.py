@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.features.adapters import AdapterFeature
 from ds_finetune.features.feature import Feature
+from ds_finetune.features.freezing import FreezeFeature
 from ds_finetune.features.indexer import IndexerFeature
 from ds_finetune.features.mtp import MtpFeature
 from ds_finetune.features.routers import RouterFeature
@@ -17,7 +18,14 @@ from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.plan.plan import Plan
 from ds_finetune.plan.settings import RunSettings
 
-FEATURES: list[type[Feature]] = [RouterFeature, IndexerFeature, MtpFeature, AdapterFeature, TeacherFeature]
+FEATURES: list[type[Feature]] = [
+    RouterFeature,
+    IndexerFeature,
+    MtpFeature,
+    AdapterFeature,
+    FreezeFeature,
+    TeacherFeature,
+]
 """All features, in the order of planning, installation and addition of their losses."""
 _BUILT_IN = len(FEATURES)
 ENTRY_POINTS = "ds_finetune.features"

@@ -33,7 +33,8 @@ def recompute_layers(lm: PreTrainedModel, *, is_selective: bool) -> None:
     Without dropout nothing in a layer is random, and the state of the random numbers is not kept: torch would read it
     from the device for each layer, and the host would wait.
     """
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": is_random(lm.config)}
+    drops = is_random(lm.config) or any(getattr(module, "lora_dropout", 0) for module in lm.modules())
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": drops}
     lm.gradient_checkpointing_enable(options | {"context_fn": partial(layer_contexts, is_selective=is_selective)})
     for module in _choosing_modules(lm):
         keep_choices(module)

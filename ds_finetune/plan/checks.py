@@ -274,6 +274,12 @@ _REDUCTION: tuple[Refusal[RunSettings], ...] = (
 )
 
 
+def _turns_adapters_off(run: RunSettings) -> bool:
+    if is_grpo(run.objective):
+        return run.objective.has_reference(has_adapters=True)
+    return run.objective.reference_source == "adapters_off"
+
+
 def _quantizes(run: RunSettings) -> bool:
     return run.lora is not None and run.lora.quantize is not None
 
@@ -295,6 +301,32 @@ _LORA: tuple[Refusal[RunSettings], ...] = (
             ),
         ),
     ),
+    Refusal(
+        lambda run: (
+            run.lora is not None
+            and run.lora.dropout
+            and ("reference" in run.objective.row.needs or is_grpo(run.objective))
+        ),
+        "lora.dropout {lora.dropout:g} with objective {objective.name}: the model would not be its reference before "
+        "the first step",
+        "leave lora.dropout out",
+    ),
+    Refusal(
+        lambda run: run.lora is not None and run.lora.dropout and run.train.tiled_mlp,
+        "lora.dropout {lora.dropout:g} with train.tiled_mlp true: backward would drop other inputs than forward",
+        "leave one of them out",
+    ),
+    Refusal(
+        lambda run: run.lora is not None and run.lora.modules_to_save and _turns_adapters_off(run),
+        "lora.modules_to_save with objective {objective.name}, whose reference is the model with its adapters off: "
+        "modules that are trained whole would stay on",
+        "leave modules_to_save out, or choose another objective.reference",
+    ),
+    Refusal(
+        lambda run: run.lora is not None and run.lora.modules_to_save and run.mtp.train,
+        "lora.modules_to_save with mtp.train true is not tested",
+        "leave one of them out",
+    ),
     # The scales of 256 blocks have a common scale, and those of all blocks of a weight a common mean: of a shard they
     # are others.
     Refusal(
@@ -315,6 +347,23 @@ _LORA: tuple[Refusal[RunSettings], ...] = (
         lambda run: _quantizes(run) and find_spec("bitsandbytes") is None,
         "lora.quantize {lora.quantize} needs bitsandbytes, which is not installed",
         "pip install 'ds_finetune[quantize]', or leave lora.quantize out",
+    ),
+)
+
+
+_FREEZING = together(
+    "train.only or train.freeze",
+    lambda run: run.train.only or run.train.freeze,
+    (
+        *UNTESTED_STATES,
+        # Frozen weights are in the model's folder and not in checkpoints.
+        setting("model.weights random", "load weights, or train all"),
+        setting("model.resize_vocabulary true", "train all weights, or use a tokenizer that fits the model"),
+        Conflict("model.context {model.context}", "leave one of them out", lambda run: run.model.context is not None),
+        Conflict("lora", "name modules in lora.target_modules instead", lambda run: run.lora is not None),
+        Conflict("`router`", "leave router out; train.freeze may name gate", lambda run: run.router is not None),
+        setting("mtp.train true", "leave one of them out"),
+        setting("indexer.train true", "leave one of them out"),
     ),
 )
 
@@ -576,6 +625,7 @@ BEFORE_MODEL: dict[str, tuple[Refusal[RunSettings], ...]] = {
     "layout": _LAYOUT,
     "reduction of gradients": _REDUCTION,
     "LoRA": _LORA,
+    "frozen parameters": tuple(_FREEZING),
     "interleaving": _INTERLEAVING,
     "multi-token prediction": tuple(_PREDICTION),
     "indexers": tuple(_INDEXERS),

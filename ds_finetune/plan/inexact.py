@@ -43,6 +43,7 @@ def _switch(key: str) -> Callable[[RunSettings], str]:
 _PLAIN_RANKS = (
     Conflict("parallel {mesh}", "set tp, pp, sp and ep to 1", lambda run: run.axes),
     Conflict("lora", "train all weights", lambda run: run.lora is not None),
+    Conflict("train.only or train.freeze", "train all weights", lambda run: run.train.only or run.train.freeze),
 )
 """What no option but one works with."""
 _ADAM = Conflict("optim.name {optim.name}", "use AdamW", lambda run: run.optimizer not in ("adam", "adamw"))

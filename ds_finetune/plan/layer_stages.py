@@ -7,7 +7,8 @@ from itertools import accumulate, pairwise
 
 from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.plan.model_tensors import EMBEDDING, ModelTensors
+from ds_finetune.families.family import layer_of
+from ds_finetune.plan.model_tensors import EMBEDDING, FullTensor, ModelTensors
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,32 @@ class StageLayers:
     def __str__(self) -> str:
         """As `0 to 3`, or `0 to 1 and 4 to 5` for two chunks."""
         return " and ".join(f"{chunk[0]} to {chunk[-1]}" for chunk in self.chunks)
+
+
+def check_trained_stages(
+    trained: Mapping[str, FullTensor], stages: Sequence[StageLayers | None], *, ep_size: int, given: str
+) -> None:
+    """ConfigError where a pipeline stage has none of the `trained` tensors, or none of a kind that others have: routed
+    experts that `ep_size` ranks divide, vectors (norms and biases) or matrices. `given` are the keys that chose them.
+
+    DeepSpeed 0.19.8 needs a parameter on every rank, and adds up norms over stages group by group
+    (zero/stage_1_and_2.py:2951); ranks of stages with other groups would wait for each other.
+    """
+    kinds = [set[str]() for _ in stages]
+    for name, tensor in trained.items():
+        layer = layer_of(name)
+        holders = [n for n, layers in enumerate(stages) if layers is None or layer in layers]
+        kind = "vectors" if len(tensor.shape) == 1 or name.endswith("bias") else "matrices"
+        kind = f"routed experts' {kind}" if tensor.is_routed and ep_size > 1 else kind
+        kinds[holders[0] if holders else 0 if name == EMBEDDING else -1].add(kind)
+    for number, (layers, found) in enumerate(zip(stages, kinds, strict=True)):
+        missing = sorted(set.union(*kinds) - found)
+        if missing and layers is not None:
+            raise ConfigError(
+                f"{given}: trains no {missing[0]} of stage {number} of parallel.pp {len(stages)}, layers {layers}, and "
+                "some of another stage",
+                hint=f"name {missing[0]} of every stage or of none, or set parallel.pp to 1",
+            )
 
 
 def stages_of(tensors: ModelTensors, parallel: ParallelConfig) -> tuple[StageLayers | None, ...]:

@@ -1,16 +1,21 @@
 """Which modules of a model LoRA adapts and which weights it holds in four bits, only from names and shapes."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from ds_finetune.config.sections import ALL_LINEAR, LoraConfig
 from ds_finetune.errors import ConfigError
+from ds_finetune.families.family import Family
+from ds_finetune.plan.model_tensors import SCORE_HEAD, ModelTensors, part_of
+from ds_finetune.plan.name_patterns import last_part, matching, parameter_names
 
 Shape = tuple[int, ...]
 ROUTED, ROUTER = "routed experts", "router"
-FOUR_BIT = ("attention", "dense MLP", "shared experts")
+LINEAR = "linear modules"
+"""The kind of what is adapted in model types without a row in the table of families."""
+FOUR_BIT = ("attention", "dense MLP", "shared experts", LINEAR)
 """Kinds of modules whose weights `lora.quantize` holds in four bits."""
 KINDS = (
     ("attention", re.compile(r"\.self_attn\.(?!o_a_proj$)\w+$"), ("weight",)),
@@ -23,6 +28,18 @@ KINDS = (
 """Kinds of modules that can be adapted, by name, and their weights. Embeddings, norms and the head cannot, nor
 DeepSeek-V4's `o_a_proj`, whose groups of outputs have inputs of their own.
 """
+_REWRITTEN = ("gate_proj", "up_proj", "down_proj", "gate")
+"""Last parts of module names. In a model with fused experts, peft applies `target_modules` of these names to the
+experts (utils/transformers_weight_conversion.py:411).
+"""
+_ROUTERS = ("gate", "router")
+"""Last parts of the names of routers."""
+_REFUSED_WHOLE = {
+    # peft would save the bias of a router too, which is no parameter.
+    **dict.fromkeys(("routed experts", "router"), "are not tested there"),
+    "indexer": "stay as they are with lora",
+}
+"""Parts of a model that cannot be trained whole beside adapters, and why."""
 _ALIGNED = 8
 """Grouped products of experts need rows of a multiple of 16 bytes (torch 2.13, native/GroupedMMUtils.h)."""
 
@@ -82,26 +99,59 @@ def _targets_named(pattern: str, every: Sequence[LoraTarget]) -> list[LoraTarget
     """
     if pattern in ALL_LINEAR:
         return [*every]
-    exact = [target for target in every if pattern in (target.name, last_name(target.name))]
-    try:
-        matched = [target for target in every if re.fullmatch(pattern, target.name)]
-    except re.error as broken:
-        raise ConfigError(
-            f"lora.target_modules `{pattern}` is not a regular expression: {broken}", hint="see Python's `re`"
-        ) from broken
-    names_router = last_name(pattern.replace("\\.", ".")) == "gate"
-    selected = exact or [target for target in matched if target.kind != ROUTER or names_router]
-    if not selected:
-        names = sorted({last_name(target.name) for target in every})
-        raise ConfigError(
-            f"lora.target_modules `{pattern}` matches no module that can be adapted",
-            hint=f"name one of {', '.join(names)}, or give a regular expression on full names such as {every[0].name}",
-        )
-    return selected
+    names_router = last_part(pattern.replace("\\.", ".")) in _ROUTERS
+    chosen = {target.name: target for target in every if target.kind != ROUTER or names_router}
+    names = {name: (name, last_part(name)) for name in chosen}
+    found = matching(pattern, names, key="lora.target_modules", what="module that can be adapted")
+    return [chosen[name] for name in found]
+
+
+def whole_parameters(names: Iterable[str], lora: LoraConfig, targets: Sequence[LoraTarget]) -> tuple[str, ...]:
+    """Names of the parameters that are trained whole beside the adapters of `targets`: a score head, and those of
+    `lora.modules_to_save`; ConfigError where a pattern names none, or an adapted module.
+    """
+    key, every = "lora.modules_to_save", parameter_names(names)
+    chosen, adapted = {SCORE_HEAD}, {target.name for target in targets}
+    for pattern in lora.modules_to_save:
+        found = matching(pattern, every, key=key, what="module")
+        for name in found:
+            reason = _REFUSED_WHOLE.get(part_of(name))
+            reason = "have adapters by lora.target_modules" if name.rpartition(".")[0] in adapted else reason
+            if reason is not None:
+                raise ConfigError(f"{key} `{pattern}` names {name}, whose weights {reason}", hint="name other modules")
+        chosen.update(found)
+    return tuple(name for name in every if name in chosen)
+
+
+def is_peft_parameter(weight: str, family: Family) -> bool:
+    """Whether peft adapts the parameter `weight` itself (`target_parameters`), not its module: where it is not the
+    `weight` of one, or where peft would take the module for routed experts or their router.
+    """
+    module, _, leaf = weight.rpartition(".")
+    return leaf != "weight" or (family.fused_experts and last_part(module) in _REWRITTEN)
+
+
+def targets_of(model: ModelTensors) -> tuple[LoraTarget, ...]:
+    """Every module of a model that can be adapted."""
+    return linear_targets(model.shapes(), model.linears) if model.linears else targets_among(model.shapes())
+
+
+def linear_targets(tensors: Iterable[tuple[str, Shape]], linears: Collection[str]) -> tuple[LoraTarget, ...]:
+    """Every module that can be adapted in a model type without a row in the table of families: linear ones, and of a
+    model with fused experts none of whose names peft would take for these.
+    """
+    shapes = dict(tensors)
+    is_fused = any(part_of(name) == "routed experts" and not name.endswith(".weight") for name in shapes)
+    names = {weight.removesuffix(".weight"): weight for weight in linears}
+    return tuple(
+        LoraTarget(name, ROUTER if last_part(name) in _ROUTERS else LINEAR, {"weight": shapes[weight]})
+        for name, weight in names.items()
+        if not (is_fused and last_part(name) in _REWRITTEN)
+    )
 
 
 def targets_among(tensors: Iterable[tuple[str, Shape]]) -> tuple[LoraTarget, ...]:
-    """Every module that can be adapted, from the full names and shapes of a model's parameters."""
+    """Every module that can be adapted in a family of the table, from the full names and shapes of its parameters."""
     modules: dict[str, dict[str, Shape]] = {}
     for name, shape in tensors:
         module, _, leaf = name.rpartition(".")
@@ -114,11 +164,6 @@ def targets_among(tensors: Iterable[tuple[str, Shape]]) -> tuple[LoraTarget, ...
             if pattern.search(module) and fitting:
                 found.append(LoraTarget(module, kind, fitting))
     return tuple(found)
-
-
-def last_name(name: str) -> str:
-    """The last part of the full name of a module."""
-    return name.rpartition(".")[2]
 
 
 def quantised_targets(every: Sequence[LoraTarget], lora: LoraConfig) -> tuple[LoraTarget, ...]:

@@ -209,7 +209,11 @@ def _without_bias(run: ModelSettings) -> dict[str, object] | None:
 
 _TYPE: tuple[Refusal[ModelSettings], ...] = (
     Refusal(
-        lambda run: run.lora is not None and not run.family.has_lora and {"tested": _types_with("has_lora")},
+        lambda run: (
+            run.lora is not None
+            and not (run.family.has_lora or run.family.is_generic)
+            and {"tested": f"{_types_with('has_lora')}, and types without a row in the table of families"}
+        ),
         "lora of model_type {model_type} is not tested",
         "tested: {tested}",
     ),

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -94,6 +94,8 @@ class ModelTensors:
     """Whether the head is the embedding."""
     num_predictions: int = 0
     """Number of multi-token prediction layers, which are the last layers."""
+    linears: Collection[str] = ()
+    """In model types without a row in the table of families: the weights of linear modules but the head, by name."""
 
     @property
     def numel(self) -> int:
@@ -101,14 +103,21 @@ class ModelTensors:
         return sum(tensor.numel for tensor in self.by_name.values())
 
     @cached_property
+    def layer_names(self) -> Mapping[str, list[str]]:
+        """Full names of the tensors of each layer by the layer's own, such as `model.layers.0`."""
+        found: dict[str, list[str]] = {}
+        for name in self.by_name:
+            if layer := _LAYER.match(name):
+                found.setdefault(f"{layer['stack']}.{layer['number']}", []).append(name)
+        return found
+
+    @cached_property
     def layers(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
-        found: dict[tuple[str, str], list[tuple[str, FullTensor]]] = {}
-        for name, tensor in self.by_name.items():
-            if layer := _LAYER.match(name):
-                found.setdefault((layer["stack"], layer["number"]), []).append((layer["name"], tensor))
-        first = len(found) - self.num_predictions
-        kinds = (LayerKind(stack, tuple(own), n >= first) for n, ((stack, _), own) in enumerate(found.items()))
+        first, kinds = len(self.layer_names) - self.num_predictions, []
+        for number, (layer, names) in enumerate(self.layer_names.items()):
+            own = tuple((name.removeprefix(f"{layer}."), self.by_name[name]) for name in names)
+            kinds.append(LayerKind(layer.rpartition(".")[0], own, number >= first))
         known: dict[LayerKind, LayerKind] = {}
         return tuple(known.setdefault(kind, kind) for kind in kinds)
 

@@ -221,16 +221,18 @@ def _write_adapters(run: PreparedRun, engine: Engine, out: Path | None, parts: F
         return {}
     # Cloned: gathered tensors are released, and a tensor of the model itself (on the CPU) changes with the next step.
     whole = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
-    factors = factors_of(whole, lora.alpha / lora.rank)
-    head = {name: tensor.clone() for name, tensor in engine.score_head() if tensor is not None}
+    factors = factors_of(whole, lora.scale)
+    assert run.model.lora is not None
+    trained = engine.named_tensors(run.model.lora.whole)
+    kept = {name: tensor.clone() for name, tensor in trained if tensor is not None}
     if engine.is_rank_zero and out is not None:
         base = AdapterBase(
             name=inputs.model.path,
             digest=inputs.base,
             family=family_of(inputs.hf_config.model_type),
             module=text_module(inputs.folder) if is_composite(inputs.config_tree) else "model",
-            head=head,
-            classifier_config=inputs.config_tree if head else {},
+            whole=kept,
+            classifier_config=inputs.config_tree if run.model.task == "sequence_classification" else {},
             files=parts.files,
             texts=parts.texts,
         )

@@ -26,6 +26,7 @@ from ds_finetune.errors import ConfigError, DataError
 from ds_finetune.export.fitted_tokenizer import fit_beginning
 from ds_finetune.export.safetensors_folder import CHAT_TEMPLATES, tokenizer_files
 from ds_finetune.families.text_part import TEXT_CONFIG, is_composite, text_tree
+from ds_finetune.model.adapters.peft_adapter import PeftAdapter
 from ds_finetune.model.build.encoder import encoder_of
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, model_class, read_hf_config, resolve_folder
@@ -37,6 +38,7 @@ from ds_finetune.objectives.rewards.pool import check_files
 from ds_finetune.objectives.rewards.worker import needs_of
 from ds_finetune.plan.context import extend_tree
 from ds_finetune.plan.model_shape import Shape, is_known
+from ds_finetune.plan.model_tensors import EMBEDDING
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.trainer.document_lengths import check_answers_fit, check_lengths
 from ds_finetune.trainer.resolve import limits_of
@@ -155,6 +157,7 @@ def read_inputs(run: RunSettings, model: ModelPlan) -> RunInputs:
             check_records(run.rewards, rows)
     held_out_notes = [note for rows in held_out.values() for note in rows.notes]
     held_out_notes += overlap_notes(train, held_out) if held_out else []
+    base = weights_digest(folder) if _has_base(model) else ""
     prompts = PromptFormat.of_run(run.data, kind, train.counts, tokenizer)
     scores = open_scores(run.objective, model, tokenizer, train)
     return RunInputs(
@@ -167,10 +170,34 @@ def read_inputs(run: RunSettings, model: ModelPlan) -> RunInputs:
         held_out=held_out,
         scores=scores,
         teacher=teacher_digest(model, scores),
-        base=weights_digest(folder) if _has_base(model) else "",
+        base=base,
         prompts=prompts,
-        notes=(*train.notes, *held_out_notes, *prompts.notes, *untrained_tokens(model, folder, tokenizer, train)),
+        notes=(
+            *train.notes,
+            *held_out_notes,
+            *prompts.notes,
+            *start_notes(model, base),
+            *untrained_tokens(model, folder, tokenizer, train),
+        ),
     )
+
+
+def start_notes(model: ModelPlan, base: str) -> Iterator[str]:
+    """A note where nothing tells whether the adapter of `lora.start` belongs to the run's model; ConfigError where it
+    was trained on weights with another digest than `base`.
+    """
+    if model.lora is None or model.lora.section.start is None:
+        return
+    adapter = PeftAdapter.open(Path(model.lora.section.start))
+    if adapter.base and adapter.base != base:
+        raise ConfigError(
+            f"lora.start {adapter.folder} was trained on weights with digest {adapter.base}, and those of model.path "
+            f"{model.path} have {base}",
+            hint="name the model that it was trained on",
+        )
+    if not adapter.base:
+        named = adapter.config.get("base_model_name_or_path")
+        yield f"lora.start {adapter.folder} was trained on `{named}`: no digest tells that it is the run's model"
 
 
 def untrained_tokens(
@@ -179,7 +206,7 @@ def untrained_tokens(
     """A note where adapters are trained on tokens that the base model in `folder` seems not to have trained: those
     that its own tokenizer does not have, and added ones whose embeddings look untrained.
     """
-    if model.lora is None or isinstance(rows, StreamedRows):
+    if model.lora is None or EMBEDDING in model.lora.whole or isinstance(rows, StreamedRows):
         return
     own, seen, ids = tokenizer, np.zeros(model.hf_config.vocab_size, dtype=bool), rows.documents.ids
     if tokenizer.name_or_path != str(folder) and has_vocabulary(folder):
@@ -195,7 +222,7 @@ def untrained_tokens(
         shown = ", ".join(f"{tokenizer.convert_ids_to_tokens(number)!r} ({number})" for number in found[:5])
         yield (
             f"lora trains neither embedding nor head, and the base seems not to have trained those of {len(found)} "
-            f"tokens of the rows: {shown}{', ...' if found[5:] else ''}; train all weights to teach them"
+            f"tokens of the rows: {shown}{', ...' if found[5:] else ''}; lora.modules_to_save may name them"
         )
 
 
@@ -222,7 +249,8 @@ def check_padding(rows: PreparedRows | StreamedRows, model: ModelPlan, tokenizer
 def _has_base(model: ModelPlan) -> bool:
     """Whether a run depends on the weights of its model beyond its beginning."""
     has_reference = model.objective.needs_reference or model.objective.reference_is_start
-    return model.lora is not None or (has_reference and not model.has_random_weights)
+    is_partial = model.lora is not None or model.freezing is not None
+    return is_partial or (has_reference and not model.has_random_weights)
 
 
 def config_tree(folder: Path, model: ModelPlan) -> dict[str, Any]:

@@ -213,7 +213,7 @@ def _saving(started: StartedRun, left: TimeLeft) -> Iterator[None]:
 def _utilisation(run: PreparedRun) -> list[Observer]:
     plan, shape, rows = run.plan, run.inputs.shape, run.inputs.train
     gpu = gpu_of_device(torch.cuda.get_device_name()) if plan.device == "cuda" else None
-    if shape is None or gpu is None:
+    if shape is None or gpu is None or run.model.freezing:
         return []
     attended = None if isinstance(rows, StreamedRows) else rows.mean_attended
     has_adapters = run.config.lora is not None

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_finetune.config.sections import LoraConfig
 from ds_finetune.console.phase_line import PhaseLine
 from ds_finetune.data.batches import Batch, Position, eval_baseline, eval_batches, num_eval_rows, training_batches
 from ds_finetune.data.cache import ArrayParts, lock_folder, remove_damaged, write_folder
@@ -25,6 +26,7 @@ from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.errors import RunError
+from ds_finetune.model.adapters.peft_adapter import PeftAdapter
 from ds_finetune.model.weights.load import weights_digest
 from ds_finetune.trainer.batches import batch_plan
 from ds_finetune.trainer.prepare import PreparedRun, mismatched_answers
@@ -127,6 +129,7 @@ def _fingerprint(run: PreparedRun, name: str, rows: PreparedRows) -> str:
         **({"kernels": plan.kernels.name} if plan.kernels.name != "torch" else {}),
         **({"context": config.model.context} if config.model.context is not None else {}),
         "quantize": config.lora.quantize if config.lora is not None else None,
+        **_start(config.lora),
         "layout": sizes,
         "forward": [plan.batch.micro_batch_size, plan.batch.max_seq_len, order],
         "limit": config.eval.limit if name != _TRAIN else 0,
@@ -135,6 +138,13 @@ def _fingerprint(run: PreparedRun, name: str, rows: PreparedRows) -> str:
         "packages": {name: version(name) for name in _PACKAGES},
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _start(lora: LoraConfig | None) -> dict[str, object]:
+    """What identifies the adapters that a run begins with; nothing where they are zero."""
+    if lora is None or lora.start is None:
+        return {}
+    return {"start": [PeftAdapter.open(Path(lora.start)).digest(), lora.scale]}
 
 
 def _read(folder: Path) -> LogProbs | None:

@@ -30,7 +30,7 @@ from ds_finetune.model.build.generic_check import check_generic_type
 from ds_finetune.model.build.meta_model import layers_of_stages
 from ds_finetune.model.build.model_plan import ModelPlan, task_of
 from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, Task, read_hf_config, resolve_folder
-from ds_finetune.model.build.unused_parameters import patterns_of, unused_parameters
+from ds_finetune.model.build.unused_parameters import unused_parameters
 from ds_finetune.model.loss.score_config import set_classes, set_padding_token, with_base_classes
 from ds_finetune.model.weights.vocabulary import grow_vocabulary
 from ds_finetune.objectives.objective import make_objective
@@ -40,7 +40,9 @@ from ds_finetune.plan.estimate.rank_weights import TensorKind, weights_of_run
 from ds_finetune.plan.estimate.states import RunEstimate, estimate_run
 from ds_finetune.plan.forward import mlp_tiles
 from ds_finetune.plan.kernels import kernels_problem
+from ds_finetune.plan.layer_stages import check_trained_stages
 from ds_finetune.plan.model_checks import WITH_MESH, WITHOUT_MESH, check_model
+from ds_finetune.plan.name_patterns import last_part, patterns_of
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.precision import Bf16Support, with_precision
 from ds_finetune.plan.settings import RunSettings
@@ -226,7 +228,9 @@ def try_generic_type(run: RunSettings, model: ModelPlan) -> tuple[str, ...]:
     """Lines on what a generic model type did on a tiny copy; ModelError where it would be trained wrongly, or where a
     teacher would not keep documents apart.
     """
-    tried = [model.hf_config, *([model.teacher.hf_config] if model.teacher is not None else [])]
+    lora = model.lora
+    adapted = () if lora is None else {last_part(each.name) for each in (*lora.targets, *lora.quantised)}
+    tried = [(model.hf_config, adapted), *([(model.teacher.hf_config, ())] if model.teacher is not None else [])]
     found = [
         check_generic_type(
             hf_config,
@@ -235,8 +239,9 @@ def try_generic_type(run: RunSettings, model: ModelPlan) -> tuple[str, ...]:
             packing=run.data.packing,
             row_tokens=run.train.max_seq_len,
             precision=run.precision,
+            adapted=names,
         )
-        for hf_config in tried
+        for hf_config, names in tried
     ]
     return tuple(dict.fromkeys(line for lines in found for line in lines))
 
@@ -349,6 +354,13 @@ def plan_model(hf_config: PretrainedConfig, run: RunSettings) -> ModelPlan:
             "parts, which have no weights",
             hint="initialise it with transformers, save it by save_pretrained, and set model.weights: load",
         )
+    keys = [] if run.lora is None else [key for key in ("start", "modules_to_save") if getattr(run.lora, key)]
+    if keys and is_composite(read_config_json(model.path)):
+        raise ConfigError(
+            f"lora.{keys[0]} with `{model.path}`, a model of text and other media: not tested, as peft names weights "
+            "otherwise there",
+            hint=f"leave lora.{keys[0]} out; a merged adapter may be trained further",
+        )
     runtime = make_objective(objective)
     task = task_of(runtime)
     published = read_hf_config(model.path, files=("*.json",), task=task) if resized else hf_config
@@ -356,6 +368,9 @@ def plan_model(hf_config: PretrainedConfig, run: RunSettings) -> ModelPlan:
     stages = layers_of_stages(hf_config, run.parallel, task)
     if "adapters" in features:
         check_stages(features["adapters"], stages, ep_size=run.parallel.ep)
+    if "freezing" in features:
+        given = f"train.only {list(run.train.only)}, train.freeze {list(run.train.freeze)}"
+        check_trained_stages(features["freezing"].trained, stages, ep_size=run.parallel.ep, given=given)
     check_model(run.with_model(hf_config.to_dict(), stages=stages), "stages")
     return ModelPlan(
         path=model.path,

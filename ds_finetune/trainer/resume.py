@@ -373,6 +373,7 @@ def _random_state_changes(found: UsableCheckpoint, run: PreparedRun) -> list[str
     tree = run.inputs.hf_config.to_dict()
     ratios = {key: value for key, value in tree.items() if key.endswith(("dropout", "_pdrop", "_dropout_prob"))}
     drops = [f"{key} {value}" for key, value in ratios.items() if isinstance(value, float) and value]
+    drops += [f"lora.dropout {lora.dropout:g}"] if (lora := run.config.lora) is not None and lora.dropout else []
     then, now = found.state.layout.get("mesh"), str(run.plan.mesh)
     if not drops or then == now:
         return []

@@ -27,12 +27,12 @@ from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import RunError
 from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.verify.verify import VerificationResult
-from ds_finetune.model.build.unused_parameters import patterns_of
 from ds_finetune.observers.checkpointing import Checkpointing
 from ds_finetune.observers.outside import load_observers
 from ds_finetune.observers.record import Observer, StepRecord
 from ds_finetune.observers.stopping import StopSignals
 from ds_finetune.observers.trackers import check_trackers
+from ds_finetune.plan.name_patterns import patterns_of
 from ds_finetune.runs.status import RunStatus
 from ds_finetune.system.world import World, check_deepspeed_hostfile
 from ds_finetune.trainer.batches import batches_ahead

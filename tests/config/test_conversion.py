@@ -134,7 +134,7 @@ model: {path: some/model, attention: flash_attention_2}
 data: {train: [org/first, "org/second:chat"], train_on: last_assistant, packing: false, long_rows: drop}
 train: {for: 1 epochs, global_batch_size: 16, max_seq_len: 512, seed: 42, precision: bf16}
 optim: {lr: 1.0e-4, weight_decay: 0.1, warmup: 0 steps, min_lr_ratio: 0.1}
-lora: {rank: 8, alpha: 32, target_modules: [all-linear]}
+lora: {rank: 8, alpha: 32, target_modules: [all-linear], dropout: 0.05}
 checkpoint: {every: 50 steps}
 deepspeed: zero2
 log: {trackers: [tensorboard, wandb]}
@@ -168,7 +168,7 @@ train: {for: 50 steps, global_batch_size: 64, micro_batch_size: 4, max_seq_len: 
         activation_checkpointing: full}
 optim: {lr: 3.0e-6, betas: [0.9, 0.999], lr_scheduler: linear, warmup: 0 steps, min_lr_ratio: 0}
 eval: {every: 100 steps}
-lora: {rank: 16, alpha: 32, target_modules: [q_proj, v_proj]}
+lora: {rank: 16, alpha: 32, target_modules: [q_proj, v_proj], dropout: 0.05}
 deepspeed: zero3
 output_dir: trainer_output
 """

@@ -46,7 +46,8 @@ OPTIONS = {
     "--max_samples 1000": "values are overridden as `data.rows=1000`",
     "--optim adamw_bnb_8bit": "the key is `optim.name`: `AdamW`; with ZeRO-0 and without LoRA also `AdamW8bit`",
     "--fsdp full_shard": "`--fsdp`: the key is `deepspeed`: docs/reference/run-file.md describes it",
-    "--lora_dropout 0.05": "`--lora_dropout`: not available here",
+    "--lora_dropout 0.05": "values are overridden as `lora.dropout=0.05`",
+    "--use_dora true": "`--use_dora`: not available here",
     "--foo 1": "`--foo`: no option of this command; values are overridden as `section.key=value`",
 }
 
@@ -102,7 +103,7 @@ LINES = """\
   line 4  do_train: not available here
   line 5  finetuning_type -> lora: {rank: 16}
   line 6  lora_rank -> lora.rank
-  line 7  lora_dropout: not available here
+  line 7  lora_dropout -> lora.dropout
   line 8  dataset -> data.train
   line 9  cutoff_len -> train.max_seq_len
   line 11  report_to -> log.trackers: []
@@ -116,7 +117,7 @@ which accumulation is derived)
   line 18  warmup_ratio -> optim.warmup: 10%
   line 19  gradient_checkpointing -> train.activation_checkpointing: full
   line 20  bf16 -> train.precision: bf16
-  line 21  unfrozen_parameters: not available here
+  line 21  unfrozen_parameters -> train.only (names or regular expressions of the parameters that are trained)
   line 22  optim -> optim.name: AdamW"""
 
 
@@ -132,9 +133,9 @@ def test_the_lines_make_the_run_file_that_is_written_by_hand(tmp_path: Path) -> 
     """What is right of the arrows is valid as it is, and means what the other program's key means."""
     by_hand = tmp_path / "run.yaml"
     by_hand.write_text(
-        "model: some/model\ndata: {train: pairs.jsonl}\nobjective: dpo\nlora: {rank: 8}\noutput_dir: saves\n"
+        "model: some/model\ndata: {train: pairs.jsonl}\nobjective: dpo\nlora: {rank: 8, dropout: 0.05}\noutput_dir: saves\n"
         "log: {trackers: [], every: 10}\ncheckpoint: {every: 500 steps}\ntrain: {for: 3 epochs, max_seq_len: 2048, "
-        "activation_checkpointing: full, precision: bf16}\noptim: {lr: 1.0e-4, name: AdamW, lr_scheduler: cosine, warmup: 10%}\n"
+        "activation_checkpointing: full, precision: bf16, only: [a]}\noptim: {lr: 1.0e-4, name: AdamW, lr_scheduler: cosine, warmup: 10%}\n"
     )
     overrides, lines = [], yaml.safe_load(LLAMA_FACTORY)
     for word, value in lines.items():
@@ -160,7 +161,7 @@ def test_several_misspelt_keys_keep_their_section_and_objective(tmp_path: Path) 
     ]
 
 
-@pytest.mark.parametrize("word", ["lora_dropout", "do_train", "unfrozen_parameters"])
+@pytest.mark.parametrize("word", ["use_dora", "do_train", "freeze_trainable_layers"])
 def test_what_is_not_available_is_no_misspelling(word: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"{MINIMAL}{word}: 1\n")

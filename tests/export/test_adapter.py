@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from ds_finetune import export_model
 from ds_finetune.config.sections import LoraConfig
 from ds_finetune.errors import ExportError, ModelError
-from ds_finetune.export.adapter import CONFIG, WEIGHTS
 from ds_finetune.export.from_checkpoint import export_checkpoint
+from ds_finetune.model.adapters.peft_adapter import CONFIG, WEIGHTS
 from ds_finetune.model.weights.load import weights_digest
 from tests.json_files import change_json
 from tests.lora_twin import adapted, base_model, named_in, write_adapter_of

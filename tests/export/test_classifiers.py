@@ -181,10 +181,10 @@ def test_an_adapter_with_its_head_is_read_by_peft_and_merged(family: str, tmp_pa
         name=str(tmp_path / "base"),
         digest="",
         family=family_of(family),
-        head={"score.weight": model.score.weight.detach()},
+        whole={"score.weight": model.score.weight.detach()},
         classifier_config=config,
     )
-    write_adapter(factors_of(tensors, lora.alpha / lora.rank), lora, tmp_path / "adapter", base)
+    write_adapter(factors_of(tensors, lora.scale), lora, tmp_path / "adapter", base)
 
     start = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=3, pad_token_id=PAD)
     theirs = peft.PeftModel.from_pretrained(start, tmp_path / "adapter").eval()

@@ -51,7 +51,8 @@ weights):
 
 - **packing**: two documents in one row, in both orders, have the hidden states of each document alone;
 - **padding**: a document with padding behind it has the hidden states of the document without;
-- **loss**: the loss is that of the logits that the model itself gives, with transformers' plain attention.
+- **loss**: the loss is that of the logits that the model itself gives, with transformers' plain attention;
+- **adapters**, with `lora`: loss, gradients and logits are those with weights to which the adapters are added.
 
 Results count as equal up to a relative difference of 1e-4; rounding makes 1e-7 to 4e-5. The loss must agree, and so
 must the rows that the run asks for, packed or padded. Otherwise the run ends on every rank with exit code 2 before

@@ -29,10 +29,11 @@ def run(tree: dict[str, Any], launched: Launched) -> tuple[str, dict[str, Any]]:
     lora = lora_tree(cell.family) | ({"quantize": sys.argv[4]} if sys.argv[4:] else {})
     run_file = run_tree(cell, launched.models / cell.family, launched.out, dp=ranks // cell.sharing) | {"lora": lora}
     with launched.engine(run_file) as engine:
-        return f"{cell.name}-world={ranks}", _steps(engine)
+        return f"{cell.name}-world={ranks}", steps_of(engine)
 
 
-def _steps(engine: Engine) -> dict[str, Any]:
+def steps_of(engine: Engine) -> dict[str, Any]:
+    """Losses, norms and gradients of the first steps, and what is frozen after them."""
     moments: list[dict[str, torch.Tensor]] = []
     for found in take_steps(engine, STEPS):
         steps = found

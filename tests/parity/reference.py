@@ -88,14 +88,14 @@ def asked_for(request: pytest.FixtureRequest, layouts: Sequence[Layout]) -> list
     return [layout for layout in layouts if any(name.endswith(f"[{layout.name}]") for name in names)]
 
 
-def runs_asked_for(request: pytest.FixtureRequest, runs: Sequence[Run]) -> list[Run]:
+def runs_asked_for(request: pytest.FixtureRequest, runs: Sequence[tuple[Layout, int]]) -> list[tuple[Layout, int]]:
     """The same of runs, which are the parameters `cell` and `world` of tests."""
     given = [getattr(item, "callspec", None) for item in request.session.items]
     asked = [each.params for each in given if each is not None and each.params.keys() >= {"cell", "world"}]
     return [run for run in runs if any((each["cell"], each["world"]) == run for each in asked)]
 
 
-def result_of(cell: Cell, world: int, out: Path) -> dict[str, Any]:
+def result_of(cell: Named, world: int, out: Path) -> dict[str, Any]:
     """The results of a cell on `world` ranks."""
     return torch.load(out / f"{cell.name}-world={world}.pt", weights_only=True)
 

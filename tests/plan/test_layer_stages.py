@@ -3,9 +3,13 @@
 import itertools
 import random
 
+import pytest
+
 from ds_finetune.config.sections import ParallelConfig
+from ds_finetune.errors import ConfigError
 from ds_finetune.families.configs import DENSE
-from ds_finetune.plan.layer_stages import StageLayers, balance_layers, stages_of
+from ds_finetune.plan.layer_stages import StageLayers, balance_layers, check_trained_stages, stages_of
+from ds_finetune.plan.model_tensors import FullTensor
 from tests.described import described_tree
 
 
@@ -33,3 +37,26 @@ def test_chunks_go_around_the_ranks() -> None:
     assert (str(last), list(last), 5 in last, 7 in last) == ("2 to 3 and 6 to 7", [2, 3, 6, 7], False, True)
     given = ParallelConfig(pp=2, vpp=2, pp_layers=(3, 2, 2, 1))
     assert [str(part) for part in stages_of(tensors, given)] == ["0 to 2 and 5 to 6", "3 to 4 and 7 to 7"]
+
+
+@pytest.mark.parametrize(
+    ("names", "ep", "said"),
+    [
+        (["lm_head.weight"], 1, "trains no matrices of stage 0 of parallel.pp 2, layers 0 to 1"),
+        (["model.embed_tokens.weight"], 1, "no matrices of stage 1"),
+        (["model.layers.0.mlp.up_proj.weight", "lm_head.weight", "model.norm.weight"], 1, "no vectors of stage 0"),
+        (["model.layers.0.mlp.experts.down_proj", "lm_head.weight"], 2, "no matrices of stage 0"),
+        (["model.layers.0.mlp.experts.down_proj", "lm_head.weight"], 1, ""),
+        (["model.embed_tokens.weight", "lm_head.weight"], 1, ""),
+        (["model.layers.1.norm.weight", "model.norm.weight"], 2, ""),
+    ],
+)
+def test_stages_train_the_same_kinds_of_tensors(names: list[str], ep: int, said: str) -> None:
+    """Otherwise ranks of stages with other groups of the optimizer wait for each other in the norm."""
+    tensors = {name: FullTensor((4,) if "norm" in name else (4, 4), is_routed="experts" in name) for name in names}
+    stages = (StageLayers((range(2),)), StageLayers((range(2, 4),)))
+    if not said:
+        check_trained_stages(tensors, stages, ep_size=ep, given="a key")
+        return
+    with pytest.raises(ConfigError, match=said):
+        check_trained_stages(tensors, stages, ep_size=ep, given="a key")

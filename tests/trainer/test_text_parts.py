@@ -198,6 +198,8 @@ def test_text_parts_that_are_not_trained(tree: dict[str, Any], said: str, tmp_pa
         ("objective={name: classification, num_labels: 2}", "is trained as a language model only"),
         ("export.formats=[safetensors,gguf]", "has no export to GGUF"),
         ("mtp={train: true}", "is of model_type internvl, which is not tested"),
+        ("lora={rank: 4, modules_to_save: [lm_head]}", "lora.modules_to_save with .* a model of text and other media"),
+        ("lora={rank: 4, start: folder}", "lora.start with .* a model of text and other media"),
     ],
 )
 def test_settings_that_composite_models_do_not_have(setting: str, said: str, tmp_path: Path) -> None:

@@ -17,17 +17,18 @@ from ds_finetune.checkpoint.tools import BASE, CHECKPOINTS, find_checkpoint, ver
 from ds_finetune.config.sections import LoraConfig
 from ds_finetune.engine.state.state import BUFFER, WEIGHT
 from ds_finetune.errors import CheckpointError, ExportError, ModelError
-from ds_finetune.export.adapter import CONFIG as ADAPTER_CONFIG
 from ds_finetune.export.base_folder import HubSource, find_base
 from ds_finetune.export.classifiers import holds_classifier
 from ds_finetune.export.output_folder import RECORD
-from ds_finetune.export.readers.adapter import MergedSource, PeftAdapter
+from ds_finetune.export.readers.adapter import MergedSource
 from ds_finetune.export.readers.deepspeed_native import is_deepspeed_checkpoint, read_deepspeed_checkpoint
 from ds_finetune.export.source import SelectedTensors, TensorSource, read_model_spec
 from ds_finetune.export.verify.record import ExportRecord
 from ds_finetune.families.table import family_of
 from ds_finetune.families.text_part import text_tree
 from ds_finetune.model.adapters.lora import Factors
+from ds_finetune.model.adapters.peft_adapter import CONFIG as ADAPTER_CONFIG
+from ds_finetune.model.adapters.peft_adapter import PeftAdapter
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.build.hub_folder import HubFolder, bin_conversion, check_folder, has_weights
 from ds_finetune.model.build.skeleton import resolve_folder
@@ -143,7 +144,8 @@ def open_checkpoint(path: Path, base: Path | None) -> OpenedSource:
     verify_checkpoint(folder, workers=os.cpu_count() or 1)
     state, source = RunState.read(folder), CheckpointSource(folder)
     sides = {weight_of(name): name for name in source.shapes if is_adapter(name)}
-    if not sides:
+    train = state.config["train"]
+    if not sides and not (train.get("only") or train.get("freeze")):
         trained_from, why = _base_of_run(state)
         changed = any(state.config["model"].get(key) for key in ("resize_vocabulary", "context"))
         is_own = changed or holds_classifier(folder / BASE)
@@ -157,7 +159,7 @@ def open_checkpoint(path: Path, base: Path | None) -> OpenedSource:
             why_no_base=why,
             has_own_config=is_own,
         )
-    lora, dtype = LoraConfig.model_validate(state.config["lora"]), PRECISION_DTYPES[state.config["train"]["precision"]]
+    lora, dtype = LoraConfig.model_validate(state.config["lora"] or {}), PRECISION_DTYPES[train["precision"]]
 
     def factors(weight: str) -> Factors:
         """Rounded to the training dtype, as the model computed with them."""
@@ -165,7 +167,7 @@ def open_checkpoint(path: Path, base: Path | None) -> OpenedSource:
             source.read(name, 0, prod(source.shapes[name])).view(source.shapes[name]).to(dtype)
             for name in (sides[weight, s] for s in "AB")
         )
-        return Factors(a, b, lora.alpha / lora.rank)
+        return Factors(a, b, lora.scale)
 
     base_folder = _resolve_base(str(base or state.config["model"]["path"]), path)
     check_base(state.base, base_folder, label=str(path))

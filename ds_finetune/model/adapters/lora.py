@@ -8,6 +8,7 @@ writes adapters in peft's format.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,8 +41,22 @@ class _LowRankLinear(_Adapted):
     lora_A: torch.Tensor  # noqa: N815 - peft's name
     lora_B: torch.Tensor  # noqa: N815
 
+    lora_dropout: float
+    lora_columns: tuple[int, int]
+    """The first of the columns of the inputs that this rank holds, and their number on all ranks."""
+
     def _low_rank(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.training and self.lora_dropout:
+            hidden = hidden * self._mask(hidden)
         return functional.linear(functional.linear(hidden, self.lora_A), self.lora_B).mul_(self.lora_scale)
+
+    def _mask(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The factors 0 or 1 / (1 - dropout) of inputs; tensor parallel ranks draw all columns, so that each takes its
+        part of the same mask.
+        """
+        start, columns = self.lora_columns
+        mask = functional.dropout(hidden.new_ones(*hidden.shape[:-1], columns), self.lora_dropout)
+        return mask.narrow(-1, start, hidden.shape[-1])
 
 
 class _AdaptedLinear(_LowRankLinear):
@@ -143,21 +158,38 @@ class AdapterPlacement:
             # Each rank computes the gradient of the whole side from its shard of the other one.
             param.register_hook(self.tp_group.all_reduce)
 
+    def set_full(self, name: str, param: nn.Parameter, values: torch.Tensor) -> None:
+        """Let the parameter `name` have its part of the full tensor `values`."""
+        fragment = self.where(param)
+        part = self.model_shard.tensor_shard(name, fragment.shape).slice(values)[fragment.start : fragment.end]
+        with fragment.opened() as flat:
+            flat[: len(part)].copy_(part)
 
-def install_lora(
-    lm: PreTrainedModel, targets: Sequence[LoraTarget], lora: LoraConfig, *, seed: int, placement: AdapterPlacement
+
+Initial = Callable[[str, Shape], Mapping[str, torch.Tensor]]
+"""Returns A [..., rank, in] and B [..., out, rank] of a weight by its name and shape, as they are before training."""
+
+
+def install_lora(  # noqa: PLR0913
+    lm: PreTrainedModel,
+    targets: Sequence[LoraTarget],
+    lora: LoraConfig,
+    *,
+    seed: int,
+    placement: AdapterPlacement,
+    start: Initial | None = None,
 ) -> None:
-    """Freeze `lm` and add adapters to each of `targets` that it has, in the dtype of its weight: A is random, B is
-    zero. Pipeline stages have the targets of their own layers.
+    """Freeze `lm` and add adapters to each of `targets` that it has, in the dtype of its weight: those of `start`, else
+    A is random and B zero. Pipeline stages have the targets of their own layers.
 
     A is uniform within 1 / sqrt(in), which is kaiming_uniform with a = sqrt(5) (peft 0.21, tuners/lora/layer.py,
     reset_lora_parameters), with a seed from `seed` and its name.
     """
     lm.requires_grad_(False)
-    here = dict(lm.named_modules())
+    here, initial = dict(lm.named_modules()), start or partial(initial_factors, rank=lora.rank, seed=seed)
     for target in targets:
         if target.name in here:
-            _adapt(here[target.name], target, lora, seed=seed, placement=placement)
+            _adapt(here[target.name], target, lora, initial=initial, placement=placement)
 
 
 def _adapt(
@@ -165,19 +197,20 @@ def _adapt(
     target: LoraTarget,
     lora: LoraConfig,
     *,
-    seed: int,
+    initial: Initial,
     placement: AdapterPlacement,
 ) -> None:
     kind = type(module)
     module.__class__ = type(f"Adapted{kind.__name__}", (_adapted_class(module, target.kind), kind), {})
-    module.lora_scale = lora.alpha / lora.rank
+    module.lora_scale = lora.scale
+    module.lora_dropout = lora.dropout
     made = []
     for leaf, shape in target.shapes.items():
         weight = module._parameters[leaf]
         held = shape_of(weight) if is_four_bit(weight) else placement.where(weight).shape
         of = placement.model_shard.tensor_shard(f"{target.name}.{leaf}", held)
         assert of.whole_shape == shape, (target.name, leaf, of.whole_shape, shape)
-        for side, values in initial_factors(f"{target.name}.{leaf}", shape, lora.rank, seed).items():
+        for side, values in initial(f"{target.name}.{leaf}", shape).items():
             own = f"{'' if leaf == 'weight' else leaf + '_'}lora_{side}"
             name = f"{target.name}.{own}"
             *experts, out, width = held
@@ -185,6 +218,8 @@ def _adapt(
             shard = placement.model_shard.tensor_shard(name, local)
             param = nn.Parameter(shard.slice(values).view(local).to(weight.device, dtype_of(weight)))
             placement.prepare(param, shard, of=of)
+            if side == "A":
+                module.lora_columns = shard.offsets[-1], shard.global_shape[-1]
             module.register_parameter(own, param)
             made.append(param)
     placement.share(made)

@@ -1,8 +1,8 @@
 """Which modules of a model LoRA adapts and which weights it holds in four bits, worked out once."""
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 
 from torch import nn
@@ -10,23 +10,26 @@ from transformers import PretrainedConfig
 
 from ds_finetune.config.sections import ALL_LINEAR, LoraConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.families.family import layer_of
+from ds_finetune.families.family import Family
+from ds_finetune.families.table import family_of
 from ds_finetune.model.build.meta_model import read_tensors
 from ds_finetune.model.build.skeleton import Task, head_of
 from ds_finetune.model.parallel.pipeline import build_meta_model
-from ds_finetune.plan.layer_stages import StageLayers
+from ds_finetune.plan.layer_stages import StageLayers, check_trained_stages
 from ds_finetune.plan.lora_targets import (
     FOUR_BIT,
     ROUTED,
     LoraTarget,
     Shape,
     adapted_targets,
-    last_name,
+    is_peft_parameter,
     nf4_bytes,
     quantised_targets,
-    targets_among,
+    targets_of,
+    whole_parameters,
 )
-from ds_finetune.plan.model_tensors import SCORE_HEAD
+from ds_finetune.plan.model_tensors import EMBEDDING, FullTensor
+from ds_finetune.plan.name_patterns import last_part
 
 
 @dataclass(frozen=True)
@@ -42,13 +45,17 @@ class LoraPlan:
     """The modules whose frozen weights are held in four bits, adapted or not; none without `lora.quantize`."""
     model_params: int
     """Parameters of the model without adapters."""
-    head_params: int = 0
-    """Parameters of a score head, which is trained whole beside the adapters."""
+    whole: Mapping[str, FullTensor] = field(default_factory=dict)
+    """The parameters that are trained whole beside the adapters, by name."""
 
     @property
     def num_params(self) -> int:
-        """Parameters of all adapters, and of a score head."""
-        return sum(target.num_params(self.section.rank) for target in self.targets) + self.head_params
+        """Parameters that are trained: of all adapters, and of what is trained whole."""
+        return sum(target.num_params(self.section.rank) for target in self.targets) + self._whole_params
+
+    @property
+    def _whole_params(self) -> int:
+        return sum(tensor.numel for tensor in self.whole.values())
 
     @property
     def quantised_shapes(self) -> tuple[Shape, ...]:
@@ -59,16 +66,18 @@ class LoraPlan:
         """Name and text of what is adapted, kind by kind, as the plan prints it."""
         lora = self.section
         modules = Counter(target.kind for target in self.adaptable)
-        text = f"rank {lora.rank}, alpha {lora.alpha:g}, {self.num_params:,} parameters are trained"
-        rows = [("lora", text)]
+        text = f"rank {lora.rank}, alpha {lora.alpha:g}{', rslora' if lora.rslora else ''}"
+        text += f", dropout {lora.dropout:g}" if lora.dropout else ""
+        rows = [("lora", f"{text}, {self.num_params:,} parameters are trained")]
+        rows += [("  start", lora.start)] if lora.start is not None else []
         for kind, number in modules.items():
             chosen = [target for target in self.targets if target.kind == kind]
-            names = dict.fromkeys(last_name(target.name) for target in chosen)
+            names = dict.fromkeys(last_part(target.name) for target in chosen)
             numel = sum(target.num_params(lora.rank) for target in chosen)
             text = f"{len(chosen)} of {number} modules, {numel:,} parameters: {', '.join(names)}"
             rows.append((f"  {kind}", text if names else f"none of {number} modules"))
-        if self.head_params:
-            rows.append(("  score head", f"trained whole, {self.head_params:,} parameters"))
+        if self.whole:
+            rows.append(("  trained whole", f"{self._whole_params:,} parameters: {', '.join(self.whole)}"))
         return rows if lora.quantize is None else [*rows, self._quantised_line()]
 
     def _quantised_line(self) -> tuple[str, str]:
@@ -93,24 +102,49 @@ def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causa
     are given a rank that grouped products cannot take, or no weight fits four bits.
     """
     tensors = read_tensors(hf_config, task)
-    every = targets_among(tensors.shapes())
+    every = targets_of(tensors)
     if set(ALL_LINEAR) & set(lora.target_modules or ()):
         _check_all_linear(hf_config, task, every)
+    targets, names = adapted_targets(every, lora), tensors.by_name
+    if lora.dropout:
+        _check_droppable(targets, family_of(hf_config.model_type))
+    whole = whole_parameters(names, lora, targets)
+    if tensors.is_tied and EMBEDDING in whole:
+        raise ConfigError(
+            f"lora.modules_to_save {list(lora.modules_to_save)} of a model whose head is its embedding: peft would "
+            "train two of them",
+            hint="leave the embedding out",
+        )
     return LoraPlan(
         section=lora,
         adaptable=every,
-        targets=adapted_targets(every, lora),
+        targets=targets,
         quantised=quantised_targets(every, lora),
         model_params=tensors.numel,
-        head_params=sum(tensor.numel for name, tensor in tensors.ends.items() if name == SCORE_HEAD),
+        whole={name: names[name] for name in whole},
     )
+
+
+def _check_droppable(targets: Sequence[LoraTarget], family: Family) -> None:
+    """ConfigError where peft holds adapted weights as parameters, of which it cannot drop inputs."""
+    held = {
+        last_part(target.name)
+        for target in targets
+        if any(is_peft_parameter(f"{target.name}.{leaf}", family) for leaf in target.shapes)
+    }
+    if held:
+        raise ConfigError(
+            f"lora.dropout with adapters of {', '.join(sorted(held))}, which peft 0.21 refuses: it adds them to the "
+            "weights (tuners/lora/layer.py, ParamWrapper)",
+            hint="name other modules in lora.target_modules, such as o_proj, or leave dropout out",
+        )
 
 
 def _check_all_linear(hf_config: PretrainedConfig, task: Task, every: Sequence[LoraTarget]) -> None:
     """ConfigError where the model has linear layers, other than its head, that cannot be adapted."""
     lm = build_meta_model(hf_config, task)
     linear = {name for name, each in lm.named_modules() if isinstance(each, nn.Linear) and each is not head_of(lm)}
-    if others := sorted({last_name(name) for name in linear - {target.name for target in every}}):
+    if others := sorted({last_part(name) for name in linear - {target.name for target in every}}):
         raise ConfigError(
             f"lora.target_modules {ALL_LINEAR[0]} names modules of {hf_config.model_type} that cannot be adapted: "
             f"{', '.join(others)}",
@@ -119,26 +153,8 @@ def _check_all_linear(hf_config: PretrainedConfig, task: Task, every: Sequence[L
 
 
 def check_stages(lora: LoraPlan, stages: Sequence[StageLayers | None], *, ep_size: int) -> None:
-    """ConfigError where a pipeline stage has no adapters, or none of a kind that others have: of experts that `ep_size`
-    ranks divide, or of the rest.
-
-    DeepSpeed 0.19.8 needs a parameter on every rank, and adds up norms over stages group by group
-    (zero/stage_1_and_2.py:2951).
-    """
-    parts = {True: "routed experts", False: "other modules" if ep_size > 1 else "modules"}
-    kinds = [{target.kind == ROUTED and ep_size > 1 for target in _targets_of(lora, layers)} for layers in stages]
-    if lora.head_params:
-        kinds[-1].add(False)
-    for number, (layers, found) in enumerate(zip(stages, kinds, strict=True)):
-        missing = sorted(set.union(*kinds) - found)
-        if missing and layers is not None:
-            raise ConfigError(
-                f"lora.target_modules {list(lora.section.target_modules or ())} adapts no {parts[missing[0]]} of stage "
-                f"{number} of parallel.pp {len(stages)}, layers {layers}",
-                hint=f"name {parts[missing[0]]} of every stage, or set parallel.pp to 1",
-            )
-
-
-def _targets_of(lora: LoraPlan, layers: StageLayers | None) -> list[LoraTarget]:
-    """The targets in these layers; all for None."""
-    return [target for target in lora.targets if layers is None or layer_of(f"{target.name}.") in layers]
+    """ConfigError where a pipeline stage trains nothing, or none of a kind that others train."""
+    sides = {f"{each.name}.weight": FullTensor((1, 1), is_routed=each.kind == ROUTED) for each in lora.targets}
+    given = f"lora.target_modules {list(lora.section.target_modules or ())}"
+    given += f" and modules_to_save {list(lora.section.modules_to_save)}" if lora.section.modules_to_save else ""
+    check_trained_stages({**sides, **lora.whole}, stages, ep_size=ep_size, given=given)

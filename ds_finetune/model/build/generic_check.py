@@ -7,27 +7,36 @@ with that of the model's own logits. Each is a relative difference, about 1e-6 i
 import copy
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
+from typing import NamedTuple
 
 import torch
 import transformers
+from torch.func import functional_call
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ds_finetune.config.sections import LoraConfig
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
+from ds_finetune.model.adapters.lora import AdapterPlacement, factors_of, install_lora, merge_adapters
 from ds_finetune.model.attention.by_document import BY_LENGTHS, FLASH
+from ds_finetune.model.build.meta_model import linear_weights
 from ds_finetune.model.build.model_plan import task_of
-from ds_finetune.model.build.skeleton import Task, build_skeleton, check_attention
+from ds_finetune.model.build.skeleton import Task, build_skeleton, check_attention, whole
 from ds_finetune.model.build.tiny_config import Size, layer_kinds, layers_of_each_kind, tiny_config
 from ds_finetune.model.loss.forward_rows import ForwardRows
 from ds_finetune.model.loss.score_head import install_score_head
 from ds_finetune.model.loss.token_loss import TrainedModel, install_loss_head
 from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.model.weights.load import initialise_weights
+from ds_finetune.model.weights.names import is_adapter
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.objectives.objective import Objective, ScoreObjective, TokenObjective, is_of_scores
+from ds_finetune.plan.lora_targets import Shape, linear_targets
+from ds_finetune.plan.name_patterns import last_part
 from ds_finetune.plan.tested_layouts import ROW_BYTES, WEIGHT_BYTES, wider
 
 _LANGUAGE_MODEL = TokenObjective("sft")
@@ -67,12 +76,14 @@ class Trial:
     """Relative differences (fp32) between results that should be equal, or why there are none.
 
     `packed`: two documents in a row against each alone. `padded`: a document followed by padding against the same
-    without. `loss`: the loss against that of the model's own logits.
+    without. `loss`: the loss against that of the model's own logits. `adapters`: loss, gradients and logits with
+    adapters against those with weights to which they are added.
     """
 
     packed: float = 0.0
     padded: float = 0.0
     loss: float = 0.0
+    adapters: float = 0.0
     untried: str = ""
 
 
@@ -84,26 +95,33 @@ def check_generic_type(  # noqa: PLR0913
     row_tokens: int,
     precision: str,
     objective: Objective = _LANGUAGE_MODEL,
+    adapted: Collection[str] = (),
 ) -> tuple[str, ...]:
     """ModelError where a generic model type would be trained wrongly on such rows; otherwise lines on what was tested.
 
-    A pair is two documents of one row also without packing.
+    A pair is two documents of one row also without packing. `adapted` are last parts of the names of modules with
+    adapters or weights in four bits.
 
     Families of the table are not tested here: the test suite compares their steps with plain loops.
     """
     kind = hf_config.model_type
     if not family_of(kind).is_generic:
         return ()
-    trial = try_model_type(hf_config, attention=attention, row_tokens=row_tokens, objective=objective)
+    trial = try_model_type(hf_config, attention=attention, row_tokens=row_tokens, objective=objective, adapted=adapted)
     _check_expert_widths(hf_config, precision, task_of(objective))
     has_pairs = objective.documents_per_unit > 1
     packing = packing or has_pairs
     check_trial(kind, trial, packing=packing, hint=_NO_PAIRS if has_pairs else _NO_PACKING)
+    if trial.untried and adapted:
+        raise ModelError(
+            f"model_type `{kind}`: lora could not be tried on a tiny copy, {trial.untried}", hint="train all weights"
+        )
     if trial.untried:
         return (
             f"model_type {kind} could not be tried on a tiny copy ({trial.untried}): its loss is not known to be right",
         )
     layout = f"packed rows {trial.packed:.0e}" if packing else f"padded rows {trial.padded:.0e}"
+    layout += f", adapters {trial.adapters:.0e}" if adapted else ""
     return (f"model_type {kind} was tried on a tiny copy, relative differences: loss {trial.loss:.0e}, {layout}",)
 
 
@@ -131,6 +149,13 @@ def check_trial(kind: str, trial: Trial, *, packing: bool, hint: str = _NO_PACKI
             f"{subject}: the loss is not that of the model's own logits, {_difference_text(trial.loss)}",
             hint="it changes logits after its head, which the chunked loss does not see; train a model of another type",
         )
+    if trial.adapters > LIMIT:
+        raise ModelError(
+            f"{subject}: adapters compute something else than weights they are added to, "
+            f"{_difference_text(trial.adapters)}",
+            hint="name other modules in lora.target_modules (with lora.quantize none may be affected), or train all "
+            "weights",
+        )
     if trial.untried and packing:
         raise ModelError(f"{subject}: packing could not be tried, {trial.untried}", hint=hint)
     if trial.packed > LIMIT and trial.padded > LIMIT:
@@ -154,7 +179,12 @@ def _difference_text(difference: float) -> str:
 
 
 def try_model_type(
-    hf_config: PretrainedConfig, *, attention: str, row_tokens: int, objective: Objective = _LANGUAGE_MODEL
+    hf_config: PretrainedConfig,
+    *,
+    attention: str,
+    row_tokens: int,
+    objective: Objective = _LANGUAGE_MODEL,
+    adapted: Collection[str] = (),
 ) -> Trial:
     """Build a small model with a layer of each kind of the configured one, and compare results that should be equal.
 
@@ -165,8 +195,8 @@ def try_model_type(
     # FlashAttention does not run on CPUs.
     attention = BY_LENGTHS if attention == FLASH else attention
     try:
-        whole = _build(hf_config, attention, task, device="meta")
-        layers, kinds = layers_of_each_kind(whole), layer_kinds(whole)
+        full = _build(hf_config, attention, task, device="meta")
+        layers, kinds = layers_of_each_kind(full), layer_kinds(full)
     except _FAILURES as broken:
         if attention == BY_LENGTHS:
             return Trial(untried=f"without a GPU it fails with {_first_line(broken)}")
@@ -185,7 +215,8 @@ def try_model_type(
                 and sum(param.numel() for param in outline.parameters()) <= _MAX_PARAMETERS
             ):
                 lm, eager = (_build_initialised(tiny, kind, task) for kind in (attention, "eager"))
-                return _compare(lm, eager, objective)
+                difference = _adapter_difference(lm, adapted) if adapted else 0.0
+                return replace(_compare(lm, eager, objective), adapters=difference)
         except _FAILURES as broken:
             reason = f"a tiny copy fails with {_first_line(broken)}"
     return Trial(untried=reason)
@@ -245,6 +276,67 @@ def _compare(lm: PreTrainedModel, eager: PreTrainedModel, objective: Objective) 
         padded=max(_difference(row[: len(hidden)], hidden) for row, hidden in zip(padded, alone, strict=True)),
         loss=_difference(found, wanted),
     )
+
+
+def _adapter_difference(lm: PreTrainedModel, names: Collection[str]) -> float:
+    """The largest relative difference of loss, gradients and logits of a model whose modules of these last names have
+    adapters, from those of the same model with merged weights: whatever reads a weight gets the merged one.
+    """
+    shapes = ((name, tuple(param.shape)) for name, param in lm.named_parameters())
+    targets = [each for each in linear_targets(shapes, linear_weights(lm)) if last_part(each.name) in names]
+    lora, generator = LoraConfig(rank=4, alpha=4), torch.Generator().manual_seed(_SEED)
+
+    def initial(_: str, shape: Shape) -> dict[str, torch.Tensor]:
+        a, b = (torch.randn(size, generator=generator) for size in ((lora.rank, shape[1]), (shape[0], lora.rank)))
+        return {"A": a * shape[1] ** -0.5, "B": b * _NOISE}
+
+    ours, ids = copy.deepcopy(lm), _documents(lm)[0]
+    install_lora(ours, targets, lora, seed=_SEED, placement=AdapterPlacement(whole), start=initial)
+    adapters = {name: param for name, param in ours.named_parameters() if is_adapter(name)}
+    sides = {name: param.detach().clone().requires_grad_() for name, param in adapters.items()}
+    plain = {name: param.detach() for name, param in lm.named_parameters()}
+    weights = {
+        f"{each.name}.weight": plain[f"{each.name}.weight"]
+        + sides[f"{each.name}.lora_B"] @ sides[f"{each.name}.lora_A"] * lora.scale
+        for each in targets
+    }
+    rows = {"input_ids": ids, "position_ids": _positions(ids), "use_cache": False}
+
+    def run(
+        model: PreTrainedModel, given: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor]
+    ) -> _AdapterOutputs:
+        out = functional_call(model, dict(given), kwargs=rows)
+        found = out.logits.float()
+        loss = found[0].logsumexp(-1).square().mean()
+        return _AdapterOutputs(found.detach(), loss.detach(), torch.autograd.grad(loss, leaves, allow_unused=True))
+
+    with torch.enable_grad():
+        found, wanted = run(ours, {}, [*adapters.values()]), run(lm, weights, [*sides.values()])
+    merged = merge_adapters(
+        iter(plain.items()), factors_of({n: side.detach() for n, side in sides.items()}, lora.scale)
+    )
+    exported = functional_call(lm, {name: each for name, each in merged if each is not None}, kwargs=rows).logits
+    largest = max((float(grad.norm()) for grad in wanted.gradients if grad is not None), default=0.0)
+    if not largest:
+        raise ArithmeticError("adapters get no gradient")
+    apart = [
+        float(((0 if mine is None else mine) - (0 if theirs is None else theirs)).norm())  # type: ignore[union-attr]
+        / max(0.0 if theirs is None else float(theirs.norm()), _SEEN * largest)
+        for mine, theirs in zip(found.gradients, wanted.gradients, strict=True)
+        if mine is not None or theirs is not None
+    ]
+    return max(
+        *apart,
+        _difference(found.loss, wanted.loss),
+        _difference(found.logits, wanted.logits),
+        _difference(exported.float(), wanted.logits),
+    )
+
+
+class _AdapterOutputs(NamedTuple):
+    logits: torch.Tensor
+    loss: torch.Tensor
+    gradients: tuple[torch.Tensor | None, ...]
 
 
 def _token_loss(model: TrainedModel, ids: torch.Tensor) -> torch.Tensor:

@@ -2,12 +2,13 @@
 
 from functools import partial
 
-from transformers import PretrainedConfig
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.errors import FinetuneError, ModelError
 from ds_finetune.families.table import family_of
-from ds_finetune.model.build.skeleton import Task
+from ds_finetune.model.build.skeleton import Task, head_of
 from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.parallel.pipeline import build_meta_model, has_tied_head
 from ds_finetune.model.parallel.sharding import tensor_of
@@ -32,7 +33,14 @@ def read_tensors(hf_config: PretrainedConfig, task: Task = "causal_lm") -> Model
         name: tensor_of(name, tuple(parameter.shape), has_transposed_experts=is_transposed)
         for name, parameter in lm.named_parameters()
     }
-    return ModelTensors(tensors, has_tied_head(lm), len(mtp_layers(hf_config)))
+    linears = linear_weights(lm) if family_of(hf_config.model_type).is_generic else ()
+    return ModelTensors(tensors, has_tied_head(lm), len(mtp_layers(hf_config)), linears)
+
+
+def linear_weights(lm: PreTrainedModel) -> tuple[str, ...]:
+    """Names of the weights of the linear modules of a model but its head."""
+    modules = ((name, each) for name, each in lm.named_modules() if isinstance(each, nn.Linear))
+    return tuple(f"{name}.weight" for name, each in modules if each is not head_of(lm))
 
 
 def described(

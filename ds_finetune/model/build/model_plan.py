@@ -16,6 +16,7 @@ from ds_finetune.model.build.skeleton import Task
 from ds_finetune.model.loss.teacher import TeacherPlan
 from ds_finetune.objectives.objective import Objective
 from ds_finetune.plan.context import ContextPlan
+from ds_finetune.plan.freezing import FreezePlan
 from ds_finetune.plan.indexer import IndexerPlan
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.model_tensors import DescribedModel
@@ -53,6 +54,11 @@ class ModelPlan:
     def lora(self) -> LoraPlan | None:
         """The adapters; None where every weight is trained."""
         return self.features.get("adapters")
+
+    @property
+    def freezing(self) -> FreezePlan | None:
+        """What `train.only` and `train.freeze` leave as it is; None without them."""
+        return self.features.get("freezing")
 
     @property
     def mtp(self) -> MtpConfig | None:

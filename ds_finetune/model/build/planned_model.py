@@ -56,7 +56,9 @@ def _read(
         with suppress(OSError):
             # A file that cannot be written is only slow.
             folder.mkdir(parents=True, exist_ok=True)
-            replace_file(file, json.dumps([config, found.by_name, found.is_tied, found.num_predictions]))
+            replace_file(
+                file, json.dumps([config, found.by_name, found.is_tied, found.num_predictions, list(found.linears)])
+            )
         return found
 
     return config, build

@@ -1,9 +1,6 @@
 """Parameters that get no gradient from the loss, found by a forward and a backward on fake tensors."""
 
 import copy
-import re
-from collections import Counter
-from collections.abc import Sequence
 
 import torch
 from transformers import PretrainedConfig
@@ -51,9 +48,3 @@ def _without_gradient(hf_config: PretrainedConfig, tokens: int, task: Task) -> l
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as unknown:
         lines = str(unknown).strip().splitlines() or [type(unknown).__name__]
         raise NotImplementedError(lines[0]) from unknown
-
-
-def patterns_of(names: Sequence[str]) -> str:
-    """The names with `*` for numbers, each pattern once with the number of parameters that match it."""
-    counts = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
-    return ", ".join(f"{pattern} ({count})" if count > 1 else pattern for pattern, count in counts.items())

@@ -3,8 +3,8 @@ adapters beside frozen weights.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from math import prod
 from typing import ParamSpec, TypeVar
@@ -14,17 +14,18 @@ from pydantic import BaseModel
 from ds_finetune.config.sections import LoraConfig, ParallelConfig
 from ds_finetune.families.family import layer_of
 from ds_finetune.families.table import family_of
+from ds_finetune.plan.freezing import plan_freezing
 from ds_finetune.plan.layer_stages import stages_of
 from ds_finetune.plan.lora_targets import (
     LoraTarget,
     adapted_targets,
     nf4_bytes,
     quantised_targets,
-    targets_among,
+    targets_of,
+    whole_parameters,
 )
 from ds_finetune.plan.model_tensors import (
     EMBEDDING,
-    SCORE_HEAD,
     DescribedModel,
     FullTensor,
     LayerKind,
@@ -73,6 +74,13 @@ class TensorKind:
     local: tuple[int, ...]
     """Shape on a rank, before ZeRO shards it."""
     sharers: int
+    names: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """Full names of the tensors; empty for adapters."""
+
+    def among(self, names: Container[str]) -> "TensorKind":
+        """Tensors of this kind whose full names are in `names`."""
+        found = tuple(name for name in self.names if name in names)
+        return replace(self, count=len(found), names=found)
 
     @property
     def numel(self) -> int:
@@ -111,9 +119,10 @@ def rank_weights(model: DescribedModel, parallel: ParallelConfig, *, zero_ranks:
         layers = tuple(given if given is not None else range(len(tensors.layers)))
         counted = _stage_tensors(tensors, layers, is_first=number == 0, is_last=number == len(stages) - 1)
         kinds = []
-        for (name, tensor), count in counted.items():
+        for (name, tensor), names in counted.items():
             sharers = zero_ranks // (parallel.ep if tensor.is_routed else 1)
-            kinds.append(TensorKind(name, count, tensor.shape, tensor.local(tp=parallel.tp, ep=parallel.ep), sharers))
+            local = tensor.local(tp=parallel.tp, ep=parallel.ep)
+            kinds.append(TensorKind(name, len(names), tensor.shape, local, sharers, tuple(names)))
         found.append(RankWeights(tuple(kinds), layers, tuple(tensors.layers[layer] for layer in layers)))
     return tuple(found)
 
@@ -125,18 +134,20 @@ def weights_of_run(plan: Plan, model: DescribedModel) -> tuple[RankWeights, ...]
 
 def _stage_tensors(
     tensors: ModelTensors, layers: tuple[int, ...], *, is_first: bool, is_last: bool
-) -> Mapping[tuple[str, FullTensor], int]:
-    """Number of tensors of a stage, by name and tensor. The last stage also has the embedding, for a tied head or a
-    multi-token prediction layer.
+) -> Mapping[tuple[str, FullTensor], list[str]]:
+    """Full names of the tensors of a stage, by name with `N` for the layer and tensor. The last stage also has the
+    embedding, for a tied head or a multi-token prediction layer.
     """
     predicts = any(tensors.layers[layer].is_prediction for layer in layers)
     has_embedding = is_first or (is_last and (tensors.is_tied or predicts))
     ends = tensors.ends.items()
-    counts = Counter(end for end in ends if (has_embedding if end[0] == EMBEDDING else is_last))
-    for kind, number in Counter(tensors.layers[layer] for layer in layers).items():
-        for name, tensor in kind.tensors:
-            counts[f"{kind.stack}.N.{name}", tensor] += number
-    return counts
+    found = {end: [end[0]] for end in ends if (has_embedding if end[0] == EMBEDDING else is_last)}
+    names = list(tensors.layer_names.values())
+    for layer in layers:
+        kind = tensors.layers[layer]
+        for name, own in zip(names[layer], kind.tensors, strict=True):
+            found.setdefault((f"{kind.stack}.N.{own[0]}", own[1]), []).append(name)
+    return found
 
 
 @dataclass(frozen=True)
@@ -166,11 +177,15 @@ def rank_elements(plan: Plan, model: DescribedModel, weights: RankWeights) -> Ra
     """Numbers of elements on a rank of one pipeline stage."""
     lora, adapters, quantised = plan.lora, tuple[TensorKind, ...](), list[tuple[int, ...]]()
     if lora is None:
-        trained = [kind for kind in weights.kinds if is_trained(plan, model, kind)]
+        freezing = plan_freezing(plan.train, model.tensors.by_name)
+        names = model.tensors.by_name if freezing is None else freezing.trained
+        kinds = (kind.among(names) for kind in weights.kinds if is_trained(plan, model, kind))
+        trained = [kind for kind in kinds if kind.count]
     else:
         adapters = _adapter_kinds(model, lora, (plan.mesh.tp, plan.mesh.ep, plan.zero_ranks), weights.layers)
-        trained = [*adapters, *(kind for kind in weights.kinds if kind.name == SCORE_HEAD)]
-        four_bit = quantised_targets(targets_among(model.tensors.shapes()), lora)
+        whole = whole_parameters(model.tensors.by_name, lora, lora_targets(model, lora))
+        trained = [*adapters, *(kind for each in weights.kinds if (kind := each.among(whole)).count)]
+        four_bit = quantised_targets(targets_of(model.tensors), lora)
         here = (target for target in four_bit if layer_of(f"{target.name}.") in weights.layers)
         quantised = [shape for target in here for shape in target.shapes.values()]
     shares, packed = Counter[int](), sum(map(prod, quantised))
@@ -193,14 +208,15 @@ def rank_elements(plan: Plan, model: DescribedModel, weights: RankWeights) -> Ra
 @remembered
 def lora_targets(model: DescribedModel, lora: LoraConfig) -> tuple[LoraTarget, ...]:
     """The modules of a model with LoRA adapters; ConfigError as in `adapted_targets`."""
-    return adapted_targets(targets_among(model.tensors.shapes()), lora)
+    return adapted_targets(targets_of(model.tensors), lora)
 
 
 def count_adapters(plan: Plan, model: DescribedModel) -> int:
-    """Number of parameters of all LoRA adapters of a run, and of a classification head."""
+    """Number of parameters of all LoRA adapters of a run, and of what is trained whole beside them."""
     assert plan.lora is not None
-    scores = sum(tensor.numel for name, tensor in model.tensors.ends.items() if name.startswith("score."))
-    return scores + sum(target.num_params(plan.lora.rank) for target in lora_targets(model, plan.lora))
+    targets, tensors = lora_targets(model, plan.lora), model.tensors.by_name
+    whole = sum(tensors[name].numel for name in whole_parameters(tensors, plan.lora, targets))
+    return whole + sum(target.num_params(plan.lora.rank) for target in targets)
 
 
 def is_trained(plan: Plan, model: DescribedModel, kind: TensorKind) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ds_finetune.plan.estimate.rank_weights import count_adapters, rank_elements, weights_of_run
 from ds_finetune.plan.estimate.rows import MemoryRow, peak
 from ds_finetune.plan.estimate.zero_rows import teacher_rows, zero_rows
+from ds_finetune.plan.freezing import plan_freezing
 from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.plan import Plan
 from ds_finetune.plan.tested_layouts import WEIGHT_BYTES
@@ -95,6 +96,8 @@ def files_of(plan: Plan, model: DescribedModel) -> DiskNeed:
     """Number and bytes of a run's exports and checkpoints."""
     kept, total = plan.kept_files, model.tensors.numel
     trained = total if plan.lora is None else count_adapters(plan, model)
+    if freezing := plan_freezing(plan.train, model.tensors.by_name):
+        trained = sum(tensor.numel for tensor in freezing.trained.values())
     return DiskNeed(
         exports=kept.exports,
         export_bytes=total * WEIGHT_BYTES[plan.precision],

@@ -148,10 +148,11 @@ class Candidates:
         known = self._checked(run)
         stages, lora = known.stages, known.lora
         check_model(known, "length of documents")
-        if len(stages) > 1 and lora is not None and lora.target_modules is not None:
+        named = lora.target_modules or lora.modules_to_save if lora is not None else run.train.only or run.train.freeze
+        if len(stages) > 1 and named:
             raise ConfigError(
-                f"lora.target_modules {list(lora.target_modules)} with parallel.pp {len(stages)}: which stages "
-                "have adapters is known once the model is built",
+                f"patterns {list(named)} with parallel.pp {len(stages)}: which stages train what they name is known "
+                "once the model is built",
                 hint="set parallel.pp in the run file, and leave --search out",
             )
 

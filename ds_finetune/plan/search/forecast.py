@@ -11,6 +11,7 @@ from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.estimate.rank_weights import weights_of_run
 from ds_finetune.plan.estimate.traced import Tracer
 from ds_finetune.plan.forward import attention_lines, head_line, mlp_tiles
+from ds_finetune.plan.freezing import plan_freezing
 from ds_finetune.plan.indexer import plan_indexer
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.model_shape import Shape, is_known
@@ -58,7 +59,8 @@ class Forecast:
         if run.train.tiled_mlp:
             yield "MLPs", f"tokens in {mlp_tiles(model)} tiles"
         yield from plan.stage_lines(self.stages)
-        for decided in (plan_routers(run.router, model), plan_indexer(run.indexer, model)):
+        freezing = plan_freezing(run.train, model.tensors.by_name)
+        for decided in (plan_routers(run.router, model), plan_indexer(run.indexer, model), freezing):
             yield from decided.lines() if decided is not None else ()
         yield "parameters", self._parameters()
 

@@ -141,6 +141,11 @@ def check_peft(model: ModelPlan) -> None:
     if model.lora is None:
         return
     rank, quantize = model.lora.section.rank, model.lora.section.quantize
+    if model.lora.section.dropout:
+        raise ConfigError(
+            f"bench compares losses with peft, which would drop others than lora.dropout {model.lora.section.dropout}",
+            hint="leave lora.dropout out",
+        )
     if find_spec("peft") is None:
         peft = [line for line in requirements_of("test") if line.name == "peft"]
         raise ConfigError(
@@ -209,16 +214,17 @@ def _in_peft(lm: Any, engine: Engine, model: ModelPlan, lora: LoraConfig) -> nn.
     from peft import PeftModel
 
     adapters = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
+    whole = model.lora.whole if model.lora is not None else ()
     base = AdapterBase(
         name=model.path,
         digest="",
         family=family_of(model.hf_config.model_type),
-        head={name: tensor.clone() for name, tensor in engine.score_head() if tensor is not None},
+        whole={name: tensor.clone() for name, tensor in engine.named_tensors(whole) if tensor is not None},
         classifier_config={} if model.task == "causal_lm" else model.hf_config.to_dict(),
     )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "adapter"
-        write_adapter(factors_of(adapters, lora.alpha / lora.rank), lora, path, base)
+        write_adapter(factors_of(adapters, lora.scale), lora, path, base)
         return PeftModel.from_pretrained(lm, path, is_trainable=True)  # type: ignore[no-any-return]
 
 

@@ -26,7 +26,6 @@ from ds_finetune.foreign.transformers_attention import CACHE
 from ds_finetune.model.adapters.lora import initial_factors
 from ds_finetune.model.adapters.lora_plan import plan_lora
 from ds_finetune.model.build.skeleton import Task
-from ds_finetune.model.loss.score_head import head_parameters
 from ds_finetune.model.mtp import PassedLayer, add_mtp_modules, more_layers, set_mtp_layers
 from ds_finetune.model.weights.names import hub_pieces
 from ds_finetune.objectives.labels import IGNORE_INDEX
@@ -252,7 +251,7 @@ class PlainAdapters:
         """Freeze all parameters except a classification head, and round the weights that the run holds in 4 bits."""
         lora = plan_lora(model.config, self.section, task)
         model.requires_grad_(False)
-        for name in head_parameters(model):
+        for name in lora.whole:
             model.get_parameter(name).requires_grad_(True)
         for target in lora.quantised:
             weight = model.get_parameter(f"{target.name}.weight")
@@ -266,8 +265,7 @@ class PlainAdapters:
     def _add_to(self, module: nn.Module, target: LoraTarget) -> None:
         for leaf, shape in target.shapes.items():
             factors = initial_factors(f"{target.name}.{leaf}", shape, self.section.rank, self.seed)
-            scale = self.section.alpha / self.section.rank
-            parametrize.register_parametrization(module, leaf, _LowRankSum(factors, scale))
+            parametrize.register_parametrization(module, leaf, _LowRankSum(factors, self.section.scale))
 
 
 class _LowRankSum(nn.Module):

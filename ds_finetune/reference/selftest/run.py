@@ -340,7 +340,8 @@ def _cases_of_run(run: RunSettings, world: World, device: str) -> list[LayoutCas
             "objective": _small_groups(run.objective).model_dump(),
             "router": run.router and run.router.model_dump(),
         }
-        tree |= {"lora": run.lora and run.lora.model_dump(), "mtp": run.mtp.model_dump()}
+        lora = run.lora and run.lora.model_dump() | {"start": None, "dropout": 0.0}
+        tree |= {"lora": lora, "mtp": run.mtp.model_dump()}
         tree["train"] |= {name: getattr(run.train, name) for name in ("activation_offload", "tiled_mlp")}
         if precision == chosen and run.train.reduction_dtype == "fp32":
             tree["train"]["reduction_dtype"] = "fp32"
@@ -365,6 +366,8 @@ def _left_out(run: RunSettings) -> list[str]:
         (bool(run.inexact), f"inexact {', '.join(run.inexact)}"),
         (run.optim.name.lower() != "adamw", f"optim.name {run.optim.name}"),
         (run.train.reduction_dtype == "bf16", "train.reduction_dtype bf16"),
+        (bool(run.lora and run.lora.dropout), "lora.dropout"),
+        (bool(run.lora and run.lora.start), "lora.start"),
     )
     return [text for is_set, text in settings if is_set]
 

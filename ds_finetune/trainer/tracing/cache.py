@@ -94,5 +94,14 @@ def traced_layout(plan: Plan) -> tuple[object, ...]:
     sizes = mesh.tp, mesh.sp, mesh.ep, mesh.pp > 1, batch.micro_batch_size, batch.max_seq_len
     train = (plan.precision, plan.activation_checkpointing, plan.train.activation_offload, plan.train.tiled_mlp)
     kernels = (plan.device, plan.model.attention, plan.loss_kernel, plan.kernels)
-    sections = (plan.frozen, plan.lora, plan.mtp, plan.router, plan.indexer, plan.objective)
+    sections = (
+        plan.frozen,
+        plan.train.only,
+        plan.train.freeze,
+        plan.lora,
+        plan.mtp,
+        plan.router,
+        plan.indexer,
+        plan.objective,
+    )
     return sizes, threads, list(map(repr, (*train, *kernels, *sections)))

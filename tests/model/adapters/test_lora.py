@@ -106,7 +106,7 @@ def test_merged_weights_compute_as_adapters_do_and_the_model_stays() -> None:
     model = adapted(base_model("deepseek_v3"), LORA)
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     factors = factors_of(
-        {name: param.detach() for name, param in model.named_parameters() if is_adapter(name)}, LORA.alpha / LORA.rank
+        {name: param.detach() for name, param in model.named_parameters() if is_adapter(name)}, LORA.scale
     )
     weights = dict(
         merge_adapters(

@@ -9,7 +9,8 @@ from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ds_finetune.model.build import unused_parameters as module
-from ds_finetune.model.build.unused_parameters import patterns_of, unused_parameters
+from ds_finetune.model.build.unused_parameters import unused_parameters
+from ds_finetune.plan.name_patterns import patterns_of
 from ds_finetune.reference.selftest.cells import TINY_MODELS
 
 INDEXED = TINY_MODELS["deepseek_v2"] | {

@@ -84,7 +84,7 @@ class AllocationCell:
     @property
     def loads_weights(self) -> bool:
         """Whether the run needs weights in the model's folder, as adapters do."""
-        return "lora" in self.sections
+        return "lora" in self.sections or "only" in self.sections.get("train", {})
 
     @property
     def name(self) -> str:
@@ -115,8 +115,9 @@ class AllocationCell:
                 "max_seq_len": self.tokens,
                 "precision": self.precision,
                 "activation_checkpointing": "full" if self.recomputes else "none",
+                **self.sections.get("train", {}),
             },
-            **self.sections,
+            **{name: section for name, section in self.sections.items() if name != "train"},
             **({"objective": self._objective(folder)} if self.teacher is not None else {}),
         }
 
@@ -131,6 +132,7 @@ class AllocationCell:
 
 _CHUNKS: Tree = {"parallel": {"pp": 2, "vpp": 2}}
 _LORA: Tree = {"lora": {"rank": 8}}
+_ONLY: Tree = {"only": [r".*\.(gate|up|down)_proj"]}
 _WIDE_LORA: Tree = {"lora": {"rank": 128}}
 """Adapters of the routed experts that take more than the model."""
 _SMALL_BUCKET: Tree = {"reduce_bucket_size": 200_000}
@@ -168,6 +170,7 @@ OTHERS = [
     *(AllocationCell(stage, "bf16", forwards=2, choices=_WIDE_SUMS, title="fp32-sums") for stage in (2, 3)),
     *(AllocationCell(stage, "bf16", sections=_LORA, zero=_SMALL_BUCKET, title="lora") for stage in (2, 3)),
     AllocationCell(3, "bf16", axis="ep", model=EXPERTS),
+    *(AllocationCell(stage, "bf16", sections={"train": _ONLY}, title="only") for stage in (1, 2)),
     *(
         AllocationCell(stage, "bf16", axis="ep", model=EXPERTS, sections=_WIDE_LORA, title="lora")
         for stage in (1, 2, 3)

@@ -209,6 +209,18 @@ def test_adapters_of_experts_are_shared_by_the_ranks_that_hold_them(ep: int) -> 
     assert numbers.group_share == (numbers.trained_share if ep == 1 else max(sizes.values()) // RANKS)
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_only_named_parameters_are_counted_as_trained(stage: int) -> None:
+    """Of both pipeline stages of a model, by the shapes of its own modules."""
+    tree = described_tree(MODELS["qwen3"] | {"num_hidden_layers": 4})
+    _, plan = run_of({"pp": 2}, model={"path": "m", "weights": "load"})
+    named = replace(plan, train=plan.train.model_copy(update={"only": ("o_proj",), "freeze": (r".*\.[03]\..*",)}))
+    weights = weights_of_run(plan, tree)[stage]
+    (projection,) = (kind for kind in weights.kinds if kind.name.endswith("o_proj.weight"))
+    assert rank_elements(named, tree, weights).trained == prod(projection.whole)
+    assert rank_elements(plan, tree, weights).trained == weights.numel
+
+
 def test_parts_of_a_model() -> None:
     _, plan = run_of({})
     model = described_tree(MODELS["deepseek_v3"])

@@ -97,11 +97,11 @@ def _write_adapter(model: PreTrainedModel, folder: Path, objective: str) -> None
         name=str(folder / "base"),
         digest="",
         family=family_of(model.config.model_type),
-        head={"score.weight": model.score.weight.detach()} if has_head else {},
+        whole={"score.weight": model.score.weight.detach()} if has_head else {},
         classifier_config=model.config.to_dict() | {"architectures": [type(model).__name__]} if has_head else {},
     )
     tensors = {name: param.detach() for name, param in adapted(model, lora).named_parameters() if is_adapter(name)}
-    write_adapter(factors_of(tensors, lora.alpha / lora.rank), lora, folder / "adapter", base)
+    write_adapter(factors_of(tensors, lora.scale), lora, folder / "adapter", base)
 
 
 def test_the_snippet_of_every_card_runs(tmp_path: Path) -> None:

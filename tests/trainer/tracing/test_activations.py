@@ -58,7 +58,10 @@ def planned(
     """The plan of a run with forwards of two rows, and its model with the config.json `tree`."""
     (folder / "config.json").write_text(json.dumps(tree))
     run = {
-        "model": {"path": str(folder), "weights": "load" if "lora" in sections else "random"},
+        "model": {
+            "path": str(folder),
+            "weights": "load" if "lora" in sections or "only" in (train or {}) else "random",
+        },
         "data": {"train": "none.jsonl"},
         "output_dir": str(folder / "run"),
         "train": {"max_seq_len": TOKENS, "micro_batch_size": 2, "global_batch_size": 8, **(train or {})},
@@ -148,6 +151,12 @@ def test_prediction_layer(tmp_path: Path) -> None:
 def test_first_layers_without_adapters_keep_nothing(tmp_path: Path) -> None:
     lora = {"rank": 8, "target_modules": [r"model\.layers\.[35]\.self_attn\.o_proj"]}
     traced = compare(tmp_path, tree_of("llama"), lora=lora, train={"activation_checkpointing": "none"})
+    assert [layer.backward > 0 for layer in traced.layers] == [False] * 3 + [True] * 3
+
+
+def test_first_layers_without_trained_parameters_keep_nothing(tmp_path: Path) -> None:
+    train = {"activation_checkpointing": "none", "only": [r"model\.layers\.[35]\.self_attn\.o_proj"]}
+    traced = compare(tmp_path, tree_of("llama"), train=train)
     assert [layer.backward > 0 for layer in traced.layers] == [False] * 3 + [True] * 3
 
 

@@ -1,0 +1,182 @@
+"""Reads a folder with an adapter in peft's format; `export/adapter.py` writes them, and explains its tensors."""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ds_finetune.errors import ExportError
+from ds_finetune.families.text_part import text_name
+from ds_finetune.model.adapters.lora import Factors
+from ds_finetune.plan.lora_targets import Shape
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+KEY_PREFIX = "base_model.model."
+"""Prefix that peft adds to the name of a module."""
+BASE_DIGEST = "base_weights"
+"""Key, in the metadata of the adapter's file, of the digest of the weights that it was trained on."""
+DOWN, GATE_UP = "down_proj", "gate_up_proj"
+"""The two weights of fused experts."""
+_KEY = re.compile(rf"^{re.escape(KEY_PREFIX)}(?P<module>.+?)(?P<inner>\.base_layer)?\.lora_(?P<side>[AB])\.weight$")
+_READ = {
+    *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+    *("inference_mode", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules"),
+    *("exclude_modules", "target_parameters", "modules_to_save", "layers_to_transform", "layers_pattern"),
+    *("lora_dropout", "runtime_config", "eva_config", "megatron_core", "qalora_group_size"),
+}
+"""Settings of peft's LoraConfig that are read here, or that do not change the weights an adapter is added to."""
+_ONLY_SUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
+}
+"""Settings of which only these values leave the base as it is: PiSSA, OLoRA, CorDA, LoRA-GA and LoftQ take their first
+adapter, or an error of rounding, off the base's weights. A setting that is named neither here nor in `_READ` has to be
+empty, as new ones of peft are by default.
+"""
+
+
+@dataclass(frozen=True)
+class PeftAdapter:
+    """A folder with an adapter in peft's format; it is checked when it is opened, and its tensors are read later."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    keys: Mapping[tuple[str, str], str]
+    """Key in the file by weight and side."""
+    base: str
+    """Digest of the weights that it was trained on; empty where another program trained it."""
+    whole: Mapping[str, str]
+    """Key in the file by name of a weight that was trained whole (`modules_to_save`), such as a classifier's head."""
+
+    @classmethod
+    def open(cls, folder: Path) -> "PeftAdapter":
+        """ExportError where the folder is damaged, is not LoRA, or has settings that are not supported."""
+        try:
+            config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+            with safe_open(folder / WEIGHTS, framework="pt") as file:
+                matches = {key: _KEY.match(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+                digest = (file.metadata() or {}).get(BASE_DIGEST, "")
+        except (OSError, ValueError, SafetensorError) as broken:
+            raise ExportError(
+                f"{folder} cannot be read as an adapter: {broken}", hint="save it again with peft's save_pretrained"
+            ) from broken
+        refused = [
+            f"{key} {value!r}"
+            for key, value in config.items()
+            if key not in _READ and value and value not in _ONLY_SUPPORTED.get(key, ())
+        ]
+        refused += [f"peft_type {config.get('peft_type')!r}"] if config.get("peft_type") != "LORA" else []
+        whole = {
+            key.removeprefix(KEY_PREFIX): key for key in matches if _is_whole(key, config.get("modules_to_save") or ())
+        }
+        refused += [f"tensor {key}" for key, m in matches.items() if m is None and key not in whole.values()][:5]
+        if refused:
+            raise ExportError(
+                f"{folder} holds {', '.join(refused)}, which is not supported here",
+                hint="merge it with peft's merge_and_unload (aLoRA adapters cannot be merged)",
+            )
+        alone = {str(name).rpartition(".")[2] for name in config.get("target_parameters") or ()} & {GATE_UP, DOWN}
+        outer = alone.pop() if len(alone) == 1 else DOWN
+        keys = {
+            (_weight(match["module"], match["inner"], outer), match["side"]): key
+            for key, match in matches.items()
+            if match
+        }
+        unpaired = sorted(name for name, side in keys if (name, "B" if side == "A" else "A") not in keys)
+        if unpaired or not keys:
+            shown = ", ".join(unpaired[:5])
+            raise ExportError(
+                f"{folder}/{WEIGHTS}: {len(keys)} tensors, without A or B for {len(unpaired)} adapters: {shown}",
+                hint="save it again",
+            )
+        return cls(folder, config, keys, digest, whole)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the weights that are adapted."""
+        return [name for name, side in self.keys if side == "A"]
+
+    def rank_and_scale(self, name: str) -> tuple[int, float]:
+        """The rank of the adapter of a weight, and the number that its product is multiplied by."""
+        # peft looks patterns up by the weight's name for parameters, by the module's for modules
+        # (tuners/tuners_utils.py).
+        rank = int(self._value("rank_pattern", "r", name))
+        alpha = float(self._value("alpha_pattern", "lora_alpha", name))
+        return rank, alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    def shape(self, name: str) -> Shape:
+        """Rows and columns of a weight, or of each expert's."""
+        with safe_open(self.folder / WEIGHTS, framework="pt") as file:
+            a, b = (file.get_slice(self.keys[name, side]).get_shape() for side in "AB")
+        return (b[0], a[-1])
+
+    def factors(self, name: str) -> Factors:
+        """The adapter of a weight, read as a whole."""
+        with safe_open(self.folder / WEIGHTS, framework="pt") as file:
+            a, b = (file.get_tensor(self.keys[name, side]) for side in "AB")
+        is_fused, (rank, scale) = not name.endswith(".weight"), self.rank_and_scale(name)
+        if (
+            a.dim() != 2
+            or b.dim() != 2
+            or a.shape[0] != b.shape[1]
+            or a.shape[0] % rank
+            or (a.shape[0] != rank and not is_fused)
+        ):
+            raise ExportError(
+                f"{self.folder}: `{name}` has A {tuple(a.shape)} and B {tuple(b.shape)} for rank {rank}",
+                hint="the adapter is damaged; save it again",
+            )
+        if is_fused:
+            a, b = a.reshape(-1, rank, a.shape[1]), b.reshape(b.shape[0], rank, -1).permute(2, 0, 1)
+        return Factors(a, b, scale)
+
+    def digest(self) -> str:
+        """A digest of its file."""
+        with (self.folder / WEIGHTS).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def initial(self, name: str, shape: Shape) -> dict[str, torch.Tensor]:
+        """Both sides of the adapter of a weight of `shape`, from which training begins."""
+        found = self.factors(name)
+        assert found.shape == shape, (name, found.shape, shape)
+        return {"A": found.a, "B": found.b}
+
+    def full_tensor(self, name: str) -> torch.Tensor:
+        """A weight that was trained whole."""
+        with safe_open(self.folder / WEIGHTS, framework="pt") as file:
+            return file.get_tensor(self.whole[name])
+
+    def _value(self, patterns: str, default: str, name: str) -> Any:  # noqa: ANN401 - a number of the file
+        # peft looks patterns up by its own name, which is longer for the text part of a composite model.
+        match = _KEY.match(self.keys[name, "A"])
+        assert match is not None
+        name = f"{match['module']}{'' if name.endswith('.weight') else '.' + name.rpartition('.')[2]}"
+        overrides = self.config.get(patterns) or {}
+        return next(
+            (value for pattern, value in overrides.items() if re.match(rf"(.*\.)?({pattern})$", name)),
+            self.config.get(default),
+        )
+
+
+def _is_whole(key: str, modules: Sequence[str]) -> bool:
+    """Whether `key` belongs to one of `modules`, named by the end of the module's name as peft does."""
+    module = key.removeprefix(KEY_PREFIX).rpartition(".")[0]
+    parts = [module[: match.start()] for match in re.finditer(r"\.|$", module)]
+    return any(part == name or part.endswith(f".{name}") for part in parts for name in modules)
+
+
+def _weight(module: str, inner: str | None, outer: str) -> str:
+    """Name of the weight that a key adapts, in the text part of a composite model.
+
+    It is the module's `weight`, except for the two weights of fused experts: a key with `base_layer` (`inner`) adapts
+    the first, any other key the one named `outer`.
+    """
+    leaf = GATE_UP if inner else outer if module.endswith(".experts") else "weight"
+    return text_name(f"{module}.{leaf}") or f"{module}.{leaf}"

@@ -1,0 +1,55 @@
+"""Patterns of a run file that name modules or parameters of a model."""
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from ds_finetune.errors import ConfigError
+
+_SHOWN = 8
+
+
+def matching(pattern: str, names: Mapping[str, Collection[str]], *, key: str, what: str) -> list[str]:
+    """The full names, each with the `names` that a pattern may give it, that `pattern` of the run file's `key` matches:
+    those which it equals, else those which it matches as a regular expression.
+
+    ConfigError where it matches none of `what`, with names that are near, or is no regular expression.
+    """
+    found = [name for name, own in names.items() if pattern in own]
+    if not found:
+        try:
+            expression = re.compile(pattern)
+        except re.error as broken:
+            raise ConfigError(
+                f"{key} `{pattern}` is not a regular expression: {broken}", hint="see Python's `re`"
+            ) from broken
+        found = [name for name, own in names.items() if any(map(expression.fullmatch, own))]
+    if not found:
+        short = sorted({name for own in names.values() for name in own if "." not in name})
+        near = difflib.get_close_matches(pattern, [*short, *names], _SHOWN) or short
+        full = next(iter(names))
+        raise ConfigError(
+            f"{key} `{pattern}` matches no {what}",
+            hint=f"name one of {', '.join(near)}, or give a regular expression on full names such as {full}",
+        )
+    return found
+
+
+def parameter_names(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Full names of parameters, each with the names that a pattern may give it: its own and its module's, and the last
+    parts of both.
+    """
+    modules = {name: name.rpartition(".")[0] for name in names}
+    return {name: (name, module, last_part(module), last_part(name)) for name, module in modules.items()}
+
+
+def patterns_of(names: Sequence[str]) -> str:
+    """The names with `*` for numbers, each pattern once with the number of parameters that match it."""
+    counts = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
+    return ", ".join(f"{pattern} ({count})" if count > 1 else pattern for pattern, count in counts.items())
+
+
+def last_part(name: str) -> str:
+    """The last part of a full name."""
+    return name.rpartition(".")[2]

@@ -1,0 +1,131 @@
+"""Whole runs with options of adapters: exported, trained further from the adapter's folder, and refused."""
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ds_finetune.cli.main import main
+from tests.json_files import change_json
+from tests.lora_twin import in_peft
+from tests.running import start
+from tests.trainer.test_lora import LORA, task
+
+OPTIONS: dict[str, Any] = {**LORA, "rslora": True, "modules_to_save": ["lm_head", r".*\.0\.input_layernorm"]}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run, and in `next` a run file that trains its adapter further."""
+    folder = tmp_path_factory.mktemp("lora-options")
+    run_file = task(folder, lora=OPTIONS, optim={"lr": 0.02}, deepspeed={"zero_optimization": {"stage": 2}})
+    done = start([sys.executable, "ds_finetune/train.py", str(run_file)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    tree = yaml.safe_load(run_file.read_text())
+    tree["lora"]["start"], tree["output_dir"] = str(folder / "run" / "adapter"), str(folder / "next")
+    (folder / "next.yaml").write_text(yaml.safe_dump(tree))
+    return folder
+
+
+def _logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.arange(3, 40)[None], use_cache=False).logits  # type: ignore[no-any-return]
+
+
+def _plain(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def _same(first: Path, second: Path) -> bool:
+    found, wanted = (load_file(folder / "model.safetensors") for folder in (first, second))
+    return found.keys() == wanted.keys() and all(
+        torch.allclose(found[name], tensor, atol=1e-6, rtol=0) for name, tensor in wanted.items()
+    )
+
+
+def test_peft_computes_the_export_from_base_and_adapter(finished: Path, tmp_path: Path) -> None:
+    base = _plain(finished / "model")
+    before = {name: param.detach().clone() for name, param in base.named_parameters()}
+    together = _logits(in_peft(base, finished / "run" / "adapter"))
+    exported = _plain(finished / "run" / "export")
+    assert torch.allclose(_logits(exported), together, atol=1e-5, rtol=0)
+    moved = {name for name, param in exported.named_parameters() if not torch.equal(param, before[name])}
+    assert {"lm_head.weight", "model.layers.0.input_layernorm.weight"} <= moved
+    assert not {"model.layers.1.input_layernorm.weight", "model.embed_tokens.weight"} & moved
+    for number, source in enumerate(("run", "run/adapter")):
+        assert main(["export", str(finished / source), str(tmp_path / str(number)), "--dtype", "fp32"]) == 0
+        assert _same(tmp_path / str(number), finished / "run" / "export")
+
+
+def test_training_begins_with_the_adapter_and_what_was_trained_whole(finished: Path) -> None:
+    """With a rate of almost nothing the second run ends where the first one ended."""
+    done = start([sys.executable, "ds_finetune/train.py", str(finished / "next.yaml"), "optim.lr=1e-12"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert str(finished / "run" / "adapter") in done.stdout
+    assert _same(finished / "next" / "export", finished / "run" / "export")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("lora.rank=16", "rank 8 of model.layers.0.mlp.down_proj.weight, lora.rank 16"),
+        ("lora.alpha=99", "lora 35.0018"),
+        ("lora.target_modules=[q_b_proj]", "adapters only there: model.layers.0.mlp.down_proj.weight"),
+        ("lora.modules_to_save=[norm]", "weights trained whole only in lora: model.norm.weight"),
+        ("lora.start=none", "lora.start: none cannot be read as an adapter"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(
+    override: str, said: str, finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["train", str(finished / "next.yaml"), override, "checkpoint.resume=never"]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_adapter_of_another_base_is_refused(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    other = Path(shutil.copytree(finished / "model", tmp_path / "other"))
+    torch.manual_seed(5)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(other)).float().save_pretrained(other)
+    shutil.copyfile(finished / "model" / "config.json", other / "config.json")
+    overrides = [f"model={other}", f"output_dir={tmp_path / 'run'}"]
+    assert main(["train", str(finished / "next.yaml"), *overrides]) == 2
+    assert "was trained on weights with digest" in capsys.readouterr().err
+    adapter = Path(shutil.copytree(finished / "run" / "adapter", tmp_path / "adapter"))
+    change_json(adapter / "adapter_config.json", {"lora_alpha": 32})
+    assert main(["train", str(finished / "next.yaml"), f"lora.start={adapter}", *overrides[1:]]) == 2
+    assert "scale 11.3137" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["lora.dropout=0.1", "lora.target_modules=[q_b_proj]", "train.tiled_mlp=true"], "train.tiled_mlp true"),
+        (["lora.dropout=0.1"], "lora.dropout with adapters of down_proj, experts, gate_proj, up_proj"),
+        (["lora.dropout=1"], "less than 1"),
+        (["lora.modules_to_save=[q_a_layernorm]", "mtp.train=true"], "mtp.train true is not tested"),
+    ],
+)
+def test_what_is_not_tested_is_refused(
+    overrides: list[str],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["train", str(task(tmp_path)), *overrides]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
