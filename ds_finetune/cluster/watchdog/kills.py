@@ -1,6 +1,6 @@
 """Records why a process ends, and finds out whether memory was the reason, for programs that see it die.
 
-The supervisor of `ds-finetune launch` imports this module and must start quickly, so it imports no torch.
+`ds-finetune launch` imports this module and must start quickly, so it imports no torch.
 """
 
 import json
