@@ -170,8 +170,8 @@ class _Member:
 
 
 @dataclass(frozen=True)
-class _Failure:
-    """A failure of a rank or of a host."""
+class _FirstFailure:
+    """The first failure of the ranks of a host, or that of the host itself."""
 
     host: Host
     rank: int | None
@@ -201,7 +201,7 @@ class _LaunchedRun:
         self._left_out: dict[Host, str] = {}
         self._pool = ThreadPoolExecutor(max_workers=len(request.hosts))
         self._events = queue.SimpleQueue[tuple[_Member, Event]]()
-        self._failures: list[_Failure] = []
+        self._failures: list[_FirstFailure] = []
         self._printed = deque[str](maxlen=_PRINTED_LINES)
         self._signals: list[int] = []
         self._num_passed_on = self._num_opened = 0
@@ -320,9 +320,9 @@ class _LaunchedRun:
                 self._take_start(member.host, event)
             else:
                 same = {name: event[name] for name in ("rank", "text", "code", "cause", "error", "tail")}
-                self._fail(_Failure(host=member.host, at=time.monotonic() - event["age"], **same))
+                self._fail(_FirstFailure(host=member.host, at=time.monotonic() - event["age"], **same))
 
-    def _fail(self, failure: _Failure) -> None:
+    def _fail(self, failure: _FirstFailure) -> None:
         self._failed_since = self._failed_since or time.monotonic()
         self._failures.append(failure)
 
@@ -355,7 +355,7 @@ class _LaunchedRun:
             text = check.found if tail else "its agent or the connection has ended"
             # Silence is noticed late: failures that ranks of other hosts have reported meanwhile are consequences.
             at = time.monotonic() - self._request.launch.silent_seconds
-            self._fail(_Failure(member.host, None, text, RUN_ERROR_EXIT_CODE, at, tail=tail))
+            self._fail(_FirstFailure(member.host, None, text, RUN_ERROR_EXIT_CODE, at, tail=tail))
             is_ending = member.host == self._request.hosts[0] or not self._request.launch.restarts
             self._let_go(member)
         if is_ending:
@@ -457,7 +457,7 @@ class _LaunchedRun:
             for line in self._failure_lines():
                 self._say(line)
 
-    def _first_failure(self) -> _Failure:
+    def _first_failure(self) -> _FirstFailure:
         return min(self._failures, key=lambda failure: failure.at)
 
     def _failure_lines(self) -> Iterator[str]:
