@@ -47,36 +47,29 @@ M = TypeVar("M", bound=ProcessMessage)
 
 
 class MessageError(Exception):
-    """`peer` sent a line that is not a message of this program, or is too long; `reason` says which."""
+    """`peer` sent a line that is not a message of this program or exceeds the limit; `reason` says which."""
 
     def __init__(self, peer: str, reason: str) -> None:
         super().__init__(f"{peer} sent a message that cannot be read: {reason}")
         self.peer, self.reason = peer, reason
 
 
-def encode(message: ProcessMessage, *, token: str = "") -> bytes:
-    """The line of a message, with its newline. A `token` at the start tells it from other text in the stream."""
-    body = json.dumps({"kind": message.kind, **asdict(message)})
-    return f"{token} {body}\n".lstrip(" ").encode()
+def encode(message: ProcessMessage) -> bytes:
+    """The line of a message, including the newline."""
+    return json.dumps({"kind": message.kind, **asdict(message)}).encode() + b"\n"
 
 
 def decode(line: bytes, types: Sequence[type[M]], *, peer: str) -> M:
-    """The message in a line without a token; MessageError with the name `peer` if it is not one of `types`."""
+    """The message in a line; MessageError, which names `peer`, if it is not one of `types`."""
     try:
         return _message(json.loads(line), types)
     except (ValueError, OverflowError, RecursionError) as error:
         raise MessageError(peer, str(error)) from error
 
 
-def without_token(line: bytes, token: str) -> bytes | None:
-    """The line without its `token`; None for lines without it, such as the output of a login shell."""
-    prefix = f"{token} ".encode() if token else b""
-    return line[len(prefix) :] if line.startswith(prefix) else None
-
-
-def send(file: int, message: ProcessMessage, *, token: str = "") -> bool:
+def send(file: int, message: ProcessMessage) -> bool:
     """Write a whole message to a blocking file descriptor; False if the peer has closed its end."""
-    rest = memoryview(encode(message, token=token))
+    rest = memoryview(encode(message))
     try:
         while rest:
             rest = rest[os.write(file, rest) :]
@@ -86,9 +79,9 @@ def send(file: int, message: ProcessMessage, *, token: str = "") -> bool:
 
 
 class LineBuffer:
-    """Splits received bytes into lines; a piece of bytes may contain part of a line, or several lines.
+    """Cuts arriving bytes into lines; a piece of bytes may hold a fraction of a line, or several lines.
 
-    MessageError with the name `peer` if a line is longer than `max_bytes`.
+    MessageError, which names `peer`, if a line is longer than `max_bytes`.
     """
 
     def __init__(self, *, peer: str, max_bytes: int = MAX_LINE_BYTES) -> None:
@@ -97,7 +90,7 @@ class LineBuffer:
         self._searched = 0
 
     def feed(self, piece: bytes) -> Iterator[bytes]:
-        """Add `piece`, and yield complete lines without newlines; the next call yields lines not consumed."""
+        """Add `piece`, and yield complete lines without newlines; the next call yields those not taken."""
         self._bytes += piece
         return self._lines()
 
@@ -119,13 +112,10 @@ class LineBuffer:
 
 
 class MessageReader(Generic[M]):
-    """Reads messages of `types` from a file descriptor; `is_closed` becomes true once `peer` has closed its end.
+    """Reads messages of `types` from a file descriptor; `is_closed` becomes true once `peer` has closed its end."""
 
-    With a `token`, lines that do not begin with it are skipped; without one, every line must be a message.
-    """
-
-    def __init__(self, file: int, types: Sequence[type[M]], *, peer: str, token: str = "") -> None:
-        self._file, self._types, self._token = file, types, token
+    def __init__(self, file: int, types: Sequence[type[M]], *, peer: str) -> None:
+        self._file, self._types = file, types
         self._lines = LineBuffer(peer=peer)
         self.peer = peer
         self.is_closed = False
@@ -152,11 +142,8 @@ class MessageReader(Generic[M]):
         return message
 
     def _next_buffered(self) -> M | None:
-        for line in self._lines.feed(b""):
-            body = without_token(line, self._token)
-            if body is not None:
-                return decode(body, self._types, peer=self.peer)
-        return None
+        line = next(self._lines.feed(b""), None)
+        return None if line is None else decode(line, self._types, peer=self.peer)
 
     def _is_readable(self, until: float | None) -> bool:
         poll = select.poll()
@@ -171,7 +158,7 @@ def _message(tree: Any, types: Sequence[type[M]]) -> M:  # noqa: ANN401 - any JS
     if chosen is None:
         raise ValueError(f"its kind is {kind!r:.100}, expected {' or '.join(each.kind for each in types)}")
     try:
-        # Validated as JSON, because only then does strict validation accept a list for a tuple.
+        # As JSON, since only there a list may be a tuple although types are strict.
         message: M = _reader(chosen).validate_json(json.dumps(tree), strict=True)
     except ValidationError as invalid:
         error = invalid.errors()[0]

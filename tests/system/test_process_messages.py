@@ -20,7 +20,6 @@ from ds_finetune.system.process_messages import (
     decode,
     encode,
     send,
-    without_token,
 )
 from tests.conftest import ROOT
 
@@ -178,17 +177,6 @@ def test_a_line_that_is_no_message_is_dropped_and_the_next_one_read(pipe: tuple[
     with pytest.raises(MessageError):
         reader.next()
     assert reader.next() == Short("next")
-
-
-def test_a_token_tells_messages_from_other_text(pipe: tuple[int, int]) -> None:
-    reader = MessageReader(pipe[0], [Short], peer=PEER, token="f00")
-    os.write(pipe[1], b"Last login: today\n" + encode(Short("of the shell")) + encode(Short("ours"), token="f00"))
-    assert reader.next() == Short("ours")
-    assert reader.next(0) is None
-    assert without_token(b"f00", "f00") is None
-    os.write(pipe[1], b"f00 nonsense\n")
-    with pytest.raises(MessageError):
-        reader.next()
 
 
 def test_a_peer_that_closes_is_noticed_by_both_sides() -> None:
