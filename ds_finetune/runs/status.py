@@ -13,12 +13,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, get_args
+from typing import Any, Literal, Self, get_args
 
 from ds_finetune.system.processes import began_at, has_ended, own_pid_namespace
 from ds_finetune.system.whole_file import replace_file
 
-T = TypeVar("T")
 STATUS = "status.json"
 FORMAT = 1
 ALIVE_SECONDS = 5.0
@@ -220,10 +219,3 @@ def try_to_finish(work: Callable[[], object]) -> bool:
         return False
     thread.join(WRITE_SECONDS)
     return not thread.is_alive()
-
-
-def try_to_read(read: Callable[[], T], default: T) -> T:
-    """What `read` returns, or `default` where it takes longer than `WRITE_SECONDS`."""
-    found: list[T] = []
-    try_to_finish(lambda: found.append(read()))
-    return found[0] if found else default
