@@ -65,17 +65,11 @@ The encoders `{encoders}` have rows too. They attend in both directions and are 
 only `objective: classification`; tests compare documents of packed rows with each document alone in plain
 transformers.
 
-DeepSeek sparse attention (`deepseek_v32`, `glm_moe_dsa`) attends to all of a document of at most `index_topk` tokens,
-and in longer ones to the tokens that an [indexer](../how-to/sparse-attention.md) chooses. Longer documents are refused
-with `model.attention: eager`, in teachers, and where a pipeline stage of GLM begins with a layer without an indexer.
+[Sparse attention](../how-to/sparse-attention.md) (`deepseek_v32`, `glm_moe_dsa`) with documents longer than `index_topk`
+is refused with `model.attention: eager`, in teachers, and where a pipeline stage of GLM begins with a layer without an
+indexer. In documents of at most 4 x `index_topk` + 3 tokens the indexer of `deepseek_v4` leaves nothing out.
 
-In documents of at most 4 x `index_topk` + 3 tokens the indexer of `deepseek_v4` leaves nothing out. In bf16, forwards
-use in fp32 what transformers does: norms, sinks, position biases and hyper-connections.
-
-`deepseek_v41` is refused, since transformers has no classes for it. A row of it needs keys, values and choices of
-entries that later layers take from others, also across pipeline stages (`kv_source_layer_ids`,
-`index_source_layer_ids`); Engram tables of n-grams, whose hashes depend on the tokenizer; hyper-connections with the
-coefficients of the sublayer before; and DSpark layers instead of `mtp.0`.
+`deepseek_v41` is refused, since transformers has no classes for it.
 
 Router biases (`e_score_correction_bias`, `expert_bias`) stay fp32 in every type. A balance loss that a config asks for
 by `output_router_logits: true` is refused; [routers](../how-to/routers.md) says which one is computed.
