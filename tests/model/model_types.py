@@ -65,9 +65,10 @@ The encoders `{encoders}` have rows too. They attend in both directions and are 
 only `objective: classification`; tests compare documents of packed rows with each document alone in plain
 transformers.
 
-[Sparse attention](../how-to/sparse-attention.md) (`deepseek_v32`, `glm_moe_dsa`) with documents longer than `index_topk`
-is refused with `model.attention: eager`, in teachers, and where a pipeline stage of GLM begins with a layer without an
-indexer. In documents of at most 4 x `index_topk` + 3 tokens the indexer of `deepseek_v4` leaves nothing out.
+[Sparse attention](../how-to/sparse-attention.md) (`deepseek_v32`, `glm_moe_dsa`) with documents longer than
+`index_topk` is refused with `model.attention: eager`, in teachers, and where a pipeline stage of GLM begins with a
+layer without an indexer. In documents of at most 4 x `index_topk` + 3 tokens the indexer of `deepseek_v4` leaves
+nothing out.
 
 `deepseek_v41` is refused, since transformers has no classes for it.
 
