@@ -44,7 +44,7 @@ data: {{train: chat.jsonl, packing: false}}
 ```
 
 {families}
-have rows in `ds_finetune/families/table.py`, and tests compare their losses and gradients with a plain loop. Every
+have rows in `ds_finetune/families/table.py`, and tests compare their losses and gradients with a reference loop. Every
 other causal model type of transformers is *generic*: it is built as transformers builds it. Before a generic type is
 trained, and by `ds-finetune plan`, a tiny copy of its `config.json` is tried on the CPU (about a second, fp32, random
 weights):
