@@ -1,4 +1,4 @@
-"""Converts the keys of another trainer's file to those of a run file, and says what became of each."""
+"""Converts the keys of another trainer's file, called words here, to keys of a run file, and records each outcome."""
 
 import json
 import math
@@ -31,10 +31,10 @@ from ds_finetune.config.schema import RunConfig, validate_tree
 from ds_finetune.errors import ConfigError
 
 FILL_IN = "FILL_IN"
-"""Stands for a value that the other file does not have."""
+"""Placeholder in the run file for a value that the other trainer's file does not have."""
 Outcome = Literal["taken", "default", "not available"]
 _SECTIONS = ("trl", "lr_scheduler_kwargs", "peft_config", "optim_config", "dist_config", "quant_config")
-"""Mappings of other programs whose keys are converted like those beside them."""
+"""Sections of other trainers' files whose keys are converted as if they stood at the top level."""
 _LISTS = ("lora.modules_to_save", "log.trackers", "rollout.stop")
 _ACCUMULATION = ("gradient_accumulation_steps", "gradient_accumulation", "accumulation_steps")
 _BATCH = frozenset(
@@ -43,21 +43,21 @@ _BATCH = frozenset(
 _PLAIN_TYPES = ("completion", "pretrain")
 _OFF: tuple[object, ...] = (None, "", False, 0, "none", "no", "false", "full", "steps", "disabled", [], {})
 _COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}
-"""Columns of LLaMA-Factory's lists of data sets, and what they are called here."""
+"""Column names in LLaMA-Factory's dataset_info.json, each with the name of that column in data.columns."""
 _WIDTH, _STAYS = 60, " stays"
 
 
 class ConvertedRun:
-    """A run file in the making: the tree of its keys, what set each of them, and the outcome of every word."""
+    """A run file under construction: the tree of its keys, the origin of each key, and the outcome of every word."""
 
     def __init__(self, program: Program, words: Mapping[str, object], ranks: int) -> None:
         self.program, self.ranks = program, ranks
         self.words = dict(_flattened(words))
         self.tree: dict[str, Any] = {"model": FILL_IN, "data": {"train": [FILL_IN]}, "output_dir": FILL_IN}
         self.origins: dict[str, str] = {}
-        """What set each key of the run file."""
+        """For each key of the run file, the word and value, or the default, that set it."""
         self.outcomes: dict[str, tuple[Outcome, str]] = {}
-        """Outcome of every word of the other file, with its key here or the reason."""
+        """For each word, its outcome with the run-file key that it set, or with the reason why it set none."""
         self.to_fill: dict[str, str] = {}
         """Keys whose values the user has to write, each with the reason."""
         self._take_objective()
@@ -67,7 +67,7 @@ class ConvertedRun:
         self._take_rows()
         self._take_batch()
         for is_last in (False, True):
-            # What has no effect without another key may have one after it.
+            # The second pass takes keys that have an effect only with a key set in the first.
             for word in [word for word in self.words if word not in self.outcomes]:
                 self._take_word(word, self.words[word], is_last=is_last)
         self._take_defaults()
@@ -85,7 +85,7 @@ class ConvertedRun:
             self.outcomes[word] = outcome, reason.replace(_STAYS, f" is {one_line_yaml(value)} here")
 
     def _take_defaults(self) -> None:
-        """Write what the program does by default for keys that no word asks for."""
+        """Write the program's defaults for keys that no word of the file sets."""
         asked = {self._key(word) for word, value in self.words.items() if not _is_off(value)}
         before = dict(self.outcomes)
         for word, value in self.defaults.items():
@@ -99,7 +99,7 @@ class ConvertedRun:
             self.to_fill["rollout.address"] = "the address of a vLLM server, such as http://127.0.0.1:8000"
 
     def text(self, source: str) -> str:
-        """The run file, with the origin of each key and the words that have none as comments."""
+        """Text of the run file; comments name the origin of each key and the words that set no key."""
         tree = self.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
         origins = " ".join(self.origins.values())
         lines = [
@@ -159,7 +159,7 @@ class ConvertedRun:
         return bool(self.words.get("pretraining_dataset")) or (bool(kinds) and kinds <= {*_PLAIN_TYPES})
 
     def _take_adapters(self) -> bool:
-        """Whether adapters are trained: the words that say so, or the default of the program."""
+        """Whether LoRA adapters are trained: decided by the words for LoRA, else by the program's default."""
         given = {word: value for word, value in self.words.items() if KEY_OF.get(word) == "lora"}
         for word, value in given.items():
             if text := value_of(word, value, "lora"):
@@ -193,7 +193,7 @@ class ConvertedRun:
         return ":".join(str(part) for part in (self.words["dataset_name"], subset, split) if part)
 
     def _source(self, word: str, entry: object) -> str:
-        """A set of rows as data.train names it."""
+        """An entry of the other file's data list in the form of an entry of data.train."""
         if isinstance(entry, Mapping):
             return self._described_source(word, entry)
         if word == "dataset_name":
@@ -207,7 +207,7 @@ class ConvertedRun:
         return name
 
     def _listed(self, name: str) -> str:
-        """What LLaMA-Factory's list of data sets has for a name; the name itself where it has nothing."""
+        """Path or hub id of data set `name` in LLaMA-Factory's dataset_info.json; `name` where it is not listed."""
         folder = Path(str(self.words.get("dataset_dir") or "data"))
         listed: object = {}
         with suppress(OSError, ValueError):
@@ -220,7 +220,7 @@ class ConvertedRun:
         return str(folder / entry["file_name"]) if "file_name" in entry else str(entry.get("hf_hub_url", name))
 
     def _described_source(self, word: str, entry: Mapping[str, Any]) -> str:
-        """A set of rows that axolotl or TRL describes by several keys."""
+        """An entry of data.train for a data set that axolotl or TRL describes by several keys."""
         rest = {key: value for key, value in entry.items() if value not in _OFF}
         path, subset, split, kind = (str(rest.pop(key, "")) for key in ("path", "name", "split", "type"))
         files = rest.pop("data_files", None)
@@ -247,7 +247,7 @@ class ConvertedRun:
         return ":".join(part for part in (path, subset, split or (subset and "train")) if part)
 
     def _take_batch(self) -> None:
-        """The rows of a forward and of a step, or for sampled answers the prompts."""
+        """Set micro-batch and global batch size; with GRPO prompts per step and steps per rollout."""
         mine = {word: self._key(word) for word, value in self.words.items() if value is not None}
         mine = {word: key for word, key in mine.items() if key in _BATCH}
         self.outcomes |= {word: ("taken", key) for word, key in mine.items()}
@@ -286,7 +286,7 @@ class ConvertedRun:
             self._take("rollout.steps_per_rollout", math.ceil(steps), origin="rows of a rollout / rows of a step")
 
     def _take_word(self, word: str, value: object, *, is_last: bool = True, is_default: bool = False) -> None:
-        """Give a word its outcome, unless it has no effect yet."""
+        """Convert a word and record its outcome; until `is_last`, a word whose key has no effect yet gets none."""
         key, inner = self._key(word), word.rpartition(".")[2].lower()
         family = NO_KEY.get(f"{inner.partition('_')[0]}_*") if not key else None
         reason = self.program.absent.get(word) or NO_KEY.get(inner) or family
@@ -313,7 +313,7 @@ class ConvertedRun:
         return ""
 
     def _value(self, word: str, value: object, key: str) -> object:
-        """What a run file has at `key`; None where it has nothing for the value."""
+        """The value of run-file key `key` that corresponds to `word: value`; None where there is none."""
         if key in _CONVERTERS:
             return _CONVERTERS[key](self, word, value)
         if isinstance(value, list) and key in _LISTS:
@@ -323,7 +323,7 @@ class ConvertedRun:
         return value if text == str(value) else text and yaml.safe_load(text)
 
     def _take(self, key: str, value: object, word: str = "", *, origin: str = "", is_last: bool = True) -> None:
-        """Write `key: value`, if the schema allows it, and unless it has no effect yet."""
+        """Set `key: value` if the schema allows it and it has an effect, and record the outcome of `word`."""
         tree, origin = deepcopy(self.tree), origin or self._said(word)
         set_key(tree, {}, key, value, source=self.program.name)
         try:
@@ -344,7 +344,7 @@ class ConvertedRun:
             self.origins[key] += f", {origin}"
 
     def _key(self, word: str) -> str:
-        """The key of a run file that a word means; empty where none is known."""
+        """The run-file key that corresponds to a word; empty where there is none."""
         inner = word.rpartition(".")[2]
         section = GrpoObjective if is_grpo(self.objective) else RunConfig
         key = KEY_OF.get(word) if "." in word or word == "max_length" else None
@@ -355,7 +355,7 @@ class ConvertedRun:
         return [word for word, value in self.words.items() if value is not None and self._key(word) == key]
 
     def _number(self, name: str, default: float) -> float:
-        """The number of a word, or of the first word of a key: that of the file, else of the program."""
+        """Number of a word or of a run-file key: from the file, else the program's default, else `default`."""
         for words in (self.words, self.defaults):
             for word, value in words.items():
                 if name in (word, self._key(word)) and isinstance(value, int | float) and not isinstance(value, bool):
@@ -382,7 +382,7 @@ def _flattened(words: Mapping[str, object]) -> Iterator[tuple[str, object]]:
 
 
 def _as_number(value: object) -> object:
-    """A text such as `1e-5`, which YAML does not read as a number, as one."""
+    """Convert a text to a number or boolean where it is one: YAML reads `1e-5` as a text."""
     if isinstance(value, str):
         with suppress(ValueError):
             number = int(value) if value.isdecimal() else float(value)
@@ -419,7 +419,7 @@ def _duration(self: ConvertedRun, word: str, value: object) -> object:
 
 
 def _row_length(self: ConvertedRun, word: str, value: object) -> object:
-    """The other trainers' lengths are of prompts where answers are sampled."""
+    """train.max_seq_len from a word that is the limit of a row, or with GRPO the limit of a prompt."""
     if is_grpo(self.objective) and isinstance(value, int):
         return value + self._size("rollout.max_new_tokens", 1)
     return value
@@ -445,7 +445,7 @@ def _warmup(self: ConvertedRun, word: str, value: object) -> object:
 
 
 def _stage(self: ConvertedRun, word: str, value: object) -> object:
-    """The ZeRO stage by the name of a file or of its section, or by FSDP's way of sharding."""
+    """Name of the ZeRO configuration, from the name of DeepSpeed's file or section or from FSDP's sharding strategy."""
     text = str(value).lower()
     if word.startswith("fsdp") or "fsdp" in text:
         offload = "_offload" * ("offload_params': true" in text)
@@ -502,4 +502,4 @@ _CONVERTERS: Mapping[str, Callable[[ConvertedRun, str, object], object]] = {
     "data.train": lambda self, word, value: None,
     "rewards": lambda self, word, value: self.to_fill.update(rewards=f"{word} is {value}"),
 }
-"""Values of keys that follow from several words."""
+"""Converters of the run-file keys whose values need more than a table of values, some of them other words."""

@@ -5,12 +5,12 @@ from typing import Any
 
 
 def values_by_key(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of nested sections by their keys joined by dots; an empty section is a value."""
+    """Flatten nested sections to `{dotted key: value}`; an empty section is a value."""
     return dict(_leaves(tree, ""))
 
 
 def set_values(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The values by their keys joined by dots; None and empty sections count as absent."""
+    """Flatten nested sections to `{dotted key: value}`, without None and empty sections."""
     return {key: value for key, value in _leaves(tree, "") if value is not None and value != {}}
 
 

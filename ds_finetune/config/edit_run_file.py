@@ -1,4 +1,4 @@
-"""Edits the text of a run file: other values of some keys, while comments and order stay."""
+"""Edits the text of a run file: changes values of some keys and keeps comments and order."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from ds_finetune.errors import ConfigError, OutputError
 
 
 def with_values(text: str, values: Mapping[str, object]) -> str:
-    """The text of a run file with other values of some dotted keys; a section that is missing is added at the end."""
+    """The text of a run file with the values of some dotted keys changed; a missing section is added at the end."""
     for key, value in values.items():
         text = _with_value(text, tuple(key.split(".")), value)
     return text
@@ -23,8 +23,8 @@ def with_values(text: str, values: Mapping[str, object]) -> str:
 def written_run_file(source: Path, values: Mapping[str, object], wanted: RunConfig, *, header: Sequence[str]) -> str:
     """The text of the run file `source` with `values` put in, after the lines of `header` as comments.
 
-    Reading that text gives the run `wanted`. Where it cannot be edited so, as with YAML's anchors, the result is a new
-    text with every key of `wanted`.
+    Reading the result gives the configuration `wanted`. Where the text cannot be edited, as with YAML anchors, the
+    result is a new text with every key of `wanted`.
     """
     path = source if source.exists() else shipped_file(str(source)) or source
     comment = "".join(f"# {line}\n" for line in header)
@@ -38,7 +38,7 @@ def written_run_file(source: Path, values: Mapping[str, object], wanted: RunConf
 
 
 def write_run_file(path: Path, text: str, *, option: str) -> None:
-    """Write a new run file, which `option` named; OutputError where it exists or its folder cannot be written."""
+    """Write a new run file to `path`, given by CLI option `option`; OutputError if it exists or cannot be written."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -59,7 +59,7 @@ def _with_value(text: str, keys: tuple[str, ...], value: object) -> str:
             return _insert(text, node, keys[depth:], value)
         depth += 1
         if depth < len(keys) and not isinstance(found, yaml.MappingNode):
-            # A short form, such as `model: PATH`.
+            # The section has its short form, such as `model: PATH`.
             short = {SHORT_FORMS[keys[0]]: yaml.safe_load(_slice(text, found)), keys[depth]: value}
             return _replace(text, found, short)
         node = found
@@ -74,7 +74,7 @@ def _replace(text: str, node: yaml.Node, value: object) -> str:
     start, end = node.start_mark.index, node.end_mark.index
     rest = text[end:]
     if isinstance(node, yaml.CollectionNode) and not node.flow_style:
-        # A block begins on a line of its own and reaches up to the next key.
+        # A block value starts on its own line; replace everything from the colon to the next key.
         start = text.rindex(":", 0, start) + 1
         return f"{text[:start]} {one_line_yaml(value)}\n{rest}"
     return f"{text[:start]}{one_line_yaml(value)}{rest}"
@@ -88,7 +88,7 @@ def _insert(text: str, node: yaml.MappingNode, keys: tuple[str, ...], value: obj
     if node.flow_style:
         end = text.rindex("}", 0, end)
         return f"{text[:end].rstrip()}{', ' if node.value else ''}{item}{text[end:]}"
-    # The end of a block is where the next key begins: comments between the two stay where they are.
+    # PyYAML ends a block where the next key begins. Comments before that key are kept.
     last = len(text[: node.value[-1][1].end_mark.index].rstrip())
     line = text.find("\n", last)
     line = len(text) if line < 0 else line
@@ -96,8 +96,8 @@ def _insert(text: str, node: yaml.MappingNode, keys: tuple[str, ...], value: obj
 
 
 def one_line_yaml(value: object) -> str:
-    """A value as YAML on one line, quoted where it needs that, also between the braces of a mapping."""
-    # Other quotes would keep line ends, which YAML folds.
+    """A value as YAML on one line, quoted where YAML needs quotes, also inside a flow mapping `{...}`."""
+    # Only double quotes escape line ends; in other styles YAML folds them.
     style = '"' if isinstance(value, str) and not value.isprintable() else None
     options: dict[str, Any] = {"sort_keys": False, "width": math.inf, "allow_unicode": True, "default_style": style}
     return str(yaml.safe_dump([value], default_flow_style=True, **options)).strip()[1:-1]

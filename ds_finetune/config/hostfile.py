@@ -18,7 +18,7 @@ _TARGET = re.compile(
 
 @dataclass(frozen=True)
 class Host:
-    """One line of a hostfile: where ssh goes, and which devices of the host are used."""
+    """One line of a hostfile: the ssh destination, and the devices of the host that are used."""
 
     name: str
     """Host name or address, without user, port and brackets."""
@@ -31,7 +31,7 @@ class Host:
     port: int = 0
     """Port of the host's sshd; 0 where ssh decides."""
     devices: tuple[int, ...] = ()
-    """Numbers of the devices that `--include` or `--exclude` left; empty for the first `slots` devices."""
+    """Device numbers selected by `--include` or `--exclude`; empty for the first `slots` devices."""
 
     @property
     def target(self) -> str:
@@ -70,7 +70,7 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
         if not text.strip():
             continue
         host = _read_host(text, f"{path} line {number}", number)
-        # Two containers of a machine are two hosts with one name, told apart by the ports of their sshd.
+        # Two containers on one machine have the same host name and differ by the ports of their sshd.
         same = hosts.get((host.name, host.port))
         if same is not None:
             raise LaunchError(
@@ -85,10 +85,11 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
 
 
 def select_hosts(hosts: Sequence[Host], *, include: str = "", exclude: str = "") -> tuple[Host, ...]:
-    """`hosts` with what `include` names, or without what `exclude` names, in the order of the hostfile.
+    """The hosts and devices that `include` selects, or all but those that `exclude` names, in the order of the
+    hostfile.
 
-    The form is DeepSpeed's: `host1@host2:0,2` is all of host1 and devices 0 and 2 of host2. LaunchError where both
-    are given, where a host or a device is not in `hosts`, or where nothing is left.
+    The form is DeepSpeed's: `host1@host2:0,2` is all of host1 and devices 0 and 2 of host2. LaunchError where both are
+    given, where a host or a device is not in `hosts`, or where nothing is left.
     """
     if include and exclude:
         raise LaunchError(f"--include {include} and --exclude {exclude} are both given", hint="give one of them")
@@ -156,7 +157,7 @@ def _read_host(text: str, where: str, number: int) -> Host:
 
 
 def _read_target(target: str, where: str) -> tuple[str, str, int]:
-    """Name, user and port of the first word of a line."""
+    """Host name, user and port from the first word of a hostfile line."""
     found = _TARGET.match(target)
     if not found:
         raise LaunchError(f"{where}: `{target}` is not a host", hint=_EXAMPLE)

@@ -1,4 +1,4 @@
-"""Checks that each key of a run file has an effect with the values of the other keys; otherwise it is an error."""
+"""Refuses keys of a run file that have no effect because of the values of other keys."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from ds_finetune.errors import ConfigError
 
 
 class NoEffectError(ConfigError):
-    """Keys are valid, but have no effect with the values of the others."""
+    """Keys of the run file are valid, but have no effect because of the values of other keys."""
 
 
 Values = Mapping[str, Any]
@@ -19,7 +19,7 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class _Is:
-    """The condition that a key has a value, or with `has_other` any other value; with None that it has none."""
+    """Condition `key == value`; with `has_other` `key != value`; for the value None, that the key is empty."""
 
     key: str
     value: object
@@ -39,8 +39,10 @@ class _Is:
 
 @dataclass(frozen=True)
 class _KeyRule:
-    """Keys, or sections that end in a dot, which have no effect where a condition holds, for a `reason`; a condition
-    `_Is` is the reason, or stands before it. Values in `harmless` are allowed: they request what happens anyway.
+    """Rule: `keys` have no effect in a run to which `applies` is true.
+
+    `keys` are separated by spaces; one that ends in a dot is a whole section. The error explains the rule by the
+    condition, if that is an `_Is`, and by `reason`. Values in `harmless` are allowed: they change nothing.
     """
 
     keys: str
@@ -50,13 +52,13 @@ class _KeyRule:
     harmless: tuple[object, ...] = ()
 
     def concerns(self, key: str, value: object) -> bool:
-        """Whether the rule is about this key with this value."""
+        """Whether the rule forbids `value` for this key."""
         owns = (key == own or (own.endswith(".") and key.startswith(own)) for own in self.keys.split())
         return any(owns) and value not in self.harmless
 
     @property
     def text(self) -> str:
-        """Why the keys have no effect."""
+        """Explanation for the error message."""
         if isinstance(self.applies, _Is):
             return f"{self.applies}{': ' * bool(self.reason)}{self.reason}"
         return self.reason

@@ -23,15 +23,13 @@ from ds_finetune.config.sections import Section
 from ds_finetune.errors import ConfigError
 
 _NEAR = 0.6
-"""Similarity of two names, as difflib measures it, from which on one may be a misspelling of the other."""
+"""Least similarity (difflib's ratio, 0 to 1) at which an unknown name counts as a misspelling of a known one."""
 _BOUNDS = (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"))
 
 
 def explain(invalid: ValidationError, root: type[Section], source: str, lines: Lines) -> ConfigError:
-    """The error for values that do not fit the tree of sections below `root`: each key with its line and the nearest
-    legal name.
-    """
-    # A value that may have one of several types has an error of each.
+    """ConfigError for values that do not fit the schema `root`: each key with its line and the nearest legal name."""
+    # pydantic reports one error for each member of a union; keep the first error of each key.
     firsts = {_keys_of(error): error for error in reversed(invalid.errors())}
     errors = list(reversed(firsts.values()))
     unknown = [error for error in errors if _is_foreign(error)]
@@ -46,7 +44,7 @@ def explain(invalid: ValidationError, root: type[Section], source: str, lines: L
 def _explain_pasted(
     unknown: Sequence[Any], others: Sequence[Any], root: type[Section], source: str, lines: Lines
 ) -> ConfigError:
-    """The error for several unknown keys, as in a file of another program: a line for each, with the key to write."""
+    """Error for several unknown keys, as in a file of another trainer: a line for each key with its replacement."""
     rows, sections = list[tuple[int, str]](), set()
     for error in unknown:
         path, section = _located(root, _keys_of(error))
@@ -64,7 +62,7 @@ def _explain_pasted(
 
 
 def _instead(path: Sequence[str], section: type[BaseModel], root: type[BaseModel], value: object) -> str:
-    """What follows an unknown key in a line about it: the key to write instead, or why there is none."""
+    """Text after an unknown key in the list of unknown keys: the key to write instead, or why there is none."""
     word, key = path[-1], meant_key(path[-1], section, root)
     if word.lower() in NOT_AVAILABLE:
         return ": not available here"
@@ -76,13 +74,13 @@ def _instead(path: Sequence[str], section: type[BaseModel], root: type[BaseModel
 
 
 def _is_foreign(error: Any) -> bool:  # noqa: ANN401 - pydantic's ErrorDetails
-    """Whether a key, or a section that is given as one value, is another program's."""
+    """Whether the error is an unknown key, or another trainer's key whose name is a section here."""
     is_value = error["type"] == "model_type" and len(error["loc"]) == 1 and error["loc"][0] in KEY_OF
     return error["type"] == "extra_forbidden" or is_value
 
 
 def _example(word: str, value: object, key: str) -> str:
-    """What to write for `word: value` of another program; empty where the value is not known here."""
+    """A hint with the run-file form of another trainer's `word: value`; empty where the value cannot be converted."""
     text, (section, _, name) = value_of(word, value, key), key.rpartition(".")
     if text is None:
         return f"`{key}` is {MEANINGS[key]}" if key in MEANINGS else ""
@@ -90,8 +88,9 @@ def _example(word: str, value: object, key: str) -> str:
 
 
 def written(word: str, value: object, key: str) -> str:
-    """What a run file has for `word: value` of another program, whose key is `key` here: the key, with its value or the
-    meaning of its value where that is another one.
+    """Text that names `key`, the run-file key for another trainer's `word: value`.
+
+    The converted value follows if it differs, or what the values of `key` mean if the value cannot be converted.
     """
     text = value_of(word, value, key)
     if text is None and key in MEANINGS:
@@ -102,7 +101,7 @@ def written(word: str, value: object, key: str) -> str:
 
 
 def _keys_of(error: Any) -> tuple[str, ...]:  # noqa: ANN401 - pydantic's ErrorDetails
-    """The keys of an error's place, without indices of lists and pydantic's names of types, as `dict[str,float]`."""
+    """Path of keys of a pydantic error, without list indices and names of union members such as `dict[str,float]`."""
     parts = [part for part in error["loc"] if isinstance(part, str)]
     return tuple(part for part in parts if part not in ("str", "int", "float") and "[" not in part)
 
@@ -119,7 +118,7 @@ def _explain_one(error: Any, root: type[Section], source: str, lines: Lines) -> 
         return f"{where}: unknown key `{name}`{_of_objective(path, section)}", _suggestion(
             path, section, root, error["input"]
         )
-    # Of a list of a fixed length, the place of a value that is missing is its index.
+    # For a missing item of a tuple of fixed length, pydantic gives its index as the location.
     is_too_short = error["type"] == "missing" and isinstance(error["loc"][-1], int)
     if error["type"] == "missing" and not is_too_short:
         return f"{where}: `{name}` is missing", f"add it; {root.page} describes `{name}`"
@@ -152,9 +151,9 @@ def _value_hint(name: str, field: FieldInfo | None, page: str) -> str:
 
 
 def _located(root: type[BaseModel], parts: Sequence[str]) -> tuple[tuple[str, ...], type[BaseModel]]:
-    """The keys from the top of the run file, and the section that has the last one.
+    """The path of keys of a pydantic location, and the section class that has the last key.
 
-    pydantic adds the tag of a section that is one of several.
+    pydantic adds the tag of a section that is a member of a discriminated union; the path omits it.
     """
     path: tuple[str, ...] = ()
     section, rest = root, list(parts)
@@ -169,7 +168,7 @@ def _located(root: type[BaseModel], parts: Sequence[str]) -> tuple[tuple[str, ..
 
 
 def _tag(section: type[BaseModel]) -> str:
-    """The value of `name` by which a section is one of several; empty for other sections."""
+    """The `name` literal that selects this class among the members of a union; empty for other sections."""
     field = section.model_fields.get("name")
     values = get_args(field.annotation) if field is not None else ()
     return str(values[0]) if values else ""
@@ -180,8 +179,8 @@ def _of_objective(path: Sequence[str], section: type[BaseModel]) -> str:
 
 
 def _suggestion(path: Sequence[str], section: type[BaseModel], root: type[BaseModel], value: object) -> str:
-    """A hint with the key that the last of `path` probably means: another program's, another section's, or a similar
-    one.
+    """A hint with the key probably meant by an unknown key: a key for another trainer's name, a key of another section,
+    or a similar name.
     """
     word, known = path[-1], _own_names(section)
     if word.lower() in NOT_AVAILABLE:
@@ -203,7 +202,7 @@ def _grpo_key(word: str, section: type[BaseModel]) -> str | None:
 
 
 def meant_key(word: str, section: type[BaseModel], root: type[BaseModel]) -> str | None:
-    """The dotted key that `word` in `section` means: another program's name of it, or that of another section."""
+    """The dotted key for `word`, which is another trainer's name of it or a key in the wrong section; else None."""
     names = (name for name in _all_names(root) if word in (name, name.rpartition(".")[2]))
     return _grpo_key(word, section) or KEY_OF.get(word.lower()) or next(names, None)
 
@@ -215,12 +214,12 @@ def _all_names(root: type[BaseModel]) -> Iterator[str]:
 
 
 def section_keys(root: type[BaseModel], key: str) -> list[str]:
-    """Names of the keys of section `key`, of all kinds of it where there are several; none where it is a value."""
+    """Names of the keys in section `key`, over all classes of it; empty where `key` is a plain value."""
     return list(dict.fromkeys(name for section in _sections(root, key) for name in _own_names(section)))
 
 
 def _sections(parent: type[BaseModel], key: str) -> list[type[BaseModel]]:
-    """The sections that `key` has one of; empty where it is a value, or no key of `parent`."""
+    """Section classes that the field `key` of `parent` accepts; empty where it is a plain value or unknown."""
     field = _field(parent, key)
     kinds = (field.annotation, *get_args(field.annotation)) if field is not None else ()
     if ObjectiveConfig in kinds:

@@ -1,6 +1,6 @@
-"""The training objectives: one section of the run file and one row for each, and what all of them have in common.
+"""The training objectives: a section class of the run file and an `ObjectiveRow` for each.
 
-A new objective is a section and a row, here or in another package, and a loss (CONTRIBUTING.md, "Adding an objective").
+A new objective needs a section, a row and a loss, here or in another package (CONTRIBUTING.md, "Adding an objective").
 """
 
 import difflib
@@ -23,20 +23,20 @@ from ds_finetune.errors import ConfigError
 BosRule = Literal["auto", "always", "never"]
 Reference = Literal["cache", "adapters_off"]
 KindName = Literal["dialogue", "text", "pairs", "marked", "labelled", "prompts"]
-"""What the training rows of an objective are; data/row_kind.py describes each kind."""
+"""Kind of training rows that an objective reads; data/row_kind.py describes each kind."""
 Unit = Literal["supervised tokens", "pairs", "examples"]
-"""What the loss of an objective is a mean over."""
+"""What the loss is averaged over."""
 Head = Literal["tokens", "documents", "answers", "scores"]
-"""What a loss reads: the logits of tokens, the log-probabilities of whole documents, those of the tokens of sampled
-answers, or the scores of a classifier.
+"""Input of a loss: logits of tokens, log-probabilities of whole documents, log-probabilities of the tokens of sampled
+answers, or scores of a classifier.
 """
 Need = Literal["reference", "teacher", "baseline", "rollout"]
-"""`reference`: log-probabilities of a reference model. `teacher`: its distributions of the next token. `baseline`: a
-number of the global batch that is computed before the loss. `rollout`: answers that the model samples while it trains,
-and their rewards.
+"""Extra input of a loss. `reference`: log-probabilities of a reference model. `teacher`: a teacher's next-token
+distributions. `baseline`: a number computed from the global batch before the loss. `rollout`: answers sampled during
+training, and their rewards.
 """
 ENTRY_POINTS = "ds_finetune.objectives"
-"""Group of the entry points by which an installed package offers an objective: its name, and the module that calls
+"""Entry point group for objectives of installed packages: the entry's name is the objective, and its module calls
 `register`.
 """
 
@@ -48,7 +48,7 @@ class ObjectiveConfig(Section):
 
     @property
     def row(self) -> "ObjectiveRow":
-        """The row of the objective."""
+        """The objective's row of OBJECTIVES."""
         return OBJECTIVES[self.name]
 
     @property
@@ -58,22 +58,22 @@ class ObjectiveConfig(Section):
 
     @property
     def unit(self) -> Unit:
-        """What the first term of the loss is a mean over."""
+        """What the first term of the loss is averaged over."""
         return self.row.unit
 
     @property
     def chosen_weight(self) -> float:
-        """Weight of the cross entropy of the chosen answers beside the loss of pairs."""
+        """Weight of the cross entropy of the chosen answers, which is added to the preference loss."""
         return float(getattr(self, "nll_weight", 0.0))
 
     @property
     def num_outputs(self) -> int:
-        """Outputs of the head of a classifier; 0 for a language model."""
+        """Number of outputs of the classification head; 0 for a language model."""
         return 0
 
     @property
     def row_settings(self) -> Mapping[str, Any]:
-        """Keys of data.row_kind.RowKind that the section decides."""
+        """Fields of `data.row_kind.RowKind` that this section sets."""
         return {}
 
 
@@ -96,7 +96,7 @@ class PretrainObjective(ObjectiveConfig):
 
     @property
     def row_settings(self) -> Mapping[str, Any]:
-        """How a text begins and ends."""
+        """Fields of `RowKind`: the tokens that begin and end a text."""
         return {"bos": self.bos, "has_eos": self.eos}
 
 
@@ -114,12 +114,12 @@ class ClassificationObjective(ObjectiveConfig):
 
     @property
     def num_outputs(self) -> int:
-        """The number of classes; 2 until the trainer has filled in the number of the data."""
+        """The number of classes; 2 until the trainer has filled in the number found in the data."""
         return self.num_labels or len(self.labels) or 2
 
     @property
     def row_settings(self) -> Mapping[str, Any]:
-        """The classes."""
+        """Fields of `RowKind`: the classes."""
         return {"labels": self.labels, "num_labels": self.num_labels}
 
 
@@ -133,12 +133,12 @@ class RewardObjective(ObjectiveConfig):
 
     @property
     def num_outputs(self) -> int:
-        """The reward."""
+        """A reward model has one output, the reward."""
         return 1
 
     @property
     def row_settings(self) -> Mapping[str, Any]:
-        """Pairs may have a margin."""
+        """Fields of `RowKind`: pairs may have a margin."""
         return {"has_margin": True}
 
 
@@ -193,7 +193,7 @@ class OrpoObjective(ObjectiveConfig):
 
     @property
     def chosen_weight(self) -> float:
-        """The loss of ORPO is this cross entropy and a term of pairs."""
+        """1: ORPO's loss is the cross entropy of the chosen answers plus a term of pairs."""
         return 1.0
 
 
@@ -234,7 +234,7 @@ class DistillObjective(ObjectiveConfig):
 
 
 SEQUENCE_CLIPS = {"clip_low": 3e-4, "clip_high": 4e-4}
-"""Clips of `ratio: sequence`, those of GSPO: a mean over an answer moves much less than a token."""
+"""Defaults of GSPO for `ratio: sequence`: the mean over an answer varies much less than the ratio of a token."""
 
 
 _OTHER_MODEL = "of other models there is only the one at the start: set start, or with lora adapters_off"
@@ -300,34 +300,34 @@ class GrpoObjective(ObjectiveConfig):
 
     @property
     def unit(self) -> Unit:
-        """Tokens, or answers."""
+        """Supervised tokens for `aggregation: token`, else examples."""
         return "supervised tokens" if self.aggregation == "token" else "examples"
 
     def has_reference(self, *, has_adapters: bool) -> bool:
-        """Whether log-probabilities of a reference are computed."""
+        """Whether log-probabilities of a reference model are computed."""
         return self.reference in ("adapters_off", "start") or (self.reference == "auto" and has_adapters)
 
 
 @dataclass(frozen=True)
 class ObjectiveRow:
-    """What the program knows of an objective; it needs no torch."""
+    """Properties of an objective that the program needs before torch is imported."""
 
     section: type[ObjectiveConfig]
-    """Its section of the run file, whose `name` is a literal."""
+    """Class of the objective's section in the run file; its `name` is a literal."""
     maker: str | Callable[[Any], Any]
-    """Makes an objectives.objective.Objective of a section. As a text it is `module:name` in `ds_finetune.objectives`,
-    which is imported when an objective is made, because it needs torch.
+    """Makes the objectives.objective.Objective from its section. A text `module:name` in `ds_finetune.objectives` is
+    imported when the objective is made, since that needs torch.
     """
     kind: KindName
-    """The kind of rows that it is trained on."""
+    """Kind of rows that the objective is trained on."""
     unit: Unit
-    """What the first term of its loss is a mean over, unless the section says otherwise."""
+    """What the first term of the loss is averaged over, unless the section overrides `unit`."""
     head: Head
     needs: tuple[Need, ...] = ()
 
     @property
     def name(self) -> str:
-        """The name of the objective in the run file."""
+        """Name of the objective in the run file."""
         return str(get_args(self.section.model_fields["name"].annotation)[0])
 
     @property
@@ -360,7 +360,7 @@ OBJECTIVES: dict[str, ObjectiveRow] = {
 
 
 def register(row: ObjectiveRow) -> None:
-    """Add an objective of another package, which run files may then name."""
+    """Register an objective of another package, so that run files can name it."""
     assert row.name not in OBJECTIVES, row.name
     OBJECTIVES[row.name] = row
     _sections.cache_clear()
@@ -377,12 +377,12 @@ def is_grpo(section: ObjectiveConfig) -> TypeGuard[GrpoObjective]:
 
 
 def rows_of_step(section: ObjectiveConfig, rollout: RolloutConfig, global_batch_size: int) -> int:
-    """Rows of the data that an optimizer step uses: prompts where the model samples answers to them."""
+    """Rows of the data that an optimizer step uses: the global batch, or with GRPO the step's prompts."""
     return rollout.prompts_per_step if is_grpo(section) else global_batch_size
 
 
 def cross_entropies() -> Iterator[str]:
-    """Names of the objectives whose loss is the mean cross entropy of tokens."""
+    """Names of the objectives with `is_cross_entropy`."""
     return (name for name, row in OBJECTIVES.items() if row.is_cross_entropy)
 
 
@@ -393,7 +393,7 @@ def _sections() -> TypeAdapter[ObjectiveConfig]:
 
 
 def _read_section(value: object) -> ObjectiveConfig:
-    """A section as the class of its row; an unknown name is looked for among the entry points of installed packages."""
+    """Parse a section with the class of its row; an unknown name is looked up in the packages' entry points."""
     if isinstance(value, ObjectiveConfig):
         return value
     name = value.get("name") if isinstance(value, Mapping) else None
@@ -404,7 +404,7 @@ def _read_section(value: object) -> ObjectiveConfig:
 
 
 class _SectionOfRow:
-    """How pydantic reads and describes a section that is one of the rows' at that time."""
+    """Pydantic type of an objective's section; its schema is built from the objectives registered at that time."""
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(_read_section)
@@ -414,11 +414,11 @@ class _SectionOfRow:
 
 
 ObjectiveField = Annotated[ObjectiveConfig, _SectionOfRow(), BeforeValidator(short_form(SHORT_FORMS["objective"]))]
-"""The objective as its name, or a section with the name and its numbers."""
+"""Field type of `objective`: the name alone, or a section with the name and further keys."""
 
 
 def read_objective(value: object) -> ObjectiveConfig:
-    """The section of a name or a mapping, as a run file has it; ConfigError where it is not valid."""
+    """Parse an objective from its name or mapping; ConfigError where it is not valid."""
     try:
         section: ObjectiveConfig = TypeAdapter(ObjectiveField).validate_python(value)
     except ValidationError as invalid:
@@ -435,7 +435,7 @@ def read_objective(value: object) -> ObjectiveConfig:
 
 
 def explain_objective(error: Any) -> tuple[str, str] | None:  # noqa: ANN401 - pydantic's ErrorDetails
-    """What is wrong with the objective, and a hint; None where the error is about one of its keys."""
+    """Message and hint for an invalid `objective`; None where the error is about one of its keys."""
     if tuple(error["loc"]) != ("objective",):
         return None
     names = f"objectives are {', '.join(OBJECTIVES)}"
@@ -456,5 +456,5 @@ def explain_objective(error: Any) -> tuple[str, str] | None:  # noqa: ANN401 - p
 
 
 def objectives_with(key: str) -> list[str]:
-    """Names of the objectives that have a key `key`."""
+    """Names of the objectives whose sections have the key `key`."""
     return [name for name, row in OBJECTIVES.items() if key in row.section.model_fields]

@@ -24,7 +24,7 @@ _HINT = (
 
 @dataclass(frozen=True)
 class OtherFile:
-    """The keys of another trainer's file, and the number of ranks where its command says it."""
+    """Keys of another trainer's file, and the number of ranks if its command names one."""
 
     program: Program
     words: dict[str, object]
@@ -32,7 +32,7 @@ class OtherFile:
 
 
 def read_other_file(path: Path) -> OtherFile:
-    """The keys of a file of another trainer; ConfigError where it is none."""
+    """Read another trainer's file; ConfigError where it is not recognised as one."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as unreadable:
@@ -42,7 +42,7 @@ def read_other_file(path: Path) -> OtherFile:
 
 
 def _tree(text: str) -> dict[str, object] | None:
-    """The keys of a YAML or JSON text; None where it has none."""
+    """The mapping in a YAML or JSON text; None where the text is no mapping."""
     try:
         tree = parse_yaml(text)
     except yaml.YAMLError:
@@ -91,14 +91,14 @@ def _from_script(text: str, path: Path) -> OtherFile:
 
 
 def _objective_of(trainer: str) -> str:
-    """The objective of a command or script, such as `sft_gemma3.py` and `swift rlhf`, which is DPO by default."""
+    """Objective named by a command or script such as `sft_gemma3.py`; `swift rlhf` trains DPO by default."""
     parts = trainer.split("_")
     names = ("_".join(parts[:count]) for count in range(len(parts), 0, -1))
     return "dpo" if trainer == "rlhf" else next((n for n in names if n in {*OBJECTIVES, *MEANT, *SAMPLING}), trainer)
 
 
 def _options(text: str) -> tuple[dict[str, object], list[str]]:
-    """Options of a command line by their names, and its YAML and JSON files; also assignments before the command."""
+    """Options and variable assignments of a shell command by name, and the YAML and JSON files that it names."""
     options, files, values = dict[str, list[str]](), list[str](), list[str]()
     try:
         tokens = shlex.split(text)

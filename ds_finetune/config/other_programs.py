@@ -1,4 +1,4 @@
-"""Keys, values and objectives of other trainers, and what a run file has in their place."""
+"""Tables of the keys, values and objectives of other trainers, with their equivalents in a run file."""
 
 import re
 from collections.abc import Mapping
@@ -146,7 +146,7 @@ NAMES_OF_OTHER_PROGRAMS: Mapping[str, str] = {
 }
 """Objectives, each with its names in TRL, LLaMA-Factory, ms-swift, OpenRLHF and papers."""
 SAMPLING = ("ppo", "reinforce", "reinforce++", "online_dpo", "nash_md", "xpo", "rlhf")
-"""Other methods that train on answers which the model samples during the training."""
+"""Methods of other trainers that sample answers during training and are not available here."""
 KEYS_OF_GRPO: Mapping[str, str] = {
     "beta": "objective.kl_weight",
     "epsilon": "objective.clip_low",
@@ -155,7 +155,7 @@ KEYS_OF_GRPO: Mapping[str, str] = {
     "temperature": "rollout.temperature",
     "max_length": "rollout.max_new_tokens",
 }
-"""Keys of other programs for GRPO that mean something else in other sections, and what to write instead."""
+"""Keys of other trainers that have a meaning of their own for GRPO, each with its run-file key."""
 MEANT = {word: meant for meant, words in NAMES_OF_OTHER_PROGRAMS.items() for word in words.split()}
 MEANINGS = {
     "model.attention": "the name of a kernel, such as sdpa or flash_attention_2",
@@ -220,7 +220,7 @@ HAPPENS: Mapping[str, str] = {
     "merge_lora create_checkpoint_symlink",
     "no answers are sampled, but for eval.generate": "max_new_tokens sample_backend infer_backend do_predict",
 }
-"""Keys of other programs that a run file has no need of, by the reason; `galore_*` is all that begin so."""
+"""Keys of other trainers that a run file does not need, by the reason; `galore_*` matches names with this prefix."""
 ABSENT: Mapping[str, str] = {
     "adapters are those of LoRA": "use_dora use_pissa pissa_* lora_* loraplus_* lorap_* oft_* lora_bias init_weights "
     "relora relora_* quantize_moe_experts loraplus_lr_ratio",
@@ -251,7 +251,7 @@ ABSENT: Mapping[str, str] = {
     "a vLLM server runs by itself": "vllm_* sglang_* sleep_level offload_model offload_optimizer",
     "a run resumes; checkpoint.resume=never begins it anew": "overwrite_output_dir",
 }
-"""Keys of other programs for what a run file cannot ask for, by the reason."""
+"""Keys of other trainers for options that are not available here, by the reason."""
 NO_KEY = {word: reason for table in (HAPPENS, ABSENT) for reason, words in table.items() for word in words.split()}
 NOT_AVAILABLE = frozenset(NO_KEY)
 _VALUES: Mapping[str, Mapping[str, str]] = {
@@ -334,9 +334,9 @@ _VALUES: Mapping[str, Mapping[str, str]] = {
     "objective.clip_high objective.nll_weight": {"*": "{}"},
     "use_vllm": {"true": "vllm", "false": "own"},
 }
-"""Values of other programs by their key, or by the key here, and what a run file has for them; `*` is any other."""
+"""Conversions of values by the other trainer's key or the run-file key; `*` matches any other value."""
 PER_16_ROWS, TWICE_THE_RANK = "16 rows", "twice the rank"
-"""Defaults that follow from other numbers: accumulation up to 16 rows, and lora_alpha."""
+"""Symbolic defaults computed from other values: accumulation up to 16 rows per step, and lora_alpha = 2 x rank."""
 HUGGING_FACE_TRAINER: Mapping[str, object] = {
     **{"num_train_epochs": 3, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "seed": 42},
     **{"learning_rate": 5e-5, "lr_scheduler_type": "linear", "warmup_ratio": 0, "min_lr_rate": 0, "max_grad_norm": 1.0},
@@ -351,27 +351,27 @@ _PREFERENCES = ("dpo", "simpo", "cpo", "orpo", "kto")
 
 @dataclass(frozen=True)
 class Program:
-    """Another trainer: how its files are recognised, and what it does where they leave a key out."""
+    """Another trainer: how its files are recognised, and its defaults for keys that a file leaves out."""
 
     name: str
     version: str
-    """The commit in which its defaults were read."""
+    """Commit from which the defaults were read."""
     marks: str
-    """Keys that only its files have."""
+    """Keys that occur only in this trainer's files, by which they are recognised."""
     command: str
-    """Regular expression of its command in a shell script; group 1 names the objective."""
+    """Regular expression that matches the trainer's command in a shell script; group 1 is the objective."""
     defaults: Mapping[str, object]
-    """Values of keys that a file leaves out, where those of a run file may differ."""
+    """Defaults of the trainer that may differ from those of a run file."""
     of_objective: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-    """More of them by objective."""
+    """Further defaults by objective."""
     of_lora: Mapping[str, object] = field(default_factory=dict)
-    """More of them with LoRA."""
+    """Further defaults with LoRA."""
     trains_adapters: bool = False
-    """Whether it trains adapters unless the file says otherwise."""
+    """Whether the trainer trains adapters by default."""
     absent: Mapping[str, str] = field(default_factory=dict)
-    """Keys whose meaning in this program a run file cannot ask for, with the reason."""
+    """Keys whose meaning in this trainer is not available here, with the reason."""
     notes: Mapping[str, str] = field(default_factory=dict)
-    """What to know of keys of the run file that have its defaults, or its names of data sets."""
+    """Notes for the user by run-file key, printed where the trainer's default or its data set names are taken over."""
 
 
 _SWIFT = {
@@ -462,7 +462,7 @@ _VALUES_OF = {word: values for words, values in _VALUES.items() for word in word
 
 
 def value_of(word: str, value: object, key: str) -> str | None:
-    """What a run file has at `key` for the value that another program has at `word`; None where that is not known."""
+    """The value of run-file key `key` for another trainer's `word: value`, as YAML; None where it is not known."""
     word, text = word.lower(), str(value).lower() if isinstance(value, bool) else str(value)
     if isinstance(value, list | Mapping) or value is None:
         return None

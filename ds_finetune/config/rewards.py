@@ -1,4 +1,4 @@
-"""The rewards of a run: each is built in or a function of a Python file, with its weight and its options."""
+"""Sections of the rewards of a run: built-in rewards or functions in Python files, with weights and options."""
 
 import difflib
 import re
@@ -22,10 +22,10 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "math": ("column", "unparsed"),
     "code": ("column", "partial", "unparsed"),
 }
-"""The options of each built-in reward, beside those that all rewards have."""
+"""Options of each built-in reward, without the options that all rewards have."""
 _NEEDED = {"regex": "pattern", "length": "max_tokens"}
 _COLUMNS = {"code": "tests", "json": ""}
-"""Columns of the record that rewards read if none is given; that of the others is `answer`."""
+"""Default column of the record for built-in rewards; `answer` for rewards that are not listed."""
 _FUNCTION = re.compile(r".+\.py:[A-Za-z_]\w*")
 
 
@@ -109,27 +109,27 @@ class RewardConfig(Section):
 
     @property
     def is_builtin(self) -> bool:
-        """Whether it is one of this package."""
+        """Whether the reward is built in."""
         return self.reward in OPTIONS
 
     @property
     def shown_name(self) -> str:
-        """Its name in metrics and tables."""
+        """Name of the reward in metrics and tables."""
         return self.name or self.reward.rpartition(":")[2]
 
     @property
     def file(self) -> str | None:
-        """The Python file of its function; None for one that is built in."""
+        """Python file that defines the reward; None for a built-in one."""
         return None if self.is_builtin else self.reward.rpartition(":")[0]
 
     @property
     def read_column(self) -> str:
-        """The column of the record that it reads; empty for one that reads none, or whatever it wants."""
+        """Column of the record that the reward reads; empty for a function and for a reward that reads none."""
         return self.column or _COLUMNS.get(self.reward, "answer") if "column" in OPTIONS.get(self.reward, ()) else ""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What its process needs to know."""
+        """Settings that are sent to the reward's process."""
         return self.model_dump() | {
             "name": self.shown_name,
             "column": self.read_column,

@@ -10,16 +10,16 @@ from ds_finetune.config.shipped import shipped_file
 from ds_finetune.errors import ConfigError
 
 Lines = dict[tuple[str, ...], int]
-"""Line of each key, by its path from the top."""
+"""Line number of each key in the YAML file, by the path of keys from the top."""
 SHORT_FORMS = {"model": "path", "objective": "name", "lora": "rank"}
 """Sections that may be written as the value of one of their keys."""
 _MOST_BYTES, _MOST_NODES, _MOST_DEPTH = 2**20, 50_000, 100
 
 
 def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:  # noqa: ANN401 - any YAML value, by a class of yaml
-    """The value of a YAML document; yaml.YAMLError where there is none, or it has too many values or levels.
+    """Parse a YAML document; yaml.YAMLError where it is invalid or has too many values or levels.
 
-    Each alias counts as all the values that it stands for, so that a small text cannot become a large value.
+    An alias counts as all values that it expands to, which bounds the memory that a small file can take.
     """
     opened: list[tuple[str | None, int]] = []
     sizes: dict[str | None, int] = {}
@@ -45,9 +45,7 @@ def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:  # noqa: ANN401
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], Lines]:
-    """The mapping of a YAML file, and the line of each key; ConfigError where it is no mapping or has a key
-    twice.
-    """
+    """Read a YAML mapping with the line of each key; ConfigError where the file is no mapping or repeats a key."""
     try:
         with (path if path.exists() else shipped_file(str(path)) or path).open("rb") as file:
             raw = file.read(_MOST_BYTES + 1)
@@ -94,7 +92,7 @@ def _key_lines(node: yaml.Node | None, path: tuple[str, ...]) -> Iterator[tuple[
 
 
 def apply_override(tree: dict[str, Any], lines: Lines, override: str) -> None:
-    """Apply `section.key=value` to `tree`; the key then has no line number."""
+    """Apply the override `section.key=value` to `tree`, and remove the line number of the key."""
     name, equals, text = override.partition("=")
     if not equals:
         raise ConfigError(f"override `{override}` is not of the form section.key=value", hint="e.g. optim.lr=1e-5")
@@ -102,7 +100,7 @@ def apply_override(tree: dict[str, Any], lines: Lines, override: str) -> None:
 
 
 def set_key(tree: dict[str, Any], lines: Lines, name: str, value: object, *, source: str) -> None:
-    """Set the dotted key `name` of `tree`; the key then has no line number.
+    """Set the dotted key `name` of `tree`, and remove its line number.
 
     ConfigError, which begins with `source`, where `name` has an empty part or goes through a value that is no section.
     """

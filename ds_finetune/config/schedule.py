@@ -7,7 +7,7 @@ from decimal import Decimal
 from typing import Literal, Self
 
 Unit = Literal["steps", "epochs", "tokens"]
-"""What the length of training is counted in."""
+"""Unit in which the length of training is given."""
 SchedulerName = Literal["cosine", "linear", "constant", "wsd", "exponential_rise"]
 
 _TEXT = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*(step|epoch|token)s?\s*$")
@@ -46,7 +46,7 @@ class Duration:
         return max(1, math.ceil(round(self.value / tokens * rows, 6) / global_batch_size))
 
     def in_rows(self, rows: int) -> int:
-        """Number of rows drawn in this many epochs over a data set of `rows` rows, rounded up; at least one."""
+        """Rows in this many epochs over a data set of `rows` rows, rounded up; at least one."""
         assert self.unit == "epochs"
         return max(1, math.ceil(round(self.value * rows, 6)))
 
@@ -58,7 +58,8 @@ class Duration:
 
 @dataclass(frozen=True)
 class Interval:
-    """A number of steps or epochs, a time, or both, of which the first to pass counts; infinite where it is not given.
+    """Interval between events in steps, epochs or seconds; of several, the first to pass counts. A missing one is
+    infinite.
 
     Steps need not be whole: the events of 2.5 steps are at steps 3, 5, 8 and so on.
     """
@@ -69,7 +70,7 @@ class Interval:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `N steps`, `N epochs`, a time such as `15 minutes`, or two joined, as in `500 steps or 15 minutes`."""
+        """Parse `N steps`, `N epochs`, a time such as `15 minutes`, or two joined, as in `500 steps or 15 minutes`."""
         given = dict[str, float]()
         for part in text.split(" or "):
             found = _TEXT.match(part)
@@ -86,15 +87,15 @@ class Interval:
         return cls(**given)
 
     def in_steps(self, steps_per_epoch: float) -> "Interval":
-        """The interval with its epochs as steps."""
+        """The interval with epochs converted to steps."""
         return Interval(self.epochs * steps_per_epoch, self.seconds) if self.epochs < math.inf else self
 
     def times(self, step: int) -> int:
-        """Number of events by steps up to the end of `step`."""
+        """Number of events that the steps up to the end of `step` trigger."""
         return math.floor(step / self.steps + 1e-9)
 
     def is_due(self, step: int) -> bool:
-        """Whether an event by steps is at the end of `step`."""
+        """Whether an event falls on the end of `step`."""
         return self.times(step) > self.times(step - 1)
 
 
@@ -109,11 +110,11 @@ class LrSchedule:
     steps: int
 
     def at(self, step: int) -> float:
-        """Learning rate used by optimizer step `step`, counted from 1; steps past the end keep the last value.
+        """Learning rate of optimizer step `step`, counted from 1; steps after the end use the last value.
 
-        The peak `lr` is that of the last step of warm-up, or of the first step without one, and `lr * min_lr_ratio`
-        that of the last step. `exponential_rise`, which is for range tests, goes from `lr * min_lr_ratio` to `lr` and
-        has no warm-up.
+        The peak `lr` is reached at the last step of warm-up, or at the first step without warm-up, and `lr *
+        min_lr_ratio` at the last step. `exponential_rise`, for learning-rate range tests, rises from `lr *
+        min_lr_ratio` to `lr` without warm-up.
         """
         if self.name == "exponential_rise":
             rise = min(1.0, (step - 1) / (self.steps - 1)) if self.steps > 1 else 1.0

@@ -94,9 +94,7 @@ class RunConfig(Section):
     @field_validator("objective")
     @classmethod
     def _fill_in_numbers(cls, objective: ObjectiveConfig, before: ValidationInfo) -> ObjectiveConfig:
-        """The length of an answer that a mean divides by, and the clips of a ratio of whole answers, where they are
-        left out.
-        """
+        """Fill in defaults of GRPO that depend on other keys: `fixed_length`, and the clips with `ratio: sequence`."""
         rollout, values = before.data.get("rollout"), dict[str, object]()
         if not isinstance(objective, GrpoObjective):
             return objective
@@ -109,18 +107,18 @@ class RunConfig(Section):
     @field_validator("train")
     @classmethod
     def _fill_in_answers(cls, train: TrainConfig, before: ValidationInfo) -> TrainConfig:
-        """The global batch size that follows from the sampled answers, where it is left out."""
+        """Fill in the global batch size of GRPO, prompts per step x group size, where it is left out."""
         objective, rollout = before.data.get("objective"), before.data.get("rollout")
         if rollout is None or not isinstance(objective, GrpoObjective) or "global_batch_size" in train.model_fields_set:
             return train
         return _filled(train, global_batch_size=rollout.prompts_per_step * objective.group_size)
 
     def inputs(self) -> Iterator[tuple[str, Path]]:
-        """Keys that name a file or folder to be read, with what they name: it may be an id of the hub."""
+        """Keys that name files or folders to read, each with its path, which may also be a hub id."""
         data = self.data
         for purpose in ("train", "eval"):
             for path in data.paths(purpose):
-                # It may end in `:split`.
+                # The path may end in `:split`.
                 files = (file if Path(file).exists() else file.partition(":")[0] for file in named_files(path))
                 yield from ((f"data.{purpose}", Path(file)) for file in files)
         named = {"model.path": self.model.path, "model.tokenizer": self.model.tokenizer, "data.template": data.template}
@@ -134,20 +132,20 @@ _Filled = TypeVar("_Filled", bound=Section)
 
 
 def _filled(section: _Filled, **values: object) -> _Filled:
-    """The section with values that follow from other sections; a later override of those may change them."""
+    """The section with values derived from other sections; a later override of those sections may change the values."""
     filled = section.model_copy(update=values)
     filled.model_fields_set.difference_update(values)
     return filled
 
 
 ConfigSource: TypeAlias = "RunConfig | Mapping[str, Any] | str | Path"
-"""A configuration, the nested dictionary of one, or the path of a run file."""
+"""A configuration, its nested dictionary, or the path of a run file."""
 
 
 def read_config(source: ConfigSource, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run file and apply `a.b=value` overrides; ConfigError names key, line and the nearest legal name.
 
-    A key that has no effect with the values of the others is an error too.
+    A key that has no effect because of the values of other keys is an error too.
     """
     is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str)
     if not is_list or not all(isinstance(override, str) for override in overrides):
@@ -170,16 +168,16 @@ def read_config(source: ConfigSource, overrides: Sequence[str] = ()) -> RunConfi
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 - any value
-    """A copy of a tree with the paths of Python programs as texts."""
+    """A copy of a tree with pathlib paths converted to texts."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return str(value) if isinstance(value, Path) else deepcopy(value)
 
 
 def validate_tree(tree: dict[str, Any], lines: Lines, source: str) -> RunConfig:
-    """The configuration that the nested dictionary of a run file describes; ConfigError as `read_config`.
+    """Validate the nested dictionary of a run file; ConfigError as from `read_config`.
 
-    `source` names the file in errors, and `lines` has the lines of its keys.
+    `source` names the file in errors, and `lines` has the line numbers of its keys.
     """
     try:
         config = RunConfig.model_validate(tree)
@@ -190,7 +188,7 @@ def validate_tree(tree: dict[str, Any], lines: Lines, source: str) -> RunConfig:
 
 
 def _keys(section: Section, prefix: str = "", *, changed: bool = False) -> Iterator[tuple[str, object]]:
-    """Dotted keys and values below `section`; with `changed` only those whose value is given and is not the default."""
+    """Dotted keys and values below `section`; with `changed` only values that are given and are not the default."""
     for name, field in type(section).model_fields.items():
         key, value = f"{prefix}{field.alias or name}", getattr(section, name)
         if isinstance(value, Section):

@@ -31,25 +31,25 @@ from ds_finetune.config.value_types import (
 
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
 OWN_ATTENTIONS = ("sdpa", "by_document", "varlen")
-"""Values of `model.attention` that are this package's own in families of the table; the others are transformers'."""
+"""Values of `model.attention` that families of the table implement here; transformers implements the others."""
 
 
 class Section(BaseModel):
-    """A part of the run file: frozen, and an unknown key is an error."""
+    """Base of all sections of the run file: frozen, and an unknown key is an error."""
 
     page: ClassVar[str] = "docs/reference/run-file.md"
-    """Describes all keys of the file."""
+    """Page of the documentation that describes the keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 def short_form(key: str) -> Callable[[object], object]:
-    """A validator that reads a text as a section of which only `key` is given."""
+    """A validator that expands a text to the section `{key: text}`."""
     return lambda value: {key: value} if isinstance(value, str) else value
 
 
 def short_lora(value: object) -> object:
-    """`true` and `false` as a section of defaults and as none, and a number as its rank."""
+    """Expand `lora: true` to the default section, `false` to None, and a number to `{rank: number}`."""
     if isinstance(value, bool):
         return {} if value else None
     return {SHORT_FORMS["lora"]: value} if isinstance(value, int) else value
@@ -285,7 +285,7 @@ class EvalConfig(Section):
 
     @property
     def interval(self) -> Interval:
-        """What lies between two evaluations; infinite where there is only one."""
+        """Interval between evaluations; infinite if the only evaluation is at the end."""
         return Interval.parse(self.every) if self.every else Interval()
 
 
@@ -315,12 +315,12 @@ class CheckpointConfig(Section):
 
     @property
     def saves(self) -> bool:
-        """Whether anything is saved."""
+        """Whether checkpoints are saved."""
         return self.every != "never"
 
     @property
     def interval(self) -> Interval:
-        """What lies between two checkpoints; infinite where nothing is saved."""
+        """Interval between checkpoints; infinite if none is saved."""
         return Interval.parse(self.every) if self.saves else Interval()
 
 
@@ -348,7 +348,7 @@ class ParallelConfig(Section):
 
 
 def refused_values(**reasons: str) -> BeforeValidator:
-    """Refuses values of a key, each for a reason."""
+    """A validator that refuses certain values of a key; `reasons` has the message of each."""
 
     def check(value: object) -> object:
         if reason := reasons.get(str(value).lower()):
@@ -359,7 +359,7 @@ def refused_values(**reasons: str) -> BeforeValidator:
 
 
 ALL_LINEAR = ("all-linear", "all")
-"""Names of peft, and of LLaMA-Factory, for all linear modules but the head."""
+"""Values of `target_modules` in peft and LLaMA-Factory that stand for all linear modules but the head."""
 
 
 class LoraConfig(Section):
@@ -391,7 +391,7 @@ class LoraConfig(Section):
 
     @property
     def scale(self) -> float:
-        """The number that the product B A is multiplied by."""
+        """Factor of the product B A: alpha / rank, or with rsLoRA alpha / sqrt(rank)."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
@@ -483,7 +483,7 @@ class LogConfig(Section):
     always printed.
     """
     verbose: bool = False
-    """Print what is else in `log.txt` only: kernels, rewritten keys, what exports were compared in."""
+    """Also print what otherwise is only in `log.txt`: kernels, rewritten keys, and what exports were compared in."""
     trackers: Annotated[tuple[str, ...], BeforeValidator(as_list)] = ("tensorboard",)
     """Names of trackers that accelerate knows: tensorboard, wandb, mlflow, ..."""
     observers: Annotated[tuple[str, ...], BeforeValidator(as_list)] = ()
@@ -532,14 +532,14 @@ class ProfileConfig(Section):
 
     @property
     def first_and_last(self) -> tuple[int, int]:
-        """The first and the last step that are profiled."""
+        """First and last profiled step."""
         return step_range(self.steps)
 
 
 REPORT_SECONDS = 60.0
-"""Time the watchdog needs after a limit expires to ask all ranks and end the run, on a lossy network too."""
+"""Seconds that the watchdog needs after a limit expires to ask all ranks and end the run, even on a lossy network."""
 _SPARE_SECONDS = 300.0
-"""Added to the longest limit of the watchdog where `watchdog.collective` is `auto`."""
+"""Seconds added to the longest limit of the watchdog where `watchdog.collective` is `auto`."""
 
 
 class WatchdogConfig(Section):
@@ -564,15 +564,15 @@ class WatchdogConfig(Section):
 
     @property
     def longest_limit(self) -> float:
-        """Seconds of the longest limit. One that is `auto` is not counted: the watchdog ends it `REPORT_SECONDS` before
-        torch's.
+        """Longest limit of the watchdog in seconds, without `limit: auto`, which expires `REPORT_SECONDS` before
+        torch's timeout.
         """
         given = [self.start, self.other, *([self.limit] if self.limit not in ("auto", "never") else [])]
         return max(map(seconds_of, given))
 
     @property
     def collective_seconds(self) -> float:
-        """How long torch lets a rank wait in a collective of any process group."""
+        """Timeout in seconds of torch's process groups."""
         return self.longest_limit + _SPARE_SECONDS if self.collective == "auto" else seconds_of(self.collective)
 
 

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 DS_CONFIGS, HOSTFILES = "ds_configs", "hostfiles"
-"""Folders in the package: in a checkout links to the folders of the repository, in a wheel copies of them."""
+"""Folders of files in the package: links to the repository's folders in a checkout, copies in a wheel."""
 _PACKAGE = Path(__file__).parent
 
 
 def shipped_file(given: str) -> Path | None:
-    """The file of a path such as `ds_configs/zero3.json`, or None where none comes with the package."""
+    """Path of a file that comes with the package, such as `ds_configs/zero3.json`; None where there is none."""
     parts = Path(given).parts
     path = _PACKAGE / given
     return (

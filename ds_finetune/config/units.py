@@ -1,4 +1,4 @@
-"""Units of memory and disk, and sizes as users write them."""
+"""Formats and parses sizes in bytes, percentages and lists of numbers."""
 
 import re
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MI
 
 
 def share_text(share: float, digits: int = 1) -> str:
-    """A share as a percentage, which is never rounded up to 100% or down to 0%: `>99.9%`, `<0.1%`."""
+    """A share as a percentage; only exactly 1 and 0 become 100% and 0%, other shares `>99.9%` or `<0.1%`."""
     least = 10.0 ** -(digits + 2)
     if 0 < share < least / 2:
         return f"<{least:.{digits}%}"
@@ -21,7 +21,7 @@ def share_text(share: float, digits: int = 1) -> str:
 
 
 def parse_bytes(text: str, *, name: str) -> int:
-    """A number of bytes from `5GB`, `500MB` or `2GiB`; ConfigError for any other text, under the option's `name`."""
+    """Bytes of a size such as `5GB`, `500MB` or `2GiB`; ConfigError, which names option `name`, for other texts."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*", text, re.IGNORECASE)
     if not match:
         raise ConfigError(f"{name} `{text}` is no number with a unit", hint="write e.g. 500MB, 5GB or 2TB")
@@ -29,7 +29,7 @@ def parse_bytes(text: str, *, name: str) -> int:
 
 
 def bytes_text(count: int) -> str:
-    """A number of bytes as `1.50 GiB`, or in a smaller unit where it would be 0.00 GiB."""
+    """Format bytes as `1.50 GiB`, or in a smaller unit where that would print 0.00 GiB."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (2**10, "KiB")):
         if 10 * count >= unit:
             return f"{count / unit:.2f} {name}"
@@ -37,6 +37,6 @@ def bytes_text(count: int) -> str:
 
 
 def spans_text(numbers: Sequence[int], separator: str = ",") -> str:
-    """Ascending numbers 0, 1, 2, 5 as `0-2,5`."""
+    """Format ascending numbers 0, 1, 2, 5 as `0-2,5`."""
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
     return separator.join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

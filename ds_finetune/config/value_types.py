@@ -36,7 +36,7 @@ Layout = Literal[
 
 
 class OnResume(StrEnum):
-    """What happens on resume if the value of a key differs from that in the checkpoint."""
+    """What happens on resume if a key has another value than in the checkpoint."""
 
     REFUSED = "refused"
     ROWS = "refused if it changes the training rows"
@@ -45,7 +45,7 @@ class OnResume(StrEnum):
 
 
 _T = TypeVar("_T")
-# A key or a section without one of these marks is printed. Free keys do not affect the results of training.
+# Marks of keys. A changed key without a mark is printed. Free keys do not affect the results of training.
 Refused = Annotated[_T, OnResume.REFUSED]
 Rows = Annotated[_T, OnResume.ROWS]
 Free = Annotated[_T, OnResume.FREE]
@@ -55,23 +55,23 @@ SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 def check_whole_number(name: str, value: object, *, least: int) -> None:
-    """ConfigError where an argument of a function is no whole number of at least `least`."""
+    """ConfigError where a function's argument is no integer of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name} is {value!r}", hint=f"give a whole number of {least} or more")
 
 
 def as_list(value: object) -> object:
-    """A single text as a list of one."""
+    """Convert a single text to a list of one."""
     return [value] if isinstance(value, str) else value
 
 
 def stage_as_file(value: object) -> object:
-    """A ZeRO stage as the name of its file."""
+    """Convert a ZeRO stage to the name of its configuration file."""
     return f"zero{value}" if type(value) is int and value in range(4) else value
 
 
 def named_files(path: str) -> list[str]:
-    """The files that a pattern such as `data/*.jsonl` matches, in order; `path` itself where none does."""
+    """Expand a pattern such as `data/*.jsonl` to its matches, sorted; `path` itself where nothing matches."""
     return [path] if Path(path).exists() else sorted(glob(path, recursive=True)) or [path]  # noqa: PTH207 - absolute too
 
 
@@ -156,7 +156,7 @@ def _check_every(text: object) -> object:
 
 
 def check_time(text: object) -> str:
-    """A text such as `2 hours`; ValueError where it is no time."""
+    """Validate a time such as `2 hours`; ValueError where it is none."""
     seconds_of(str(text))
     return str(text)
 
