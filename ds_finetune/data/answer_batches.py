@@ -1,4 +1,4 @@
-"""Batches of answers that the model has sampled: rows of prompts with answers, and what is known of their tokens."""
+"""Batches of sampled answers: rows of prompts with answers, and the log-probabilities known of their tokens."""
 
 from bisect import bisect, insort
 from collections import defaultdict
@@ -15,19 +15,19 @@ from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.objectives.objective import UNKNOWN_EXPERTS, AnswerNumbers
 
 LogProbs = NDArray[np.float32] | None
-"""The log-probability of each token of an answer in nats, fp32 [tokens]; None where it is not known."""
+"""Log-probability of each token of an answer in nats, fp32 [tokens]; None where it is not known."""
 
 
 @dataclass(frozen=True, eq=False)
 class ScoredAnswer:
-    """A sampled answer with its advantage; `objectives.objective.AnswerNumbers` says what the log-probabilities are."""
+    """A sampled answer with its advantage; `objectives.objective.AnswerNumbers` describes the log-probabilities."""
 
     prompt_ids: Sequence[int]
     ids: Sequence[int] | NDArray[np.int64]
-    """The answer, with its end token unless it was cut; at least one token."""
+    """Token ids of the answer, at least one; the end token is included unless the answer was truncated."""
     advantage: float
     number: int
-    """Its number among the answers of the step."""
+    """Index of the answer among the answers of the step."""
     sampled: LogProbs = None
     old: LogProbs = None
     reference: LogProbs = None
@@ -35,11 +35,11 @@ class ScoredAnswer:
 
 
 def answer_batch(answers: Sequence[ScoredAnswer], plan: BatchPlan, *, position: Position | None = None) -> Batch:
-    """This rank's share of a step on `answers`, which are the same on every rank, with the counts of all of them.
+    """This rank's batch of a step on `answers`, which are the same on every rank, with counts over all ranks.
 
-    Packed rows are filled with the longest documents first. The number of forwards depends on the answers, and is the
-    same on every rank; the last ones may have fewer rows, and one that is empty where a rank has none. `position` is
-    that in the prompts after the step.
+    Packed rows are filled by best fit, longest documents first. The number of forwards depends on the answers and is
+    the same on every rank; the last forwards may have fewer rows, or one empty row. `position` is the position in the
+    prompts after the step.
     """
     every = _rows(answers, plan)
     rows = [*every, *[None] * (-len(every) % (plan.micro_batch_size * plan.dp))]
@@ -57,7 +57,7 @@ def answer_batch(answers: Sequence[ScoredAnswer], plan: BatchPlan, *, position: 
 
 
 def _rows(answers: Sequence[ScoredAnswer], plan: BatchPlan) -> list[Row]:
-    """Rows of one answer each, or of as many as fit."""
+    """One row per answer, or packed rows where the plan has a `row_len`."""
     if plan.row_len is None:
         return [_row([[answer]]) for answer in answers]
     if plan.shares_prompts:
@@ -67,19 +67,20 @@ def _rows(answers: Sequence[ScoredAnswer], plan: BatchPlan) -> list[Row]:
 
 
 def _share_prompts(answers: Sequence[ScoredAnswer], row_len: int) -> list[list[list[ScoredAnswer]]]:
-    """The answers of each row, those to one prompt together. An answer joins the fullest row that has room for it, if
-    possible one that has its prompt already.
+    """Pack answers into rows: each item is a row, a list of groups of answers to one prompt.
+
+    An answer joins the fullest row with room for it, preferably one that already has its prompt.
     """
     groups = defaultdict[tuple[int, ...], list[ScoredAnswer]](list)
     for answer in answers:
         groups[tuple(answer.prompt_ids)].append(answer)
     rows: list[list[list[ScoredAnswer]]] = []
     spaces: list[tuple[int, int]] = []
-    """Free tokens of each row with its number, sorted."""
+    """(Free tokens, index) of each row, sorted."""
     for prompt, group in groups.items():
         own: dict[int, list[ScoredAnswer]] = {}
         for answer in sorted(group, key=lambda each: -len(each.ids)):
-            # Where the prompt is there, its last token is repeated.
+            # In a row that already has the prompt, only the prompt's last token is repeated.
             length = len(answer.ids) + 1
             place = next((each for each in spaces[bisect(spaces, (length,)) :] if each[1] in own), None)
             if place is None:
@@ -100,8 +101,8 @@ def _share_prompts(answers: Sequence[ScoredAnswer], row_len: int) -> list[list[l
 
 
 def _row(together: Sequence[Sequence[ScoredAnswer]]) -> Row:
-    """A row of answers, some of which share a prompt: the first of these is a document with it. The others are
-    documents that begin with its last token, from which their first one is predicted, and continue those before it.
+    """A row of answers grouped by prompt. The first answer of a group is a document with its prompt. Each other answer
+    is a document that starts with the prompt's last token at its position, to predict the answer's first token.
     """
     placed = [
         (answer, 0 if at == 0 else len(answer.prompt_ids) - 1) for some in together for at, answer in enumerate(some)
@@ -127,9 +128,9 @@ def _row(together: Sequence[Sequence[ScoredAnswer]]) -> Row:
 
 
 def _with_numbers(micro: MicroBatch, answers: dict[int, ScoredAnswer]) -> MicroBatch:
-    """The rows with the log-probabilities of their answers at the places of the labels."""
+    """The micro-batch with the answers' log-probabilities at the positions of the labels, NaN elsewhere."""
     assert micro.examples is not None
-    # A document is whole in its row, and documents are numbered in the order of the rows.
+    # Documents are never split over rows and are listed in the order of the rows.
     held = [answers[number] for number in micro.examples.numbers.tolist()]
     is_supervised = (micro.labels != IGNORE_INDEX).numpy()
 

@@ -1,9 +1,8 @@
 """Makes batches from rows.
 
-The order of rows is a pure function of (seed, epoch), so that a run resumes at any position without reading the rows
-before it. Rows of a global batch are divided over ranks and forwards by their costs, so that ranks wait little for each
-other; the batch stays the same set of rows, and so do its loss and its gradient, up to the order in which they are
-summed. A thread makes batches ahead of the step that needs them.
+The order of rows is a pure function of (seed, epoch), so that a run resumes at any position without reading earlier
+rows. Rows of a global batch are assigned to ranks and forwards by cost, to balance the ranks. The global batch keeps
+the same rows, so its loss and gradient change only by the order of summation. A thread prefetches batches.
 """
 
 import heapq
@@ -28,14 +27,14 @@ from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.objectives.objective import Examples
 
 _PAD_MULTIPLE = 8
-"""Unpacked rows are padded to a multiple of this, so that fewer shapes occur."""
+"""Unpacked rows are padded to a multiple of this number of tokens, which bounds the number of distinct shapes."""
 
 
 class Ahead(NamedTuple):
-    """What a multi-token prediction layer reads and predicts at each position: int64 [rows, tokens] each.
+    """Inputs and targets of a multi-token prediction layer at each position: int64 [rows, tokens] each.
 
-    `input_ids` has the next token, and `labels` the one after it; neither crosses the end of a document, where the
-    label is IGNORE_INDEX and the id is of no consequence.
+    `input_ids` is the next token and `labels` the token after it. Neither crosses the end of a document: there the
+    label is IGNORE_INDEX and the id is arbitrary.
     """
 
     input_ids: torch.Tensor
@@ -44,14 +43,14 @@ class Ahead(NamedTuple):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The rows that a rank puts through the model in one forward.
+    """Rows of one forward on a rank.
 
-    `input_ids`, `position_ids` and `labels` are int64 [rows, tokens]; a label is the token after the one at its place.
-    `lengths` int64 [rows] are the tokens of each row without padding, which follows them; 0 for an empty row that only
-    completes the batch. `documents` has the lengths of the documents of each row, where padding counts as the last
-    document; it is None where each row is one document. `shared` has the number of tokens that each of them continues:
-    the first ones of the last document before it that continues none; it is None where no document does. `token_types`
-    int64 [rows, tokens], for encoders, is 1 in the second text of a pair.
+    `input_ids`, `position_ids` and `labels` are int64 [rows, tokens]; a label is the token after its position.
+    `lengths` int64 [rows] counts the tokens of each row without the padding at its end; 0 for an empty row that
+    completes the batch. `documents` has the lengths of the documents of each row, with padding as the last document;
+    None where each row is one document. `shared` has for each document the number of tokens that it shares with the
+    last earlier document that begins at position 0, as if they preceded it; None where no document shares any.
+    `token_types` int64 [rows, tokens], for encoders, is 1 in the second text of a pair.
     """
 
     input_ids: torch.Tensor
@@ -67,9 +66,9 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Position:
-    """The position in the data after a batch: the next row is number `index` of `epoch`.
+    """Position in the data after a batch: the next row is number `index` of `epoch`.
 
-    In a stream it is row `row` of chunk `index` of this rank's records, in pass `epoch`.
+    In a stream, the next row is row `row` of chunk `index` of this rank's records, in pass `epoch`.
     """
 
     epoch: int
@@ -79,22 +78,22 @@ class Position:
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's share of the batch of an optimizer step; token counts are this rank's, without padding."""
+    """One rank's batch of an optimizer step; `num_tokens` and `counts` are this rank's, without padding."""
 
     micro: tuple[MicroBatch, ...]
     position: Position
     row_ids: tuple[int, ...]
     num_tokens: int
     counts: Mapping[str, int]
-    """Number of each unit of `objectives.objective.Unit`."""
+    """Number of each unit, as `count_rows` gives them."""
     global_counts: Mapping[str, int] | None = None
-    """Number of each unit in the rows of all ranks; None where this rank does not know them."""
+    """`counts` over the rows of all ranks; None where this rank does not know them."""
     baseline: tuple[MicroBatch, ...] = ()
-    """This rank's share of the documents from which the objective's number of the global batch is computed first."""
+    """This rank's share of the documents from which the objective's baseline (KTO's z0) is computed before the loss."""
 
     @property
     def num_supervised_tokens(self) -> int:
-        """Tokens that carry loss."""
+        """Supervised tokens on this rank."""
         return self.counts["supervised_tokens"]
 
 
@@ -102,8 +101,9 @@ class Batch:
 class BatchPlan:
     """How rows are distributed to ranks and padded.
 
-    `rank` of `dp` is the data parallel rank: ranks that work on the same rows have the same one. Packed rows are padded
-    to `row_len` tokens. A `row_len` of None stands for unpacked rows, which are padded to the longest row of a forward.
+    `rank` and `dp` are data parallel rank and size; tensor, sequence and pipeline parallel ranks of one `rank` share
+    its rows. Packed rows are padded to `row_len` tokens. With `row_len` None, rows are unpacked and padded to the
+    longest row of a forward.
     """
 
     global_batch_size: int
@@ -115,38 +115,38 @@ class BatchPlan:
     pad_token_id: int
     row_len: int | None
     multiple: int = 1
-    """The length of every forward is a multiple of this, so that ranks can share its tokens."""
+    """Forwards are padded to a multiple of this number of tokens, which sequence parallel ranks can divide."""
     documents_per_unit: int = 0
-    """Consecutive documents that are one unit: 2 for pairs; 0 where the loss is a sum over tokens."""
+    """Consecutive documents that form one unit: 2 for pairs; 0 where the loss is a sum over tokens."""
     reference: NDArray[np.float64] | None = None
     """Log-probability of each document of the data under the reference model; None where there is none."""
     mixture: Mixture | None = None
-    """Shares of the sources of training rows; None where an epoch has every row once."""
+    """Shares of the training sources; None where an epoch is every row once."""
     looks_ahead: bool = False
-    """Whether forwards have what a multi-token prediction layer needs."""
+    """Whether micro-batches have `Ahead`, the inputs of multi-token prediction."""
     separates_padding: bool = False
-    """Whether padding behind a single document is a document of its own, as attention in both directions needs it."""
+    """Whether padding after a single document is a separate document, as bidirectional attention needs it."""
     row_cost: Callable[[int], float] | None = None
-    """Cost of a training row by its number, by which ranks get equal shares; None leaves the rows in order."""
+    """Cost of a training row by its index, for balancing ranks; None keeps the order of rows."""
     streamed_row_cost: Callable[[Row], float] | None = None
-    """Cost of a streamed row, by which a rank's rows of a step are ordered, or of a row of sampled answers, by which
-    ranks get equal shares; None leaves them in order.
+    """Cost of a row that is not prepared: it sorts a rank's streamed rows of a step, and balances rows of sampled
+    answers over ranks. None keeps the order.
     """
     meets_each_forward: bool = False
-    """Whether ranks wait for each other in every forward or backward, and not only at the end of a step."""
+    """Whether data parallel ranks wait for each other in every forward or backward, not only at the end of a step."""
     shares_prompts: bool = False
-    """Whether sampled answers to a prompt share its tokens in a packed row."""
+    """Whether sampled answers to one prompt share the prompt's tokens in a packed row."""
 
 
 def training_batches(
     rows: Rows, plan: BatchPlan, *, start_step: int, total_rows: int, mismatched: MismatchedAnswers | None = None
 ) -> Iterator[Batch]:
-    """Batches of the steps from `start_step` (0-based) on, until `total_rows` rows were used.
+    """Batches of the steps from `start_step` (0-based) on, until `total_rows` rows are used.
 
-    Step s has the rows [s x global_batch_size, (s + 1) x global_batch_size) of the sequence of epochs, each of which is
-    a permutation of all rows, or of those that a mixture draws. The last batch is filled with empty rows, so that every
-    row is used equally often and all ranks run the same number of forwards. Which of these rows a rank has, and in
-    which forward, follows from their costs where the plan has them. With `mismatched`, batches have a baseline.
+    Step s has rows [s x global_batch_size, (s + 1) x global_batch_size) of the concatenated epochs. An epoch is a
+    permutation of all rows, or the rows chosen by a mixture. The last batch is filled with empty rows, so that all
+    ranks run the same number of forwards and no row is used more often than others. Costs of rows in the plan decide
+    which rank and forward gets a row. With `mismatched`, batches have a `baseline`.
     """
     steps, per_epoch = -(-total_rows // plan.global_batch_size), rows_per_epoch(rows, plan)
     for step in range(start_step, steps):
@@ -167,7 +167,7 @@ def rows_per_epoch(rows: Rows, plan: BatchPlan) -> int:
 
 
 def eval_batches(rows: Rows, plan: BatchPlan, *, limit: int = 0) -> Iterator[Batch]:
-    """Batches of all rows once, in order, or of the first `limit` rows (0: no limit).
+    """One pass over all rows in order, or over the first `limit` rows (0: no limit), in batches.
 
     The last batch is filled with empty rows, so that all ranks run the same number of forwards.
     """
@@ -180,19 +180,19 @@ def eval_batches(rows: Rows, plan: BatchPlan, *, limit: int = 0) -> Iterator[Bat
 
 
 def eval_baseline(mismatched: MismatchedAnswers, plan: BatchPlan, *, limit: int = 0) -> Iterator[MicroBatch]:
-    """This rank's share of the mismatched documents of all rows, or of the first `limit` rows (0: no limit)."""
+    """This rank's share of the mismatched documents for all rows, or for the first `limit` rows (0: no limit)."""
     end, size = num_eval_rows(mismatched.rows, limit), plan.global_batch_size
     for first in range(0, end, size):
         yield from _baseline(mismatched, range(first, min(first + size, end)), plan)
 
 
 def num_eval_rows(rows: Rows, limit: int) -> int:
-    """Number of rows that an evaluation reads; a `limit` of 0 stands for no limit."""
+    """Number of rows in an evaluation limited to `limit` rows (0: no limit)."""
     return min(len(rows), limit or len(rows))
 
 
 def _baseline(mismatched: MismatchedAnswers, row_ids: Sequence[int], plan: BatchPlan) -> tuple[MicroBatch, ...]:
-    """This rank's share of the mismatched documents of the rows of a global batch; every rank has as many forwards."""
+    """This rank's share of the mismatched documents for a global batch; all ranks have the same number of forwards."""
     rows: list[Row] = mismatched.rows_for(row_ids)
     size = plan.micro_batch_size
     rows += [empty_row(plan.pad_token_id)] * (-len(rows) % (size * plan.dp))
@@ -202,8 +202,8 @@ def _baseline(mismatched: MismatchedAnswers, row_ids: Sequence[int], plan: Batch
 
 
 def indices_of_rank(costs: Sequence[float] | None, num_rows: int, plan: BatchPlan) -> Sequence[int]:
-    """Indices of this rank's rows among the `num_rows` of a step: by `costs` of the first ones, where empty rows after
-    them cost nothing, or without costs a contiguous range, so that the batch does not depend on dp.
+    """Indices of this rank's rows among the `num_rows` of a step, balanced by `costs`, or a contiguous range without
+    costs. Rows after the first `len(costs)` are empty and cost nothing.
     """
     share = num_rows // plan.dp
     if costs is None:
@@ -214,7 +214,7 @@ def indices_of_rank(costs: Sequence[float] | None, num_rows: int, plan: BatchPla
 
 
 def row_id(number: int, num_rows: int, plan: BatchPlan) -> int:
-    """The row at place `number` of the sequence of epochs, each of `num_rows` rows."""
+    """Index in the data of row `number` of the concatenated epochs of `num_rows` rows each."""
     epoch, index = divmod(number, num_rows)
     if plan.mixture is not None:
         return int(_mixed_order(plan.mixture, plan.seed, epoch, shuffle=plan.shuffle)[index])
@@ -239,8 +239,8 @@ def _batch(rows: Rows, ids: Sequence[int | None], plan: BatchPlan, position: Pos
 def make_batch(
     rows: Sequence[Row | None], plan: BatchPlan, position: Position, row_ids: tuple[int, ...], *, is_filled: bool = True
 ) -> Batch:
-    """One rank's share of a step from its rows; None stands for an empty row. Unless `is_filled`, forwards with other
-    rows leave empty ones out.
+    """One rank's share of a step from its rows; None stands for an empty row. Unless `is_filled`, empty rows are
+    dropped from forwards that have other rows.
     """
     filled, size = [row or empty_row(plan.pad_token_id) for row in rows], plan.micro_batch_size
     forwards = [filled[start : start + size] for start in range(0, len(filled), size)]
@@ -256,7 +256,7 @@ def make_batch(
 
 
 def count_rows(rows: Sequence[Row], documents_per_unit: int) -> dict[str, int]:
-    """Number of each unit; rows whose `documents` is None have only tokens, supervised ones and documents."""
+    """Number of each unit; where a row's `documents` is None, only its tokens and documents are counted."""
     lengths = [row.documents.lengths for row in rows if row.documents is not None]
     examples = sum(map(len, lengths)) // max(documents_per_unit, 1)
     return {
@@ -276,7 +276,7 @@ def _count_units(rows: Rows, ids: Sequence[int], plan: BatchPlan) -> Mapping[str
 
 
 def _chosen_tokens(row: Row) -> int:
-    """Supervised tokens of every other document, from the first on."""
+    """Supervised tokens of the chosen answers: documents 0, 2, 4, ... of a row of pairs."""
     if row.documents is None:
         return 0
     is_chosen = np.repeat(np.arange(len(row.documents.lengths)) % 2 == 0, row.documents.lengths)
@@ -308,16 +308,14 @@ def _stack(rows: Sequence[Row], plan: BatchPlan) -> MicroBatch:
 
 
 def _look_ahead(input_ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> Ahead:
-    """Ids and labels [rows, tokens] shifted by one place to the left within each document; one begins where `positions`
-    are 0.
-    """
+    """Shift ids and labels [rows, tokens] left by one within documents, which begin where `positions` is 0."""
     is_last = torch.ones_like(positions, dtype=torch.bool)
     is_last[:, :-1] = positions[:, 1:] == 0
     return Ahead(input_ids.roll(-1, dims=1), labels.roll(-1, dims=1).masked_fill(is_last, IGNORE_INDEX))
 
 
 def _examples(rows: Sequence[Row], length: int, reference: NDArray[np.float64] | None) -> Examples:
-    """The documents of rows that are padded to `length`; an empty row has none."""
+    """Documents of rows that are padded to `length`; empty rows have none."""
     parts = [(number, row.documents) for number, row in enumerate(rows) if row.documents is not None]
     index = np.full((len(rows), length), -1, dtype=np.int64)
     starts, done = [np.zeros(0, dtype=np.int64)], 0
@@ -344,7 +342,7 @@ def _examples(rows: Sequence[Row], length: int, reference: NDArray[np.float64] |
 
 
 def _token_types(rows: Sequence[Row], length: int) -> torch.Tensor:
-    """1 in the second text of each document that has two, int64 [rows, length]."""
+    """Token types, int64 [rows, length]: 1 in the second text of a document of two texts, else 0."""
     types = np.zeros((len(rows), length), dtype=np.int64)
     for line, row in zip(types, rows, strict=True):
         if row.documents is not None:
@@ -363,8 +361,8 @@ def _pad(parts: Sequence[Ints], length: int, value: int) -> torch.Tensor:
 def _positions_with_padding(rows: Sequence[Row], length: int, *, restarts: bool) -> NDArray[np.int64]:
     """Position ids, int64 [rows, length].
 
-    With `restarts`, as in a packed row, padding is a separate document that starts at position 0. Otherwise positions
-    continue after a single document, so that attention needs only the causal mask.
+    With `restarts`, as in packed rows, padding is a separate document that starts at position 0. Otherwise positions
+    continue through the padding after a single document, so that attention needs only the causal mask.
     """
     out = np.empty((len(rows), length), dtype=np.int64)
     for line, row in zip(out, rows, strict=True):
@@ -376,19 +374,19 @@ def _positions_with_padding(rows: Sequence[Row], length: int, *, restarts: bool)
 
 _MOST_SWAPS = 200
 _NEARLY_EVEN = 1e-3
-"""Parts whose sums differ by this share of their mean are left as they are."""
+"""Swapping stops when the costs of two parts differ by less than this share of the mean."""
 
 
 def divide_rows(costs: NDArray[np.float64], dp: int, forwards: int, *, meets_each_forward: bool) -> list[list[int]]:
-    """The row indices of each of `dp` ranks, in the order of its `forwards`; `costs` are the rows' costs.
+    """Row indices of each of `dp` ranks, in the order of its `forwards`, from the `costs` of the rows.
 
-    It depends only on the costs: every rank computes the same division. Rows of similar cost share a forward,
-    which also keeps unpacked rows from being padded much. Forwards are done in descending order of cost.
+    The division depends only on the costs, so every rank computes the same one. Rows of similar cost share a forward,
+    which also limits the padding of unpacked rows. Forwards run in descending order of cost.
 
-    With `meets_each_forward`, where ranks wait for each other in every forward or backward, and not only at the end of
-    a step, the n-th forwards of all ranks get rows that follow one another by cost. Otherwise whole shares are evened
-    out: the costliest row left goes to the rank with the least so far (Graham's LPT rule, with equal numbers of rows),
-    and swaps even out what is left.
+    With `meets_each_forward`, the n-th forwards of all ranks get rows that are adjacent in order of cost, because ranks
+    wait for each other in each. Otherwise the total costs of ranks are balanced: the costliest remaining row goes to
+    the rank with the lowest total (Graham's LPT rule, with equal numbers of rows), then swaps reduce the remaining
+    difference.
     """
     assert len(costs) % (dp * forwards) == 0
     order = np.argsort(-costs, kind="stable")
@@ -407,7 +405,7 @@ def divide_rows(costs: NDArray[np.float64], dp: int, forwards: int, *, meets_eac
 
 
 def _even_out(descending: Sequence[int], costs: NDArray[np.float64], number: int) -> list[list[int]]:
-    """`number` parts of equally many rows with sums of costs that are nearly the same."""
+    """Divide rows into `number` parts of equal length with nearly equal total costs."""
     parts: list[list[int]] = [[] for _ in range(number)]
     size = len(descending) // number
     heap = [(0.0, part) for part in range(number)]
@@ -422,7 +420,7 @@ def _even_out(descending: Sequence[int], costs: NDArray[np.float64], number: int
 
 
 def _swap(parts: list[list[int]], costs: NDArray[np.float64]) -> None:
-    """Swap rows of the costliest and the cheapest part, in place, as long as that brings the two closer."""
+    """Swap rows between the costliest and the cheapest part, in place, while that narrows the gap between the two."""
     totals = np.array([costs[part].sum() for part in parts])
     for _ in range(_MOST_SWAPS):
         most, least = int(totals.argmax()), int(totals.argmin())
@@ -431,7 +429,7 @@ def _swap(parts: list[list[int]], costs: NDArray[np.float64]) -> None:
             return
         given, taken = _best_swap(costs[parts[most]], costs[parts[least]], gap)
         difference = float(costs[parts[most][given]] - costs[parts[least][taken]])
-        # A swap of rows that differ by d changes the gap to |gap - 2 d|.
+        # Swapping rows whose costs differ by d changes the gap to |gap - 2 d|.
         if not 0 < difference < gap:
             return
         parts[most][given], parts[least][taken] = parts[least][taken], parts[most][given]
@@ -440,7 +438,7 @@ def _swap(parts: list[list[int]], costs: NDArray[np.float64]) -> None:
 
 
 def _best_swap(dear: NDArray[np.float64], cheap: NDArray[np.float64], gap: float) -> tuple[int, int]:
-    """Indices of the row of each part whose difference comes nearest to half the gap."""
+    """Indices of the row in `dear` and the row in `cheap` whose difference in cost is nearest to gap / 2."""
     order = np.argsort(cheap, kind="stable")
     wanted = dear - gap / 2
     right = np.searchsorted(cheap[order], wanted).clip(1, len(cheap) - 1)
@@ -453,20 +451,19 @@ def _best_swap(dear: NDArray[np.float64], cheap: NDArray[np.float64], gap: float
 Given = TypeVar("Given")
 Ready = TypeVar("Ready")
 _Made = tuple[tuple[object, ...], BaseException | None]
-"""What the thread hands over: a value, an error, or the end where it has neither."""
+"""An item of the queue: a value in a tuple, an error, or the end where it has neither."""
 _SECONDS = 10.0
-"""How long closing waits for the thread; one that is blocked, as in reading, ends with the process."""
+"""Seconds that closing waits for the thread. A blocked thread, as in reading a file, ends with the process."""
 
 
 @contextmanager
 def prefetched(
     items: Iterable[Given], prepare: Callable[[Given], Ready], *, begin: Callable[[], None] = lambda: None
 ) -> Iterator[Iterator[Ready]]:
-    """An iterator over `prepare` of each item, in the same order.
+    """Yield an iterator over `prepare(item)` of each item, in order, computed by a thread ahead of the reader.
 
-    A thread makes them, after it has called `begin`: one is ready and one is being made while the reader works. An
-    error is raised where its item would come, so what was read before does not depend on it. The thread ends when the
-    context closes.
+    The thread calls `begin` first and stays at most two items ahead. An error is raised at the position of its item, so
+    it does not affect earlier items. The thread ends when the context closes.
     """
     ready: Queue[_Made] = Queue(maxsize=1)
     is_closed = Event()
@@ -490,7 +487,7 @@ def prefetched(
         is_closed.set()
         until = time.monotonic() + _SECONDS
         while thread.is_alive() and time.monotonic() < until:
-            # The thread may be waiting for room.
+            # The thread may be blocked on a full queue.
             with suppress(Empty):
                 ready.get(timeout=0.05)
 

@@ -1,4 +1,4 @@
-"""Folders of the data cache: written with checksums, synced to disk, and verified before they are used."""
+"""Folders of the data cache: written with checksums, synced to disk, and verified before use."""
 
 import errno
 import hashlib
@@ -25,7 +25,7 @@ _CHECKED = "checked"
 
 @dataclass(frozen=True)
 class ArrayParts:
-    """A one-dimensional array of `length` elements, given in parts so that it need not fit into memory."""
+    """A one-dimensional array of `length` elements in parts, which need not fit into memory together."""
 
     dtype: DTypeLike
     length: int
@@ -33,11 +33,11 @@ class ArrayParts:
 
     @classmethod
     def of(cls, array: NDArray[np.generic]) -> "ArrayParts":
-        """An array in one part."""
+        """The array as a single part."""
         return cls(array.dtype, len(array), [array])
 
     def chunks(self) -> Iterator[memoryview | bytes]:
-        """The bytes of the .npy file; they are the same on any machine."""
+        """Bytes of the .npy file, identical on every machine."""
         dtype = np.dtype(self.dtype).newbyteorder("<")
         yield _npy_header(dtype, self.length)
         yield from (np.ascontiguousarray(part, dtype=dtype).data.cast("B") for part in self.parts if len(part))
@@ -67,8 +67,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
 def write_folder(folder: Path, arrays: Mapping[str, ArrayParts], texts: Mapping[str, str]) -> None:
     """Write arrays, as `NAME.npy`, and texts to the new folder `folder`.
 
-    They are written to a temporary folder that is renamed at the end, so that `folder` is complete and on disk as soon
-    as it exists. OutputError where writing fails, e.g. on a full disk; the unfinished folder is then removed.
+    The files go to a temporary folder that is renamed at the end, so that `folder` is complete and synced as soon as it
+    exists. OutputError where writing fails, e.g. on a full disk; the unfinished folder is then removed.
     """
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -89,14 +89,14 @@ def write_folder(folder: Path, arrays: Mapping[str, ArrayParts], texts: Mapping[
 
 
 def content_hash(folder: Path, names: Iterable[str]) -> str:
-    """A hash of arrays of a folder, computed from the checksums that were recorded when they were written."""
+    """Hash of some arrays of a folder, from the checksums recorded when they were written."""
     sums = json.loads((folder / _SUMS).read_bytes())
     arrays = {f"{name}.npy": sums[f"{name}.npy"] for name in names}
     return xxhash.xxh3_64_hexdigest(json.dumps(arrays, sort_keys=True).encode())
 
 
 def find_damage(folder: Path) -> str:
-    """A text that says which file of a folder differs from its checksum, and how; empty where none does."""
+    """Description of the first file of a folder that differs from its checksum; empty if none does."""
     try:
         sums = json.loads((folder / _SUMS).read_bytes())
         files = {str(name): (int(size), str(digest)) for name, (size, digest) in sums.items()}
@@ -114,10 +114,7 @@ def find_damage(folder: Path) -> str:
 
 
 def remove_damaged(folders: Sequence[Path], *, since: float) -> list[str]:
-    """Remove damaged folders among `folders`, and return a line for each. The parent folder must be locked.
-
-    If another process of this host has verified them after `since`, return its lines without reading the folders.
-    """
+    """Remove damaged folders, and return a line for each. The caller must hold the lock of the parent folder."""
     checked = folders[0].with_name(_CHECKED)
     if checked.is_file() and checked.stat().st_mtime >= since:
         return checked.read_text(encoding="utf-8").splitlines()
@@ -127,7 +124,7 @@ def remove_damaged(folders: Sequence[Path], *, since: float) -> list[str]:
         if damage:
             lines.append(f"data cache is damaged: {damage}; it is built again")
             shutil.rmtree(folder)
-    # A cache on a read-only disk can still be used; every process then verifies it itself.
+    # A cache on a read-only disk can still be used; every process then verifies it.
     with suppress(OSError):
         checked.write_text("\n".join(lines), encoding="utf-8")
     return lines

@@ -1,5 +1,5 @@
-"""A chat template, the fields of a message that it renders, which are found by rendering probe messages, and limits of
-time and memory, since a template may come with a model of unknown origin.
+"""A chat template, limits on the time and memory of rendering (a template may come with a model of unknown origin), and
+which fields of a message it renders, found by rendering probe messages.
 """
 
 import json
@@ -25,19 +25,19 @@ from ds_finetune.data.messages import Conversation, parse_json
 from ds_finetune.errors import ConfigError, DataError
 
 RENDER_SECONDS, _RENDER_BYTES = 10.0, GIB
-"""CPU time and memory that one rendering may take."""
+"""Seconds of CPU time and bytes of memory that one rendering may take."""
 _STATM = Path("/proc/self/statm")
 
 
 class _TimeIsUpError(BaseException):
-    """Not an Exception: jinja2 3.1.6 ignores those while it computes constant expressions (nodes.py:511)."""
+    """Not an Exception, because jinja2 3.1.6 ignores those while it evaluates constant expressions (nodes.py:511)."""
 
 
 class TemplateLimits:
-    """Limits of time and memory inside a `with`, in which a template is rendered; ConfigError beyond them.
+    """Context manager that limits the time and memory of rendering a template; ConfigError beyond the limits.
 
-    The time is limited in the main thread only, where Python handles signals, and the memory only where there is a
-    /proc. No signal interrupts a single operation on a huge number, so that a template with `**` is refused.
+    Time is limited only in the main thread, where Python handles signals, and memory only where there is a /proc. No
+    signal interrupts a single operation on huge integers, so templates with `**` are refused.
     """
 
     def __init__(self, source: str) -> None:
@@ -71,7 +71,7 @@ def _is_main_thread() -> bool:
 
 @lru_cache(maxsize=1)
 def _address_space_limit(_: int) -> int | None:
-    """The address space of this process and `_RENDER_BYTES`; looked up once a second."""
+    """Limit of the address space in bytes, from the current size. The argument, a second, expires the cache."""
     if not _STATM.exists():
         return None
     return int(_STATM.read_text().split()[0]) * resource.getpagesize() + _RENDER_BYTES
@@ -88,7 +88,7 @@ def _has_power(source: str) -> bool:
     try:
         return any(kind == "operator" and text == "**" for _, kind, text in Environment(autoescape=True).lex(source))
     except TemplateError:
-        # Rendering reports it.
+        # Rendering reports the syntax error.
         return False
 
 
@@ -98,12 +98,12 @@ def _refusal(reason: str) -> ConfigError:
 
 Messages = Sequence[Mapping[str, Any]]
 _PLACEHOLDER = "\ue0f1{name}\ue0f2"
-"""No template writes these private-use characters. Rows with them are refused (`messages.RESERVED_CHARACTERS`)."""
+"""Private-use characters that no template writes. Rows with them are refused (`messages.RESERVED_CHARACTERS`)."""
 _KEPT_RENDERINGS, _SHOWN_CHARACTERS = 64, 80
 
 
 def placeholder(name: object) -> str:
-    """A text that occurs nowhere else, to be rendered in place of a text of the row."""
+    """A unique text that is rendered in place of a text of the row."""
     return _PLACEHOLDER.format(name=name)
 
 
@@ -115,14 +115,14 @@ _TOOL = {"type": "function", "function": {"name": placeholder("tool"), "descript
 
 
 class RenderingError(Exception):
-    """The template raises an error for these messages."""
+    """The template raises an error for the given messages."""
 
 
 _FAULTS = (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError)
 
 
 class ChatTemplate:
-    """A template with the special tokens of a tokenizer; `probes` says which fields it renders."""
+    """A chat template with the special tokens of a tokenizer; `probes` has the fields that it renders."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
         self.source, self._limits = source, TemplateLimits(source)
@@ -136,9 +136,9 @@ class ChatTemplate:
             self._reasoning_key = "thinking"
 
     def render(self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, *, opens: bool = False) -> str:
-        """The messages as text; with `opens`, the header of an answer follows. RenderingError if the template fails."""
-        # The prompt of a row is rendered twice, that of a pair four times, and conversations with as many turns are
-        # the same once their texts are placeholders. The text of a value, unlike the value, tells 1 from True.
+        """Render messages to text; with `opens`, add the header of an answer. RenderingError if the template fails."""
+        # Cached: the prompt of a row is rendered twice, that of a pair four times, and with placeholders for their
+        # texts all conversations with the same turns are equal. The key is a repr because 1 == True.
         key = repr((messages, tools, opens))
         if key in self._recent:
             self._recent.move_to_end(key)
@@ -183,26 +183,26 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class Probes:
-    """Findings about a template: how it renders tools, tool calls and reasoning."""
+    """What a template renders of tools, tool calls and reasoning."""
 
     turn_end: str
     """The special token that ends an answer."""
     object_arguments: bool
-    """Whether it expects the arguments of a tool call as an object, not as JSON text."""
+    """Whether the template expects the arguments of a tool call as an object, not as JSON text."""
     calls: bool
-    """Whether it renders tool calls."""
+    """Whether the template renders tool calls."""
     no_content: str | None
-    """The content that it expects in a message that has only tool calls."""
+    """Content that the template expects in a message with only tool calls: None or an empty text."""
     tools: bool
-    """Whether it renders the list of tools."""
+    """Whether the template renders the list of tools."""
     reasoning: str
-    """The field that it renders, `reasoning_content` or `thinking`; `tags` if it handles `</think>` in contents."""
+    """Rendered field of the reasoning, `reasoning_content` or `thinking`; `tags` for `</think>` in contents."""
     is_named_by_id: bool
-    """Whether it names a tool call by its id, as Kimi K2's does, not by the function's name."""
+    """Whether the template writes the id of a tool call, as Kimi K2's does, instead of the function's name."""
     changed: str
-    """How an answer is rendered that the template changes, e.g. escapes; empty where it writes answers as they are."""
+    """Rendering of a probe answer if the template changes its text, e.g. by escapes; else empty."""
     fields: frozenset[str]
-    """Fields of messages beside role, content, calls and reasoning that are rendered: `user.name`, `tool.name`, ..."""
+    """Rendered fields of messages besides role, content, calls and reasoning: `user.name`, `tool.name`, ..."""
 
 
 def _probes(template: ChatTemplate) -> Probes:
@@ -231,10 +231,11 @@ def _probes(template: ChatTemplate) -> Probes:
 
 
 def _call_probes(template: ChatTemplate) -> tuple[str, bool, str | None]:
-    """A rendering of a tool call, whether its arguments were an object, and the content of its message.
+    """Rendering of a tool call, whether its arguments were an object, and the content of its message.
 
-    Several forms of the call are tried until one is rendered well; if none is, the rendering is empty. Some templates
-    write a content of None as `None`, and Mistral's templates fail on an id that does not have nine characters.
+    Several forms of the call are tried until the rendering has its name and arguments; if none has, it is empty. Some
+    templates write a content of None as `None`, and Mistral's templates fail on an id that does not have nine
+    characters.
     """
     objects: dict[str, int] = {placeholder("key"): 1}
     for no_content, arguments, call_id in product((None, ""), (objects, json.dumps(objects, ensure_ascii=False)), _IDS):
@@ -256,7 +257,7 @@ def _call_probes(template: ChatTemplate) -> tuple[str, bool, str | None]:
 
 
 def _try_render(template: ChatTemplate, messages: Messages, *, with_tool: bool = False) -> str:
-    """The rendering; empty where it fails. A rendering that fails without tools is tried again with one."""
+    """The rendering, empty where it fails. If it fails without tools, one tool is added."""
     try:
         return template.render(messages, [_TOOL] if with_tool else None)
     except RenderingError:
@@ -264,10 +265,7 @@ def _try_render(template: ChatTemplate, messages: Messages, *, with_tool: bool =
 
 
 def adapt_messages(conversation: Conversation, template: ChatTemplate, reasoning: str) -> list[dict[str, Any]]:
-    """Messages in the form that the template renders: arguments as objects or JSON text, reasoning as field or tags.
-
-    `reasoning` is `keep` or `strip`, as in the run file.
-    """
+    """Messages in the form that the template renders: arguments as objects or JSON, reasoning as field or tags."""
     return [_adapt_message(message, template.probes, reasoning) for message in conversation.messages]
 
 
@@ -287,7 +285,7 @@ def _adapt_message(message: Mapping[str, Any], probes: Probes, reasoning: str) -
 
 
 def strip_reasoning(content: str) -> str:
-    """The text after the last `</think>` of a content."""
+    """Content after the last `</think>`."""
     return content.rpartition("</think>")[2].lstrip("\n") if "</think>" in content else content
 
 
@@ -299,7 +297,7 @@ def _adapt_call(call: Mapping[str, Any], probes: Probes) -> dict[str, Any]:
 
 
 def template_error(where: str, broken: RenderingError) -> DataError:
-    """The error for a row on which the template fails."""
+    """DataError for a row on which the template fails."""
     return DataError(
         f"{where}: the chat template refuses the row: {broken}", hint="correct the row, or give another data.template"
     )

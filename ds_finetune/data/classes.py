@@ -1,4 +1,4 @@
-"""Classes of labelled texts: their names and number, and the target of a label."""
+"""Classes of labelled texts: their names and number, and the target for a label."""
 
 import hashlib
 import json
@@ -23,13 +23,11 @@ _SHOWN_CLASSES = 10
 
 
 def find_classes(config: DataConfig, kind: RowKind) -> RowKind:
-    """`kind` with the names and the number of the classes, from the labels of all training rows where necessary.
+    """`kind` with the names and the number of classes, where necessary from the labels of all training rows.
 
-    A stream is not read: without names, its classes are numbers.
-
-    Every process of a host calls this; one of them reads the rows, and their labels are cached. Texts are classes in
-    the order of their names, those of a `ClassLabel` in its own; whole numbers are classes from 0 on. DataError names
-    the row of a label that does not fit.
+    Every process of a host calls this function; one reads the rows and caches their labels. Classes from texts are
+    sorted by name, classes from a `ClassLabel` keep its order, and whole numbers are class indices from 0. A stream is
+    not read: without names, its classes are numbers. DataError names the row of a label that does not fit.
     """
     if kind.name != "labelled" or kind.has_known_classes:
         return kind
@@ -60,14 +58,14 @@ def find_classes(config: DataConfig, kind: RowKind) -> RowKind:
 
 @dataclass(frozen=True)
 class _Labels:
-    """The labels of all rows, each with the location of its first row; one of the two mappings is empty."""
+    """Distinct labels of all rows, each with the location of its first row; either texts or numbers is empty."""
 
     column: str
     names: Mapping[str, str]
     numbers: Mapping[str, str]
-    """Whole numbers as texts, which JSON has as keys."""
+    """Whole numbers, as the texts that JSON has as keys."""
     order: Sequence[str] = ()
-    """Names of all classes in the order that every row's `ClassLabel` gives; empty where there is none."""
+    """Names of all classes in the order of the rows' `ClassLabel`; empty if rows have none."""
 
 
 def _read_labels(records: Iterable[tuple[str, Record]], columns: Mapping[str, str]) -> _Labels:
@@ -134,7 +132,7 @@ def _by_number(found: _Labels, kind: RowKind) -> RowKind:
 
 
 def target_of(label: object, kind: RowKind, column: str, where: str) -> float:
-    """The number of a label's class, or for regression the label; DataError where it is neither."""
+    """Target for a label: the class index, or the number itself for regression; DataError where it is neither."""
     assert kind.has_known_classes
     if kind.is_regression:
         return _read_number(label, column, where)
@@ -155,7 +153,7 @@ def target_of(label: object, kind: RowKind, column: str, where: str) -> float:
 
 
 def _whole_number(label: object) -> int | None:
-    """A class as its number: an integer, a boolean, or an integer's text, as CSV files have it; None for others."""
+    """The class index from an integer, a boolean, or an integer's text as in CSV files; None for other labels."""
     if isinstance(label, int):
         return int(label)
     is_number = isinstance(label, str) and label.removeprefix("-").isdecimal() and str(int(label)) == label
@@ -163,7 +161,7 @@ def _whole_number(label: object) -> int | None:
 
 
 def _read_number(label: object, column: str, where: str) -> float:
-    """A label of regression; DataError where it is no finite number, or a number's text."""
+    """Regression label as a number; DataError where it is no finite number or text of one."""
     try:
         number = math.nan if isinstance(label, bool) or not isinstance(label, int | float | str) else float(label)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Tokenised documents on disk, and the counts of the rows they were made of.
+"""Tokenised documents on disk, and counts of the rows that they were made from.
 
 Parts are written one by one; a part is complete as soon as its folder has its final name.
 """
@@ -26,7 +26,7 @@ class NamedCounts:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[Iterable[str], str]]) -> Self:
-        """The counts of rows, given the names that apply to each and its location."""
+        """Count rows by name, given the names that apply to each row and its location."""
         entries: dict[str, tuple[int, str]] = {}
         for names, where in rows:
             for name in names:
@@ -35,7 +35,7 @@ class NamedCounts:
         return cls(entries)
 
     def __add__(self, other: Self) -> Self:
-        """The sum of both; the location of a name is that of `self` if it has the name."""
+        """The sum of both; a name's location is taken from `self` if it has the name."""
         entries = dict(self.entries)
         for name, (rows, where) in other.entries.items():
             before, first = entries.get(name, (0, where))
@@ -44,7 +44,7 @@ class NamedCounts:
 
     @property
     def rows(self) -> int:
-        """The sum over all names."""
+        """Number of rows summed over all names."""
         return sum(rows for rows, _ in self.entries.values())
 
 
@@ -61,27 +61,27 @@ _ARRAYS = {
 DOCUMENT_ARRAYS = ("ids", "mask", "offsets", "digests", "targets", "second")
 PROMPT_ARRAYS = (*DOCUMENT_ARRAYS, "records")
 TOKEN_ARRAYS = ("ids", "mask", "offsets", "digests")
-"""The arrays that decide what is trained where the loss is a sum over tokens."""
+"""Arrays that determine the training data where the loss is a sum over tokens."""
 
 
 BAD_ROWS_SHOWN = 20
 
 
 class KeptDocument(NamedTuple):
-    """One document that is kept; see `Documents`. A `second` of None stands for the length."""
+    """One document to be written; see `Documents`. A `second` of None stands for its length."""
 
     ids: Sequence[int]
     mask: Sequence[bool]
     target: float = 0.0
     second: int | None = None
     record: str = ""
-    """The columns of the row as JSON, where rewards need them."""
+    """Columns of the row as JSON, where rewards need them."""
     where: str = ""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of rows that were read, dropped, truncated and split, and of the documents and tokens made from them."""
+    """Numbers of rows that were read, dropped, truncated and split, and of the resulting documents and tokens."""
 
     read: int = 0
     nothing_supervised: int = 0
@@ -95,46 +95,45 @@ class Counts:
     tokens: int = 0
     supervised: int = 0
     dropped: NamedCounts = field(default_factory=NamedCounts)
-    """Dropped rows by their reason, a key of `row_report.DROPPED`."""
+    """Dropped rows by reason, a key of `row_report.DROPPED`."""
     noted: NamedCounts = field(default_factory=NamedCounts)
-    """Other rows by remark, a key of `row_report.NOTED`."""
+    """Rows by remark, a key of `row_report.NOTED`."""
     unread: NamedCounts = field(default_factory=NamedCounts)
     """Columns and fields that are not used, with the number of rows that have them."""
     forms: NamedCounts = field(default_factory=NamedCounts)
-    """Completions that no chat template renders, by `Tokens.form`."""
+    """Completions tokenised without a chat template, by `Tokens.form`."""
     named: NamedCounts = field(default_factory=NamedCounts)
-    """Keys of `data.columns`, with the number of rows that have the column."""
+    """Keys of `data.columns`, with the number of rows that have the named column."""
     by_path: NamedCounts = field(default_factory=NamedCounts)
-    """Documents by the number of the path that names their files, where there are several paths."""
+    """Documents by the index of their path in data.train or data.eval, where that names several paths."""
 
     bad_rows: int = 0
     """Rows that cannot be read or tokenised."""
     bad: tuple[str, ...] = ()
-    """Errors of such rows, the first `BAD_ROWS_SHOWN` of each part."""
+    """Errors of bad rows, the first `BAD_ROWS_SHOWN` of each part."""
     long_prompts: tuple[tuple[int, str], ...] = ()
-    """Prompts that leave no room for an answer: tokens beyond the limit, and the location of the row."""
+    """Prompts that leave no room for an answer: number of tokens beyond the limit, and location of the row."""
 
     def __add__(self, other: Self) -> Self:
-        """The sum of both."""
         return type(self)(
             **{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
         )
 
     @property
     def truncated_ratio(self) -> float:
-        """Share of the tokens of kept rows that were cut off."""
+        """Truncated tokens as a share of all tokens of kept rows before truncation."""
         return self.truncated_tokens / max(self.tokens + self.truncated_tokens, 1)
 
 
 @dataclass(frozen=True)
 class LengthLimit:
-    """The maximum tokens of a document, and data.long_rows: `auto` splits plain text and truncates dialogue."""
+    """Maximum tokens of a document, and data.long_rows: `auto` splits plain text and truncates dialogue."""
 
     max_seq_len: int
     long_rows: str
 
     def rule(self, *, is_text: bool) -> str:
-        """The action on a longer document: `truncate`, `drop` or `split`."""
+        """What happens to a longer document: `truncate`, `drop` or `split`."""
         if self.long_rows == "auto":
             return "split" if is_text else "truncate"
         return self.long_rows
@@ -145,9 +144,9 @@ class Documents:
     """Concatenated documents: `ids` int32 and `mask` bool [tokens], `offsets` int64 [documents + 1].
 
     `digests` uint64 [documents] are hashes of each document's ids. `targets` float64 [documents] are classes, ratings,
-    margins, or 1 and 0 for good and bad answers, and `second` int32 [documents] is the first token of the second text
-    of a pair of texts; see `rows.RowDocuments`. `records` and `places` uint8 are lines of UTF-8, one for each document:
-    the columns of its row as JSON, and the location of the row. Both are empty unless rows are prompts.
+    margins, or 1 and 0 for good and bad answers. `second` int32 [documents] is the index of the first token of the
+    second text of a pair of texts; see `RowDocuments`. `records` and `places` uint8 are UTF-8 with a line for each
+    document: the columns of its row as JSON, and the location of the row. Both are empty unless rows are prompts.
     """
 
     ids: NDArray[np.int32]
@@ -182,17 +181,17 @@ class Documents:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """The documents of a folder, as memory maps."""
-        # As plain arrays of the same memory: each slice of a np.memmap takes 30 microseconds more.
+        """Open the documents of a folder as memory maps."""
+        # Plain arrays on the same memory: slicing a np.memmap takes 30 microseconds more.
         return cls(*(np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in _ARRAYS))
 
     def write(self, folder: Path, counts: Counts) -> None:
-        """Write to the new folder `folder`; OutputError where that fails. It is complete as soon as it exists."""
+        """Write to the new folder `folder`, which is complete as soon as it exists; OutputError where writing fails."""
         write_folder(folder, {name: ArrayParts.of(getattr(self, name)) for name in _ARRAYS}, _texts(counts))
 
 
 def join_parts(parts: Sequence[Path], folder: Path, counts: Counts) -> None:
-    """Write the documents of all `parts`, in order, to `folder`, with one part in memory at a time."""
+    """Concatenate the documents of all `parts`, in order, into `folder`, with one part in memory at a time."""
     sizes = {"ids": counts.tokens, "mask": counts.tokens, "offsets": counts.documents + 1}
     for name in ("records", "places"):
         sizes[name] = sum(len(np.load(part / f"{name}.npy", mmap_mode="r")) for part in parts)
@@ -216,7 +215,7 @@ def _concatenate(parts: Sequence[Path], name: str) -> Iterator[NDArray[np.generi
 
 
 def _lines(texts: Sequence[str]) -> NDArray[np.uint8]:
-    """Texts as lines; nothing where all are empty."""
+    """Encode texts as lines of UTF-8, uint8; no bytes where all texts are empty."""
     text = "".join(f"{text}\n" for text in texts) if any(texts) else ""
     return np.frombuffer(text.encode(), dtype=np.uint8)
 
@@ -237,9 +236,9 @@ def read_counts(folder: Path) -> Counts:
 
 
 def make_documents(tokens: Sequence[Tokens], rules: Sequence[str], *, max_seq_len: int) -> tuple[Documents, Counts]:
-    """Documents of at most `max_seq_len` tokens that have supervised tokens, and the counts of all samples.
+    """Documents of at most `max_seq_len` tokens with supervised tokens, and the counts of all samples.
 
-    `rules` has the action on each sample if it is longer: `truncate`, `drop` or `split`.
+    `rules` has what happens to each sample if it is longer: `truncate`, `drop` or `split`.
     """
     kept: list[KeptDocument] = []
     changes, without_supervised = list[Counts](), 0
@@ -262,7 +261,7 @@ def make_documents(tokens: Sequence[Tokens], rules: Sequence[str], *, max_seq_le
 
 
 def _fit(document: Tokens, rule: str, size: int) -> tuple[list[tuple[list[int], list[bool]]], Counts | None]:
-    """The pieces of a document, and how many were changed; None where it fits as it is."""
+    """Ids and masks of a document's pieces, and the count of its change; None where the document fits."""
     ids, mask = document.ids, document.mask
     if len(ids) <= size:
         return [(ids, mask)], None
@@ -270,7 +269,7 @@ def _fit(document: Tokens, rule: str, size: int) -> tuple[list[tuple[list[int], 
         return [], Counts(too_long_dropped=1)
     if rule == "truncate":
         return [(ids[:size], mask[:size])], Counts(truncated=1, truncated_tokens=len(ids) - size)
-    # Each piece after the first one begins with the last token of the piece before. That token is only an input, so
-    # every token after the document's first is predicted once, and none is left out.
+    # Each later piece begins with the last token of the piece before, unsupervised, so that every token after the first
+    # of the document is predicted exactly once.
     starts = range(0, len(ids) - 1, size - 1)
     return [(ids[at : at + size], [mask[at] and not at, *mask[at + 1 : at + size]]) for at in starts], Counts(split=1)

@@ -20,26 +20,26 @@ Record = Mapping[str, Any]
 ReadRecord = Record | DataError
 """A record, or the error of a line or row that cannot be read."""
 FORMATS = {".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
-"""Formats of files by ending; endings may be in upper case."""
+"""Formats by file name suffix; suffixes may be in upper case."""
 _COMPRESSED = (".gz", ".zst")
 _BOM = b"\xef\xbb\xbf"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _SHOWN_CHARACTERS = 80
 _MOST_LINE_BYTES, _MOST_WHOLE_BYTES = 64 * MIB, GIB
-"""Bytes of a line, and of a compressed file that is read whole: 10 MB of gzip can hold 10 GB."""
+"""Maximum bytes of a line, and of a compressed file that is read as a whole: 10 MB of gzip can hold 10 GB."""
 _PARQUET_ROWS = 1000
 
 
 @dataclass(frozen=True)
 class FileFormat:
-    """The format of a file: a value of FORMATS, and the ending of its compression, empty for none."""
+    """Format of a file, a value of FORMATS, and the suffix of its compression, empty for none."""
 
     name: str
     compression: str
 
     @classmethod
     def of(cls, path: Path) -> "FileFormat | None":
-        """The format of a file by its name; None where the ending is not known."""
+        """Format by file name; None where the suffix is not known."""
         endings = [ending.lower() for ending in path.suffixes]
         compression = endings.pop() if endings and endings[-1] in _COMPRESSED else ""
         name = FORMATS.get(endings[-1]) if endings else None
@@ -54,13 +54,13 @@ def known_endings() -> str:
 
 
 def read_file(path: str, file_format: str) -> Iterator[tuple[str, ReadRecord]]:
-    """Records of a file, each with its location (`file line 7`); DataError where nothing behind a fault can be read."""
+    """Records of a file, each with its location (`file line 7`); DataError where no further record can be read."""
     yield from _READERS[file_format](path)
 
 
 @contextmanager
 def _open(path: str) -> Iterator[IO[bytes]]:
-    """The file's bytes, decompressed; DataError where the compressed data is damaged or ends early."""
+    """Open a file for reading decompressed bytes; DataError where the compressed data is damaged or truncated."""
     file_format = FileFormat.of(Path(path))
     compression = file_format.compression if file_format else ""
     try:
@@ -86,7 +86,7 @@ def _decompressed(path: str, compression: str) -> IO[bytes]:
 
 
 def _lines(path: str) -> Iterator[tuple[int, str | DataError]]:
-    """Numbered lines with their line ends; in place of one that is not UTF-8 the error that names its line and byte."""
+    """Lines with their numbers and line ends; a line that is not UTF-8 is an error that names its line and byte."""
     offset = 0
     with _open(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE_BYTES + 1), b""), start=1):
@@ -133,10 +133,10 @@ def _decode(content: bytes, where: str, *, offset: int) -> str:
 
 
 def _guess_encoding(content: bytes) -> tuple[str, str]:
-    """The likely encoding of bytes that are not UTF-8, for people and for `iconv`.
+    """Likely encoding of bytes that are not UTF-8: a name for the message, and a name for `iconv`.
 
-    All bytes are valid in Latin-1, and many pairs of its letters in the others. So these are named only where all bytes
-    are valid in them and most of the characters are common: kana, or the ideographs of the first level of the standard.
+    All bytes are valid in Latin-1, and many pairs of Latin-1 letters are valid in East Asian encodings. An East Asian
+    encoding is named only if all bytes are valid in it and most characters are common ones: kana or level-1 ideographs.
     """
     shares = {("Latin-1", "LATIN1"): 0.5}
     for name, iconv, standard, last_lead_byte in (("GBK", "GBK", "gb2312", 0xD7), ("Shift-JIS", "CP932", "sjis", 0x97)):
@@ -188,9 +188,9 @@ def _read_json(path: str) -> Iterator[tuple[str, ReadRecord]]:
 
 
 def _items_one_by_one(text: str, path: str) -> Iterator[tuple[str, ReadRecord]]:
-    """The items of a list of which one has correct syntax and cannot be read, as where it has a key twice.
+    """Items of a JSON list in which some item has valid syntax but cannot be read, as with a repeated key.
 
-    DataError where the syntax of a later one is wrong, or the end of one cannot be found.
+    DataError where the syntax of a later item is invalid, or the end of an item cannot be found.
     """
     strict, lenient = json.JSONDecoder(object_pairs_hook=unique_keys), json.JSONDecoder(parse_int=str)
     number, at = 0, text.find("[") + 1
@@ -225,7 +225,7 @@ def _read_text(path: str) -> Iterator[tuple[str, ReadRecord]]:
 
 
 def _read_csv(path: str) -> Iterator[tuple[str, ReadRecord]]:
-    """Records of CSV rows. All values stay texts, even `NA`, `null` and `007`."""
+    """Records of CSV rows. All values remain texts, even `NA`, `null` and `007`."""
     csv.field_size_limit(_MOST_LINE_BYTES)
     undecodable: list[DataError] = []
     rows = csv.reader(_csv_lines(path, undecodable), strict=True)
@@ -250,7 +250,7 @@ def _read_csv(path: str) -> Iterator[tuple[str, ReadRecord]]:
 
 
 def _csv_lines(path: str, undecodable: list[DataError]) -> Iterator[str]:
-    """The lines of the file; for one that is not UTF-8 an empty field, and its error is added to `undecodable`."""
+    """Lines of the file; a line that is not UTF-8 becomes an empty field, and its error is added to `undecodable`."""
     for _, line in _lines(path):
         if isinstance(line, DataError):
             undecodable.append(line)
@@ -259,9 +259,9 @@ def _csv_lines(path: str, undecodable: list[DataError]) -> Iterator[str]:
 
 
 def _next_row(rows: Any, path: str, undecodable: list[DataError]) -> list[str] | DataError | None:  # noqa: ANN401 - a csv.reader
-    """The next row, the error of one that cannot be read, or None at the end.
+    """The next row, the error of a row that cannot be read, or None at the end.
 
-    DataError where the row takes several lines: where quotes are wrong, nobody knows which of them belong to it.
+    DataError where the faulty row spans several lines: with wrong quotes its end is unknown.
     """
     before = rows.line_num
     try:
@@ -279,7 +279,7 @@ def _next_row(rows: Any, path: str, undecodable: list[DataError]) -> list[str] |
 
 
 class ClassNumber(int):
-    """A value of a `datasets.ClassLabel` column: the number of a class, whose name is `names[number]`."""
+    """Value of a `datasets.ClassLabel` column: the class index, with the name `names[index]`."""
 
     names: tuple[str, ...] = ()
 
@@ -290,7 +290,7 @@ class ClassNumber(int):
 
 
 def with_class_names(record: Record, classes: Mapping[str, Sequence[str]]) -> Record:
-    """The record with its class numbers as `ClassNumber`; `classes` are the names by column. Other numbers stay."""
+    """The record with class indices as `ClassNumber`, for columns in `classes`, which has the class names by column."""
     named = dict(record)
     for column, names in classes.items():
         if isinstance(named.get(column), int) and 0 <= named[column] < len(names):
@@ -300,7 +300,7 @@ def with_class_names(record: Record, classes: Mapping[str, Sequence[str]]) -> Re
 
 
 def _class_names(metadata: Mapping[bytes, bytes] | None) -> dict[str, Sequence[str]]:
-    """Names of the classes by column, which `datasets` writes into the metadata of a Parquet file."""
+    """Class names by column, which `datasets` writes into the metadata of a Parquet file."""
     written = json.loads((metadata or {}).get(b"huggingface", b"{}"))
     features = written.get("info", {}).get("features", {})
     return {

@@ -1,6 +1,6 @@
-"""Reads the messages of a row into one form: contents as text, and OpenAI's roles and tool calls.
+"""Converts the messages of a row to one form: contents as text, with OpenAI's roles and tool calls.
 
-DataError names what cannot be read.
+DataError names a message that cannot be read.
 """
 
 import json
@@ -31,18 +31,18 @@ _ROLE_NAMES = {
     "function_call": "call",
     "tool_call": "call",
 }
-"""Roles of OpenAI's and of ShareGPT's messages; the content of a `call` is a tool call in JSON."""
+"""Role names of OpenAI's and ShareGPT's messages; the content of a `call` is a tool call in JSON."""
 ANSWER_ROLES = tuple(name for name, role in _ROLE_NAMES.items() if role in ("assistant", "call"))
-"""Names of the role whose messages the model writes."""
+"""Names of the assistant's role."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _VALUE_PARTS = ("reasoning", "text", "tool_call")
-"""LLaMA-Factory's parts of an assistant message, which have a `value`, in the order in which templates write them."""
+"""Types of parts with a `value` in LLaMA-Factory's assistant messages, in the order templates write them."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _TRAINED_IF = {
     **dict.fromkeys(("weight", "loss", "loss_scale", "loss_weight", "train", "training"), 1),
     **dict.fromkeys(("mask", "masked"), 0),
 }
-"""Fields that say whether an assistant message is trained, with the value for which it is: of OpenAI (weight), ms-swift
+"""Fields that decide whether an assistant message is trained, with the value for which it is: OpenAI (weight), ms-swift
 (loss, loss_scale), LLaMA-Factory (loss_weight), axolotl (train, training), and others (mask, torchtune's masked).
 """
 _MESSAGE_KEYS = {
@@ -62,7 +62,7 @@ _MESSAGE_KEYS = {
 class Conversation:
     """Messages and tools in OpenAI's form: contents are text, `arguments` are JSON text, tools have a `type`.
 
-    `unread` names the fields of the messages that are not used.
+    `unread` names fields of the messages that are not used.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -70,7 +70,7 @@ class Conversation:
     unread: tuple[str, ...] = ()
 
     def with_system(self, text: str, where: str) -> Self:
-        """These turns after a system text, unless they begin with that; DataError where they begin with another."""
+        """Prepend a system message if there is none; DataError where the messages begin with a different one."""
         first = self.messages[0]
         if first["role"] != "system":
             return replace(self, messages=({"role": "system", "content": text}, *self.messages))
@@ -85,7 +85,7 @@ class Conversation:
 def read_conversation(messages: object, tools: object, column: str, where: str) -> Conversation:
     """The messages of `column` in OpenAI's form; DataError names a message that cannot be read or trained.
 
-    Assistant messages that follow one another are one turn, as the model writes it: text and then all its calls.
+    Consecutive assistant messages are joined to one turn, in the order in which a model writes it: text, then calls.
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise DataError(f"{where}: `{column}` is {shown_value(messages)}", hint="give a list of {role, content}")
@@ -103,9 +103,9 @@ def read_conversation(messages: object, tools: object, column: str, where: str) 
 
 
 def read_tools(tools: object, where: str) -> tuple[Mapping[str, Any], ...] | None:
-    """The tools of a row, from a list or its JSON text; None where there are none.
+    """Tools of a row, from a list or its JSON text; None where there are none.
 
-    Each is wrapped as `{type: function, function: ...}`, the form in which servers pass tools to templates.
+    Each tool is wrapped as `{type: function, function: ...}`, the form in which servers pass tools to templates.
     """
     parsed = _parse_row_json(tools, f"{where}: `tools`") if isinstance(tools, str) and tools.strip() else tools
     if not parsed:
@@ -117,7 +117,7 @@ def read_tools(tools: object, where: str) -> tuple[Mapping[str, Any], ...] | Non
 
 
 def check_text(value: object, what: str) -> str:
-    """Return `value`; DataError where it is not a text that a tokenizer accepts. `what` names it in the error."""
+    """Return `value`; DataError, which begins with `what`, where it is not a text that a tokenizer accepts."""
     if not isinstance(value, str):
         raise DataError(f"{what} is {shown_value(value)}, not text", hint="correct the row, or name another column")
     try:
@@ -137,14 +137,14 @@ def check_text(value: object, what: str) -> str:
 
 
 def without_nulls(value: object) -> object:
-    """A JSON value without nulls in its objects; Arrow adds them where objects of a column have different keys."""
+    """Remove nulls from the objects of a JSON value; Arrow adds them where rows have different keys."""
     if isinstance(value, Mapping):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def shown_value(value: object) -> str:
-    """The type and the beginning of a value, for messages."""
+    """Type and beginning of a value, for error messages."""
     return f"{type(value).__name__} {value!r:.60}"
 
 
@@ -225,7 +225,7 @@ def _assistant(
 
 
 def _joined(first: Mapping[str, Any], second: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Two assistant messages as one turn; DataError where no turn has their parts in this order."""
+    """Join two assistant messages to one turn; DataError where their parts are not in the order of a turn."""
     begun = [key for key in ("reasoning_content", "content", "tool_calls") if first.get(key)]
     parts = [key for key in ("reasoning_content", "content", "tool_calls") if second.get(key)]
     if "tool_calls" in begun and parts != ["tool_calls"]:
@@ -259,8 +259,8 @@ def _is_trained(fields: Mapping[str, Any], what: str) -> bool:
 
 
 def _text(content: object, what: str) -> str:
-    """A content as one text; parts are joined by newlines, as vLLM does for templates that expect text, and those that
-    have a `value` by nothing, as LLaMA-Factory does.
+    """A content as one text. Parts are joined by newlines, as vLLM does for templates that expect text; LLaMA-Factory's
+    parts, which have a `value`, are concatenated.
     """
     if not isinstance(content, list | tuple):
         return check_text(content, f"{what}: the content")
@@ -269,7 +269,7 @@ def _text(content: object, what: str) -> str:
 
 
 def _value_parts(parts: Sequence[Any], what: str) -> dict[str, Any]:
-    """The fields in OpenAI's form of an assistant message that has only parts with a `value`; empty for other parts."""
+    """Fields in OpenAI's form of an assistant message made of parts with a `value`; empty for other parts."""
     kinds: list[Any] = [part.get("type") for part in parts if isinstance(part, dict) and "value" in part]
     if len(kinds) < len(parts) or not all(kind in _VALUE_PARTS for kind in kinds):
         return {}
@@ -299,7 +299,7 @@ def _part(part: object, what: str) -> str:
 
 
 def _calls(value: object, what: str) -> list[dict[str, Any]]:
-    """Tool calls in OpenAI's form, from a list of calls, a single one, or either as JSON text."""
+    """Tool calls in OpenAI's form, from a list of calls, a single call, or the JSON text of either."""
     parsed = _parse_row_json(value, f"{what}: the tool call") if isinstance(value, str) else value
     calls = parsed if isinstance(parsed, list | tuple) else [parsed]
     return [_call(call, what) for call in calls]
@@ -322,7 +322,7 @@ def _call(call: object, what: str) -> dict[str, Any]:
 
 
 def _arguments(inner: Mapping[str, Any], what: str) -> str:
-    """The arguments as the JSON text of an object; a text in the row is not changed."""
+    """Arguments as the JSON text of an object; a given text is not changed."""
     value = inner.get("arguments", inner.get("parameters"))
     name = f"{what}: `arguments` of {inner['name']}"
     text = value if isinstance(value, str) else _json({} if value is None else value, name)
@@ -334,7 +334,7 @@ def _arguments(inner: Mapping[str, Any], what: str) -> str:
 
 
 def parse_json(text: str) -> Json:
-    """Parse JSON; ValueError for values that cannot be written as JSON: repeated keys, NaN, numbers out of range."""
+    """Parse JSON; ValueError for repeated keys, NaN and numbers out of range, which are no valid JSON values."""
     return json.loads(text, object_pairs_hook=unique_keys, parse_float=_finite, parse_constant=_finite)
 
 
@@ -355,7 +355,7 @@ def _json(value: object, what: str) -> str:
 
 
 def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these keys and values; ValueError where a key is repeated, of which `json` would keep the last."""
+    """Object of these keys and values; ValueError where a key is repeated (`json` would keep the last)."""
     unique = dict(pairs)
     if len(unique) != len(pairs):
         keys = [key for key, _ in pairs]
@@ -371,10 +371,10 @@ def _finite(number: str) -> float:
 
 
 class TextChange(Protocol):
-    """A function that changes a text of a message with this role."""
+    """A function that changes a text of a message with a given role."""
 
     def __call__(self, text: str, role: str) -> str:
-        """The text to put in place of `text`."""
+        """Replacement of `text`."""
         ...
 
 

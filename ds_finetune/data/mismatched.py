@@ -1,7 +1,7 @@
-"""Prompts with the answers of other examples, from which KTO estimates its z0.
+"""Prompts with the answers of other examples, from which KTO estimates z0.
 
-Which answer a prompt gets is a pure function of the data and the seed, so that z0 of a batch does not depend on ranks,
-micro-batches or the order of rows, and the reference's log-probabilities can be computed once.
+The pairing of prompts and answers is a pure function of the data and the seed. So z0 of a batch does not depend on
+ranks, micro-batches or the order of rows, and the reference log-probabilities can be computed once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,22 +16,22 @@ from ds_finetune.errors import DataError
 from ds_finetune.objectives.labels import IGNORE_INDEX
 
 _SEED = 1
-"""Keeps the order of the examples apart from the order of rows, which is drawn with the same seed and the epoch."""
+"""Makes the permutation of examples differ from that of rows, which is seeded by the same seed and the epoch."""
 
 
 @dataclass(frozen=True, eq=False)
 class MismatchedAnswers:
-    """For each document of `rows`, its prompt with the answer of another one.
+    """For each document of `rows`, a mismatched document: its prompt with the answer of another document.
 
-    A mismatched document has the number of the document with its prompt plus the number of all documents. It is cut at
-    `max_seq_len`, after which at least one token of the answer is left.
+    The number of a mismatched document is that of the document with its prompt plus the number of documents in `rows`.
+    It is truncated to `max_seq_len` and keeps at least one token of the answer.
     """
 
     rows: PreparedRows
     seed: int
     max_seq_len: int
     is_packed: bool
-    """Whether rows hold several documents."""
+    """Whether a row may hold several documents."""
 
     def check(self, name: str) -> None:
         """DataError where all examples of `name`, a key of the run file, have the same prompt."""
@@ -44,12 +44,12 @@ class MismatchedAnswers:
             )
 
     def __len__(self) -> int:
-        """Number of documents, mismatched or not."""
+        """Number of documents, which is also the number of mismatched documents."""
         return self.rows.counts.documents
 
     def partner(self, number: int) -> int:
-        """The document whose answer the prompt of document `number` gets: the next one, in an order drawn by the seed,
-        that has another prompt.
+        """Number of the document whose answer is paired with the prompt of document `number`: the next document with
+        another prompt in a permutation given by the seed.
         """
         order, places = self._order
         prompt, place = self._prompt(number), int(places[number])
@@ -57,8 +57,8 @@ class MismatchedAnswers:
         return next(other for other in followers if not np.array_equal(self._prompt(other), prompt))
 
     def rows_for(self, row_ids: Sequence[int]) -> list[Row]:
-        """Rows of the mismatched documents of the rows `row_ids`, in their order; the first row with enough space takes
-        a document.
+        """Rows of the mismatched documents for the rows `row_ids`, in their order, packed by first fit where rows are
+        packed.
         """
         bins: list[list[int]] = []
         space: list[int] = []
@@ -75,7 +75,7 @@ class MismatchedAnswers:
 
     @cached_property
     def _order(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """A permutation of the documents, and the place of each of them in it."""
+        """Permutation of the documents, and its inverse."""
         order = np.random.default_rng([self.seed, 0, _SEED]).permutation(len(self))
         return order, np.argsort(order)
 
@@ -89,7 +89,7 @@ class MismatchedAnswers:
         return ids[:answer]
 
     def _ids(self, number: int) -> tuple[NDArray[np.int32], int]:
-        """Ids of a document, and where its answer begins; the first token of a document is never supervised."""
+        """Ids of a document, and the index of its first answer token; a document's first token is not supervised."""
         documents = self.rows.documents
         span = slice(documents.offsets[number], documents.offsets[number + 1])
         return documents.ids[span], 1 + int(np.argmax(documents.mask[span][1:]))
@@ -114,7 +114,7 @@ class MismatchedAnswers:
         )
 
     def document(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Ids and labels, already shifted, of the mismatched document with the prompt of `number`, [tokens] each."""
+        """Ids and shifted labels, [tokens] each, of the mismatched document with the prompt of `number`."""
         other = self.partner(number)
         ids, answer = self._ids(other)
         span = slice(self.rows.documents.offsets[other], self.rows.documents.offsets[other + 1])

@@ -1,4 +1,4 @@
-"""Rows of several sources in given shares, in an order that is a pure function of (seed, epoch)."""
+"""Mixes rows of several sources in given shares; the order is a pure function of (seed, epoch)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,22 +14,22 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Mixture:
-    """Sources with a weight each, whose rows are consecutive in the data.
+    """Weighted sources, whose rows are consecutive in the data.
 
-    An epoch is one pass over the main source, which is the one with the largest weight; among several, the one with
-    the most rows. Every other source gives as many rows as its weight demands, rounded: fewer than it has, which the
-    next epoch continues, or more, which begins it again.
+    An epoch is one pass over the main source: the one with the largest weight, and of equal weights the one with the
+    most rows. Every other source gives as many rows as its weight requires, rounded. If that is fewer than it has, the
+    next epoch continues it; if more, its rows repeat.
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     """Rows of each source."""
     draws: tuple[int, ...]
-    """Rows of each source in an epoch."""
+    """Rows of each source per epoch."""
 
     @classmethod
     def of(cls, weights: Mapping[str, float], sizes: Sequence[int]) -> Self:
-        """The mixture of sources by name; DataError where an epoch would have no row of a source."""
+        """Mixture from the weights of sources by name; DataError where an epoch would have no row of a source."""
         shares = np.array(list(weights.values())) / sum(weights.values())
         main = max(range(len(sizes)), key=lambda source: (shares[source], sizes[source]))
         draws = tuple(int(share / shares[main] * sizes[main] + 0.5) for share in shares)
@@ -49,18 +49,18 @@ class Mixture:
 
     @property
     def fingerprint(self) -> str:
-        """The sizes and draws as a text."""
+        """Sizes and draws as a text."""
         return " + ".join(f"{draw} of {size}" for draw, size in zip(self.draws, self.sizes, strict=True))
 
     def per_epoch(self, sums: Sequence[float]) -> float:
-        """Expected sum over the rows of an epoch of a number whose sum over all rows of each source is given."""
+        """Expected sum of a quantity over the rows of an epoch, given its sum over all rows of each source."""
         return sum(part / size * draw for part, size, draw in zip(sums, self.sizes, self.draws, strict=True))
 
     def order(self, *, seed: int, epoch: int, shuffle: bool) -> Numbers:
         """Row numbers of an epoch, int64 [rows_per_epoch].
 
-        Each source is spread evenly: among the first n rows it has its share of n, to less than one row for two
-        sources. Its own rows come in passes, each of which has every row once, shuffled or in the order of its files.
+        Each source is spread evenly: its count among the first n rows differs from its share of n by less than one row,
+        for two sources. A source's rows come in passes over all its rows, each shuffled or in the order of its files.
         """
         jitter = np.random.default_rng([seed, epoch]).random(self.rows_per_epoch) if shuffle else 0.5
         numbers = np.concatenate([np.arange(draw) for draw in self.draws])
@@ -69,7 +69,7 @@ class Mixture:
         return np.concatenate(drawn)[place]
 
     def count_rows(self, total_rows: int, *, seed: int, shuffle: bool) -> list[int]:
-        """Rows of each source among the first `total_rows` rows of the sequence of epochs."""
+        """Rows of each source among the first `total_rows` rows of the concatenated epochs."""
         epochs, rest = divmod(total_rows, self.rows_per_epoch)
         last = self.order(seed=seed, epoch=epochs, shuffle=shuffle)[:rest]
         of_last = np.bincount(np.searchsorted(self._ends, last, side="right"), minlength=len(self.sizes))
@@ -81,11 +81,11 @@ class Mixture:
         return np.cumsum(self.sizes)
 
     def _drawn(self, source: int, *, seed: int, epoch: int, shuffle: bool) -> Numbers:
-        """The rows of a source in an epoch, in the order in which they are drawn."""
+        """Rows of a source in an epoch, in their order."""
         size, draw = self.sizes[source], self.draws[source]
         passes, index = np.divmod(np.arange(epoch * draw, (epoch + 1) * draw), size)
         if shuffle:
-            # One more than the source, since numpy's seeds [a, b] and [a, b, 0] are the same.
+            # Plus one, since numpy's seeds [a, b] and [a, b, 0] are the same.
             orders = {p: np.random.default_rng([seed, p, source + 1]).permutation(size) for p in set(passes.tolist())}
             index = np.concatenate([orders[p][index[passes == p]] for p in sorted(orders)])
         return index + self._ends[source] - size

@@ -1,6 +1,6 @@
 """Layouts of preference data: how the columns of a record become a chosen and a rejected answer.
 
-A dialogue is split by turns: its last assistant turn is the answer, and all before it must be equal on both sides.
+The last assistant turn of a dialogue is its answer; the turns before it must be equal for both answers.
 """
 
 import math
@@ -30,14 +30,14 @@ _SIDES = ("chosen", "rejected")
 
 @dataclass(frozen=True)
 class Preference:
-    """Two answers to the same turns, of which the first is preferred. `margin` is 0 where the row has none."""
+    """A chosen and a rejected answer to the same turns. `margin` is 0 where the row has none."""
 
     chosen: Conversation | Completion
     rejected: Conversation | Completion
     margin: float = 0.0
 
     def with_system(self, text: str, where: str) -> Self:
-        """This pair with a system text before all turns of both sides."""
+        """Prepend a system message to both sides."""
         chosen, rejected = (side.with_system(text, where) for side in (self.chosen, self.rejected))
         return replace(self, chosen=chosen, rejected=rejected)
 
@@ -53,7 +53,7 @@ def _preference(sides: Sequence[Conversation | Completion], view: Mapping[str, A
 
 
 def _of_turns(dialogues: Mapping[str, object], view: Mapping[str, Any], where: str) -> Preference:
-    """Both sides as whole dialogues, by the column of their answer."""
+    """Preference from two whole dialogues, each under the column of its answer."""
     sides = {column: read_conversation(turns, view.get("tools"), column, where) for column, turns in dialogues.items()}
     for column, side in sides.items():
         role = side.messages[-1]["role"]
@@ -93,7 +93,7 @@ def _shown_turn(turns: Sequence[Mapping[str, Any]], number: int) -> str:
 
 
 def _as_turns(answer: object, column: str, where: str) -> list[Any]:
-    """An answer as turns: a text, one message, or a list of messages."""
+    """Messages of an answer that is a text, one message, or a list of messages."""
     if isinstance(answer, list | tuple):
         if answer and all(isinstance(text, str) for text in answer):
             raise DataError(
@@ -114,7 +114,7 @@ def _list_of_turns(view: Mapping[str, Any], column: str, where: str) -> list[Any
 
 
 def _prompt_pair(view: Mapping[str, Any], where: str) -> Preference:
-    """A prompt and two answers; either may also repeat the prompt as its first turns."""
+    """Preference from a prompt and two answers; an answer may repeat the prompt as its first turns."""
     prompt, sides = view["prompt"], (view["chosen"], view["rejected"])
     if all(isinstance(value, str) for value in (prompt, *sides)):
         tools = read_tools(view.get("tools"), where)
@@ -129,7 +129,7 @@ def _prompt_pair(view: Mapping[str, Any], where: str) -> Preference:
 
 
 def _chat_pair(view: Mapping[str, Any], where: str) -> Preference:
-    """The prompt in `messages` and two answers, or whole dialogues, of which `messages` may be the chosen one."""
+    """Preference from the prompt in `messages` and two answers, or from dialogues; `messages` may be the chosen."""
     turns, sides = view["messages"], (view["chosen"], view["rejected"])
     if isinstance(turns, list | tuple) and turns and is_answer(turns[-1]):
         turns = turns[:-1] if list(turns) == sides[0] else turns
@@ -137,7 +137,7 @@ def _chat_pair(view: Mapping[str, Any], where: str) -> Preference:
 
 
 def _with_prompt(prompt: object, turns: list[Any], column: str, where: str) -> list[Any]:
-    """The turns of a side with the prompt before them, unless they begin with it."""
+    """Prepend the prompt to the turns of a side, unless they already begin with it."""
     is_text = isinstance(prompt, str)
     first = [{"role": "user", "content": prompt}] if is_text else _as_turns(prompt, "prompt", where)
     if len(turns) <= 1 or is_answer(turns[0]):
@@ -157,7 +157,7 @@ def _with_prompt(prompt: object, turns: list[Any], column: str, where: str) -> l
 
 
 def _pair(view: Mapping[str, Any], where: str) -> Preference:
-    """Whole dialogues as lists of messages, or as texts with `Human:` and `Assistant:` before each turn."""
+    """Preference from whole dialogues: lists of messages, or texts with `Human:` and `Assistant:` before turns."""
     chosen, rejected = view["chosen"], view["rejected"]
     if not (isinstance(chosen, str) and isinstance(rejected, str)):
         return _of_turns({"chosen": chosen, "rejected": rejected}, view, where)
@@ -173,7 +173,7 @@ def _pair(view: Mapping[str, Any], where: str) -> Preference:
 
 
 def _hh_dialogue(view: Mapping[str, Any], column: str, where: str) -> Completion:
-    """A dialogue of Anthropic's HH-RLHF; the prompt is the text up to and with its last `Assistant:`."""
+    """Parse a dialogue of Anthropic's HH-RLHF; its prompt ends with the last `Assistant:`."""
     text = read_text(view, column, where)
     turns = hh_turns(text)
     if not turns or turns[-1]["role"] != "assistant":
@@ -193,7 +193,7 @@ def _alpaca_pair(view: Mapping[str, Any], where: str) -> Preference:
 
 
 def _prompt_from(column: str, read: Callable[[Mapping[str, Any], str, str], object]) -> ReadPair:
-    """A reader of pairs whose prompt is what `read` makes of a column."""
+    """A reader of pairs that gets the prompt by calling `read` on a column."""
     return lambda view, where: _prompt_pair({**view, "prompt": read(view, column, where)}, where)
 
 
@@ -202,7 +202,7 @@ def _messages_pair(view: Mapping[str, Any], where: str) -> Preference:
 
 
 def _response_pair(view: Mapping[str, Any], where: str) -> Preference:
-    """The rejected answer stands for the last turn, or as messages for all turns after the user's last."""
+    """Preference from `messages` and a rejected text for the last turn, or messages after the user's last turn."""
     chosen, rejected = _list_of_turns(view, "messages", where), view["rejected_response"]
     if isinstance(rejected, list | tuple):
         users = ("user", "human", "prompter")
@@ -214,8 +214,8 @@ def _response_pair(view: Mapping[str, Any], where: str) -> Preference:
 
 
 def _ranked_pair(view: Mapping[str, Any], where: str) -> Preference:
-    """The best and the worst of ranked answers, of equal ranks the first in the list. Where all have one rank, both
-    sides are the same answer, and no pair is made of them.
+    """Preference from the best and the worst ranked answer, of equal ranks the first. If all ranks are equal, both
+    sides are the same answer, and the pair is dropped later.
     """
     ranked = _ranked_answers(view["answers"], where)
     best, worst = (pick(ranked, key=operator.itemgetter(0))[1] for pick in (min, max))
@@ -226,7 +226,7 @@ def _ranked_pair(view: Mapping[str, Any], where: str) -> Preference:
 
 
 def _ranked_answers(answers: object, where: str) -> list[tuple[float, str]]:
-    """Rank and text of each answer; the best one has the lowest rank."""
+    """Rank and text of each answer; rank 1 is the best."""
     hint = "give a list of {answer, rank}, where rank 1 is the best"
     if not isinstance(answers, list | tuple) or not answers:
         raise DataError(f"{where}: column `answers` is {shown_value(answers)}", hint=hint)

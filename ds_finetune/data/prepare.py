@@ -1,6 +1,6 @@
-"""Prepares rows: tokenises and packs them once per host, before any process group exists, into a cache.
+"""Prepares rows: tokenises and packs them into a cache, once per host, before any process group exists.
 
-The cache is found by a fingerprint of the data and all settings. Several processes tokenise, part by part.
+A fingerprint of the data and all settings identifies the cache. Several processes tokenise, part by part.
 """
 
 import gc
@@ -53,21 +53,21 @@ from ds_finetune.data.units import ROWS_PER_PART, Tokenisation, tokenise_records
 from ds_finetune.errors import ConfigError, DataError, RunError
 
 FORMAT_VERSION = 10
-"""Increased when the format of the cache changes, so that an older cache is not read."""
+"""Incremented when the format of the cache changes, so that older caches are not read."""
 _Task = tuple[Path, list[tuple[str, ReadRecord]]]
-"""The folder of a part, and its records, each with its location (`file line 7`)."""
+"""Folder of a part, and its records, each with its location (`file line 7`)."""
 
 
 @dataclass(frozen=True)
 class TokenLimits:
-    """Limits on rows: maximum tokens of a row, and the model's vocabulary size."""
+    """Limits on rows: maximum tokens of a row, and vocabulary size of the model."""
 
     max_seq_len: int
     vocab_size: int
     answer_tokens: int = 0
-    """Tokens of a row that are left to the answer that the model samples to a prompt."""
+    """Tokens of a row that are reserved for the answer sampled to a prompt."""
     seed: int = 0
-    """Seed by which a held-out share of the training rows is drawn."""
+    """Seed that selects the held-out share of the training rows."""
 
 
 def prepare_rows(
@@ -80,8 +80,8 @@ def prepare_rows(
 ) -> PreparedRows:
     """Rows of `config.train` or `config.eval` for an objective with rows of `kind`, tokenised and packed.
 
-    Every process of a host calls this; one of them prepares the rows and the others wait. The cache is found by the
-    paths, sizes and modification times of the files, the tokenizer, the template and the settings. A second start
+    Every process of a host calls this function; one prepares the rows and the others wait. The key of the cache is made
+    of the files' paths, sizes and modification times, the tokenizer, the template and the settings. A second start
     reads no raw data, and a preparation that was killed resumes after its last complete part. DataError where rows
     cannot be read or too many are dropped, OutputError where the cache cannot be written.
     """
@@ -116,7 +116,7 @@ def prepare_rows(
 
 
 def _choice(config: DataConfig, purpose: str, seed: int) -> RecordChoice:
-    """The records that are read for `purpose`: all of held-out files."""
+    """Which records are read for `purpose`: all records of held-out files, else those that `config` selects."""
     share = config.held_out_share
     if purpose != "train" and not share:
         return RecordChoice()
@@ -131,7 +131,7 @@ def _choice_notes(choice: RecordChoice, counts: Counts, sources: Sequence[Source
 
 
 def _hashed_arrays(kind: RowKind) -> tuple[str, ...]:
-    """The arrays that decide what is trained."""
+    """Names of the arrays that determine the training data."""
     if kind.name == "prompts":
         return PROMPT_ARRAYS
     return DOCUMENT_ARRAYS if kind.documents_per_unit else TOKEN_ARRAYS
@@ -140,7 +140,7 @@ def _hashed_arrays(kind: RowKind) -> tuple[str, ...]:
 def _units_of_paths(
     counts: Counts, weights: Mapping[str, float], sources: Sequence[Source], kind: RowKind
 ) -> list[int]:
-    """Number of units of each path that has a weight, or of all; DataError where a path has none."""
+    """Units of each path in `weights`, or of all data in one number; DataError where a path has none."""
     size = max(kind.documents_per_unit, 1)
     if len(weights) < 2:
         return [counts.documents // size]
@@ -156,7 +156,7 @@ def _units_of_paths(
 
 
 def _rows_of_paths(order: NDArray[np.int64], offsets: NDArray[np.int64], units: Sequence[int]) -> list[int]:
-    """Number of rows of each path, given its number of units."""
+    """Rows of each path, given the units of each."""
     path = np.searchsorted(np.cumsum(units), order[offsets[:-1]], side="right")
     return np.bincount(path, minlength=len(units)).tolist()
 
@@ -169,7 +169,7 @@ def plan_tokenisation(
     limits: TokenLimits,
     kind: RowKind = DIALOGUE,
 ) -> tuple[list[Source], Tokenisation]:
-    """The sources of `config.train` or `config.eval`, checked but not read, and how to tokenise their records.
+    """Sources of `config.train` or `config.eval`, checked but not read, and the settings to tokenise their records.
 
     DataError or ConfigError where sources, template or vocabulary do not fit.
     """
@@ -233,13 +233,13 @@ def _fingerprint(sources: Sequence[Source], tokenisation: Tokenisation, choice: 
 def _tokenise(
     choice: RecordChoice, sources: Sequence[Source], tokenisation: Tokenisation, folder: Path, *, workers: int
 ) -> None:
-    """Write one part for every `ROWS_PER_PART` rows unless it exists, then join the parts."""
+    """Write missing parts of `ROWS_PER_PART` rows each, then join all parts."""
     parts: dict[Path, int] = {}
     tasks = _open_parts(choice, sources, folder, parts)
     is_divided = workers > 1 and _is_large(sources, tokenisation)
     warmup = (workers if is_divided else 1) * ROWS_PER_PART
     kept = len(list(folder.glob("part-??????"))) * ROWS_PER_PART
-    # The process that has the lock writes, whatever its rank.
+    # Only the process with the lock gets here, whatever its rank.
     estimate = estimate_rows(sources)
     total = max(min(estimate, choice.rows or estimate) - kept, 0)
     with PhaseLine("tokenising rows", total, warmup=warmup, is_rank_zero=True) as line:
@@ -247,7 +247,7 @@ def _tokenise(
             line.advance(ROWS_PER_PART)
     counts = sum((read_counts(part) for part in parts), Counts())
     if len(set(parts.values())) > 1:
-        # A part has records of one path.
+        # All records of a part are from one path.
         by_path = (NamedCounts({str(entry): (read_counts(part).documents, "")}) for part, entry in parts.items())
         counts = replace(counts, by_path=sum(by_path, NamedCounts()))
     if counts.read:
@@ -270,7 +270,8 @@ def _open_parts(
 ) -> Iterator[_Task]:
     """Yield tasks for parts that are not written yet.
 
-    The folders of all parts are added to `parts`, in order, with the number of the path that names their file.
+    The folders of all parts are added to `parts`, in order, with the index of the path in data.train that they come
+    from.
     """
     for source, records in choice.read(sources):
         while chunk := list(islice(records, ROWS_PER_PART)):
@@ -283,7 +284,7 @@ def _open_parts(
 
 
 def _is_large(sources: Sequence[Source], tokenisation: Tokenisation) -> bool:
-    """Whether there is so much raw data that several processes are faster, with a second or two to start each."""
+    """Whether there is enough raw data to outweigh the one or two seconds that each process takes to start."""
     enough = 10_000_000 if text_encoder(tokenisation.tokenizer).is_by_word else 2_000_000
     return (
         any(source.format == "hub" for source in sources) or sum(source.fingerprint[1] for source in sources) > enough
@@ -291,7 +292,7 @@ def _is_large(sources: Sequence[Source], tokenisation: Tokenisation) -> bool:
 
 
 _worker: list[Tokenisation] = []
-"""The tokenisation of this worker process; set once, when it starts."""
+"""Tokenisation of this worker process, set once at its start."""
 
 
 def _start_worker(tokenisation: Tokenisation) -> None:
@@ -301,7 +302,7 @@ def _start_worker(tokenisation: Tokenisation) -> None:
 
 def _write_part(task: _Task) -> Path:
     folder, records = task
-    # The objects of a part hold no cycles, and looking for some among them takes a fifth of the time.
+    # Records form no reference cycles, and cycle detection would take a fifth of the time.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -320,7 +321,7 @@ def _write_here(tasks: Iterable[_Task], tokenisation: Tokenisation) -> Iterator[
 
 
 def _write_parts(tasks: Iterable[_Task], tokenisation: Tokenisation, workers: int) -> Iterator[Path]:
-    """Write all parts in `workers` processes; RunError where one of them is killed."""
+    """Write all parts in `workers` processes; RunError where a process is killed."""
     context = multiprocessing.get_context("spawn")
     try:
         with ProcessPoolExecutor(workers, context, _start_worker, (tokenisation,)) as pool, _terminated_early(pool):
@@ -335,7 +336,7 @@ def _write_parts(tasks: Iterable[_Task], tokenisation: Tokenisation, workers: in
 
 @contextmanager
 def _terminated_early(pool: ProcessPoolExecutor) -> Iterator[None]:
-    """Where this is left early, as by Ctrl-C, end the processes instead of waiting for the parts they are given."""
+    """On an exception, as from Ctrl-C, terminate the processes instead of waiting for their submitted parts."""
     try:
         yield
     except BaseException:
@@ -345,10 +346,10 @@ def _terminated_early(pool: ProcessPoolExecutor) -> Iterator[None]:
 
 
 def _submit(pool: ProcessPoolExecutor, tasks: Iterable[_Task], *, most: int) -> Iterator[Future[Path]]:
-    """Submit tasks, at most `most` at a time, and yield each when it is done."""
+    """Submit tasks, at most `most` at a time, and yield each future when it is done."""
     waiting: set[Future[Path]] = set()
     for task in tasks:
-        # A process that this starts inherits the mask: Ctrl-C reaches the program only, which ends the others.
+        # Processes that submit() starts inherit the signal mask: Ctrl-C reaches only the parent, which terminates them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         waiting.add(pool.submit(_write_part, task))
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

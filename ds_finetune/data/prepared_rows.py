@@ -1,7 +1,7 @@
-"""Rows of tokens: those that were tokenised before the run are read from a memory map by their index.
+"""Rows of tokens, read by index from memory-mapped documents.
 
-A row has one unit, or as many as fit, by best-fit-decreasing packing: units, longest first, go into the fullest row
-that has room for them. A unit is one document, or the two documents of a pair.
+A unit is one document, or the two documents of a pair. A row has one unit, or several by best-fit-decreasing packing:
+units, longest first, go into the fullest row that has room for them.
 """
 
 import json
@@ -26,27 +26,27 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class RowDocuments:
-    """The documents of a row one after the other, for objectives whose loss is not a sum over tokens.
+    """Documents of a row, in order, for objectives whose loss is not a sum over tokens.
 
-    Each array has one number for each document; `numbers` int64 count the documents of the data.
+    Each array has one element per document; `numbers` int64 are indices of documents in the data.
     """
 
     lengths: NDArray[np.int64]
-    """Tokens of the document."""
+    """Tokens of each document."""
     numbers: NDArray[np.int64]
     targets: NDArray[np.float64]
     """Class, rating, margin, or 1 and 0 for good and bad answers; 0 where the row has none."""
     second: NDArray[np.int64]
-    """First token of the second text of a pair of texts; the length where there is none."""
+    """Index of the first token of the second text of a pair of texts; the document's length where there is none."""
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
     """One row: `input_ids`, `position_ids` and `labels`, int32 [tokens] each.
 
-    Positions count up within a document. One that begins at position n, and not at 0, continues the first n tokens of
-    the last document before it that begins at 0.
-    `labels[t]` is the token after `input_ids[t]` in the same document if that token is supervised, else IGNORE_INDEX.
+    Positions count up within a document. A document that begins at position n > 0 continues the first n tokens of the
+    last earlier document that begins at 0. `labels[t]` is the token after `input_ids[t]` in the same document if that
+    token is supervised, else IGNORE_INDEX.
     """
 
     input_ids: Ints
@@ -54,34 +54,34 @@ class Row:
     labels: Ints
     supervised: int
     documents: RowDocuments | None = None
-    """None where the objective is a sum over tokens."""
+    """None where the loss is a sum over tokens."""
     is_filler: bool = False
-    """Whether it has no text, but fills a batch."""
+    """Whether the row has no text and only fills a batch."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of its text."""
+        """Tokens of the row; 0 for a filler."""
         return 0 if self.is_filler else len(self.input_ids)
 
     @property
     def num_documents(self) -> int:
-        """Documents of its text."""
+        """Documents of the row; 0 for a filler."""
         return 0 if self.is_filler else len(document_starts(self.position_ids))
 
     @property
     def document_lengths(self) -> NDArray[np.int64]:
-        """Tokens of each document of its text."""
+        """Tokens of each document; empty for a filler."""
         starts = document_starts(self.position_ids)
         return np.diff(np.append(starts, len(self.position_ids)))[: self.num_documents]
 
 
 def document_starts(positions: Ints) -> NDArray[np.int64]:
-    """Where documents begin in a row: a position that does not follow the one before it."""
+    """Indices at which documents begin in a row: where a position is not the preceding one plus 1."""
     return np.flatnonzero(np.diff(positions, prepend=-2) != 1)
 
 
 class Rows(Protocol):
-    """Rows by index, in any order."""
+    """Rows that can be read by index in any order."""
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -94,22 +94,22 @@ class Rows(Protocol):
 
 @runtime_checkable
 class CountedRows(Rows, Protocol):
-    """Rows whose units are counted without reading them whole."""
+    """Rows whose units can be counted without reading their tokens."""
 
     def count_units(self, ids: Sequence[int], documents_per_unit: int) -> dict[str, int]:
-        """Number of each of `objectives.objective.Unit` in the rows `ids`; see `BatchPlan.documents_per_unit`."""
+        """Units of the rows `ids`, by the names of `batches.count_rows`; see `BatchPlan.documents_per_unit`."""
         ...
 
 
 def next_token_labels(ids: Ints, mask: NDArray[np.bool_]) -> Ints:
-    """The label of each token of a document of which `mask` are supervised, int32 [tokens]; see `Row`."""
+    """Labels of a document whose supervised tokens are given by `mask`, int32 [tokens]; see `Row`."""
     labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int32)
     labels[:-1] = np.where(mask[1:], ids[1:], IGNORE_INDEX)
     return labels
 
 
 def empty_row(pad_token_id: int) -> Row:
-    """A row of one padding token, which fills the last batch of a run."""
+    """A filler row of one padding token, which completes the last batch of a run."""
     return Row(
         input_ids=np.array([pad_token_id], dtype=np.int32),
         position_ids=np.zeros(1, dtype=np.int32),
@@ -122,15 +122,15 @@ def empty_row(pad_token_id: int) -> Row:
 _SHOWN_CLASSES = 8
 _LINE_FEED = ord("\n")
 _ODD = np.uint64(0x9E3779B97F4A7C15)
-"""Makes the hash of a pair depend on which side is which."""
+"""Odd factor that makes the hash of a pair depend on the order of its sides."""
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedRows:
-    """Rows made of units: row i consists of the units `order[offsets[i] : offsets[i + 1]]`.
+    """Rows made of units: row i has the units `order[offsets[i] : offsets[i + 1]]`.
 
-    A unit is one document, or for pairs the two documents from twice its number on. Only `order` and `offsets`, a few
-    bytes for each unit, are in memory.
+    A unit u is document u, or for pairs documents 2u and 2u + 1. Only `order` and `offsets`, a few bytes per unit, are
+    held in memory.
     """
 
     documents: Documents
@@ -138,16 +138,16 @@ class PreparedRows:
     offsets: NDArray[np.int64]
     counts: Counts
     content: str = ""
-    """Hash of all tokens and masks, from when they were written; empty for rows of a stream."""
+    """Hash of all tokens and masks, computed when they were written; empty for rows of a stream."""
     notes: tuple[str, ...] = ()
-    """Remarks for the user: splits that were not read, a cache that was built again."""
+    """Remarks for the user: splits that are not read, a cache that was rebuilt."""
     mixture: Mixture | None = None
-    """Shares of the sources, whose rows are consecutive; None where an epoch has every row once."""
+    """Shares of the sources, whose rows are consecutive; None where an epoch is every row once."""
     kind: RowKind = DIALOGUE
-    """The kind of rows; of labelled texts with the classes that were found."""
+    """Kind of the rows; for labelled texts with the classes found in the data."""
 
     def __len__(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return len(self.offsets) - 1
 
     def __getitem__(self, index: int) -> Row:
@@ -159,14 +159,14 @@ class PreparedRows:
         return Row(ids, positions, labels, supervised=supervised, documents=self._row_documents(numbers))
 
     def sizes(self, index: int) -> tuple[NDArray[np.int64], int]:
-        """Lengths of the documents of row `index`, and its number of supervised tokens; reads no token."""
+        """Lengths of the documents of row `index`, and its number of supervised tokens, without reading tokens."""
         numbers = self._documents_of(self.order[self.offsets[index] : self.offsets[index + 1]])
         lengths, supervised = self._sizes_of(numbers)
         return lengths, int(supervised.sum())
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Names of the classes in the order of their numbers; empty where rows have only numbers, or no classes."""
+        """Class names by class index; empty where rows have only class numbers, or no classes."""
         return self.kind.labels
 
     @property
@@ -196,7 +196,7 @@ class PreparedRows:
 
     @property
     def tokens_per_epoch(self) -> float:
-        """Tokens of an epoch without padding; of a mixture, the expected number."""
+        """Tokens of an epoch without padding; the expected number for a mixture."""
         return self.num_tokens if self.mixture is None else self.mixture.per_epoch(self.tokens_of_sources)
 
     @property
@@ -205,14 +205,14 @@ class PreparedRows:
         return [int(lengths.sum()) for lengths in self._lengths_by_source()]
 
     def units_of_sources(self) -> dict[str, range]:
-        """Numbers of the documents, pairs or examples of each source of the mixture by name, or of all."""
+        """Unit indices of each source of the mixture by name; without a mixture all indices under an empty name."""
         ends = np.cumsum([len(part) for part in self._lengths_by_source()]) // max(self.kind.documents_per_unit, 1)
         names = ("",) if self.mixture is None else self.mixture.names
         starts = [0, *ends[:-1].tolist()]
         return {name: range(start, end) for name, start, end in zip(names, starts, ends.tolist(), strict=True)}
 
     def summary(self) -> str:
-        """Rows, pairs or examples, tokens, the share of supervised tokens and what truncation cut off, as one line."""
+        """One line with numbers of rows, units and tokens, and the shares of supervised and of truncated tokens."""
         share = self.num_supervised_tokens / max(self.num_tokens, 1)
         units = f"{self.num_units:,} {self.kind.unit}, " if self.kind.documents_per_unit else ""
         is_packed = len(self) < self.num_units
@@ -234,12 +234,12 @@ class PreparedRows:
 
     @property
     def mean_attended(self) -> float:
-        """Mean number of positions to which a token attends, with causal attention within its document."""
+        """Mean number of positions that a token attends to, with causal attention within its document."""
         squares = [float((lengths.astype(np.float64) ** 2).sum()) for lengths in self._lengths_by_source()]
         return (squares[0] if self.mixture is None else self.mixture.per_epoch(squares)) / 2 / self.tokens_per_epoch
 
     def fingerprint(self) -> str:
-        """A hash of all tokens, masks and of the documents in each row; the same on any machine."""
+        """Hash of all tokens, masks and the assignment of documents to rows; the same on every machine."""
         assert self.content
         digest = xxhash.xxh3_64()
         for numbers in (self.order, self.offsets):
@@ -248,14 +248,13 @@ class PreparedRows:
         return text if self.mixture is None else f"{text}, mixed {self.mixture.fingerprint}"
 
     def fill_ratio(self, max_seq_len: int) -> float:
-        """Number of tokens divided by `max_seq_len` x rows."""
+        """Tokens divided by `max_seq_len` x rows."""
         return self.num_tokens / (len(self) * max_seq_len)
 
     def prompts_and_answers(self, number: int) -> list[tuple[list[int], list[int]]]:
-        """The first `number` documents, each as the ids before its last supervised span, and those of the span.
+        """Prompt and reference answer of the first `number` documents, to compare generated answers with.
 
-        They are prompts and reference answers, with which generated answers are compared. Rejected and bad answers are
-        left out.
+        The answer is the last supervised span, and the prompt all ids before it. Rejected and bad answers are left out.
         """
         assert self.kind.has_supervised_tokens
         wanted: Sequence[int] = range(0, self.counts.documents, max(self.kind.documents_per_unit, 1))
@@ -264,16 +263,16 @@ class PreparedRows:
         return [self._last_answer(i) for i in wanted[:number]]
 
     def prompt_ids(self, number: int) -> list[int]:
-        """Token ids of a prompt, with the header of the answer."""
+        """Token ids of a prompt, including the header of the answer."""
         return self.document(number)[0]
 
     def record(self, number: int) -> dict[str, Any]:
-        """All columns of the row of a prompt, with the reference answer as `answer` where it has one."""
+        """All columns of a prompt's row; the reference answer, if there is one, is `answer`."""
         columns: dict[str, Any] = json.loads(_line(self.documents.records, self._record_ends, number))
         return columns
 
     def where(self, number: int) -> str:
-        """The location of the row of a prompt, as `train.jsonl line 7`."""
+        """Location of a prompt's row, such as `train.jsonl line 7`."""
         return _line(self.documents.places, self._place_ends, number)
 
     @cached_property
@@ -285,12 +284,12 @@ class PreparedRows:
         return np.flatnonzero(np.asarray(self.documents.places) == _LINE_FEED)
 
     def unit_digests(self) -> NDArray[np.uint64]:
-        """A hash of the tokens of each unit, uint64 [units]."""
+        """Hash of the tokens of each unit, uint64 [units]."""
         digests = np.asarray(self.documents.digests).reshape(-1, max(self.kind.documents_per_unit, 1))
         return digests[:, 0] if digests.shape[1] == 1 else digests[:, 0] * _ODD + digests[:, 1]
 
     def count_units(self, ids: Sequence[int], documents_per_unit: int) -> dict[str, int]:
-        """Number of each unit in the rows `ids`, as `batches.make_batch` counts those of a rank."""
+        """Units of the rows `ids`, equal to `batches.count_rows` of these rows."""
         units = [self.order[self.offsets[i] : self.offsets[i + 1]] for i in ids]
         numbers = self._documents_of(np.concatenate([np.zeros(0, dtype=np.int64), *units]))
         lengths, supervised = self._sizes_of(numbers)
@@ -305,12 +304,12 @@ class PreparedRows:
         }
 
     def document(self, number: int) -> tuple[list[int], list[bool]]:
-        """Ids of a document, and which of them are supervised."""
+        """Ids and mask of supervised tokens of a document."""
         span = slice(self.documents.offsets[number], self.documents.offsets[number + 1])
         return self.documents.ids[span].tolist(), self.documents.mask[span].tolist()
 
     def _sizes_of(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Length and supervised tokens of each document; a document's first token is no label."""
+        """Length and number of supervised tokens of each document; a document's first token is never a label."""
         starts, ends = self.documents.offsets[numbers], self.documents.offsets[numbers + 1]
         mask = np.asarray(self.documents.mask)
         spans = zip(starts.tolist(), ends.tolist(), strict=True)
@@ -318,7 +317,7 @@ class PreparedRows:
         return np.asarray(ends - starts, dtype=np.int64), np.array(supervised, dtype=np.int64)
 
     def _documents_of(self, units: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Numbers of the documents of units, in order."""
+        """Indices of the documents of some units, in order."""
         size = max(self.kind.documents_per_unit, 1)
         return (units[:, None] * size + np.arange(size)).reshape(-1)
 
@@ -334,8 +333,8 @@ class PreparedRows:
         )
 
     def label_lines(self) -> list[tuple[str, str]]:
-        """Name and text of what is known about the labels: numbers of good and bad answers, shares of classes, or the
-        range of numbers on a scale; nothing for rows without labels.
+        """Name and text of a line about labels: numbers of good and bad answers, shares of classes, or the range of
+        regression labels; none for rows without labels.
         """
         targets = self.documents.targets
         if self.kind.name == "marked":
@@ -357,7 +356,7 @@ class PreparedRows:
         return ids, np.arange(len(ids)), next_token_labels(ids, mask)
 
     def _lengths_by_source(self) -> list[NDArray[np.int64]]:
-        """Lengths of the documents of each source of the mixture, or of all."""
+        """Lengths of the documents of each source of the mixture; without a mixture one array with all."""
         lengths = np.diff(self.documents.offsets)[self._documents_of(self.order)]
         sizes = (len(self),) if self.mixture is None else self.mixture.sizes
         ends = self.offsets[np.cumsum(sizes)] * max(self.kind.documents_per_unit, 1)
@@ -381,7 +380,7 @@ def _line(text: NDArray[np.uint8], ends: Numbers, number: int) -> str:
 
 
 def one_unit_a_row(documents: Documents, kind: RowKind) -> tuple[Numbers, Numbers]:
-    """`order` and `offsets` of `PreparedRows` where each unit is a row."""
+    """`order` and `offsets` of `PreparedRows` with one unit per row."""
     units = len(documents.targets) // max(kind.documents_per_unit, 1)
     return np.arange(units), np.arange(units + 1)
 
@@ -389,9 +388,9 @@ def one_unit_a_row(documents: Documents, kind: RowKind) -> tuple[Numbers, Number
 def pack_units(
     documents: Documents, kind: RowKind, max_seq_len: int, parts: Sequence[int] | None = None
 ) -> tuple[Numbers, Numbers]:
-    """`order` and `offsets` of `PreparedRows` where rows of at most `max_seq_len` tokens are filled with units.
+    """`order` and `offsets` of `PreparedRows` whose units are packed into rows of at most `max_seq_len` tokens.
 
-    `parts` are numbers of consecutive units; a row has units of one of them. Left out, there is one part.
+    `parts` has the numbers of units of consecutive sources, which do not share rows; None for one source.
     """
     lengths = np.diff(documents.offsets).reshape(-1, max(kind.documents_per_unit, 1)).sum(axis=1)
     starts = np.cumsum([0, *([len(lengths)] if parts is None else parts)]).tolist()
@@ -401,10 +400,10 @@ def pack_units(
 
 
 def pack(lengths: Numbers, capacity: int) -> list[Numbers]:
-    """The document indices of each row, for rows of at most `capacity` tokens; the same lengths give the same rows.
+    """Best-fit-decreasing packing: the document indices of each row of at most `capacity` tokens.
 
-    Rows with free space are grouped by that space. An integer has one bit for each space for which there are rows. The
-    smallest space that fits is its lowest set bit from `length` on, so a document costs capacity / 64 machine words.
+    `open_rows` groups rows by free space, and bit s of `spaces` says that some row has s tokens free. The best fit is
+    the lowest set bit from `length` on, so a document costs capacity / 64 machine words.
     """
     assert int(lengths.max(initial=0)) <= capacity
     rows: list[list[int]] = []

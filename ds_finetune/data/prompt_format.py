@@ -1,5 +1,5 @@
-"""How prompts are rendered and which ids end an answer: the same while a model is trained, in its export, and in every
-program that reads the export.
+"""How prompts are rendered and which ids end an answer, identically in training, in the export, and in programs that
+read the export.
 """
 
 import json
@@ -38,9 +38,9 @@ _CALLS = [
     {"type": "function", "id": f"abcdefgh{number}", "function": {"name": "f", "arguments": {"a": number}}}
     for number in range(2)
 ]
-"""Tool calls whose ids have nine characters, as Mistral's templates need."""
+"""Tool calls with ids of nine characters, which Mistral's templates require."""
 TEMPLATES = Path(__file__).parent / "templates"
-"""Chat templates that a run file may name; each renders the texts of a published one."""
+"""Folder of the chat templates that a run file may name; each renders as the published template of that name."""
 _MARK = re.compile(r"\{# ds_finetune: (\{.*?\}) #\}")
 _TEMPLATE = Template(
     "{# ds_finetune: $mark #}$bos{% for message in messages %}{% set content = message['content'] %}"
@@ -59,16 +59,16 @@ _FORMS = {
 
 @dataclass(frozen=True)
 class PlainFormat:
-    """How the prompts of completions are written that are trained without a chat template."""
+    """Format of the prompts of completions that are trained without a chat template."""
 
     form: str
-    """`Tokens.form`."""
+    """See `Tokens.form`."""
     separator: str
-    """Text behind a prompt that does not end with white space, except where the completion begins with some."""
+    """Text added to a prompt that does not end with white space, unless the completion begins with some."""
 
     @classmethod
     def of(cls, template: object) -> "PlainFormat | None":
-        """The format that a chat template renders, where it is one of `template`'s."""
+        """The format from a chat template that `template` wrote; None for other templates."""
         found = _MARK.match(template) if isinstance(template, str) else None
         try:
             return cls(**json.loads(found[1])) if found else None
@@ -76,15 +76,15 @@ class PlainFormat:
             return None
 
     def sample(self, text: str) -> Completion:
-        """The words of a user as a prompt of this format."""
+        """A user's text as a prompt of this format."""
         if self.form == "alpaca":
             return read_alpaca({"instruction": text, "output": ""}, "")
         messages = Conversation(({"role": "user", "content": text},))
         return Completion(text, "", messages, is_joined=self.form == "joined")
 
     def template(self, *, has_bos: bool) -> str:
-        """A chat template that writes a user's words as rows were trained, and ends an answer with the eos token. It
-        begins with this format, as a comment. Servers render dialogues to try a template, so that it refuses no role.
+        """A chat template that writes a user's text as in training, and ends an answer with the eos token. It begins
+        with this format as a comment, and refuses no role, as servers try a template by rendering dialogues.
         """
         separator = "" if self.form == "joined" else self.separator
         prompt = f"content + ('' if content[-1:].strip() != content[-1:] else {_quoted(separator)})"
@@ -92,7 +92,7 @@ class PlainFormat:
             with_input, without = (f"{_quoted(intro)} + {_quoted(_INSTRUCTION)}" for intro in _INTROS)
             prompt = f"({with_input} if {_quoted(_INPUT)} in content else {without}) + content + {_quoted(_RESPONSE)}"
         return _TEMPLATE.substitute(
-            # `#}` would end the comment.
+            # `#}` would end the Jinja comment.
             mark=json.dumps(asdict(self)).replace("#", "\\u0023"),
             bos="{{ bos_token }}" if has_bos else "",
             prompt=prompt,
@@ -100,14 +100,14 @@ class PlainFormat:
 
 
 def _quoted(text: str) -> str:
-    """A text as a literal of Jinja."""
+    """A text as a Jinja string literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def template_settings(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> TemplateSettings:
-    """How the data section has rows rendered; ConfigError where its template cannot be read.
+    """Template settings from the data section; ConfigError where its template cannot be read.
 
-    With `auto`, a model that was trained on completions without a chat template gets more of them as it got those.
+    With `auto`, a model that was trained on completions without a chat template continues in that format.
     """
     template, separator = _chat_template(config, tokenizer), config.separator
     plain = PlainFormat.of(_named(tokenizer.chat_template, "default"))
@@ -121,13 +121,13 @@ def template_settings(config: DataConfig, tokenizer: PreTrainedTokenizerBase) ->
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """How a model is trained to read prompts and end answers, which its exports repeat."""
+    """The format of prompts and answers that a model is trained on, which its exports repeat."""
 
     settings: TemplateSettings
     template: str = ""
-    """The chat template of exports in place of the tokenizer's own; empty where those are exported."""
+    """Chat template of the exports; empty where they keep the tokenizer's own."""
     ends: tuple[int, ...] = ()
-    """Ids of the special tokens that rows teach the model to end an answer with."""
+    """Ids of the special tokens with which answers end in the training rows."""
     bos: BosRule = "auto"
     notes: tuple[str, ...] = ()
 
@@ -135,7 +135,7 @@ class PromptFormat:
     def of_run(
         cls, config: DataConfig, kind: RowKind, counts: Counts, tokenizer: PreTrainedTokenizerBase
     ) -> "PromptFormat":
-        """The format of rows: a template of a file is exported, and one for completions that have none in training."""
+        """Format of rows. Exports get the template of data.template, or one that writes completions as in training."""
         settings, is_scorer = template_settings(config, tokenizer), OBJECTIVES[kind.objective].head == "scores"
         ends = () if is_scorer or kind.name == "text" else trained_ends(tokenizer, settings)
         template, notes = "" if config.template == "auto" else settings.chat_template or "", list[str]()
@@ -157,17 +157,17 @@ class PromptFormat:
         return cls(settings, default if is_plain else "")
 
     def text_ids(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-        """The ids of a text as training begins one."""
+        """Ids of a plain text as in training, with the tokens that begin one."""
         tokeniser = SampleTokeniser(tokenizer, self.settings, bos=self.bos, has_eos=False)
         return tokeniser.tokenise([("", PlainText(text))])[0].ids
 
     def chat_ids(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-        """The ids of a user's words as training writes them, up to the answer; empty where it has no format for that,
-        or its template refuses them.
+        """Ids of a user's text as in training, up to the answer; empty where no format is known or the template refuses
+        the text.
         """
         plain = PlainFormat.of(self.template)
         template = self.template or self.settings.chat_template
-        # What writes the date has other ids on another day.
+        # A template that writes the date would give other ids on another day.
         if not template or "strftime_now" in template:
             return []
         sample = plain.sample(text) if plain else Conversation(({"role": "user", "content": text},))
@@ -179,7 +179,7 @@ class PromptFormat:
 
 
 def _named(given: Any, name: str) -> str:  # noqa: ANN401 - of transformers
-    """The chat template of a name in a tokenizer's, of which there may be one without a name, the default."""
+    """The chat template `name` of a tokenizer's `chat_template`, which is a dictionary or only the default template."""
     return str((given if isinstance(given, dict) else {"default": given}).get(name) or "")
 
 
@@ -215,7 +215,7 @@ def _chat_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> st
 
 
 def _shipped_template(file: Path, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A template that comes with the package; ConfigError where a file has its name, or the tokenizer lacks tokens."""
+    """A template of the package; ConfigError if a file has its name, or the tokenizer lacks one of its tokens."""
     name, text = file.stem, file.read_text(encoding="utf-8")
     if Path(name).exists():
         raise ConfigError(
@@ -234,7 +234,7 @@ def _shipped_template(file: Path, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def served_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """The words of a user as servers send them to a model: in its chat template, or without one as they are."""
+    """A user's text as a server sends it to the model: in its chat template, or unchanged without one."""
     if not tokenizer.chat_template:
         return text
     messages = [{"role": "user", "content": text}]
@@ -243,12 +243,12 @@ def served_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 
 
 def trained_ends(tokenizer: PreTrainedTokenizerBase, settings: TemplateSettings) -> tuple[int, ...]:
-    """Ids of the special tokens that rows teach the model to end an answer with: an answer in text, and tool calls."""
+    """Ids of the special tokens with which training rows end an answer: a text, and tool calls."""
     settings = replace(settings, train_on="last_assistant", reasoning="keep")
     tokeniser = SampleTokeniser(tokenizer, settings)
     if settings.chat_template is None:
         return _end_of(tokeniser, tokenizer, Completion("x", "y", Conversation(()))) or ()
-    # A token that also stands between two calls ends no answer. Some templates refuse two.
+    # A token that also separates two calls ends no answer. Some templates refuse two calls.
     calls = (
         read_conversation([_USER, {"role": "assistant", "content": "", "tool_calls": _CALLS[:most]}], [_TOOL], "", "")
         for most in (2, 1)
@@ -260,8 +260,8 @@ def trained_ends(tokenizer: PreTrainedTokenizerBase, settings: TemplateSettings)
 
 
 def _end_of(tokeniser: SampleTokeniser, tokenizer: PreTrainedTokenizerBase, sample: Sample) -> tuple[int, ...] | None:
-    """The last supervised id, where it is a special token that occurs once in the answer; None where the sample is
-    refused or dropped.
+    """The last supervised id, if it is a special token that occurs once in the answer; None for a refused or dropped
+    sample.
     """
     try:
         (row,) = tokeniser.tokenise([("", sample)])
@@ -276,7 +276,7 @@ def _end_of(tokeniser: SampleTokeniser, tokenizer: PreTrainedTokenizerBase, samp
 
 
 def read_generation(folder: Path) -> dict[str, Any]:
-    """The generation_config.json of a folder; empty where there is none, DataError where it is not JSON."""
+    """Parse the generation_config.json of a folder; empty where there is none, DataError where it is not JSON."""
     file = folder / GENERATION
     try:
         tree = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -288,8 +288,8 @@ def read_generation(folder: Path) -> dict[str, Any]:
 def end_ids(
     folder: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, trained: Iterable[int] = ()
 ) -> list[int]:
-    """Ids that end an answer of the model in `folder`: those that it is trained to end with, those of its
-    generation_config.json, or of `config` where that names none, and the tokenizer's end of sequence.
+    """Ids that end an answer of the model in `folder`: `trained` ones, those of generation_config.json (or else of
+    `config`), and the tokenizer's eos token.
     """
     given = read_generation(folder).get("eos_token_id")
     given = config.get_text_config().eos_token_id if given is None else given
@@ -298,14 +298,14 @@ def end_ids(
 
 
 def served_generation(folder: Path, config: PretrainedConfig, ends: Sequence[int]) -> dict[str, str]:
-    """The generation_config.json of an export of the model in `folder`, as text by its name, where that of `folder`
-    does not name just `ends`; empty where it does.
+    """File name and text of an export's generation_config.json; empty if the one in `folder` already names exactly
+    `ends`.
     """
     tree, config = read_generation(folder), config.get_text_config()
     given = tree.get("eos_token_id", config.eos_token_id)
     if not ends or set(given if isinstance(given, list) else [given]) == set(ends):
         return {}
-    # transformers would take a file with this key for one that repeats config.json.
+    # With this key, transformers would treat the file as a copy of config.json.
     tree.pop("_from_model_config", None)
     ids = {} if tree else {key: getattr(config, key, None) for key in ("bos_token_id", "pad_token_id")}
     tree = {key: number for key, number in ids.items() if number is not None} | tree
@@ -313,7 +313,7 @@ def served_generation(folder: Path, config: PretrainedConfig, ends: Sequence[int
 
 
 def prompt_lines(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Lines of a model card: how servers write prompts, what begins a text, and what ends an answer."""
+    """Lines of a model card: the format of prompts, what begins a text, and what ends an answer."""
     given = tokenizer.chat_template
     plain, names = PlainFormat.of(given), f" ({', '.join(given)})" if isinstance(given, dict) else ""
     if plain is None:

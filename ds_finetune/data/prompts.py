@@ -1,7 +1,6 @@
-"""Prompts that the model answers itself: their layouts, and their records, which the rewards see.
+"""Prompts to which the model samples answers: their layouts, and their records, which rewards read.
 
-A row may also have an answer, as those of supervised fine-tuning: that is the reference answer, column `answer` of the
-record.
+A row may have a reference answer, as rows of supervised fine-tuning do; it becomes the column `answer` of the record.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,30 +13,30 @@ from ds_finetune.data.record_layouts import LAYOUTS, Completion, LayoutColumns, 
 from ds_finetune.errors import DataError
 
 ANSWER = "answer"
-"""Column of a record with the reference answer."""
+"""Column of the record with the reference answer."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, as a conversation without the answer, or as a text with its conversation and an empty completion."""
+    """A prompt: a conversation without the answer, or a text with its conversation and an empty completion."""
 
     sample: Conversation | Completion
     answer: object = None
     """The reference answer; None where the row has none."""
     record: Mapping[str, Any] = field(default_factory=dict)
-    """All columns of the row, with the reference answer."""
+    """All columns of the row, and the reference answer."""
 
     def with_system(self, text: str, where: str) -> Self:
-        """This prompt with a system text before all turns."""
+        """Prepend a system message."""
         return replace(self, sample=self.sample.with_system(text, where))
 
     def of_record(self, record: Record) -> Self:
-        """This prompt with its record."""
+        """The prompt with its record."""
         return replace(self, record={**record, **({} if self.answer is None else {ANSWER: self.answer})})
 
 
 def _prompt_of(view: Mapping[str, Any], column: str, where: str) -> Prompt:
-    """The prompt in a column, as a text or as messages, and the first reference answer that the row has."""
+    """The prompt in a column, as a text or as messages, and the row's first reference answer."""
     value, answer = view[column], _reference(view)
     if isinstance(value, list | tuple):
         if value and is_answer(value[-1]):
@@ -52,8 +51,8 @@ def _prompt_of(view: Mapping[str, Any], column: str, where: str) -> Prompt:
 
 
 def _reference(view: Mapping[str, Any]) -> object:
-    """The reference answer, of TRL and axolotl (`answer`, `solution`), ms-swift (`solution`), verl
-    (`reward_model.ground_truth`), OpenRLHF (`label`), or of rows of supervised fine-tuning (`completion`).
+    """Reference answer from the columns of TRL and axolotl (`answer`, `solution`), ms-swift (`solution`), verl
+    (`reward_model.ground_truth`), OpenRLHF (`label`), or of supervised fine-tuning (`completion`).
     """
     graded = view.get("reward_model")
     truth = graded.get("ground_truth") if isinstance(graded, Mapping) else None
@@ -69,7 +68,7 @@ def _last_content(completion: object) -> object:
 
 
 def _without_answer(sample: Sample, answer: object) -> Prompt:
-    """The prompt of a dialogue, whose last turn is the reference answer unless `answer` is given."""
+    """The prompt of a dialogue; the last turn is the reference answer unless `answer` is given."""
     conversation = sample.conversation if isinstance(sample, Completion) else sample
     assert isinstance(conversation, Conversation)
     last = conversation.messages[-1]
@@ -83,7 +82,7 @@ def _without_answer(sample: Sample, answer: object) -> Prompt:
 
 
 def _dialogue(layout: str) -> tuple[str, str, str, Any]:
-    """A layout of dialogue whose last turn, where it is the assistant's, is the reference answer."""
+    """The layout of dialogue named `layout`, whose last turn, if it is the assistant's, is the reference answer."""
     row = LAYOUTS[layout]
 
     def read(view: Mapping[str, Any], where: str) -> Prompt:
@@ -106,4 +105,4 @@ PROMPT_LAYOUTS: Mapping[str, LayoutColumns] = by_name(
     _dialogue("alpaca"),
     ("input", "input", "answer label system tools", lambda view, where: _prompt_of(view, "input", where)),
 )
-"""Layouts of prompts by name, in the order in which they are tried; other columns are for the rewards."""
+"""Layouts of prompts by name, in the order in which they are tried; rewards may read further columns."""

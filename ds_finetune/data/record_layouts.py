@@ -31,8 +31,8 @@ _OTHER_NAMES = (
     {"prompt": "query"},
     {"chosen": "chosen_messages", "rejected": "rejected_messages"},
 )
-"""Names of columns in data of HelpSteer and verl, ms-swift, Orca, dolly and GPTeacher, of prompts with reference
-answers, and of LLaMA-Factory's pairs, tried in this order if no layout fits.
+"""Column names of HelpSteer and verl, ms-swift, Orca, dolly and GPTeacher, prompts with reference answers, and
+LLaMA-Factory's pairs; tried in this order if no layout fits.
 """
 _PAIRS_OF_TEXTS = (
     ("sentence1", "sentence2"),
@@ -41,14 +41,14 @@ _PAIRS_OF_TEXTS = (
     ("question", "sentence"),
     ("sentence", "sentence2"),
 )
-"""Names of the columns of a pair of texts in GLUE's tasks; the last is a single text."""
+"""Column names of pairs of texts in GLUE's tasks; the last entry is a single text."""
 _GUESSES = {
     "prompt": "prompt question query input instruction problem",
     "completion": "completion response answer output solution generation target targets",
     "chosen": "chosen chosen_response response_chosen chosen_answer preferred better winner",
     "rejected": "rejected rejected_response response_rejected rejected_answer dispreferred worse loser",
 }
-"""Names, in lower case, that a hint suggests for a column."""
+"""Column names in lower case, by which a hint guesses what a column is."""
 
 
 @dataclass(frozen=True)
@@ -59,20 +59,20 @@ class Completion:
     completion: str
     conversation: Conversation
     has_all_turns: bool = False
-    """Whether `prompt` has every message before the answer, even if there are several."""
+    """Whether `prompt` has all messages before the answer, even if there are several."""
     is_joined: bool = False
-    """Whether `prompt` ends with the separator that it needs."""
+    """Whether `prompt` already ends with the necessary separator."""
     wrapper: str = ""
-    """Name of the text that the layout puts around the words of the row, `alpaca`; empty where it puts none."""
+    """Name of the text that the layout puts around the row's text, `alpaca`; empty where there is none."""
 
     def with_system(self, text: str, where: str) -> Self:
-        """This prompt and completion with a system text before all turns."""
+        """Prepend a system message."""
         return replace(self, conversation=self.conversation.with_system(text, where), has_all_turns=False)
 
 
 @dataclass(frozen=True)
 class PlainText:
-    """A document of which every token is supervised."""
+    """A document in which every token is supervised."""
 
     text: str
 
@@ -82,7 +82,7 @@ Sample = Conversation | Completion | PlainText
 
 @dataclass(frozen=True)
 class MarkedAnswer:
-    """A dialogue whose last answer is good or bad."""
+    """A dialogue whose last answer is labelled good or bad."""
 
     sample: Sample
     is_good: bool
@@ -90,7 +90,7 @@ class MarkedAnswer:
 
 @dataclass(frozen=True)
 class LabelledText:
-    """A text, or a pair of texts, with the number of its class, or its number on a scale."""
+    """A text, or a pair of texts, with its class index or regression label."""
 
     text: str
     text_pair: str | None
@@ -100,7 +100,7 @@ class LabelledText:
 def published_columns(
     record: Record, columns: Mapping[str, str], layouts: Mapping[str, "LayoutColumns"]
 ) -> dict[str, str]:
-    """`columns`, and the names that published data has for columns of `layouts`."""
+    """`columns`, extended by published names of columns with which the record fits one of `layouts`."""
     found = dict(columns)
     if "system" not in record and "system_prompt" in record:
         found = {"system": "system_prompt", **found}
@@ -112,7 +112,7 @@ def published_columns(
 
 
 def default_columns(record: Record, columns: Mapping[str, str]) -> dict[str, str]:
-    """`columns`, and the names that KTO's and GLUE's data sets have for `label`, `text` and `text_pair`."""
+    """`columns`, extended by the names of `label`, `text` and `text_pair` in KTO's and GLUE's data sets."""
     found: dict[str, str] = {}
     if "label" not in record and "kto_tag" in record:
         found["label"] = "kto_tag"
@@ -123,7 +123,7 @@ def default_columns(record: Record, columns: Mapping[str, str]) -> dict[str, str
 
 
 def columns_line(record: Record, *keys: str) -> str:
-    """The line of a run file that names the columns of a record which are probably `keys`; empty if one is missing."""
+    """Run-file line that assigns the probable columns of the record to `keys`; empty if no column fits a key."""
     names = {name.lower(): name for name in sorted(record, reverse=True)}
     found = {key: next((names[name] for name in _GUESSES[key].split() if name in names), "") for key in keys}
     line = ", ".join(f"{key}: {name}" for key, name in found.items() if key != name)
@@ -131,18 +131,18 @@ def columns_line(record: Record, *keys: str) -> str:
 
 
 def find_layout(record: Record, columns: Mapping[str, str], layouts: Mapping[str, "LayoutColumns"]) -> str | None:
-    """The first of `layouts` whose columns the record has; None where no layout fits."""
+    """Name of the first of `layouts` whose columns the record has; None where no layout fits."""
     names = set(record) | {key for key, column in columns.items() if column in record}
     return next((name for name, layout in layouts.items() if layout.needed <= names), None)
 
 
 def known_layouts(layouts: Mapping[str, "LayoutColumns"]) -> str:
-    """The layouts with their columns, for messages."""
+    """Layouts with their columns, for messages."""
     return "; ".join(f"{name}: {', '.join(sorted(layout.needed))}" for name, layout in layouts.items())
 
 
 def view_columns(record: Record, layout: "LayoutColumns", columns: Mapping[str, str], where: str) -> Mapping[str, Any]:
-    """The record with the layout's own names of its columns; DataError where one is missing."""
+    """The record under the layout's names of its columns; DataError where a needed column is missing."""
     view = {**record, **{key: record[column] for key, column in columns.items() if column in record}}
     absent = sorted(layout.needed - view.keys())
     if absent:
@@ -155,13 +155,13 @@ def view_columns(record: Record, layout: "LayoutColumns", columns: Mapping[str, 
 
 
 def unread_columns(record: Record, layout: "LayoutColumns", columns: Mapping[str, str]) -> list[str]:
-    """Columns with a value that `layout` does not use."""
+    """Columns with a value that `layout` does not read."""
     used = {columns[name] if columns.get(name) in record else name for name in layout.needed | layout.optional}
     return [name for name, value in record.items() if name not in used and value is not None]
 
 
 def check_supervised(record: Record, columns: Mapping[str, str], where: str) -> None:
-    """DataError for rows of other objectives, with answers that must not be imitated."""
+    """DataError for rows of other objectives, whose answers must not be imitated."""
     present = _present(record, columns)
     if {"chosen", "rejected"} <= present:
         raise DataError(
@@ -189,7 +189,7 @@ def check_media(record: Record, columns: Mapping[str, str], where: str) -> None:
 
 
 def check_no_tree(record: Record, where: str) -> None:
-    """DataError for messages and trees of OpenAssistant, in which a message has several replies."""
+    """DataError for OpenAssistant's messages and trees, in which a message has several replies."""
     prompt = record.get("prompt")
     if {"message_id", "parent_id"} <= record.keys() or (isinstance(prompt, Mapping) and "replies" in prompt):
         raise DataError(
@@ -201,22 +201,22 @@ def check_no_tree(record: Record, where: str) -> None:
 
 
 def _present(record: Record, columns: Mapping[str, str]) -> set[str]:
-    """Columns with a value, without those that data.columns names."""
+    """Columns with a value, without those named in data.columns."""
     return {name for name, value in record.items() if value is not None} - set(columns.values())
 
 
 def read_text(view: Mapping[str, Any], key: str, where: str) -> str:
-    """The text of a column; DataError where it is none."""
+    """The text in a column; DataError where it is no text."""
     return check_text(view.get(key), f"{where}: column `{key}`")
 
 
 def read_optional_text(view: Mapping[str, Any], key: str, where: str) -> str:
-    """The text of a column; empty where there is none."""
+    """The text in a column; empty where there is none."""
     return read_text(view, key, where) if view.get(key) is not None else ""
 
 
 def completion_of(prompt: str, answer: str, tools: tuple[Mapping[str, Any], ...] | None, where: str) -> Completion:
-    """An answer to a prompt, which is the user's turn, or several turns of HH-RLHF that end with `Assistant:`."""
+    """An answer to a prompt; the prompt is one user turn, or several turns of HH-RLHF that end with `Assistant:`."""
     turns = hh_turns(prompt)
     if not turns:
         turns = [{"role": "user", "content": prompt}]
@@ -228,7 +228,7 @@ def completion_of(prompt: str, answer: str, tools: tuple[Mapping[str, Any], ...]
 
 
 def hh_turns(text: str) -> list[dict[str, str]]:
-    """The turns of a dialogue of Anthropic's HH-RLHF; none where the text is no such dialogue."""
+    """Turns of a dialogue of Anthropic's HH-RLHF; empty where the text is none."""
     before, *parts = _HH_TURN.split(text)
     if before or parts[:1] != ["Human"] or "Assistant" not in parts[::2]:
         return []
@@ -239,7 +239,7 @@ def hh_turns(text: str) -> list[dict[str, str]]:
 
 
 def check_not_continued(prompt: Sequence[object], answer: Sequence[object], where: str) -> None:
-    """DataError where the answer would be a second turn of the assistant, or the rest of its last one."""
+    """DataError where the answer would follow an assistant's turn or continue it."""
     if prompt and answer and is_answer(prompt[-1]) and is_answer(answer[0]):
         raise DataError(
             f"{where}: the prompt ends with an assistant turn, {prompt[-1]!r:.60}, and the answer is another",
@@ -248,12 +248,12 @@ def check_not_continued(prompt: Sequence[object], answer: Sequence[object], wher
 
 
 def role_of(turn: object) -> object:
-    """The role of a message in any form; None where it has none."""
+    """Role of a message in any form; None where it has none."""
     return turn.get("role", turn.get("from")) if isinstance(turn, Mapping) else None
 
 
 def is_answer(turn: object) -> bool:
-    """Whether a message, in any form, is the assistant's."""
+    """Whether a message in any form is the assistant's."""
     return role_of(turn) in ANSWER_ROLES
 
 
@@ -265,7 +265,7 @@ def _messages(view: Mapping[str, Any], where: str) -> Sample:
 
 
 def read_alpaca(view: Mapping[str, Any], where: str) -> Completion:
-    """Alpaca's columns `instruction`, `output`, and optionally `input`, `system` and `history`."""
+    """Read Alpaca's columns `instruction`, `output`, and optionally `input`, `system` and `history`."""
     instruction, answer = read_text(view, "instruction", where), read_text(view, "output", where)
     context = read_optional_text(view, "input", where)
     intro = ALPACA_PROMPT_WITH_INPUT if context else ALPACA_PROMPT
@@ -294,7 +294,7 @@ def _prompt_completion(view: Mapping[str, Any], where: str) -> Sample:
         check_not_continued(prompt, completion, where)
         whole = read_conversation([*prompt, *completion], view.get("tools"), "prompt, completion", where)
         asked = len(read_conversation(prompt, None, "prompt", where).messages) if prompt else 0
-        # TRL trains nothing of a prompt, also not its assistant turns.
+        # TRL trains no token of a prompt, not even its assistant turns.
         untrained = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in whole.messages[:asked]]
         return replace(whole, messages=(*untrained, *whole.messages[asked:]))
     question, answer = read_text(view, "prompt", where), read_text(view, "completion", where)
@@ -313,7 +313,7 @@ def _texts(view: Mapping[str, Any], where: str) -> tuple[str, str | None]:
 
 @dataclass(frozen=True)
 class LayoutColumns:
-    """A layout: its name, columns that it needs, optional ones, and the function that reads a record."""
+    """A layout: its name, its needed and optional columns, and the function that reads a record."""
 
     name: str
     needed: frozenset[str]
@@ -322,9 +322,9 @@ class LayoutColumns:
 
 
 def by_name(*layouts: tuple[str, str, str, Callable[[Mapping[str, Any], str], Any]]) -> Mapping[str, LayoutColumns]:
-    """Layouts from their names, needed and optional columns (separated by spaces), and functions.
+    """Layouts from tuples of name, needed columns, optional columns (separated by spaces), and function.
 
-    The text of an optional column `system` becomes the first turn of what the function reads.
+    The text of an optional column `system` is prepended to the function's result as the first turn.
     """
     return {
         name: LayoutColumns(
@@ -359,6 +359,6 @@ LAYOUTS = by_name(
 MARKED_LAYOUTS = {
     name: replace(layout, needed=layout.needed | {"label"}) for name, layout in LAYOUTS.items() if name != "text"
 }
-"""Layouts of answers that are marked as good or bad: those of dialogue, with a column `label`."""
+"""Layouts of answers labelled good or bad: those of dialogue with a column `label`."""
 LABELLED_LAYOUTS = by_name(("labelled", "text label", "text_pair", _texts))
 """The layout of texts with labels."""

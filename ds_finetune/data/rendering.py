@@ -1,8 +1,8 @@
 """Renders a conversation with a chat template and finds the assistant turns in the result.
 
-The texts of a turn (content, reasoning, names of called functions) are replaced by placeholders that cannot occur
-otherwise, and the conversation is rendered. Text before the placeholders is prompt; text after them ends the turn.
-The placeholders are then replaced by the texts of the row. So a template that removes reasoning from past turns (R1's
+The texts of a turn (content, reasoning, names of called functions) are replaced by unique placeholders, and the
+conversation is rendered. The text before the placeholders is the prompt; the text after them ends the turn. The
+placeholders are then replaced by the texts of the row. So a template that removes reasoning from past turns (R1's
 `content.split('</think>')`) or strips white space does not change which tokens are supervised. If a placeholder is
 missing in the rendering, the row is dropped.
 """
@@ -24,10 +24,10 @@ _THINK_END = "</think>"
 
 @dataclass(frozen=True)
 class Turn:
-    """An assistant turn: its prompt, the body that is supervised, and the text that ends the turn.
+    """An assistant turn: its prompt, the supervised body, and the text that ends the turn.
 
-    `number` is the index of its message. `is_open` is true for a tool call that the template does not end with the
-    token that ends other turns.
+    `number` is the index of its message. `is_open` marks a tool call that the template does not end with the token that
+    ends other turns.
     """
 
     number: int
@@ -38,18 +38,19 @@ class Turn:
 
 
 class UnrenderedTextError(Exception):
-    """The template leaves out a text of the row; the argument is the reason, a key of `row_report.DROPPED`."""
+    """The template does not render a text of the row; the argument is a key of `row_report.DROPPED`."""
 
 
 class RewrittenTurnError(Exception):
-    """The template writes an earlier turn in another way when a later one is added."""
+    """The template changes its rendering of an earlier turn when a later turn is added."""
 
 
 class RenderedConversation:
     """One conversation with one template; `messages` come from `chat_template.adapt_messages`.
 
-    UnrenderedTextError where the template renders no tool calls or no reasoning, and the conversation has some.
-    `only` is the index of the one turn to find, with the messages before it as the template writes them there.
+    With `only`, the single turn to find is the message of this index, and earlier messages are rendered without
+    placeholders. UnrenderedTextError where the conversation has tool calls or reasoning that the template does not
+    render.
     """
 
     def __init__(
@@ -70,14 +71,14 @@ class RenderedConversation:
         ]
 
     def prefixes(self, numbers: Sequence[int]) -> "list[RenderedConversation]":
-        """The conversation up to each of these assistant messages, of which only the last turn is found."""
+        """For each of these assistant messages, the conversation up to it, in which only that last turn is found."""
         return [RenderedConversation(self._template, self._messages, self._tools, self._where, only=n) for n in numbers]
 
     def _is_found(self, number: int) -> bool:
         return self._messages[number]["role"] == "assistant" and self._only in (None, number)
 
     def turns(self) -> list[Turn]:
-        """The assistant turns in order; the prompt of each is all text after the turn before it.
+        """The assistant turns in order; the prompt of a turn is all text since the turn before it.
 
         A conversation without an assistant message is one turn that has only a prompt.
 
@@ -92,14 +93,14 @@ class RenderedConversation:
             try:
                 turn, done = self._turn(number, done)
             except RewrittenTurnError:
-                # Phi-3's template writes an end of the text behind the last turn only, after the end of the turn.
+                # After the last turn only, Phi-3's template adds an end-of-text token behind the end of the turn.
                 turns[-1], done = self._without_last_text(turns[-1], done)
                 turn, done = self._turn(number, done)
             turns.append(turn)
         return turns or [Turn(len(self._messages), self._render(self._messages), "", "")]
 
     def _without_last_text(self, turn: Turn, done: str) -> tuple[Turn, str]:
-        """A turn without the text behind its end token, and `done` without that text."""
+        """Remove the text behind the end token from a turn and from `done`, the rendering so far."""
         token = self._template.turn_end(turn.ending)
         ending = turn.ending.partition(token)[0] + token if token else turn.ending
         if ending == turn.ending:
@@ -107,7 +108,7 @@ class RenderedConversation:
         return replace(turn, ending=ending), done[: len(done) - len(turn.ending) + len(ending)]
 
     def turn_end(self, turn: Turn) -> str:
-        """The ending of a turn through its first special token; DataError where it has none."""
+        """The ending of a turn up to and with its first special token; DataError where it has none."""
         token = self._template.turn_end(turn.ending)
         if not token:
             raise DataError(
@@ -118,10 +119,10 @@ class RenderedConversation:
         return turn.ending.partition(token)[0] + token
 
     def check(self, turns: Sequence[Turn], *, is_protected: bool) -> None:
-        """UnrenderedTextError where a text of the row is missing in `turns`, or the template reorders texts.
+        """UnrenderedTextError where `turns` lack a text of the row, or the template reorders texts.
 
-        `is_protected` says that control tokens are in brackets (`ControlTokens.protect`), which a template that writes
-        JSON in ASCII would escape.
+        With `is_protected`, control tokens are in brackets (`ControlTokens.protect`), which a template that writes
+        ASCII JSON would escape; the row is then refused too.
         """
         document = "".join(turn.prompt + turn.body + turn.ending for turn in turns)
         end = turns[-1].number + 1
@@ -137,7 +138,7 @@ class RenderedConversation:
             )
         except RenderingError:
             return
-        # A template may remove the reasoning of past turns; `turns()` found it in the rendering of each turn.
+        # Reasoning is not checked here: a template may remove it from past turns, and `turns()` found it in each turn.
         names = [
             [name for name, _, kind in _placeholders(message, n, self._template) if kind != "reasoning"]
             for n, message in enumerate(messages)
@@ -148,9 +149,9 @@ class RenderedConversation:
             raise UnrenderedTextError("text")
 
     def server_prompt(self, number: int) -> str | None:
-        """A server's prompt from `apply_chat_template` for the messages before `number`; None where that fails."""
+        """A server's prompt (`apply_chat_template`) for the messages before `number`; None where rendering fails."""
         try:
-            # It drops keys whose value is None: transformers 5.23, tokenization_utils_base.py:3144.
+            # apply_chat_template drops keys whose value is None: transformers 5.23, tokenization_utils_base.py:3144.
             messages = [
                 {key: value for key, value in message.items() if value is not None}
                 for message in self._messages[:number]
@@ -160,12 +161,12 @@ class RenderedConversation:
             return None
 
     def open_prompt(self) -> str:
-        """The messages with the header of an answer, as a server sends them; DataError where the template fails."""
+        """A server's prompt for all messages, with the answer's header; DataError where the template fails."""
         prompt = self.server_prompt(len(self._messages))
         return self._render(self._messages, opens=True) if prompt is None else prompt
 
     def tools_note(self, document: str) -> str:
-        """A key of `row_report.NOTED` where the template renders no tools or `document` lacks some of their texts."""
+        """Key of `row_report.NOTED` if tools are not rendered, or not completely in `document`; else empty."""
         if not self._tools:
             return ""
         if not self._template.probes.tools:
@@ -188,7 +189,7 @@ class RenderedConversation:
             raise template_error(self._where, broken) from broken
 
     def _after(self, done: str, rendered: str) -> str:
-        """The text of `rendered` after `done`, the text of the turns so far."""
+        """The rest of `rendered` after `done`, the text of earlier turns; RewrittenTurnError if that text differs."""
         _, separator, rest = rendered.partition(done) if done else ("", "", rendered)
         if separator == done:
             return rest
@@ -214,7 +215,7 @@ class RenderedConversation:
         return turn, last_name + tail + stop
 
     def _with_texts(self, prompt: str) -> str:
-        """A prompt with the texts of earlier calls, e.g. their names, which gpt-oss's template repeats with results."""
+        """Fill in the placeholders of earlier turns; gpt-oss's template repeats the name of a call with its result."""
         texts = {
             name: text
             for number, message in enumerate(self._messages)
@@ -224,8 +225,8 @@ class RenderedConversation:
         return _fill_in(prompt, texts)
 
     def _next_header(self, number: int, done: str) -> str:
-        """The text behind a turn up to the first special token of the next one, which GLM-4.5 stops at; empty where
-        there is none. The turn after the last one is a tool's result after calls, else the user's.
+        """Text between a turn and the end of the first special token of the next turn, at which GLM-4.5 stops; empty if
+        there is none. If the conversation ends here, the next turn is a tool's result after calls, else the user's.
         """
         is_call = bool(self._messages[number].get("tool_calls"))
         after = self._messages[number + 1 : number + 2] or [{"role": "tool" if is_call else "user", "content": "x"}]
@@ -238,25 +239,27 @@ class RenderedConversation:
         return header.partition(token)[0] + token if token else ""
 
     def _call_end(self, middle: str, tail: str) -> tuple[int, bool]:
-        """The position in `tail` where a turn that calls tools ends, and whether the template writes no such end."""
+        """Index in `tail` at which a turn with tool calls ends, and whether the template lacks an end token there."""
         token = self._template.probes.turn_end
         ends = find_token(token, tail)
         if len(ends) > 1 or find_token(token, middle):
-            # R1's template ends the turn after each call but the first.
+            # R1's template also ends the turn after each call but the first.
             raise UnrenderedTextError("calls")
         return (ends[0], False) if ends else (len(tail.rstrip("\n")), True)
 
     def _split(self, number: int, done: str, header: str, rest: str) -> tuple[str, str]:
-        """The prompt and the body of a turn; `header` is the rendering before its texts, and `rest` what follows.
+        """Prompt and body of a turn, from `header`, the rendering before the turn's texts, and `rest`, the rendering
+        after it.
 
-        The prompt is the one that a server would send if the turn begins with that, else `header`.
+        The prompt is a server's prompt if the turn begins with that, else `header`.
         """
         message = self._messages[number]
         opened = self._after(done, self._render(self._with_placeholders[:number], opens=True)) if number else None
         is_call = not message["content"] and not message.get("reasoning_content") and message.get("tool_calls")
         written = header[len(opened) :] if opened is not None and header.startswith(opened) else ""
         if opened is not None and _THINK_END in written and _THINK_END in (message["content"] or ""):
-            # The template writes empty reasoning before an answer that has none; this answer's content has reasoning.
+            # For an answer without a reasoning field the template writes empty reasoning, but this content has
+            # reasoning.
             header = opened
         whole = header + rest
         for prompt in (opened, *(self._call_prompts(number, done) if is_call else [header])):
@@ -265,7 +268,7 @@ class RenderedConversation:
         raise UnrenderedTextError("calls")
 
     def _call_prompts(self, number: int, done: str) -> Iterator[str]:
-        """Possible prompts of a tool call: with the header of an answer in text, then without any header."""
+        """Candidate prompts of a tool call: with the header of a text answer, then without a header."""
         answer = {"role": "assistant", "content": placeholder(number)}
         yield self._after(done, self._render([*self._with_placeholders[:number], answer])).partition(
             placeholder(number)
@@ -275,7 +278,7 @@ class RenderedConversation:
 
 
 def _placeholders(message: Mapping[str, Any], number: int, template: ChatTemplate) -> list[tuple[str, str, str]]:
-    """Placeholders for the texts of a message, each with its text and the reason to drop the row if it is missing."""
+    """For each text of a message: its placeholder, the text, and the reason to drop the row if it is not rendered."""
     thought = (
         [(placeholder(f"{number}r"), message["reasoning_content"], "reasoning")]
         if message.get("reasoning_content")
@@ -293,7 +296,7 @@ def _placeholders(message: Mapping[str, Any], number: int, template: ChatTemplat
 
 
 def _call_name(call: Mapping[str, Any], template: ChatTemplate) -> str:
-    """The text by which the template names a call: the function's name, or the id, of which it is a part."""
+    """The text by which the template names a call: the function's name, or the id, which contains that name."""
     return str(call.get("id", "") if template.probes.is_named_by_id else call["function"]["name"])
 
 
@@ -321,7 +324,7 @@ def _fill_in(text: str, texts: Mapping[str, str]) -> str:
 
 
 def _is_whole(call: Mapping[str, Any], text: str) -> bool:
-    """Whether `text` has a call's name and its arguments: as JSON, or each of their keys, texts and numbers."""
+    """Whether `text` has a call's name and its arguments, as JSON or as separate keys, texts and numbers."""
     if call["function"]["name"] not in text:
         return False
     arguments = call["function"]["arguments"]
@@ -335,7 +338,7 @@ def _is_whole(call: Mapping[str, Any], text: str) -> bool:
 
 
 def _leaves(value: object) -> Iterator[str]:
-    """Keys, texts and numbers of a JSON value, as texts."""
+    """Keys, texts and numbers inside a JSON value, as texts."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from (str(key), *_leaves(inner))
@@ -347,12 +350,12 @@ def _leaves(value: object) -> Iterator[str]:
 
 
 def _contains(text: str, leaf: str) -> bool:
-    """Whether `leaf` is in `text` as it is, or as JSON or HTML write it."""
+    """Whether `text` contains `leaf` verbatim, or escaped for JSON or HTML."""
     return _find(text, leaf) >= 0
 
 
 def _find(text: str, leaf: str) -> int:
-    """The position of `leaf` in `text`, as it is or as JSON or HTML write it; -1 where it is not there."""
+    """Index in `text` of `leaf`, verbatim or escaped for JSON or HTML; -1 where it is missing."""
     place = text.find(leaf)
     if place >= 0:
         return place

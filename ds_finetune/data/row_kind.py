@@ -1,5 +1,5 @@
-"""The kind of rows that an objective is trained on: dialogue, plain text, pairs, marked answers, labelled texts or
-prompts.
+"""The kind of rows that an objective is trained on: dialogue, plain text, pairs, labelled completions, labelled texts
+or prompts.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from ds_finetune.errors import ConfigError
 
 class _Kind(NamedTuple):
     text: str
-    """What the rows are, for messages."""
+    """Description of the rows, for messages."""
     documents_per_unit: int = 0
 
 
@@ -28,10 +28,10 @@ _KINDS: Mapping[KindName, _Kind] = {
 
 @dataclass(frozen=True)
 class RowKind:
-    """What of the objective decides how records become documents.
+    """Properties of the objective that decide how records become documents.
 
-    Class names and their number are those of the objective until `classes.find_classes` has read the data's
-    (`has_known_classes`). `labels` is empty where rows have numbers of classes without names.
+    Until `classes.find_classes` has read the data (`has_known_classes`), class names and number are those of the
+    objective's section. `labels` is empty where rows have class numbers without names.
     """
 
     name: KindName = "dialogue"
@@ -42,13 +42,13 @@ class RowKind:
     num_labels: int | None = None
     has_known_classes: bool = False
     bos: BosRule = "auto"
-    """Token that begins a plain text."""
+    """Whether a plain text begins with the bos token; `auto` does what the tokenizer does."""
     has_eos: bool = True
     """Whether a plain text ends with the end-of-sequence token."""
 
     @classmethod
     def of(cls, section: ObjectiveConfig) -> Self:
-        """The kind of rows of an objective; ConfigError where numbers of the section contradict."""
+        """The kind of rows of an objective; ConfigError where its number and names of classes contradict."""
         kind = cls(section.row.kind, section.name, **section.row_settings)
         labels = kind.labels
         if len(set(labels)) != len(labels):
@@ -68,39 +68,39 @@ class RowKind:
 
     @property
     def documents_per_unit(self) -> int:
-        """Consecutive documents that are one unit: 2 for pairs; 0 where the loss is a sum over tokens."""
+        """Consecutive documents that form one unit: 2 for pairs; 0 where the loss is a sum over tokens."""
         return _KINDS[self.name].documents_per_unit
 
     @property
     def unit(self) -> str:
-        """What rows consist of, in the plural, for reports."""
+        """Plural noun for the units of rows, for reports."""
         by_size = {0: "documents", 1: "examples", 2: "pairs"}
         return "prompts" if self.name == "prompts" else by_size[self.documents_per_unit]
 
     @property
     def has_supervised_tokens(self) -> bool:
-        """Whether some tokens of a row carry loss."""
+        """Whether rows have supervised tokens."""
         return self.name not in ("labelled", "prompts")
 
     @property
     def is_regression(self) -> bool:
-        """Whether labels are numbers on a scale."""
+        """Whether labels are regression targets."""
         return self.name == "labelled" and self.num_labels == 1
 
     @property
     def description(self) -> str:
-        """The kind of rows in words, with the objective."""
+        """Description of the kind of rows and the objective, for messages."""
         return f"objective {self.objective} is trained on {_KINDS[self.name].text}"
 
     @property
     def fingerprint(self) -> list[Any]:
-        """All that affects documents, for the cache; the objective's name does not."""
+        """Everything that affects documents, for the key of the cache; the objective's name does not."""
         ends = [self.bos, self.has_eos] if self.name == "text" else []
         return [self.name, self.has_margin, list(self.labels), self.num_labels, *ends]
 
 
 def objectives_of(kind: KindName) -> list[str]:
-    """The objectives that are trained on rows of this kind."""
+    """Names of the objectives that are trained on rows of this kind."""
     return [name for name, row in OBJECTIVES.items() if row.kind == kind]
 
 

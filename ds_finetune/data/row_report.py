@@ -1,6 +1,6 @@
-"""Reports on prepared rows, as lines: how many were dropped and why, and remarks on the others.
+"""Reports on prepared rows as lines: how many were dropped and why, and remarks on the others.
 
-Data of which too much would not be trained, or in which no row has a column that the run file names, is refused.
+Data is refused if too much of it would not be trained, or if no row has a column that the run file names.
 """
 
 import re
@@ -40,7 +40,7 @@ DROPPED = {
         "set data.reasoning to strip, or give a data.template that opens both answers alike",
     ),
 }
-"""By name of a reason to drop a row: a description of such rows, and a hint what to do."""
+"""For each reason to drop a row: a description of such rows, and a hint."""
 NOTED = {
     "tools": "name tools that the prompt does not contain, so the model does not see them",
     "tools_partly": "name tools of which the chat template renders only a part",
@@ -65,11 +65,11 @@ NOTED = {
     "they are",
     "control_plain": "contain control tokens, which stay control tokens because no chat template is used",
 }
-"""Remarks on rows that are trained, by name."""
+"""Remarks on rows, by name."""
 
 
 def bad_row_lines(counts: Counts) -> list[str]:
-    """What is wrong with each bad row, for the first of them, each cause once, and the number of others."""
+    """Errors of the first bad rows, each cause once, and the number of further bad rows."""
     causes: dict[str, list[str]] = {}
     shown = [error.partition("\n  hint: ")[0] for error in counts.bad[:BAD_ROWS_SHOWN]]
     for line in shown:
@@ -79,7 +79,7 @@ def bad_row_lines(counts: Counts) -> list[str]:
 
 
 def dropped_row_lines(counts: Counts) -> list[str]:
-    """The reasons for which rows were dropped, with numbers of rows; the first two are listed even at zero."""
+    """Reasons for which rows were dropped, with numbers of rows; the first two are listed even at zero."""
     reasons = [f"{rows:,} {DROPPED[name][0]}" for name, (rows, _) in counts.dropped.entries.items()]
     return [
         f"{counts.nothing_supervised:,} without supervised tokens",
@@ -90,7 +90,7 @@ def dropped_row_lines(counts: Counts) -> list[str]:
 
 
 def dropped_rows_hint(counts: Counts) -> str:
-    """A hint about the reason for which most rows were dropped."""
+    """Hint for the reason for which most rows were dropped."""
     entries = counts.dropped.entries
     raised = ", or raise data.max_dropped_ratio" if counts.documents else ""
     if counts.bad_rows * 2 > counts.read - counts.documents:
@@ -106,7 +106,7 @@ def dropped_rows_hint(counts: Counts) -> str:
 
 
 def row_notes(counts: Counts) -> Iterator[str]:
-    """Lines about dropped rows, remarks and unused columns, for the user to see before training."""
+    """Lines about dropped rows, remarks and unused columns, shown to the user before training."""
     if counts.bad_rows:
         yield f"{counts.bad_rows:,} of {counts.read:,} rows are dropped as bad (data.bad_rows drop)"
         yield from bad_row_lines(counts)
@@ -120,7 +120,7 @@ def row_notes(counts: Counts) -> Iterator[str]:
 
 
 def server_prompt_line(counts: Counts) -> str:
-    """A line with the number of rows whose prompt differs from the one that a server would send.
+    """Line with the number of rows whose prompt differs from that of a server.
 
     A server calls `apply_chat_template` with the messages before the answer.
     """
@@ -130,7 +130,7 @@ def server_prompt_line(counts: Counts) -> str:
 
 
 def check_bad_rows(counts: Counts, config: DataConfig) -> None:
-    """DataError that lists the rows that cannot be read or tokenised, unless data.bad_rows is drop."""
+    """DataError with the rows that cannot be read or tokenised, unless data.bad_rows is drop."""
     if config.bad_rows == "drop" or not counts.bad_rows:
         return
     message, _, hint = counts.bad[0].partition("\n  hint: ")
@@ -142,7 +142,7 @@ def check_bad_rows(counts: Counts, config: DataConfig) -> None:
 
 
 def check_dropped_rows(counts: Counts, config: DataConfig, sources: Sequence[Source]) -> None:
-    """DataError where too many rows are dropped or too many tokens are cut off, or where no row is left."""
+    """DataError where too many rows are dropped, too many tokens are truncated, or no row is left."""
     check_bad_rows(counts, config)
     if counts.long_prompts and "drop" not in (config.long_rows, config.bad_rows):
         excess, where = max(counts.long_prompts, key=itemgetter(0))
@@ -175,7 +175,7 @@ def check_dropped_rows(counts: Counts, config: DataConfig, sources: Sequence[Sou
 
 
 def check_columns(counts: Counts, config: DataConfig) -> None:
-    """DataError where no row has a column that `data.columns` names."""
+    """DataError where `data.columns` names a column that no row has."""
     unused = [f"{key}: {column}" for key, column in config.columns.items() if key not in counts.named.entries]
     if unused:
         raise DataError(

@@ -1,7 +1,7 @@
 """Tokenises samples, with the mask of supervised tokens; rendering.py finds the turns of a conversation.
 
-A prompt has the ids that a server, which tokenises only the prompt, gives the model. Its answer has the ids of its
-continuation: those of the whole text, unless a token of that has characters of both.
+A prompt gets the ids that a server, which tokenises only the prompt, gives the model. Its answer gets the ids that it
+has in the whole text, unless a token there has characters of both; then the answer is tokenised separately.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from ds_finetune.data.text_encoder import ControlTokens, strip_brackets
 from ds_finetune.errors import DataError
 
 RULES_VERSION = 6
-"""Increased when the same row would become other tokens, so that tokens in older caches are not used."""
+"""Incremented when the same row would give other tokens, so that tokens in older caches are not used."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of the text of a document that is supervised or not; no token has characters of two segments."""
+    """A part of a document's text, supervised or not; no token has characters of two segments."""
 
     text: str
     is_supervised: bool
@@ -33,11 +33,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids of a document and which of them carry loss.
+    """Token ids of a document, and the mask of supervised tokens.
 
-    `server_prompt_differs` is true if a prompt is not the one that a server would send. `dropped` is the reason for
-    which the row is left out, and `notes` are remarks on it; both are names in `row_report`. `unread` are unused
-    fields.
+    `server_prompt_differs` is true if a prompt is not the one that a server would send. `dropped` is the reason why the
+    row is left out, and `notes` are remarks on it, both by names in `row_report`. `unread` are unused fields.
     """
 
     ids: list[int]
@@ -47,13 +46,14 @@ class Tokens:
     notes: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     form: str = ""
-    """How the prompt of a completion is written without a chat template: `alpaca`, `separator`, or `joined`, because
-    its completion begins with white space; empty for other rows."""
+    """Form of a completion's prompt without a chat template: `alpaca`, `separator`, or `joined` if the completion
+    begins with white space; empty for other rows.
+    """
     earlier: "tuple[Tokens, ...]" = ()
 
     def loses_answers(self, most: int) -> bool:
-        """Whether every token that carries loss is behind the first `most`; the first of a document never carries
-        loss.
+        """Whether truncation to `most` tokens removes all supervised tokens; a document's first token is never
+        supervised.
         """
         return not self.dropped and any(self.mask[1:]) and not any(self.mask[1:most])
 
@@ -62,7 +62,7 @@ class Tokens:
 class TemplateSettings:
     """Keys of the data section that affect tokens; `chat_template` is None if dialogue is tokenised as plain text.
 
-    `tool_template` renders rows with tools; empty where `chat_template` does.
+    `tool_template` renders rows with tools; empty where `chat_template` renders them too.
     """
 
     chat_template: str | None
@@ -75,7 +75,7 @@ class TemplateSettings:
 
 @dataclass(frozen=True)
 class _SampleText:
-    """A sample as text: its segments, and its `Tokens` without ids and mask."""
+    """A sample as text segments, and its `Tokens`, in which ids and mask are still empty."""
 
     segments: tuple[Segment, ...]
     result: Tokens
@@ -84,7 +84,7 @@ class _SampleText:
 class SampleTokeniser:
     """Tokenises samples with one tokenizer and one chat template.
 
-    `bos` and `has_eos` say which tokens begin and end a sample without a template (`config.objectives`); `begin` are
+    `bos` and `has_eos` decide which tokens begin and end a sample without a template (`config.objectives`); `begin` has
     the ids that begin one.
     """
 
@@ -107,9 +107,11 @@ class SampleTokeniser:
         self._has_eos = has_eos
 
     def tokenise(self, samples: Sequence[tuple[str, Sample | Prompt]]) -> list[Tokens]:
-        """Tokens of each sample, from one call of the tokenizer; of a prompt, those that a server gives the model.
+        """Tokens of each sample, from one call of the tokenizer; for a prompt, the tokens that a server gives the
+        model.
 
-        The first of each pair names the row for messages (`file line 7`). DataError where a row cannot be tokenised.
+        The first element of each pair names the row in messages (`file line 7`). DataError where a row cannot be
+        tokenised.
         """
         rows = [self._sample_texts(sample, where) for where, sample in samples]
         texts = [text for row in rows for text in row]
@@ -127,7 +129,7 @@ class SampleTokeniser:
     def _tokens_of(
         self, text: _SampleText, encoded: Sequence[tuple[list[int], bool]], *, is_chat: bool, where: str
     ) -> Tokens:
-        """The tokens of a text from the ids of its segments, and whether each would be joined with the one before."""
+        """Tokens of a text from its segments' ids; each flag says whether a segment would merge with the one before."""
         ids = [] if is_chat else list(self.begin)
         mask = [False] * len(ids)
         part = list[int]()
@@ -135,7 +137,7 @@ class SampleTokeniser:
             ids += part
             mask += [segment.is_supervised] * len(part)
         if text.segments and text.segments[-1].is_supervised and not is_chat and self._has_eos:
-            # A text may end with the eos token itself.
+            # The text may already end with the eos token.
             ends = [int(self._tokenizer.eos_token_id)] if part[-1:] != [self._tokenizer.eos_token_id] else []
             ids, mask = ids + ends, mask + [True] * len(ends)
         bos = self._tokenizer.bos_token_id
@@ -151,7 +153,7 @@ class SampleTokeniser:
             text.result,
             ids=ids,
             mask=mask,
-            # A server tokenises earlier turns together with what follows them.
+            # A server tokenises earlier turns together with the text after them.
             server_prompt_differs=text.result.server_prompt_differs or any(is_joined[: answers[-1]] if answers else ()),
             notes=(*text.result.notes, *notes),
         )
@@ -189,9 +191,7 @@ class SampleTokeniser:
         return [_SampleText(tuple(segments), Tokens([], [], notes=notes, form=form))]
 
     def _prompt_texts(self, sample: Conversation | Completion, where: str) -> list[_SampleText]:
-        """The text of a prompt that a server makes of its messages, or without a template what precedes a completion in
-        supervised fine-tuning.
-        """
+        """The prompt text that a server makes of the messages; without a template, the text before a completion."""
         if self._template is None:
             (text,) = self._sample_texts(sample, where)
             notes = tuple(note for note in text.result.notes if note != "empty_answer")
@@ -218,7 +218,7 @@ class SampleTokeniser:
         return [Segment(prompt, self._settings.train_on == "all"), Segment(completion, True, is_answer=True)]
 
     def _template_for(self, conversation: Conversation) -> ChatTemplate:
-        """The template that transformers takes for a conversation: `tool_use` where it has tools, if there is one."""
+        """The template that transformers uses: `tool_use`, if it exists, for a conversation with tools."""
         template = (self._tool_template if conversation.tools else None) or self._template
         assert template is not None
         return template
@@ -257,7 +257,7 @@ class SampleTokeniser:
     def _found_turns(
         self, whole: RenderedConversation, conversation: Conversation
     ) -> list[tuple[RenderedConversation, list[Turn]]]:
-        """The renderings that become documents, with their turns: one, or one for each answer that carries loss where
+        """Renderings that become documents, with their turns: one rendering, or one for each supervised answer where
         the template changes earlier turns.
         """
         try:
@@ -276,7 +276,7 @@ class SampleTokeniser:
     def _turn_segments(
         self, turns: Sequence[Turn], supervised: set[int], rendered: RenderedConversation, result: Tokens
     ) -> _SampleText:
-        """The text of turns: a segment for each supervised answer, through its end token, and for the text between."""
+        """Segments of the turns: each supervised answer with its end token, and the text between answers."""
         segments: list[Segment] = []
         is_other_supervised = self._settings.train_on == "all"
         whole, other, differs = "", "", False
@@ -299,7 +299,7 @@ class SampleTokeniser:
 
 
 def _unread_fields(conversation: Conversation, template: ChatTemplate) -> list[str]:
-    """Fields of messages that the template gets but does not render, as texts for the report."""
+    """Fields of messages that are passed to the template but not rendered, as texts for the report."""
     messages = conversation.messages
     present = {f"{message['role']}.{key}" for message in messages for key in ("name", "tool_call_id") if key in message}
     if any("id" in call for message in messages for call in message.get("tool_calls") or ()):

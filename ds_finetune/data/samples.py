@@ -1,5 +1,5 @@
-"""Reads records as the samples of an objective: dialogue, plain text, pairs, marked answers, labelled texts
-or prompts.
+"""Reads records as the samples of an objective: dialogue, plain text, pairs, labelled completions, labelled texts or
+prompts.
 """
 
 from collections.abc import Mapping
@@ -41,11 +41,11 @@ LAYOUTS_OF: Mapping[KindName, Mapping[str, LayoutColumns]] = {
     "text": {"text": LAYOUTS["text"]},
     "prompts": PROMPT_LAYOUTS,
 }
-"""The layouts that are tried for each kind of rows."""
+"""Layouts that are tried for each kind of rows."""
 
 
 def check_layout_name(layout: str, columns: Mapping[str, str], kind: RowKind) -> None:
-    """ConfigError where `data.layout`, or a name in `data.columns`, is none of the kind's."""
+    """ConfigError where `data.layout`, or a key of `data.columns`, does not exist for this kind of rows."""
     known = LAYOUTS_OF[kind.name]
     if layout != "auto" and layout not in known:
         raise ConfigError(
@@ -63,9 +63,9 @@ def check_layout_name(layout: str, columns: Mapping[str, str], kind: RowKind) ->
 def read_row(
     record: Record, kind: RowKind, *, layout: str, columns: Mapping[str, str], where: str
 ) -> tuple[RowSample, list[str]]:
-    """A record as a sample, and the columns that are not used.
+    """A record as a sample, and its unused columns.
 
-    `layout` is `auto` or a name of the kind's layouts. DataError where no layout fits, or a column cannot be read.
+    `layout` is `auto` or the name of a layout of this kind. DataError where no layout fits, or a column cannot be read.
     """
     check_no_tree(record, where)
     record = {name: without_nulls(value) for name, value in record.items()}
@@ -78,7 +78,7 @@ def read_row(
         columns = {**default_columns(record, columns), **default_columns(given, columns)}
     layouts = LAYOUTS_OF[kind.name]
     if layout == "auto" and find_layout(given, published_columns(given, columns, layouts), layouts):
-        # A table has the columns of all its rows.
+        # Tables have the columns of all their rows; use only those with a value.
         record = given
     if layout == "auto":
         columns = published_columns(record, columns, layouts)
@@ -86,7 +86,7 @@ def read_row(
     _check_used(record, named, chosen, where)
     view = view_columns(record, chosen, columns, where)
     if kind.name == "prompts":
-        # Rewards read all columns.
+        # Rewards may read any column, so none is unused.
         return chosen.read(view, where).of_record(given), []
     unread = unread_columns(record, chosen, columns)
     if kind.name == "marked":
@@ -103,7 +103,7 @@ def read_row(
 
 
 def _read_mark(label: object, column: str, where: str) -> bool:
-    """Whether an answer is good; DataError for labels other than true, false, 1 and 0, also as texts, as CSV has."""
+    """Whether an answer is labelled good; DataError for labels but true, false, 1, 0 and their texts (CSV)."""
     if isinstance(label, int | str) and str(label).lower() in ("0", "1", "true", "false"):
         return str(label).lower() in ("1", "true")
     raise DataError(
@@ -113,7 +113,7 @@ def _read_mark(label: object, column: str, where: str) -> bool:
 
 
 def _check_used(record: Record, columns: Mapping[str, str], layout: LayoutColumns, where: str) -> None:
-    """DataError where `data.columns` names a column of the record that its layout does not read."""
+    """DataError where `data.columns` names a column of the record that the layout does not read."""
     for key, column in columns.items():
         if column in record and key not in layout.needed | layout.optional:
             raise DataError(
@@ -124,7 +124,7 @@ def _check_used(record: Record, columns: Mapping[str, str], layout: LayoutColumn
 
 
 def _recognise(record: Record, kind: RowKind, columns: Mapping[str, str], where: str) -> str:
-    """The first layout of the kind whose columns the record has; DataError where no layout fits."""
+    """Name of the first layout of this kind whose columns the record has; DataError where no layout fits."""
     layouts = LAYOUTS_OF[kind.name]
     found = find_layout(record, columns, layouts)
     if found is not None:
@@ -146,7 +146,7 @@ def _recognise(record: Record, kind: RowKind, columns: Mapping[str, str], where:
 
 
 def _other_objective(record: Record, columns: Mapping[str, str]) -> str:
-    """A hint with the objectives that are trained on such rows; empty where there are none."""
+    """Hint with the objectives that are trained on such rows; empty where there are none."""
     names = default_columns(record, columns)
     fitting = next(
         (

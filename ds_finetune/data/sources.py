@@ -1,6 +1,6 @@
-"""Finds the files and hub data sets that a run file names, and reads the records of each.
+"""Finds the files and hub data sets that a run file names, and reads their records.
 
-Splits are recognised by the names of files, folders and data sets, as `datasets` does.
+Splits are recognised by the names of files, folders and data sets, as in `datasets`.
 """
 
 import json
@@ -29,17 +29,17 @@ _WORDS: Mapping[str, frozenset[str]] = {
 }
 """Words that name a split (datasets 5.2, data_files.py:43-47)."""
 DEFAULT_SPLITS: Mapping[str, tuple[str, ...]] = {"train": ("train",), "eval": ("validation", "test")}
-"""By purpose, the splits to look for where the run file names none; the first that exists is read."""
+"""Splits to look for by purpose where the run file names none; the first that exists is read."""
 
 
 def splits_of(name: str) -> set[str]:
-    """The splits that words in `name` stand for: `test` for `test-00000-of-00001.parquet`, none for `contest.json`."""
+    """Splits named by words in `name`: `test` for `test-00000-of-00001.parquet`, none for `contest.json`."""
     words = set(re.split(r"[^a-z]+", name.lower()))
     return {split for split, own in _WORDS.items() if own & words}
 
 
 def split_of_file(path: PurePath) -> str:
-    """The split that a file's name contains, else the one in the nearest folder's name; empty for none or several."""
+    """Split named by a file's name, else by the nearest folder's name; empty where none or several are named."""
     for part in reversed(path.parts):
         splits = splits_of(part)
         if splits:
@@ -57,7 +57,7 @@ class Source:
 
     `format` is a value of `files.FORMATS`, or `hub`.
 
-    `note` says which split of a folder is read and how many of its files; it is the same for all files of the folder.
+    `note` says which split of a folder is read, and how many of its files; all files of the folder have the same note.
     """
 
     path: str
@@ -67,11 +67,11 @@ class Source:
     purpose: str = "train"
     note: str = ""
     entry: int = 0
-    """Number of the path that names it."""
+    """Index of the path in the run file that names the source."""
 
     @property
     def fingerprint(self) -> tuple[str, int, int]:
-        """Path, size and modification time of a file; for the hub: id, subset and split, then 0, 0."""
+        """Path, size and modification time of a file; for a hub data set id, subset and split, then 0, 0."""
         if self.format == "hub":
             return f"{self.path}:{self.subset}:{self.split or DEFAULT_SPLITS[self.purpose]}", 0, 0
         stat = Path(self.path).stat()
@@ -79,10 +79,10 @@ class Source:
 
 
 def find_sources(paths: Sequence[str], *, purpose: str = "train") -> list[Source]:
-    """The sources that `paths` name, in a stable order; folders are searched.
+    """Sources that `paths` name, in a stable order; folders are searched.
 
-    A path may end in `:split`, and a hub id in `:subset:split`. Where no split is named, the training
-    or the held-out one is read, by `purpose`. DataError for files that are missing, empty or of an unknown format.
+    A path may end in `:split`, and a hub id in `:subset:split`. Where no split is named, `purpose` selects the training
+    or the held-out split. DataError for files that are missing, empty or of an unknown format.
     """
     files = [(entry, file) for entry, path in enumerate(paths) for file in named_files(path)]
     sources = [replace(source, entry=entry) for entry, file in files for source in _expand(file, purpose)]
@@ -94,11 +94,11 @@ def find_sources(paths: Sequence[str], *, purpose: str = "train") -> list[Source
 
 @dataclass(frozen=True)
 class RecordChoice:
-    """The records of training files that are read, by their number over all files: the first `rows` of them (None:
-    all) without the held-out share, or only that share.
+    """Selects records of the training files by their index over all files: the first `rows` records (None: all) without
+    the held-out share, or with `is_held_out` only that share.
 
-    The share is one record of each 1 / `share` that follow one another, drawn by `seed`. So neither the number of
-    records nor that of processes decides which are held out.
+    One record in each block of 1 / `share` records is held out, chosen by a hash of `seed` and block. So the choice
+    depends on neither the number of records nor that of processes.
     """
 
     rows: int | None = None
@@ -107,7 +107,7 @@ class RecordChoice:
     is_held_out: bool = False
 
     def read(self, sources: Sequence[Source]) -> Iterator[tuple[Source, Iterator[tuple[str, ReadRecord]]]]:
-        """Each source with its chosen records, as `read_or_errors` gives them."""
+        """Yield each source with its chosen records, in the form of `read_or_errors`."""
         numbers = iter(range(self.rows)) if self.rows else count()
         for source in sources:
             numbered = zip(read_or_errors(source), numbers, strict=False)
@@ -131,7 +131,7 @@ def read_records(source: Source) -> Iterator[tuple[str, Record]]:
 
 
 def read_or_errors(source: Source) -> Iterator[tuple[str, ReadRecord]]:
-    """Records of a source, each with its location; in place of one that cannot be read its error."""
+    """Records of a source, each with its location; a record that cannot be read is replaced by its error."""
     if source.format == "hub":
         yield from read_hub(source.path, source.subset, source.split, purpose=source.purpose)
     else:
@@ -163,11 +163,11 @@ def _expand(path: str, purpose: str) -> Iterator[Source]:
 
 
 _DESCRIPTION = "dataset_info.json"
-"""The name of LLaMA-Factory's list of data sets, and of a description in folders of `Dataset.save_to_disk`."""
+"""File name of LLaMA-Factory's list of data sets, and of the description that `Dataset.save_to_disk` writes."""
 
 
 def _check_no_description(path: Path) -> None:
-    """DataError where `path` is a file that describes data sets and holds no rows."""
+    """DataError where `path` is a file that describes data sets and has no rows."""
     if path.name != _DESCRIPTION or not path.is_file():
         return
     with suppress(ValueError):
@@ -210,7 +210,7 @@ def _hub_source(path: str, names: Sequence[str], purpose: str) -> Source:
 
 
 def _files_of(path: str, split: str, purpose: str) -> Iterator[Source]:
-    """The files of a folder; only those of one split if file names contain splits."""
+    """Sources for the files of a folder; only files of one split if file names contain splits."""
     folder = Path(path)
     formats = {
         file: found
@@ -239,9 +239,9 @@ def _files_of(path: str, split: str, purpose: str) -> Iterator[Source]:
 
 
 def _choose_split(purpose: str, splits: Sequence[str], path: str) -> str:
-    """The split to read for `purpose`.
+    """Name of the split to read for `purpose`; empty to read all files.
 
-    Empty: read all files, since no file name contains a split or all contain the wanted one.
+    All files are read if no file name contains a split, or all contain the wanted one.
     """
     named, fitting = {split for split in splits if split}, DEFAULT_SPLITS[purpose]
     if not named or named == {fitting[0]} or ("" in splits and len(named) == 1 and named <= set(fitting)):
@@ -267,15 +267,15 @@ def _split_names(splits: Iterable[str]) -> str:
 
 
 def estimate_rows(sources: Sequence[Source]) -> int:
-    """Estimated number of rows in `sources`, to show the time left of their tokenisation; 0 if one of them is unknown
-    (a hub data set, a compressed file).
+    """Estimated number of rows, to show the remaining time of tokenisation; 0 if any source's number is unknown (a hub
+    data set, a compressed file).
     """
     numbers = [_estimate_rows_of(source) for source in sources]
     return sum(numbers) if all(numbers) else 0
 
 
 def _estimate_rows_of(source: Source) -> int:
-    """Estimate from the lines in the first MiB of a file, or read the number in a Parquet file's footer."""
+    """Estimate the rows of a source from the lines in its first MiB, or read the number in a Parquet footer."""
     path = Path(source.path)
     if source.format == "parquet":
         import pyarrow as pa
@@ -298,7 +298,7 @@ if TYPE_CHECKING:
 
 
 def read_hub(path: str, subset: str, split: str, *, purpose: str) -> Iterator[tuple[str, Record]]:
-    """Rows of one split of a hub data set; an empty `split` stands for that of `purpose` (`train` or `eval`)."""
+    """Rows of one split of a hub data set; an empty `split` selects the default for `purpose` (`train` or `eval`)."""
     from datasets import ClassLabel
 
     splits = _load(path, subset)
@@ -312,7 +312,7 @@ def read_hub(path: str, subset: str, split: str, *, purpose: str) -> Iterator[tu
 
 
 def default_split(names: Collection[str], path: str, *, purpose: str) -> str:
-    """The split for `purpose`: the training split, or validation, else test; DataError if none or several match."""
+    """The training split, or the validation, else test split, by `purpose`; DataError if none or several match."""
     for split in DEFAULT_SPLITS[purpose]:
         fitting = [name for name in names if name == split] or [name for name in names if splits_of(name) == {split}]
         if len(fitting) == 1:

@@ -1,4 +1,4 @@
-"""Streaming: reads and tokenises rows during training, instead of preparing them before it."""
+"""Streaming: reads and tokenises rows during training instead of before it."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,25 +28,26 @@ from ds_finetune.errors import DataError
 START = Position(0, 0)
 """The position before the first row."""
 RECORDS_AT_A_TIME = 1000
-"""Size of a chunk: the records that a rank holds in memory, and tokenises, packs and shuffles together."""
+"""Records per chunk: a rank holds one chunk in memory, and tokenises, packs and shuffles it as a whole."""
 SAMPLED_RECORDS = 16
 """Number of records that are tokenised before the run, for its report."""
 
 
 @dataclass(frozen=True)
 class StreamedRows:
-    """Training rows that are streamed from `sources`, and how their records are tokenised."""
+    """Training rows streamed from `sources`, and how their records are tokenised."""
 
     sources: list[Source]
     tokenisation: Tokenisation
     config: DataConfig
     counts: Counts
-    """Counts of the first `SAMPLED_RECORDS` records, for `row_report`."""
+    """Counts over the first `SAMPLED_RECORDS` records, for `row_report`."""
 
     def fingerprint(self) -> str:
         """Name, split and size of each source, and a hash of all settings that decide how records become rows.
 
-        It is the same on any machine. The content of sources is not part of it, since nothing is read before training.
+        The fingerprint is the same on every machine. It does not cover the sources' content, which is not read before
+        training.
         """
         tokenisation, tokenizer = self.tokenisation, self.tokenisation.tokenizer
         parts = [RULES_VERSION, tokenizer.backend_tokenizer.to_str(), tokenizer.bos_token, tokenizer.eos_token]
@@ -62,7 +63,7 @@ class StreamedRows:
         return f"{json.dumps(sources)}, {xxhash.xxh3_64_hexdigest(text.encode())}"
 
     def summary(self) -> str:
-        """One line about the stream."""
+        """Summary of the stream in one line."""
         return f"streamed from {len(self.sources)} sources, {RECORDS_AT_A_TIME:,} records at a time on each rank"
 
     @property
@@ -79,7 +80,7 @@ def open_stream(
     limits: TokenLimits,
     kind: RowKind = DIALOGUE,
 ) -> StreamedRows:
-    """The training data of `config` as a stream; DataError where sources, template or vocabulary do not fit."""
+    """Open the training data as a stream; DataError where sources, template or vocabulary do not fit."""
     kind = find_classes(config, kind)
     sources, tokenisation = plan_tokenisation(config, purpose, tokenizer=tokenizer, limits=limits, kind=kind)
     _, counts = tokenise_records(list(islice(_all_records(sources), SAMPLED_RECORDS)), tokenisation)
@@ -93,10 +94,10 @@ def streaming_batches(
     """Batches of the steps from `start_step` (0-based) to `steps`, exclusive.
 
     Rank r takes records r, r + dp, ... of each pass over the sources, and shuffles the rows of each chunk of
-    `RECORDS_AT_A_TIME` records by (seed, pass, chunk). Unlike batches of prepared rows, these depend on dp. Where the
-    plan has costs of rows, those of a step are in descending order of it, so that the n-th forwards of all ranks take
-    nearly as long. `start` is the position after the last batch before a resume; records before it are read again, but
-    not tokenised.
+    `RECORDS_AT_A_TIME` records by (seed, pass, chunk, rank). Unlike batches of prepared rows, these depend on dp. If
+    the plan has costs of rows, a rank's rows of a step are sorted by descending cost, so that the n-th forwards of all
+    ranks take similar time. On resume, `start` is the position after the last batch; earlier records are read again,
+    but not tokenised.
     """
     mine = _my_rows(rows, plan, start)
     share = plan.global_batch_size // plan.dp
@@ -109,7 +110,7 @@ def streaming_batches(
 
 
 def _my_rows(rows: StreamedRows, plan: BatchPlan, start: Position) -> Iterator[tuple[Row, Position]]:
-    """This rank's rows from `start`, each with the position after it."""
+    """This rank's rows from `start` on, each with the position after it."""
     first, skipped = start.index, start.row
     for passes in count(start.epoch):
         records = islice(_all_records(rows.sources), plan.rank + first * RECORDS_AT_A_TIME * plan.dp, None, plan.dp)
@@ -150,8 +151,8 @@ def _rows_of(
 
 
 def overlap_notes(train: PreparedRows | StreamedRows, held_out: Mapping[str, PreparedRows]) -> list[str]:
-    """A line for each held-out set with the number of its documents that have the same tokens as a training document,
-    or of its pairs that have the same tokens on both sides.
+    """A line for each held-out set with the number of its units (documents or pairs) whose tokens equal a training
+    unit's.
 
     A stream is not read before training; for a stream, the line names files that are in both.
     """
@@ -170,5 +171,5 @@ def overlap_notes(train: PreparedRows | StreamedRows, held_out: Mapping[str, Pre
 
 
 def _files_of(sources: Sequence[Source]) -> dict[str, Path]:
-    """The resolved paths of files by their paths in the run file."""
+    """Resolved paths of files by their paths in the run file."""
     return {source.path: Path(source.path).resolve() for source in sources if source.format != "hub"}

@@ -1,6 +1,6 @@
-"""Stored distributions of a teacher: for each supervised token its k most likely next tokens and what is left.
+"""Stored distributions of a teacher: per supervised token the k most likely next tokens, and the rest as one.
 
-A folder has a manifest, which is written last, and one folder for each shard of consecutive documents.
+A folder has a manifest, which is written last, and a folder for each shard of consecutive documents.
 """
 
 import hashlib
@@ -34,36 +34,36 @@ _HASHED = 2**22
 
 @dataclass(frozen=True)
 class ScoreIdentity:
-    """What scores belong to; those of one folder have one."""
+    """What scores were computed from, and how; all scores of a folder have the same identity."""
 
     documents: str
-    """Hash of all documents: token ids and which of them are supervised, in order."""
+    """Hash of the token ids and masks of all documents, in order."""
     tokenizer: str
-    """Hash of the vocabulary, id by token."""
+    """Hash of the vocabulary, token to id."""
     vocabulary: int
-    """Tokens of the model's vocabulary, with unused ones."""
+    """Vocabulary size of the model, including unused ids."""
     teacher: str
     """Digest of the teacher's weights."""
     precision: str
     """Dtype in which the teacher computed."""
     top_k: int
     shard_documents: int
-    """Documents of a shard, but for the last one."""
+    """Documents per shard; the last shard may have fewer."""
     format: int = FORMAT_VERSION
 
 
 @dataclass(frozen=True)
 class DocumentScores:
-    """The distributions of the supervised tokens of a document, in order."""
+    """Distributions for the supervised tokens of a document, in order."""
 
     ids: NDArray[np.int32]
-    """[supervised tokens, k], the most likely first."""
+    """The k most likely ids, in descending order, [supervised tokens, k]."""
     log_probs: NDArray[np.float16]
-    """Log-probabilities of these ids, and last of all others together, at temperature 1, [supervised tokens, k + 1]."""
+    """Log-probabilities of `ids`, last of all others together, in nats at temperature 1, [supervised tokens, k + 1]."""
 
 
 class StoredScores:
-    """The scores of a folder by document number, read from memory maps."""
+    """Scores of a folder by document index, read from memory maps."""
 
     def __init__(self, folder: Path, identity: ScoreIdentity, num_shards: int) -> None:
         self.folder, self.identity = folder, identity
@@ -72,7 +72,7 @@ class StoredScores:
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """The scores of `folder`; DataError where it is not complete or differs from its checksums."""
+        """Open the scores of `folder`; DataError where it is incomplete or differs from its checksums."""
         try:
             manifest = json.loads((folder / _MANIFEST).read_bytes())
             identity, num_shards = ScoreIdentity(**manifest["identity"]), int(manifest["shards"])
@@ -97,7 +97,7 @@ class StoredScores:
         return self._shards[shard].document(number - self._firsts[shard])
 
     def check(self, documents: Documents, tokens: Mapping[str, int], vocabulary: int) -> None:
-        """DataError where these are not the scores of `documents`, or of another tokenizer or vocabulary."""
+        """DataError where the scores belong to other documents, or to another tokenizer or vocabulary."""
         own = self.identity
         for what, theirs, ours in (
             ("vocabulary size", own.vocabulary, vocabulary),
@@ -131,7 +131,7 @@ _ARRAYS = ("ids", "log_probs", "offsets")
 
 
 def shard_name(number: int) -> str:
-    """The folder of a shard."""
+    """Folder name of a shard."""
     return f"shard-{number:06d}"
 
 
@@ -145,7 +145,7 @@ def write_shard(folder: Path, number: int, scores: Sequence[DocumentScores], ide
 
 
 def is_shard_complete(folder: Path, number: int, identity: ScoreIdentity) -> bool:
-    """Whether a shard is there; one that is damaged is removed. OutputError where its identity is another."""
+    """Whether a shard is complete; a damaged one is removed. OutputError where its identity is another."""
     shard = folder / shard_name(number)
     if not shard.is_dir():
         return False
@@ -163,7 +163,7 @@ def is_shard_complete(folder: Path, number: int, identity: ScoreIdentity) -> boo
 
 
 def write_manifest(folder: Path, identity: ScoreIdentity, num_shards: int, remarks: Mapping[str, object]) -> None:
-    """Mark the scores as complete; `remarks` are for people."""
+    """Mark the scores as complete; `remarks` are informative only."""
     text = json.dumps({"identity": asdict(identity), "shards": num_shards, **remarks}, indent=1)
     try:
         replace_file(folder / _MANIFEST, text + "\n")
@@ -176,7 +176,7 @@ def write_manifest(folder: Path, identity: ScoreIdentity, num_shards: int, remar
 
 @dataclass(frozen=True, eq=False)
 class NumberedRows:
-    """The same rows, each with the numbers of its documents, by which their scores are found."""
+    """Prepared rows with `documents` set, whose numbers find the scores of each document."""
 
     rows: PreparedRows
 
@@ -199,7 +199,7 @@ class NumberedRows:
 
 
 def with_scores(batches: Iterator[Batch], scores: StoredScores) -> Iterator[Batch]:
-    """The batches with the distributions of their supervised tokens in `MicroBatch.examples`."""
+    """Add to each batch the teacher's distributions for its supervised tokens, as `MicroBatch.examples`."""
     for batch in batches:
         yield replace(batch, micro=tuple(_with_scores(micro, scores) for micro in batch.micro))
 
@@ -208,7 +208,7 @@ def _with_scores(micro: MicroBatch, scores: StoredScores) -> MicroBatch:
     assert micro.examples is not None
     top_k, rows = scores.identity.top_k, micro.labels.shape
     ids, log_probs = np.zeros((*rows, top_k), np.int32), np.zeros((*rows, top_k + 1), np.float16)
-    # A document is whole in its row, and documents are numbered in the order of the rows.
+    # Documents are never split over rows and are listed in the order of the rows.
     found = [scores[number] for number in micro.examples.numbers.tolist()]
     is_supervised = (micro.labels != IGNORE_INDEX).numpy()
     if found:
@@ -219,7 +219,7 @@ def _with_scores(micro: MicroBatch, scores: StoredScores) -> MicroBatch:
 
 
 def documents_hash(documents: Documents) -> str:
-    """A hash of the ids, masks and lengths of all documents; the same on any machine."""
+    """Hash of the ids, masks and lengths of all documents; the same on every machine."""
     digest = xxhash.xxh3_64()
     for array in (documents.ids, documents.mask, documents.offsets):
         for start in range(0, len(array), _HASHED):
@@ -229,6 +229,6 @@ def documents_hash(documents: Documents) -> str:
 
 
 def tokens_hash(tokens: Mapping[str, int]) -> str:
-    """A hash of a vocabulary, id by token."""
+    """Hash of a vocabulary, token to id."""
     text = json.dumps(sorted(tokens.items()), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

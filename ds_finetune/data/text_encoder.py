@@ -1,29 +1,29 @@
 """Token ids of texts from a cache of their words.
 
-Half of the time of a preparation is the tokenizer's, most of it in the regular expressions that cut a text into words,
-and a data set has few different words. For tokenizers whose expressions are known (`_CUTS`), a text is cut here at
-spaces, each different piece is encoded once, and the ids of a text are those of its pieces. Every other tokenizer
+Half of the time of a preparation is the tokenizer's, most of it in the regular expressions that split a text into
+words, and a data set has few distinct words. For tokenizers whose expressions are known (`_CUTS`), a text is cut here
+at spaces, each distinct piece is encoded once, and the ids of a text are those of its pieces. Every other tokenizer
 encodes whole texts.
 
-A cut before a space is exact where (1) no expression matches both the character before the space and the space, (2)
-none looks back, and (3) what looks ahead looks for the end of white space. Then the words to the left and to the right
-are those of the whole text, and byte-level BPE merges only within words. (1) holds for the characters of `_CUTS`:
-letters and digits, and the signs that an expression of its own matches. NFC composes nothing across a space, and added
-tokens have no spaces and do not strip them (`_has_plain_added_tokens`).
+A cut before a space is exact if (1) no expression matches both the character before the space and the space, (2) no
+expression has a look-behind, and (3) look-aheads only test for the end of white space. Then the words on both sides are
+those of the whole text, and byte-level BPE merges only within words. (1) holds for the characters of `_CUTS`: letters
+and digits, and the signs that an expression of its own matches. NFC composes nothing across a space, and added tokens
+have no spaces and do not strip them (`_has_plain_added_tokens`).
 
-A new piece of ASCII characters is cut further (`_PART`), because numbers and punctuation make most of the different
-pieces: after letters, after digits, and between a sign and a digit. None of the expressions matches characters on both
-sides of such a cut. White space is never cut from what is behind it, so what looks ahead sees the same. Pieces with an
-added token that would be cut stay whole.
+A new piece of ASCII characters is cut further (`_PART`), because most distinct pieces differ by numbers and
+punctuation: after letters, after digits, and between a sign and a digit. None of the expressions matches characters on
+both sides of such a cut. White space is never cut from the text after it, so look-aheads see the same text. Pieces with
+an added token that would be cut stay whole.
 
 Consecutive texts of a document are encoded as continuations of each other (`encode_after`), since SentencePiece
-tokenizers put a space before a text that they encode alone. A token never has characters of two texts: where the
+tokenizers put a space before a text that they encode separately. A token never has characters of two texts: where the
 tokenizer would merge the end of a prompt with the beginning of its answer, the prompt keeps the tokens that a server
-makes of it, and the answer begins with a token of its own.
+makes of it, and the answer begins with a new token.
 
-A row can bring a control token of its own, such as `<|eos|>`, in a text. By default it is tokenised as plain text, so
-that only the chat template writes real control tokens: `ControlTokens.protect` puts such texts in brackets, and
-`ControlTokens.ids` tokenises bracketed texts as plain text.
+A row's text can contain a control token, such as `<|eos|>`. By default it is tokenised as plain text, so that only the
+chat template writes real control tokens: `ControlTokens.protect` puts such texts in brackets, and `ControlTokens.ids`
+tokenises bracketed texts as plain text.
 """
 
 import hashlib
@@ -47,28 +47,29 @@ _ANY_SIGN = r"!-~"
 _PUNCTUATION = r"0-9A-Za-z!\"#%&'()*,\-./:;?@\[\\\]_{}"
 """Letters, digits, and the signs of Unicode's class P."""
 _CUTS: Mapping[str, str] = {
-    "2d98886545175e55": _PUNCTUATION,  # DeepSeek Coder: signs that are no punctuation belong to the space behind them
+    "2d98886545175e55": _PUNCTUATION,  # DeepSeek Coder: signs outside class P join the space after them
     "308bc0fc18f7896c": _ANY_SIGN,  # DeepSeek LLM, V2
     "8e9a9de6f59e7d8e": _ANY_SIGN,  # DeepSeek V3
     "ec3ddd824c16ec63": _ANY_SIGN,  # Qwen 2, 2.5 and 3
     "37cdc9d768b5f12d": _ANY_SIGN,  # Llama 3, GLM
 }
-"""Characters after which a space begins a word, by the digest of the tokenizer's parts (`_digest`)."""
+"""Characters after which a space begins a word, by the digest of a tokenizer (`_digest`)."""
 _PART = re.compile(r"[0-9]+|[^0-9A-Za-z]*(?:[A-Za-z]+|(?<=\s)[0-9]+)|[^0-9A-Za-z]+")
-"""A part of a piece of ASCII characters: digits, letters with the signs before them, or signs."""
+"""A part of an ASCII piece: digits, letters with the signs before them, or signs."""
 _MOST_PIECES = 500_000
-"""Pieces that are kept; one of English takes about 300 bytes."""
+"""Maximum number of cached pieces; an English one takes about 300 bytes."""
 _PIECES_PER_TEXT = 500
-"""Pieces that are encoded as one text."""
+"""Number of pieces that are encoded as one text."""
 _LONGEST_KEPT = 32
-"""Characters of a piece that is kept. Longer ones (a text without spaces) are seldom found again."""
+"""Maximum characters of a cached piece. Longer ones, as in texts without spaces, seldom occur again."""
 _CONTEXT, _CONTEXT_WITHOUT_ADDED = 64, 16
-"""Characters of the text before a text, on which its first tokens depend, and those where no added token is among
-them."""
+"""Number of preceding characters on which the first tokens of a text depend, with and without an added token among
+them.
+"""
 
 
 def text_encoder(tokenizer: PreTrainedTokenizerBase) -> "TextEncoder":
-    """The encoder of `tokenizer`, the same one until the tokenizer is changed or gone."""
+    """The cached encoder of `tokenizer`; a new one after the tokenizer has changed."""
     core = tokenizer.backend_tokenizer
     state = (core.get_vocab_size(), _digest(core))
     if tokenizer not in _encoders or _encoders[tokenizer].state != state:
@@ -77,35 +78,35 @@ def text_encoder(tokenizer: PreTrainedTokenizerBase) -> "TextEncoder":
 
 
 class TextEncoder:
-    """Encodes texts without special tokens around them."""
+    """Encodes texts without adding special tokens."""
 
     def __init__(self, core: Tokenizer, state: tuple[int, str]) -> None:
         self._core = core
         self.state = state
         before = _CUTS.get(state[1]) if _has_plain_added_tokens(core) else None
-        # A pattern that begins with a literal is searched for it.
+        # `re` searches fastest for patterns that begin with a literal.
         self._cut = None if before is None else re.compile(f" (?<=[{before}] )")
         self._ends_like_a_cut = re.compile(f"[{before}]\\Z")
         self._first: dict[str, list[int]] = {}
         """Ids of pieces at the start of a text."""
         self._later: dict[str, list[int]] = {}
-        """Ids of pieces with a space before them, by the piece without it."""
+        """Ids of pieces after a space, by the piece without the space."""
         self._inner: dict[str, list[int]] = {}
-        """Ids of parts of pieces behind the first part."""
+        """Ids of the second and later parts of pieces."""
         contents = [unicodedata.normalize("NFC", token.content) for token in core.get_added_tokens_decoder().values()]
         self._uncut = re.compile(
             "|".join(re.escape(text) for text in contents if len(_PART.findall(text)) > 1) or "(?!)"
         )
-        """Finds the added tokens that are not one part."""
+        """Matches added tokens that `_PART` would cut."""
         longest_first = sorted(contents, key=len, reverse=True)
         self._added = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._adds_space = any(_without_space(step) != step for step in chain(*_splitting_steps(core)))
         self._is_cut_after_added = not self._adds_space and _has_plain_added_tokens(core)
-        """Whether a text has the same ids after an added token as alone."""
+        """Whether a text has the same ids after an added token as at the start of a text."""
 
     @property
     def is_by_word(self) -> bool:
-        """Whether texts are cut into pieces."""
+        """Whether texts are cut into cached pieces."""
         return self._cut is not None
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -114,7 +115,7 @@ class TextEncoder:
             return self._encode_whole(texts)
         pieces = [self._cut.split(text) for text in texts]
         first = {parts[0] for parts in pieces} - self._first.keys()
-        # The first pieces among them do no harm.
+        # First pieces are included needlessly, which does no harm.
         later = set(chain.from_iterable(pieces)) - self._later.keys()
         self._first.update(zip(first, self._encode_whole([*first]), strict=True))
         begins = self._learn(later)
@@ -125,10 +126,10 @@ class TextEncoder:
         return found
 
     def encode_after(self, texts: Sequence[tuple[str, str]]) -> list[tuple[list[int], bool]]:
-        """For each pair of a text and the text before it: the ids of the first as the continuation of the second, and
-        whether a token of the two together would have characters of both.
+        """For each pair (text, preceding text): ids of the text as a continuation, and whether the tokenizer would
+        merge characters of both in one token.
 
-        The text before is empty at the start of a document.
+        The preceding text is empty at the start of a document.
         """
         contexts = [self._context(before) if text else "" for text, before in texts]
         wanted = [*contexts, *(context + text for context, (text, _) in zip(contexts, texts, strict=True))]
@@ -142,7 +143,7 @@ class TextEncoder:
         return found
 
     def _context(self, before: str) -> str:
-        """The end of a text on which the first tokens of the next one depend: from its last added token on, at most."""
+        """The end of a text on which the next text's first tokens depend, at most from its last added token on."""
         end = before[-_CONTEXT:]
         added = [match.span() for match in self._added.finditer(end)]
         if not added:
@@ -151,21 +152,21 @@ class TextEncoder:
         return "" if stop == len(end) and self._is_cut_after_added else end[start:]
 
     def _encode_inside(self, text: str) -> list[int]:
-        """Ids of a text inside a longer one, of which it has its own tokens."""
+        """Ids of a text inside a longer one, tokenised separately and without an added space."""
         if not self._adds_space:
             return self.encode([text])[0]
         return self._inside.encode(text, add_special_tokens=False).ids
 
     @cached_property
     def _inside(self) -> Tokenizer:
-        """The tokenizer without the step that puts a space before a text."""
+        """The tokenizer without the step that prepends a space to a text."""
         written = json.loads(self._core.to_str())
         for name in ("normalizer", "pre_tokenizer"):
             written[name] = _without_space(written[name])
         return Tokenizer.from_str(json.dumps(written))
 
     def _learn(self, later: Collection[str]) -> set[str]:
-        """Add the ids of pieces with a space before them, each from those of its parts; the new first parts."""
+        """Cache the ids of pieces after a space, made of their parts' ids; returns the new first parts."""
         parts = {piece: self._parts(piece) for piece in later}
         begins = {each[0] for each in parts.values()} - self._later.keys()
         inner = {part for each in parts.values() for part in each[1:]} - self._inner.keys()
@@ -184,13 +185,13 @@ class TextEncoder:
         return _PART.findall(piece)
 
     def _encode_whole(self, texts: Sequence[str]) -> list[list[int]]:
-        # As transformers 5.23 does before each call of the tokenizer.
+        # transformers 5.23 does this before each call of the tokenizer.
         self._core.no_truncation()
         self._core.no_padding()
         return [encoding.ids for encoding in self._core.encode_batch_fast(texts, add_special_tokens=False)]
 
     def _encode_later(self, pieces: Collection[str]) -> dict[str, list[int]]:
-        """The ids of each piece when a space stands before it.
+        """Ids of each piece after a space.
 
         Pieces that end where a text may be cut are joined to long texts first, since each text of a call has a cost.
         """
@@ -211,7 +212,7 @@ class TextEncoder:
 
 
 def _forget(known: dict[str, list[int]], added: Collection[str]) -> None:
-    """Drop long pieces among `added`, and all where there are too many."""
+    """Remove long pieces among `added` from the cache, or clear the cache if it is too large."""
     if len(known) > _MOST_PIECES:
         known.clear()
     for piece in added:
@@ -228,7 +229,7 @@ def _has_plain_added_tokens(core: Tokenizer) -> bool:
 
 
 def _digest(core: Tokenizer) -> str:
-    """A digest of all that decides how a text becomes words and how words are merged, without vocabulary and merges."""
+    """Digest of everything that decides how a text is split into words and merged, except vocabulary and merges."""
     model = core.model
     parts: list[object] = [
         _splitting_steps(core),
@@ -239,12 +240,12 @@ def _digest(core: Tokenizer) -> str:
 
 
 def _splitting_steps(core: Tokenizer) -> list[list[dict[str, Any]]]:
-    """The steps of the normalizer, and those of the pre-tokenizer."""
+    """Steps of the normalizer, and steps of the pre-tokenizer."""
     return [_steps(json.loads(part.__getstate__())) if part else [] for part in (core.normalizer, core.pre_tokenizer)]
 
 
 def _without_space(part: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A normalizer or pre-tokenizer, or one of its steps, that puts no space before a text; None if no step is left."""
+    """A copy of a normalizer or pre-tokenizer that adds no space before a text; None if no step is left."""
     if part is None or part["type"] == "Prepend":
         return None
     for steps in ("normalizers", "pretokenizers"):
@@ -258,7 +259,7 @@ def _without_space(part: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _steps(part: dict[str, Any]) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, alike for different ways to write the same; offsets do not count."""
+    """Steps of a normalizer or pre-tokenizer in a canonical form, without settings that affect only offsets."""
     if part["type"] == "Sequence":
         return [step for inner in part.get("pretokenizers", part.get("normalizers", ())) for step in _steps(inner)]
     step = {name: value for name, value in part.items() if name != "trim_offsets"}
@@ -275,8 +276,8 @@ _THINK = ("<think>", "</think>")
 class ControlTokens:
     """Finds the control tokens of a tokenizer in texts, and tokenises them as plain text.
 
-    In texts of users and tools, added tokens that the template writes count as control tokens too.
-    `choice` is data.control_tokens: `text`, `keep` or `refuse`.
+    In texts of users and tools, added tokens that the template writes also count as control tokens. `choice` is
+    data.control_tokens: `text`, `keep` or `refuse`.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None, choice: str) -> None:
@@ -287,20 +288,21 @@ class ControlTokens:
         written = [
             token.content for token in added if template and token.content in template and not token.content.isspace()
         ]
-        # Answers contain tokens for reasoning and tool calls, and system prompts explain them.
+        # Answers and system prompts may have added tokens for reasoning and tool calls.
         own = _pattern([token for token in special if token not in _THINK])
         foreign = _pattern([*special, *written])
         self._patterns = {"system": own, "assistant": own, "user": foreign, "tool": foreign}
         self._as_text: dict[str, list[int]] = {}
 
     def has_control_token(self, text: str) -> bool:
-        """Whether a text contains a special token; for texts to which no template is applied."""
+        """Whether a text that no template renders contains a special token."""
         return bool(self._patterns["system"].search(text))
 
     def protect(self, conversation: Conversation, where: str) -> tuple[Conversation, str]:
-        """The conversation with its control tokens in brackets, and a key of `row_report.NOTED`, empty if it has none.
+        """Put the conversation's control tokens in brackets; the second result is a key of `row_report.NOTED`, empty
+        without any.
 
-        With the choice `keep` the conversation is not changed; with `refuse` a control token is a DataError.
+        With `keep` the conversation is not changed; with `refuse` a control token is a DataError.
         """
         present: list[str] = []
 
@@ -322,8 +324,8 @@ class ControlTokens:
         return map_texts(conversation, lambda text, role: self._patterns[role].sub(bracketed, text)), "control_text"
 
     def ids(self, documents: Sequence[Sequence[str]]) -> list[list[tuple[list[int], bool]]]:
-        """Token ids of the consecutive texts of each document, from one call of the tokenizer, and whether it would
-        join the beginning of a text and the end of the text before it in one token.
+        """For each document: ids of its consecutive texts, from one call of the tokenizer, and whether the tokenizer
+        would merge the beginning of a text with the end of the text before it.
         """
         plain: list[tuple[str, str]] = []
         parts: list[list[list[str]]] = []
@@ -332,8 +334,8 @@ class ControlTokens:
             parts.append([re.split(f"{_OPEN}(.*?){_CLOSE}", text) if _OPEN in text else [text] for text in texts])
             for pieces in parts[-1]:
                 for number, piece in enumerate(pieces[::2]):
-                    # A template may cut a text between the two brackets of a token. Behind the characters of a control
-                    # token, transformers encodes a text as it does behind a line feed.
+                    # A template may cut a text between the brackets of a token. transformers encodes a text after the
+                    # characters of a control token as it does after a line feed.
                     plain.append((strip_brackets(piece), "\n" if number else before))
                     before = plain[-1][0] or before
                 before = "\n" if len(pieces) > 1 and not pieces[-1] else before
@@ -341,7 +343,7 @@ class ControlTokens:
         return [[self._joined(pieces, encoded) for pieces in of_document] for of_document in parts]
 
     def _joined(self, pieces: Sequence[str], encoded: Iterator[tuple[list[int], bool]]) -> tuple[list[int], bool]:
-        """Ids of a text of `pieces`, of which every other one is a control token; `encoded` has those of the others."""
+        """Ids of a text of `pieces`, alternately plain and a control token; `encoded` has the plain pieces' ids."""
         ids, is_merged = next(encoded)
         ids = list(ids)
         for token in pieces[1::2]:
@@ -365,12 +367,12 @@ class ControlTokens:
 
 
 def strip_brackets(text: str) -> str:
-    """A text without the brackets of `ControlTokens.protect`."""
+    """Remove the brackets of `ControlTokens.protect`."""
     return text.replace(_OPEN, "").replace(_CLOSE, "")
 
 
 def find_token(token: str, text: str) -> list[int]:
-    """Positions of the token in `text` outside brackets: those that the template has written."""
+    """Positions of the token in `text` outside brackets, where the template has written it."""
     return [match.start() for match in re.finditer(f"(?<!{_OPEN}){re.escape(token)}", text)] if token else []
 
 
@@ -380,9 +382,9 @@ def _pattern(tokens: Sequence[str]) -> re.Pattern[str]:
 
 
 def _character_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of a text without added tokens.
+    """Ids of a text, never of added tokens.
 
-    It is tokenised after a newline, so that SentencePiece does not add a space before it.
+    The text is tokenised after a newline, so that SentencePiece does not add a space before it.
     """
     core = tokenizer.backend_tokenizer
 

@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a folder, and checks that it makes the same tokens as its tokenizer.json."""
+"""Loads the tokenizer of a folder, and checks that it gives the tokens of its tokenizer.json."""
 
 import hashlib
 import json
@@ -25,20 +25,20 @@ PROBES = {
 _SHOWN_TOKENS = 12
 _TIKTOKEN = "tiktoken.model"
 _PATTERNS = ("tokenizer*.json", "vocab*", "merges*", "*.model", "*.spm", "*.tiktoken", "tekken.json", "*.codes")
-"""Patterns of the files of which at least one makes a tokenizer; `tokenizer_config.json` alone does not."""
+"""Patterns of files of which at least one defines a tokenizer; `tokenizer_config.json` alone does not."""
 
 
 def has_vocabulary(folder: Path) -> bool:
-    """Whether a folder has files that make a tokenizer."""
+    """Whether a folder has files that define a tokenizer."""
     found = {path.name for kind in _PATTERNS for path in folder.glob(kind)}
     return bool(found - {"tokenizer_config.json"})
 
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """The fast tokenizer of a folder.
+    """Load the fast tokenizer of a folder.
 
-    DataError where there is none, or only a tiktoken.model, it has no end-of-sequence token and is no encoder's, or it
-    makes other tokens than its tokenizer.json.
+    DataError where there is none or only a tiktoken.model, where it has no end-of-sequence token and is no encoder's,
+    or where its tokens differ from those of its tokenizer.json.
     """
     _check_files(Path(folder))
     try:
@@ -61,16 +61,16 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A digest of all that decides the ids of a text."""
+    """Digest of everything that determines the ids of a text."""
     core = tokenizer.backend_tokenizer
-    # transformers 5.23 removes both before each call of the tokenizer.
+    # transformers 5.23 removes truncation and padding before each call of the tokenizer.
     core.no_truncation()
     core.no_padding()
     return hashlib.sha256(core.to_str().encode()).hexdigest()
 
 
 def is_encoder_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer puts a text between a class token and a separator, as encoders such as BERT expect it."""
+    """Whether the tokenizer puts a text between a class token and a separator, as encoders such as BERT expect."""
     if tokenizer.cls_token_id is None or tokenizer.sep_token_id is None:
         return False
     ids = tokenizer("x")["input_ids"]
@@ -78,12 +78,11 @@ def is_encoder_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _check_files(folder: Path) -> None:
-    """DataError for a folder without a vocabulary, and for one that has only tiktoken's, as Kimi K2 and Moonlight are
-    published.
+    """DataError for a folder without a vocabulary, or with only tiktoken's, as Kimi K2 and Moonlight are published.
 
-    Without one transformers 5.23 makes an empty tokenizer for some model types, such as qwen3 and gemma3_text, in which
-    texts have no tokens or unknown ones. The pattern by which tiktoken splits texts into words is in code of the folder
-    (tokenization_kimi.py, tokenization_moonshot.py).
+    Without a vocabulary, transformers 5.23 makes an empty tokenizer for some model types, such as qwen3 and
+    gemma3_text, which encodes texts to no tokens or unknown ones. The pattern by which tiktoken splits texts into words
+    is only in the folder's Python code (tokenization_kimi.py, tokenization_moonshot.py).
     """
     if folder.is_dir() and not has_vocabulary(folder):
         raise DataError(
@@ -99,7 +98,7 @@ def _check_files(folder: Path) -> None:
 
 
 def check_beside(tokenizer: PreTrainedTokenizerBase, folder: str, config: PretrainedConfig) -> None:
-    """DataError where transformers loads the tokenizer's files in `folder` otherwise once they lie beside the model's
+    """DataError where the tokenizer in `folder` gives other tokens when transformers loads it beside the model's
     config.json `config`, as in an export.
     """
     try:
@@ -121,7 +120,7 @@ def check_beside(tokenizer: PreTrainedTokenizerBase, folder: str, config: Pretra
 
 
 def _check_tokens(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
-    """DataError where the class that transformers chose makes other tokens than `tokenizer.json`.
+    """DataError where the tokenizer class that transformers chose gives other tokens than `tokenizer.json`.
 
     For a qwen2 config, transformers 5.23 uses Qwen2Tokenizer whatever class tokenizer_config.json names
     (models/auto/tokenization_auto.py:421, 863-897), and only the vocabulary and merges of tokenizer.json.
@@ -148,7 +147,7 @@ _SAVED_HINT = (
 
 
 def _compare(tokenizer: PreTrainedTokenizerBase, expected_of: Callable[[str], list[int]], what: str, hint: str) -> None:
-    """DataError, which begins with `what`, where `tokenizer` makes other tokens of a sample text than expected."""
+    """DataError, beginning with `what`, where `tokenizer` encodes a text of PROBES to other ids than `expected_of`."""
     for name, text in PROBES.items():
         expected, actual = expected_of(text), tokenizer(text, add_special_tokens=False)["input_ids"]
         if actual == expected:

@@ -1,7 +1,7 @@
-"""Makes documents of records: reads each as a sample of the objective, tokenises it, and cuts or drops long ones.
+"""Makes documents from records: reads each as a sample of the objective, tokenises it, and fits it to the limit.
 
-Rows of objectives whose loss is not a sum over tokens become one unit each: two documents of a pair, one of a labelled
-completion, one of a text with a label, one of a prompt. Dropped rows are counted by their reason.
+Where the loss is not a sum over tokens, a row becomes one unit: two documents of a pair, or one of a labelled
+completion, a labelled text or a prompt. Dropped rows are counted by their reason.
 """
 
 import json
@@ -37,12 +37,12 @@ from ds_finetune.errors import DataError
 _MOST_CHARACTERS, _MOST_CHARACTERS_PER_TOKEN = 4_000_000, 8
 ROWS_PER_PART = 2000
 Made = tuple[Documents, Counts, Sequence[Tokens]]
-"""Documents, the counts of their rows, and for each row its remarks: `Tokens` of which ids and mask are not read."""
+"""Documents, counts of their rows, and for each row a `Tokens` with its remarks, whose ids and mask are not used."""
 
 
 @dataclass(frozen=True)
 class Tokenisation:
-    """Everything that a process needs to turn records into documents."""
+    """Tokenizer and settings that a process needs to turn records into documents."""
 
     tokenizer: PreTrainedTokenizerBase
     settings: TemplateSettings
@@ -53,10 +53,10 @@ class Tokenisation:
 
 
 def tokenise_records(records: Sequence[tuple[str, ReadRecord]], how: Tokenisation) -> tuple[Documents, Counts]:
-    """Documents of records, from one call of the tokenizer, and the counts of the records.
+    """Documents from records, by one call of the tokenizer, and the counts of the records.
 
-    Rows that cannot be read or tokenised are counted with their errors. DataError where there are `ROWS_PER_PART` rows
-    and all of them are bad, as with a wrong data.layout.
+    Rows that cannot be read or tokenised are counted with their errors. DataError where there are at least
+    `ROWS_PER_PART` bad rows, which are then all rows of a part, as with a wrong data.layout.
     """
     bad = dict[str, DataError]()
     rows = [row for where, record in records if (row := _read_row(where, record, how, bad)) is not None]
@@ -104,7 +104,7 @@ def _read_row(
 def _check_characters(record: Record, max_seq_len: int, where: str) -> None:
     """DataError where a row has so many characters that tokenising it would take gigabytes of memory.
 
-    A tokenizer takes about 400 bytes for a character. Rows that may fit into a document are never refused.
+    A tokenizer takes about 400 bytes per character. A row that may fit into a document is never refused.
     """
     number, most = _num_characters(record), max(_MOST_CHARACTERS, _MOST_CHARACTERS_PER_TOKEN * max_seq_len)
     if number > most:
@@ -122,7 +122,7 @@ def _num_characters(value: object) -> int:
 
 
 def _errors_of(samples: Sequence[tuple[str, Any]], how: Tokenisation) -> dict[str, DataError]:
-    """The errors of samples that cannot be tokenised, by location, found by halving."""
+    """Errors of samples that cannot be tokenised, by location, found by bisection."""
     try:
         if samples:
             _MAKERS[how.kind.name](samples, how)
@@ -135,13 +135,13 @@ def _errors_of(samples: Sequence[tuple[str, Any]], how: Tokenisation) -> dict[st
 
 
 def _notes(record: Record, row: Tokens) -> tuple[str, ...]:
-    # The text of a record is searched first, which is ten times as fast; it also has a typed `\\r` before a line feed.
+    # Searching the repr first is ten times as fast; it also matches a backslash and r typed in a text.
     has_windows_lines = "\\r\\n" in repr(record) and _has_windows_lines(record)
     return ("windows_lines", *row.notes) if has_windows_lines else row.notes
 
 
 def _has_windows_lines(value: object) -> bool:
-    """Whether a text in `value`, a record or a part of one, has a carriage return before a line feed."""
+    """Whether any text in `value`, a record or a part of one, has a carriage return before a line feed."""
     if isinstance(value, str):
         return "\r\n" in value
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
@@ -171,9 +171,9 @@ def _rule(where: str, sample: Sample, limits: LengthLimit) -> str:
 
 
 def _make_pairs(samples: Sequence[tuple[str, Preference]], how: Tokenisation) -> Made:
-    """Two documents for each pair, the chosen one first; only the last answer of each carries loss.
+    """Two documents for each pair, the chosen one first; only the last answer of each is supervised.
 
-    The limit bounds both together. A pair that is longer is cut at the end of its answers, or dropped.
+    The limit applies to both documents together. A longer pair is truncated at the end of its answers, or dropped.
     """
     sides: list[tuple[str, Sample]] = []
     for where, pair in samples:
@@ -206,7 +206,7 @@ def _tokenise_last_answers(samples: Sequence[tuple[str, Sample]], how: Tokenisat
 
 
 def _join_alike(pair: Preference, separator: str) -> tuple[Sample, Sample]:
-    """Both sides with the separator after the prompt that plain text needs, so that their prompts are the same."""
+    """Both sides with the same prompt text, including the separator before the answers where plain text needs one."""
     chosen, rejected = pair.chosen, pair.rejected
     if not (isinstance(chosen, Completion) and isinstance(rejected, Completion)):
         return chosen, rejected
@@ -221,7 +221,7 @@ _Ids = tuple[list[int], list[bool]]
 
 
 def _fit_pair(chosen: Tokens, rejected: Tokens, limit: LengthLimit) -> tuple[list[_Ids], str, Counts]:
-    """The sides of a pair as they are kept, or none and the reason, a key of `row_report.DROPPED`."""
+    """Ids and masks of both sides after truncation, or none and why, a key of `row_report.DROPPED`."""
     reason = chosen.dropped or rejected.dropped
     sides = [(side.ids, side.mask) for side in (chosen, rejected)]
     if not reason and not _have_answers(sides):
@@ -246,7 +246,7 @@ def _fit_pair(chosen: Tokens, rejected: Tokens, limit: LengthLimit) -> tuple[lis
 
 
 def _have_answers(sides: Sequence[_Ids]) -> bool:
-    """Whether each side has a token that carries loss; the first of a document never does."""
+    """Whether each side has a supervised token; the first token of a document never is."""
     return all(any(mask[1:]) for _, mask in sides)
 
 
@@ -255,7 +255,7 @@ def _prompt_ids(side: Tokens) -> list[int]:
 
 
 def _make_labelled_completions(samples: Sequence[tuple[str, MarkedAnswer]], how: Tokenisation) -> Made:
-    """One document for each answer, with the target 1 if it is good and 0 if bad; only the last answer carries loss."""
+    """One document for each answer, with target 1 for good and 0 for bad; only the last answer is supervised."""
     tokens = _tokenise_last_answers([(where, marked.sample) for where, marked in samples], how)
     kept: list[KeptDocument] = []
     remarks: list[Tokens] = []
@@ -270,7 +270,7 @@ def _make_labelled_completions(samples: Sequence[tuple[str, MarkedAnswer]], how:
 
 
 def _fit_answer(row: Tokens, limit: LengthLimit) -> tuple[list[_Ids], str, Counts]:
-    """A document as it is kept, or none and the reason, a key of `row_report.DROPPED`."""
+    """Ids and mask after truncation, or none and why, a key of `row_report.DROPPED`."""
     if row.dropped:
         return [], row.dropped, Counts()
     if not any(row.mask[1:]):
@@ -285,10 +285,10 @@ def _fit_answer(row: Tokens, limit: LengthLimit) -> tuple[list[_Ids], str, Count
 
 
 def _make_labelled_texts(samples: Sequence[tuple[str, LabelledText]], how: Tokenisation) -> Made:
-    """One document for each text or pair of texts, with its class or number as the target; no token carries loss.
+    """One document for each text or pair of texts, with its class or number as the target; no token is supervised.
 
-    An encoder's tokenizer gets both texts, and writes its own special tokens. For other models both are one text,
-    with the separator between them and an EOS token at the end, also where the text is cut.
+    An encoder's tokenizer gets both texts and adds its special tokens. For other models both are one text, with the
+    separator between them and an EOS token at the end, also after truncation.
     """
     control = ControlTokens(how.tokenizer, None, how.settings.control_tokens)
     kept: list[KeptDocument] = []
@@ -311,7 +311,7 @@ def _make_labelled_texts(samples: Sequence[tuple[str, LabelledText]], how: Token
 def encode_labelled(
     sample: LabelledText, tokenizer: PreTrainedTokenizerBase, separator: str, limit: int
 ) -> tuple[list[int], int | None, int]:
-    """At most `limit` ids, the first token of type 1 (None if there is none), and the number of tokens cut off."""
+    """At most `limit` ids, the index of the first id of type 1 (None without any), and the number of ids cut off."""
     encode = _encode_for_encoder if is_encoder_tokenizer(tokenizer) else _encode_for_decoder
     return encode(sample, tokenizer, separator, limit)
 
@@ -350,7 +350,7 @@ def _encode_for_decoder(
 
 
 def _make_prompts(samples: Sequence[tuple[str, Prompt]], how: Tokenisation) -> Made:
-    """One document for each prompt, with its record; no token carries loss. A longer prompt is counted and left out: a
+    """One document for each prompt, with its record; no token is supervised. A longer prompt is counted and left out: a
     part of a question has another answer.
     """
     tokens = SampleTokeniser(how.tokenizer, how.settings).tokenise(samples)
@@ -379,7 +379,7 @@ def _prompt_document(ids: list[int], prompt: Prompt, where: str) -> KeptDocument
 
 
 def _plain(value: object) -> str:
-    """Dates and decimal numbers of Parquet as texts."""
+    """Convert Parquet's dates and decimal numbers to texts."""
     if isinstance(value, date | datetime | time | Decimal):
         return str(value)
     raise TypeError(f"it has {type(value).__name__} {value!r:.60}")
