@@ -1,3 +1,1 @@
-"""Arithmetic before anything is loaded: the batch triple, the legal options and the finished DeepSpeed
-configuration.
-"""
+"""Decides a run before anything is loaded: batch sizes, refused settings, and the finished DeepSpeed configuration."""

@@ -1,4 +1,4 @@
-"""The batch triple: rows of a step = rows of a forward x accumulation x data-parallel ranks."""
+"""Batch sizes: global batch = micro-batch x gradient accumulation steps x data parallel ranks."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -13,30 +13,30 @@ AUTO = "auto"
 
 
 def rows_of_forward(train: TrainConfig) -> int:
-    """Rows of a forward on a rank; 1, which is the least of all, where `train.micro_batch_size: auto` is undecided."""
+    """Rows of a forward on a rank; 1, the minimum, while `train.micro_batch_size: auto` is undecided."""
     size = train.micro_batch_size
     return size if isinstance(size, int) else 1
 
 
 @lru_cache(maxsize=4096)
 def divisors(number: int, *, most: int | None = None) -> tuple[int, ...]:
-    """The divisors of a number up to `most`, ascending; found in pairs, since a search asks for those of thousands of
-    numbers, of which some are as large as a vocabulary.
+    """Divisors of a number up to `most`, ascending, found in pairs up to its square root: a search asks for thousands
+    of numbers, some as large as a vocabulary.
     """
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return tuple(n for n in sorted({*small, *(number // n for n in small)}) if most is None or n <= most)
 
 
 def legal_micro_batches(*, global_batch_size: int, dp: int, group: int = 1) -> tuple[int, ...]:
-    """The sizes of a micro-batch that make up the global batch on `dp` data parallel ranks, ascending, with a multiple
-    of `group` forwards in a step.
+    """Micro-batch sizes that divide the global batch on `dp` data parallel ranks into a multiple of `group` forwards
+    per step, ascending.
     """
     rows, rest = divmod(global_batch_size, dp * group)
     return () if rest else divisors(rows)
 
 
 def check_auto(train: TrainConfig, tree: Mapping[str, Any], source: str, accelerate: AccelerateChoices | None) -> None:
-    """ConfigError where `train.micro_batch_size: auto` meets a size or an accumulation that somebody has chosen."""
+    """ConfigError where `train.micro_batch_size: auto` is combined with a given micro-batch size or accumulation."""
     if train.micro_batch_size != AUTO:
         return
     for name, value in _chosen(tree, source, accelerate):
@@ -56,7 +56,7 @@ def _chosen(tree: Mapping[str, Any], source: str, accelerate: AccelerateChoices 
 
 
 def accumulation_steps(*, global_batch_size: int, micro_batch_size: int, dp: int) -> int:
-    """Forwards per optimizer step on one rank; ConfigError names the nearest legal global batch sizes."""
+    """Gradient accumulation steps on one rank; ConfigError names the nearest legal global batch sizes."""
     rows_per_pass = micro_batch_size * dp
     whole, rest = divmod(global_batch_size, rows_per_pass)
     if rest:
@@ -71,7 +71,7 @@ def accumulation_steps(*, global_batch_size: int, micro_batch_size: int, dp: int
 
 
 def _worlds_hint(global_batch_size: int, micro_batch_size: int) -> str:
-    """Ranks that can share the global batch in forwards of this size."""
+    """Hint with the numbers of ranks that can divide the global batch into forwards of this size."""
     forwards, rest = divmod(global_batch_size, micro_batch_size)
     legal = [] if rest else list(map(str, divisors(forwards)))
     return f"; or start {', '.join(legal)} {'ranks' if len(legal) > 1 else 'rank'}" if legal else ""

@@ -1,8 +1,8 @@
-"""The combinations of settings that are refused: one table, which `docs/reference/combinations.md` prints.
+"""The refused combinations of settings: one table, which `docs/reference/combinations.md` prints.
 
-Its rows that read the model's config.json stand in `plan/model_checks.py`.
+Rows that need the model's config.json are in `plan/model_checks.py`.
 
-"Is not tested" stands where no test compares a combination with a plain PyTorch loop.
+A message says "is not tested" if no test compares the combination with a reference loop.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,7 +34,7 @@ _TESTED_OPTIONS: Mapping[str, tuple[object, ...]] = {
     "gradient_predivide_factor": (1, 1.0),
     "prescale_gradients": (False,),
 }
-"""DeepSpeed options and the values that the layouts are tested with.
+"""DeepSpeed options with the values that the layouts are tested with.
 
 With other values, some layouts fail after weights are read, and some compute with another rank's experts.
 """
@@ -44,7 +44,7 @@ _ATTENTION = Conflict(
     lambda run: run.model.attention not in OWN_ATTENTIONS,
 )
 _ONE_NORM = Conflict(
-    # DeepSpeed 0.19.8 takes the norm of all gradients there, also of parameters that are apart
+    # DeepSpeed 0.19.8 then takes the norm of all gradients, including those of the auxiliary-loss parameter group
     # (fp16/unfused_optimizer.py:214).
     "zero stage {zero_stage} in {precision}",
     "use zero stage 1, or fp32",
@@ -113,7 +113,7 @@ _OBJECTIVE: tuple[Refusal[RunSettings], ...] = (
         "objective {objective.name} with train.global_batch_size 1: z0 is a mean over the examples of the global batch",
         "set train.global_batch_size to 8 or more",
     ),
-    # DeepSpeed 0.19.8 knows heads by the name `lm_head` (__init__.py:369).
+    # DeepSpeed 0.19.8 recognises heads by the name `lm_head` (__init__.py:369).
     Refusal(
         lambda run: run.optimizer == "muon" and run.objective.row.head == "scores",
         "optim.name {optim.name} with objective {objective.name} would orthogonalise the score head",
@@ -131,7 +131,7 @@ _OBJECTIVE: tuple[Refusal[RunSettings], ...] = (
         "found",
         "set data.streaming to false, or name a teacher",
     ),
-    # Only the ranks of the last stage run the teacher, and its weights would be on all ranks.
+    # Only the ranks of the last stage run the teacher, but all ranks would hold its weights.
     Refusal(
         lambda run: is_distillation(run.objective) and run.mesh.pp > 1 and run.objective.teacher_offload != "none",
         "objective distill with teacher_offload {objective.teacher_offload} and parallel {mesh} is not tested",
@@ -193,7 +193,7 @@ _RANKS: tuple[Refusal[RunSettings], ...] = (
 
 
 def _multiples(number: int, size: int) -> str:
-    """The multiples of `size` next to `number`."""
+    """The multiples of `size` next to `number`, for a hint."""
     return " or ".join(str(n * size) for n in (number // size, number // size + 1) if n)
 
 
@@ -207,7 +207,7 @@ _LAYOUT: tuple[Refusal[RunSettings], ...] = (
         "parallel {mesh} with zero stage {zero_stage} is not tested",
         "nearest: {nearest}",
     ),
-    # DeepSpeed 0.19.8 computes the norm of each rank's own shard there (fp16/unfused_optimizer.py): 0.78 of the true
+    # DeepSpeed 0.19.8 then computes the norm of each rank's own shard (fp16/unfused_optimizer.py): 0.78 of the true
     # norm on the tiny DeepSeek-V3.
     Refusal(
         lambda run: run.mesh.pp * run.mesh.tp * run.mesh.ep > 1 and run.zero_stage == 0 and run.precision != "fp32",
@@ -291,7 +291,8 @@ _LORA: tuple[Refusal[RunSettings], ...] = (
         (
             *UNTESTED_STATES,
             setting("model.weights random", "load weights, or leave `lora` out"),
-            # Embedding and head are frozen: a new row would keep its random values, and adapters do not contain it.
+            # Embedding and head are frozen and not in the adapter: a new row would keep its random values and not be
+            # exported.
             setting("model.resize_vocabulary true", "train all weights, or use a tokenizer that fits the model"),
             # An adapter folder names its base model, whose config.json has other positions and rotary scaling.
             Conflict(
@@ -327,8 +328,8 @@ _LORA: tuple[Refusal[RunSettings], ...] = (
         "lora.modules_to_save with mtp.train true is not tested",
         "leave one of them out",
     ),
-    # The scales of 256 blocks have a common scale, and those of all blocks of a weight a common mean: of a shard they
-    # are others.
+    # Each 256 block scales share a second-level scale, and all block scales of a weight share a mean: quantising a
+    # shard would give other values.
     Refusal(
         lambda run: _quantizes(run) and run.mesh.tp > 1,
         "lora.quantize {lora.quantize} with parallel {mesh} would round other numbers than without parallel.tp",
@@ -356,7 +357,7 @@ _FREEZING = together(
     lambda run: run.train.only or run.train.freeze,
     (
         *UNTESTED_STATES,
-        # Frozen weights are in the model's folder and not in checkpoints.
+        # Frozen weights are read from the model's folder, not from checkpoints.
         setting("model.weights random", "load weights, or train all"),
         setting("model.resize_vocabulary true", "train all weights, or use a tokenizer that fits the model"),
         Conflict("model.context {model.context}", "leave one of them out", lambda run: run.model.context is not None),
@@ -369,7 +370,7 @@ _FREEZING = together(
 
 
 def _broken_groups(run: RunSettings) -> dict[str, object] | None:
-    """Values of a message where the forwards of a step are no multiple of the pipeline's size."""
+    """Message fields if the forwards of a step are no multiple of the pipeline size; else None."""
     rows, pp = rows_of_forward(run.train) * run.mesh.dp, run.mesh.pp
     legal = _multiples(run.accumulation * rows, pp * rows)
     return {"rows": rows // run.mesh.dp, "legal": legal} if run.accumulation % pp else None
@@ -397,7 +398,7 @@ _PREDICTION = together(
     "mtp.train true",
     lambda run: run.mtp.train,
     (
-        # No test compares both losses together; the indexer of the prediction layer has no loss.
+        # No test combines both losses, and the indexer of the prediction layer has no loss.
         setting("indexer.train true", "train indexers first, and then mtp on the export of that run"),
         _other_objective("mtp"),
         setting("model.attention flash_attention_2", "set model.attention to sdpa"),
@@ -434,7 +435,7 @@ _INDEXERS = together(
 
 
 def _option(name: str, applies: Condition[RunSettings], evidence: str, hint: str) -> Refusal[RunSettings]:
-    """An option of DeepSpeed that is known to fail, or to compute something else."""
+    """Refusal of a DeepSpeed option that is known to fail or to compute wrong numbers."""
     message = f"{name} is refused (device {{device}}, zero stage {{zero_stage}}, {{precision}}): {evidence}"
     return Refusal(applies, message, f"use {hint}")
 
@@ -495,8 +496,8 @@ _OPTIONS: tuple[Refusal[RunSettings], ...] = (
         "stage 0 has no partitioned optimizer to offload",
         "zero_optimization.stage 1, 2 or 3",
     ),
-    # Only gathering whole small weights after a step waits for the step's writes (zero/stage3.py:2840,
-    # zero/partition_parameters.py:2128); other gathers begin on a stream of their own.
+    # Only the gathering of whole small weights after a step waits for the step's writes (zero/stage3.py:2840,
+    # zero/partition_parameters.py:2128); other gathers start on a separate stream.
     _option(
         "ZeRO-3 with overlap_comm and no weights that stay whole",
         lambda run: (
@@ -577,14 +578,14 @@ def _joined_epochs(run: LengthSettings) -> dict[str, object] | None:
 
 
 def length_notes(run: LengthSettings) -> list[str]:
-    """A line where an optimizer step has more rows than an epoch."""
+    """A note where an optimizer step has more rows than an epoch."""
     values = _larger_step(run)
     text = "{key} {batch} is more than the {rows} {kind} of an epoch: each step sees rows more than once"
     return [text.format(**values)] if values else []
 
 
 def _larger_step(run: LengthSettings) -> dict[str, object] | None:
-    """Values of a message where an optimizer step has more rows than an epoch."""
+    """Message fields if an optimizer step has more rows than an epoch; else None."""
     samples, kind = is_grpo(run.objective), "packed rows" if run.data.packing else "rows"
     batch = rows_of_step(run.objective, run.rollout, run.train.global_batch_size)
     key, kind = ("rollout.prompts_per_step", "prompts") if samples else ("train.global_batch_size", kind)
@@ -632,17 +633,17 @@ BEFORE_MODEL: dict[str, tuple[Refusal[RunSettings], ...]] = {
     "inexact options": tuple(inexact_checks()),
     "options of DeepSpeed": _OPTIONS,
 }
-"""The checks that need no config.json, by subject, in the order in which they are made."""
+"""Checks that need no config.json, by subject, in the order in which they are made."""
 
 
 def check(run: RunSettings, *subjects: str) -> None:
-    """ConfigError or ModelError for the first combination of settings that is refused, of these subjects or all."""
+    """ConfigError or ModelError for the first refused combination of settings among these subjects, or all."""
     for subject in subjects or BEFORE_MODEL:
         for row in BEFORE_MODEL[subject]:
             row.raise_for(run)
 
 
 def check_length(run: LengthSettings) -> None:
-    """ConfigError where the settings do not go with the length of the run."""
+    """ConfigError where settings are not valid for the length of the run."""
     for row in LENGTH_CHECKS:
         row.raise_for(run)

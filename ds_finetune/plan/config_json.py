@@ -1,4 +1,4 @@
-"""Reads the config.json of a model without building anything, for planning."""
+"""Reads and checks the config.json of a model for planning, without building the model."""
 
 import json
 import shlex
@@ -14,8 +14,8 @@ from ds_finetune.families.table import family_of
 from ds_finetune.families.text_part import text_tree
 
 MAX_LAYERS = 1000
-"""Maximum number of layers of a model: each is built as Python objects before its weights are read. The deepest
-published models have 126.
+"""Maximum number of layers: each is built as Python objects before its weights are read. The deepest published models
+have 126.
 """
 MAX_CONFIG_BYTES = 16 * MIB
 """Maximum size of a config.json; published ones have a few KiB."""
@@ -33,19 +33,19 @@ _KNOWN_OF_V4: Mapping[str, Any] = {
     "norm_topk_prob": True,
     "n_shared_experts": 1,
 }
-"""What transformers 5.23 and this program compute, most of it whatever config.json says."""
+"""Values that transformers 5.23 and this program compute with, mostly without reading the key."""
 _LISTS_OF_V4: Mapping[str, tuple[Any, ...]] = {
     "compress_ratios": tuple(RATIOS),
     "layer_types": tuple(RATIOS.values()),
     "mlp_layer_types": ("hash_moe", "moe"),
 }
-"""What there is in lists with something for each layer."""
+"""Valid items of the lists with one item for each layer."""
 _NEEDED_BY_V4 = (
     *((key,) for key in (*_SIZES_OF_V4, "hidden_size", "vocab_size", "num_attention_heads", "head_dim")),
     *(("num_hidden_layers",), ("swiglu_limit",), ("compress_ratios", "layer_types")),
     *(("num_hash_layers", "mlp_layer_types"), ("qk_rope_head_dim", "partial_rotary_factor")),
 )
-"""Keys of which one is needed: without them transformers would take those of DeepSeek-V4-Flash."""
+"""Groups of keys of which at least one is required: else transformers would use DeepSeek-V4-Flash's values."""
 _SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -58,12 +58,12 @@ _SIZES = (
     "qk_rope_head_dim",
     "v_head_dim",
 )
-"""Sizes that are whole numbers of at least 1 where a config.json has them and they are not null."""
+"""Keys whose values, unless missing or null, must be integers of at least 1."""
 _POSITIVE = (
     *("rms_norm_eps", "layer_norm_eps", "hc_eps", "rope_theta", "compress_rope_theta", "factor", "swiglu_limit"),
     *("routed_scaling_factor", "partial_rotary_factor", "original_max_position_embeddings"),
 )
-"""Numbers above 0 where a config.json, or a section of its rotary embedding, has them."""
+"""Keys, also in the section of the rotary embedding, whose values must be above 0."""
 _DTYPES = (
     *("auto", "bfloat16", "float16", "float32", "float64", "half", "float", "double"),
     *("float8_e4m3fn", "float8_e5m2"),
@@ -74,8 +74,8 @@ _NAME = "config.json"
 
 
 def read_config_json(path: str) -> dict[str, Any]:
-    """config.json of a model folder or hub id, of which nothing else is downloaded; ModelError where there is none, or
-    where it is none of a model.
+    """Read config.json of a model folder or hub id, downloading only that file; ModelError where it is missing or no
+    model's.
     """
     file = _config_file(path)
     check_sizes(file)
@@ -89,14 +89,14 @@ def read_config_json(path: str) -> dict[str, Any]:
 
 
 def check_sizes(file: Path) -> None:
-    """ModelError where a config.json is too large, or has a dtype, or numbers of layers, sizes or heads of no model."""
+    """ModelError where a config.json is too large, or its dtype, layers, sizes or heads are invalid."""
     size = file.stat().st_size
     if size > MAX_CONFIG_BYTES:
         raise ModelError(f"{file} has {size:,} bytes, more than {MAX_CONFIG_BYTES:,}", hint=_PUBLISHED)
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
-        # The next reader of the file reports the error with more context.
+        # The next reader of the file reports the error in more detail.
         return
     for key, value in _counts(tree):
         least = 0 if key.endswith("num_nextn_predict_layers") else 1
@@ -104,7 +104,7 @@ def check_sizes(file: Path) -> None:
             raise ModelError(f"{file}: {key} is {value!r}, not a number from {least} to {MAX_LAYERS}", hint=_PUBLISHED)
     for name, dtype in _dtypes(tree):
         if dtype is not None and str(dtype).removeprefix("torch.") not in _DTYPES:
-            # transformers 5.23 takes any attribute of torch.
+            # transformers 5.23 accepts any attribute of torch.
             raise ModelError(f"{file}: {name} is {dtype!r}, not one of {', '.join(_DTYPES)}", hint=_PUBLISHED)
     if isinstance(tree, Mapping):
         _check_widths(file, text_tree(tree))
@@ -121,7 +121,7 @@ def check_sizes(file: Path) -> None:
 
 
 def _problems_of_v4(tree: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with a config.json of DeepSeek-V4 whose sizes are whole numbers, the first problem first."""
+    """Faults of a DeepSeek-V4 config.json whose sizes are already checked; later faults may fail after the first."""
     for keys in _NEEDED_BY_V4:
         if all(tree.get(key) is None for key in keys):
             yield f"it has no {' or '.join(keys)}"
@@ -150,14 +150,14 @@ def _problems_of_v4(tree: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _said_twice(tree: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Keys of a published DeepSeek-V4, the keys that transformers reads in their place where both are there, and what
-    the first is by the second.
+    """Pairs of DeepSeek-V4 keys with one meaning: the published key, the key that transformers prefers, and the first
+    one's value computed from the second.
     """
     if kinds := tree.get("mlp_layer_types"):
         yield "num_hash_layers", "mlp_layer_types", kinds.count("hash_moe")
     if kinds := tree.get("layer_types"):
         numbers = {kind: ratio for ratio, kind in RATIOS.items()}
-        # The last ones are those of prediction layers.
+        # The rest belongs to prediction layers.
         others = (tree.get("compress_ratios") or [])[len(kinds) :]
         yield "compress_ratios", "layer_types", [*(numbers[kind] for kind in kinds), *others]
     if factor := tree.get("partial_rotary_factor"):
@@ -165,12 +165,12 @@ def _said_twice(tree: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def _check_widths(file: Path, tree: Mapping[str, Any]) -> None:
-    """ModelError where a size is no whole number of at least 1, or heads cannot share keys and values or be rotated."""
+    """ModelError where a size is no integer of at least 1, or heads cannot share keys and values or be rotated."""
     of_v4 = _SIZES_OF_V4 if family_of(str(tree.get("model_type"))).compresses else ()
     for key in (*_SIZES, *of_v4):
         value = tree.get(key)
         is_number = isinstance(value, int) and not isinstance(value, bool)
-        # Some models have a list with a size for each layer.
+        # Some models have a list of sizes, one for each layer.
         if value is not None and not (isinstance(value, list) and not of_v4) and not (is_number and value >= 1):
             raise ModelError(f"{file}: {key} is {value!r}, not a whole number of at least 1", hint=_PUBLISHED)
     for key, value in _numbers(tree):
@@ -200,9 +200,9 @@ def _numbers(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _rotary_width(tree: Mapping[str, Any]) -> tuple[str, int]:
-    """Columns of a head that the rotary embedding turns, with their key; 0 where that is not known."""
+    """Key and number of the columns of a head that the rotary embedding rotates; 0 where the number is not known."""
     family, rope = family_of(str(tree.get("model_type"))), tree.get("rope_parameters")
-    # transformers 5.23 rounds the columns of a part of a head up (modeling_rope_utils.py:902).
+    # transformers 5.23 rounds the number of rotated columns up (modeling_rope_utils.py:902).
     is_partial = any("partial_rotary_factor" in part for part in (tree, rope) if isinstance(part, Mapping))
     if family.is_generic or family.encoder is not None or is_partial:
         return "", 0
@@ -213,7 +213,7 @@ def _rotary_width(tree: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def _counts(tree: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - whatever a config.json holds
-    """Numbers of layers by key, also those of nested configurations such as `text_config`."""
+    """Layer counts by key, also in nested configurations such as `text_config`."""
     for name, part in tree.items() if isinstance(tree, Mapping) else ():
         if name in _LAYERS and part is not None:
             yield name, part
@@ -222,7 +222,7 @@ def _counts(tree: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - whatever 
 
 
 def _dtypes(tree: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - as above
-    """Dtypes by key, also those of nested configurations."""
+    """Dtypes by key, also in nested configurations."""
     for name, part in tree.items() if isinstance(tree, Mapping) else ():
         if isinstance(part, Mapping):
             nested = part.items() if name in _DTYPE_KEYS else _dtypes(part)
@@ -232,11 +232,11 @@ def _dtypes(tree: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - as above
 
 
 def max_positions(model: Mapping[str, Any]) -> int | None:
-    """Maximum number of tokens of a document, from config.json; None where it names none."""
+    """Maximum tokens of a document by config.json; None where it names none."""
     positions, encoder = model.get("max_position_embeddings"), family_of(str(model.get("model_type"))).encoder
     if not positions:
         return None
-    # Positions of RoBERTa begin behind that of padding (transformers 5.23, roberta/modeling_roberta.py:142-156).
+    # RoBERTa's positions start after the padding position (transformers 5.23, roberta/modeling_roberta.py:142-156).
     first = int(model.get("pad_token_id") or 0) + 1 if encoder is not None and encoder.positions_follow_padding else 0
     return int(positions) - first
 
@@ -254,7 +254,7 @@ def _config_file(path: str) -> Path:
 
 
 def check_model_path(path: str) -> None:
-    """ModelError for an adapter, and for what is neither a folder nor, by its form, a hub id."""
+    """ModelError for an adapter, and for a path that is neither a folder nor has the form of a hub id."""
     folder = Path(path)
     if (folder / "adapter_config.json").is_file() and not (folder / _NAME).is_file():
         base = "BASE"
@@ -273,7 +273,7 @@ def check_model_path(path: str) -> None:
 
 
 def _hub_file(path: str) -> Path:
-    """config.json of a hub id, from the hub's cache where the hub cannot be used."""
+    """config.json of a hub id, from the hub's cache where the hub cannot be reached."""
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

@@ -1,4 +1,4 @@
-"""Extends the context of a model by YaRN (arXiv 2309.00071): its positions and its rotary scaling, together."""
+"""Extends the context of a model by YaRN (arXiv 2309.00071): number of positions and rotary scaling."""
 
 import math
 from collections.abc import Mapping
@@ -10,43 +10,45 @@ from ds_finetune.families.table import WITH_CONTEXT
 
 _POSITIONS, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 _LATENT_SCALES = {"mscale": 1.0, "mscale_all_dim": 1.0}
-"""Keys that DeepSeek-V3 sets, so that YaRN scales the logits of all columns of queries and keys. Without them it scales
-cosines and sines, which latent attention applies to a few columns."""
+"""Keys as in DeepSeek-V3's config.json: with them YaRN scales the whole attention logits. Without them it scales
+cosines and sines, which latent attention applies only to a few columns.
+"""
 
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """The positions of a model and its rotary scaling, before and after `model.context`."""
+    """Positions and rotary scaling of a model, before and after applying `model.context`."""
 
     context: int
-    """What the run file asks for, in tokens."""
+    """`model.context` in tokens."""
     published: int
-    """Positions in the published config.json."""
+    """Positions by the published config.json."""
     rope_before: Mapping[str, Any]
     rope: Mapping[str, Any]
-    """Rotary settings of the model as it is trained, in the schema of transformers' `rope_parameters`."""
+    """Rotary settings of the trained model, in the schema of transformers' `rope_parameters`."""
     is_latent: bool
-    """Whether attention is DeepSeek's multi-head latent attention."""
+    """Whether the model has DeepSeek's multi-head latent attention."""
     head_dim: int | None = None
-    """Width of a head, where config.json leaves it to be divided out: transformers 5.23 computes YaRN from the key
-    (modeling_rope_utils.py:415), which is None in Mixtral."""
+    """`head_dim` to write where config.json has null, as Mixtral's: transformers 5.23 computes YaRN from that key
+    (modeling_rope_utils.py:415).
+    """
 
     @property
     def positions(self) -> int:
-        """Positions of the model as it is trained; more than `context` where the published ones are."""
+        """Positions of the trained model: the maximum of `context` and `published`."""
         return max(self.context, self.published)
 
     @property
     def is_extended(self) -> bool:
-        """Whether the configuration of the model changes."""
+        """Whether the model's configuration changes."""
         return self.context > self.published
 
     def settings(self) -> dict[str, int]:
-        """Keys of the configuration that change beside the rotary ones."""
+        """Changed keys of the configuration other than rotary settings."""
         return {_POSITIONS: self.positions, **({"head_dim": self.head_dim} if self.head_dim is not None else {})}
 
     def lines(self) -> list[tuple[str, str]]:
-        """Name and text for people."""
+        """Plan line about the context."""
         if not self.is_extended:
             text = f"{self.context} tokens; the model has {self.published} positions, and nothing of it is changed"
         else:
@@ -54,7 +56,7 @@ class ContextPlan:
         return [("context", text)]
 
     def notes(self) -> tuple[str, ...]:
-        """A warning where the extension changes what the model computes on any text, however short."""
+        """A note where the extension also changes the results on short texts."""
         before, after = (_Scale.of(rope, is_latent=self.is_latent) for rope in (self.rope_before, self.rope))
         if not self.is_extended or self.rope == self.rope_before:
             return ()
@@ -70,18 +72,18 @@ class ContextPlan:
 
 @dataclass(frozen=True)
 class _Scale:
-    """What YaRN multiplies the logits of attention by."""
+    """Factor of attention logits under YaRN."""
 
     logits: float
     is_of_all: bool
-    """Whether it multiplies all of a logit, not only what the rotated columns contribute."""
+    """Whether the factor applies to whole logits, not only to the contribution of rotated columns."""
 
     @classmethod
     def of(cls, rope: Mapping[str, Any], *, is_latent: bool) -> "_Scale":
-        """As transformers 5.23 computes it (modeling_rope_utils.py:430-445, deepseek_v3/modeling_deepseek_v3.py:268).
+        """Computed as in transformers 5.23 (modeling_rope_utils.py:430-445, deepseek_v3/modeling_deepseek_v3.py:268).
 
-        It scales cosines and sines, so logits by the square, and with `mscale_all_dim` also the softmax of latent
-        attention.
+        transformers scales cosines and sines, so logits by the square, and with `mscale_all_dim` also the softmax scale
+        of latent attention.
         """
         if _rope_type(rope) != "yarn":
             return cls(1.0, is_of_all=True)
@@ -100,11 +102,11 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 def plan_context(model: Mapping[str, Any], context: int) -> ContextPlan:
-    """The extension of a model to `context` tokens; ConfigError where its positions do not allow that.
+    """The extension of a model to `context` tokens; ConfigError where its positions cannot be extended.
 
     `model` is the configuration as transformers reads it, with all rotary settings in `rope_parameters`. A model
     without scaling gets YaRN with the factor context / positions. A model with YaRN keeps its other settings and gets
-    the factor context / `original_max_position_embeddings`. Where the context fits, nothing changes.
+    the factor context / `original_max_position_embeddings`. If the model already has enough positions, nothing changes.
     """
     kind, published = str(model.get("model_type")), model.get(_POSITIONS)
     if kind not in WITH_CONTEXT or not published:
@@ -127,7 +129,7 @@ def plan_context(model: Mapping[str, Any], context: int) -> ContextPlan:
 
 
 def _original_positions(rope: Mapping[str, Any], published: int, context: int) -> int:
-    """Positions that the model was trained with before any scaling."""
+    """Positions of training before any scaling; ConfigError for a scaling that YaRN cannot extend."""
     more = f"model.context {context} is more than the {published} positions of the model"
     is_by_layer = any(isinstance(value, Mapping) for value in rope.values())
     if not rope or is_by_layer or _rope_type(rope) not in ("default", "yarn"):
@@ -138,12 +140,12 @@ def _original_positions(rope: Mapping[str, Any], published: int, context: int) -
         )
     if _rope_type(rope) == "default":
         return published
-    # transformers 5.23 takes the positions where the key is absent (modeling_rope_utils.py:843).
+    # transformers 5.23 uses the positions where the key is absent (modeling_rope_utils.py:843).
     return int(rope.get(_ORIGINAL) or published)
 
 
 def _new_factor(rope: Mapping[str, Any], original: int, context: int) -> float:
-    """`context / original`; ConfigError where it is less than the published one, or servers would read another."""
+    """Factor context / original; ConfigError if it is less than the model's, or servers would compute another one."""
     factor, scaled = context / original, round(original * _factor(rope))
     if factor < _factor(rope):
         raise ConfigError(
@@ -152,7 +154,7 @@ def _new_factor(rope: Mapping[str, Any], original: int, context: int) -> float:
             hint=f"set it to {scaled}",
         )
     if int(original * factor) != context:
-        # vLLM takes the whole part of the product as the number of positions.
+        # vLLM truncates the product original x factor to get the number of positions.
         below = context // original * original
         legal = [size for size in (below, below + original) if size >= scaled]
         raise ConfigError(
@@ -165,7 +167,7 @@ def _new_factor(rope: Mapping[str, Any], original: int, context: int) -> float:
 def extend_tree(tree: Mapping[str, Any], plan: ContextPlan) -> dict[str, Any]:
     """The published config.json `tree` with the positions and rotary settings of `plan`, in each schema that it uses.
 
-    Some readers of `rope_scaling` want the name of the kind as `type`, all others as `rope_type`.
+    Some readers of `rope_scaling` expect the kind of scaling under `type`, all others under `rope_type`.
     """
     extended, rope = {**tree, **plan.settings()}, plan.rope
     if tree.get("rope_parameters"):

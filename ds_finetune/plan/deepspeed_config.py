@@ -1,5 +1,5 @@
-"""The DeepSpeed configuration of a run: chosen by the run file or by `accelerate launch`, completed by the numbers of
-the run file, and refused where two of them contradict.
+"""The DeepSpeed configuration of a run: taken from the run file or `accelerate launch`, completed with values of the
+run file, and refused where they contradict each other.
 """
 
 import copy
@@ -19,22 +19,23 @@ from ds_finetune.system.world import AccelerateChoices
 
 Tree = dict[str, Any]
 DEFAULT_CHOICES: Tree = {"zero_optimization": {"stage": 2}}
-"""Used when neither the run file nor a launcher chooses: ZeRO-2 shards optimizer states and gradients, not weights."""
+"""Default configuration: ZeRO-2, which shards optimizer states and gradients but not weights."""
 
 HAS_TORCH_ADAM = ("adam", "adamw", "muon")
-"""Optimizers whose Adam is DeepSpeed's FusedAdam without `torch_adam` (0.19.8, runtime/engine.py,
-get_optimizer_configuration)."""
+"""Optimizers whose Adam kernel is DeepSpeed's FusedAdam unless `torch_adam` is set (0.19.8, runtime/engine.py,
+get_optimizer_configuration).
+"""
 _COMMUNICATION, _ACCUMULATION = "communication_data_type", "grad_accum_dtype"
 TORCH_ADAM: Tree = {"torch_adam": True, "fused": True}
-"""Parameters with which DeepSpeed uses torch's fused AdamW."""
+"""Optimizer parameters that make DeepSpeed use torch's fused AdamW."""
 
 
 def choose_deepspeed(
     given: str | Mapping[str, Any] | None, accelerate: AccelerateChoices | None
 ) -> str | Mapping[str, Any] | None:
-    """The choices `given` by the run file, else accelerate's DeepSpeed file or fields, else None for the default.
+    """DeepSpeed configuration `given` by the run file, else accelerate's DeepSpeed file or fields, else None.
 
-    ConfigError where accelerate names a DeepSpeed file with other values than the run file's.
+    ConfigError where accelerate names a DeepSpeed file whose values differ from the run file's.
     """
     if given is not None or accelerate is None:
         if accelerate is not None and accelerate.config_file:
@@ -51,7 +52,7 @@ def choose_deepspeed(
 
 
 def _check_same_file(given: str | Mapping[str, Any] | None, file: str) -> None:
-    """ConfigError where the two configurations differ; a key that is "auto" counts as absent."""
+    """ConfigError where the two configurations differ; a value of "auto" counts as absent."""
     ours, source = read_choices(given)
     theirs, _ = read_choices(file)
     left, right = (
@@ -67,9 +68,9 @@ def _check_same_file(given: str | Mapping[str, Any] | None, file: str) -> None:
 
 
 def read_choices(given: str | Mapping[str, Any] | None) -> tuple[Tree, str]:
-    """The DeepSpeed choices as a tree and the name of their source, from a JSON file, an inline section or the default.
+    """Read the DeepSpeed configuration from a JSON file, an inline section or the default, with the name of its source.
 
-    ConfigError for keys that DeepSpeed does not know, or that belong elsewhere.
+    ConfigError for keys that DeepSpeed does not know or that are set in another place.
     """
     tree, source = given_choices(given)
     check_keys(tree, source)
@@ -77,7 +78,7 @@ def read_choices(given: str | Mapping[str, Any] | None) -> tuple[Tree, str]:
 
 
 def given_choices(given: str | Mapping[str, Any] | None) -> tuple[Tree, str]:
-    """The choices that `deepspeed` of a run file makes, and where they are from; ConfigError for an unreadable file."""
+    """Unchecked DeepSpeed configuration from a run file, and its source; ConfigError for an unreadable file."""
     if given is None:
         return copy.deepcopy(DEFAULT_CHOICES), "the default (ZeRO-2)"
     if not isinstance(given, str):
@@ -100,7 +101,7 @@ def given_choices(given: str | Mapping[str, Any] | None) -> tuple[Tree, str]:
 
 
 def _choices_file(given: str) -> Path:
-    """The file that `deepspeed` names: one of the working directory, else one that comes with the package."""
+    """Path that `deepspeed` names: a file relative to the working directory, else one that comes with the package."""
     if Path(given).is_file():
         return Path(given)
     path = shipped_file(given) or shipped_file(f"{DS_CONFIGS}/{given}.json") or shipped_file(f"{DS_CONFIGS}/{given}")
@@ -115,13 +116,13 @@ def _choices_file(given: str) -> Path:
 
 
 def offload_device(zero: Mapping[str, Any], what: str) -> str:
-    """The device of `offload_optimizer` or `offload_param` in a ZeRO section: `none`, `cpu` or `nvme`."""
+    """Device in `offload_optimizer` or `offload_param` of a ZeRO section: `none`, `cpu` or `nvme`."""
     section = zero.get(what) or {}
     return str(section.get("device") or "none")
 
 
 def stage_of(tree: Mapping[str, Any], source: str) -> int:
-    """ZeRO stage of the choices, 0 to 3."""
+    """ZeRO stage of the configuration, 0 to 3; ConfigError for another value."""
     stage = (tree.get("zero_optimization") or {}).get("stage", 0)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise ConfigError(f"{source}: zero_optimization.stage is {stage!r}", hint="use 0, 1, 2 or 3")
@@ -131,7 +132,7 @@ def stage_of(tree: Mapping[str, Any], source: str) -> int:
 def optimizer_section(optim: OptimConfig, *, on_cpu: bool, offloaded: bool, torch_adam: bool | None = None) -> Tree:
     """DeepSpeed's optimizer section; the learning rate is 0 because the engine sets it before each step.
 
-    `torch_adam` is the user's choice: torch's fused kernel instead of one that DeepSpeed compiles.
+    `torch_adam` is the user's choice of torch's fused kernel over the one that DeepSpeed compiles.
 
     With a rate of 0 the zero-gradient step that stage 0 takes in its constructor (DeepSpeed 0.19.8,
     fp16/unfused_optimizer.py:425) cannot decay the weights.
@@ -143,8 +144,8 @@ def optimizer_section(optim: OptimConfig, *, on_cpu: bool, offloaded: bool, torc
     params = {key: getattr(optim, key) for key in row.keys}
     params |= {"lr": 0.0, **row.fixed} | ({"betas": list(optim.betas)} if "betas" in row.keys else {})
     if optim.name.lower() in HAS_TORCH_ADAM and not offloaded and (on_cpu or torch_adam):
-        # On CPUs compiling DeepSpeed 0.19.8's FusedAdam takes minutes, and torch's fused kernel takes a fifteenth of
-        # the time of torch's plain loop.
+        # On CPUs, compiling DeepSpeed 0.19.8's FusedAdam takes minutes, and torch's fused kernel takes a fifteenth of
+        # the time of torch's for-loop AdamW.
         params |= TORCH_ADAM
     elif torch_adam is False:
         params |= {"torch_adam": False}
@@ -152,9 +153,9 @@ def optimizer_section(optim: OptimConfig, *, on_cpu: bool, offloaded: bool, torc
 
 
 def _check_torch_adam(tree: Tree, optim: OptimConfig, source: str, *, on_cpu: bool, offloaded: bool) -> bool | None:
-    """The user's `torch_adam`, None where it is not given.
+    """Value of the user's `torch_adam`; None where it is not given.
 
-    ConfigError where it would have no effect, and for other parameters that are not passed on.
+    ConfigError where `torch_adam` has no effect, and for other parameters, which are not passed on.
     """
     params = (tree.get("optimizer") or {}).get("params") or {}
     given = {key: value for key, value in params.items() if value != "auto"}
@@ -176,7 +177,7 @@ def _check_torch_adam(tree: Tree, optim: OptimConfig, source: str, *, on_cpu: bo
 
 
 def with_reduction_dtype(tree: Mapping[str, Any], train: TrainConfig, *, source: str) -> dict[str, Any]:
-    """DeepSpeed's choices with the keys that `train.reduction_dtype` stands for; ConfigError where they name others."""
+    """Add the keys that `train.reduction_dtype` stands for; ConfigError where the tree sets them otherwise."""
     own = _reduction_keys(train)
     data_types = dict(tree.get("data_types") or {})
     for key, value in own.items():
@@ -206,8 +207,8 @@ def _reduction_keys(train: TrainConfig) -> dict[str, str]:
 def finish(
     choices: tuple[Tree, str], train: TrainConfig, optim: OptimConfig, *, accumulation: int, on_cpu: bool
 ) -> Tree:
-    """The configuration for `deepspeed.initialize`; ConfigError where the choices, a tree and its source, contradict
-    the run file. The error names both values.
+    """Configuration for `deepspeed.initialize` from `choices`, a tree and its source; ConfigError, naming both values,
+    where they contradict the run file.
     """
     tree, source = choices
     zero = dict(tree.get("zero_optimization") or {})
@@ -229,7 +230,7 @@ def finish(
         given = {k: v for k, v in (finished.get(key) or {}).items() if v != "auto"}
         derived[key] = given | derived[key] if derived[key]["enabled"] else derived[key]
     finished |= derived | {"zero_optimization": _with_overlap(_without_auto(zero))}
-    # DeepSpeed 0.19.8 waits for the device twice for every micro-batch to print a speed (utils/timer.py:238, 256).
+    # DeepSpeed 0.19.8's throughput timer synchronises the device twice per micro-batch (utils/timer.py:238, 256).
     finished.setdefault("timers", {"throughput": {"enabled": False}})
     if OPTIMIZERS[optim.name.lower()].of != "deepspeed":
         finished["zero_allow_untested_optimizer"] = True
@@ -237,7 +238,7 @@ def finish(
 
 
 def _with_overlap(zero: Tree) -> Tree:
-    """The ZeRO section with DeepSpeed's default of `overlap_comm` written out (0.19.8, zero/config.py): at stage 3."""
+    """Write out DeepSpeed's default of `overlap_comm`, which is true at stage 3 (0.19.8, zero/config.py)."""
     stage = zero.get("stage", 0)
     return zero if "overlap_comm" in zero or not stage else zero | {"overlap_comm": stage == 3}
 
@@ -318,7 +319,7 @@ _OVERLAP = (
 
 
 def turn_off_wrong_options(zero: Tree, *, device: str) -> list[str]:
-    """Turn off, in place, options of a ZeRO section that are wrong on an accelerator; returns a line for each."""
+    """Turn off, in place, options of a ZeRO section that compute wrong numbers on an accelerator; a line for each."""
     if device != "cpu":
         return []
     stage, lines = zero.get("stage", 0), []

@@ -1,6 +1,6 @@
-"""How a forward is computed: the kernels of attention and experts, the tokens of a tile of an MLP and of a chunk of the
-head, and the answers that are sampled at a time. Packed rows are attended by one call for all documents of a forward on
-GPUs, and a call for each elsewhere, or for some short ones.
+"""Implementation of a forward: kernels of attention and experts, tiles of MLPs, chunks of the head, and batches of
+sampled answers. On GPUs one attention call serves all packed documents of a forward; elsewhere there is a call for each
+document or for several short ones.
 """
 
 import math
@@ -13,38 +13,40 @@ from ds_finetune.families.table import family_of
 from ds_finetune.plan.kernels import triton_problem
 
 MAX_WIDTH = 256
-"""Columns of a head that FlashAttention takes at most, as torch 2.11 and 2.13 have it
-(aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_varlen_fwd)."""
+"""Maximum head width in columns of FlashAttention in torch 2.11 and 2.13
+(aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_varlen_fwd).
+"""
 HALF_PRECISIONS = ("bf16", "fp16")
-"""The precisions that FlashAttention computes in."""
+"""Precisions that FlashAttention supports."""
 _OLDEST = (8, 0)
-"""Compute capability from which FlashAttention runs."""
+"""Minimum compute capability of FlashAttention."""
 _HOPPER = 9
-"""Major compute capability for which FlashAttention 3 is written (torch 2.13, nn/attention/_fa3.py:155)."""
+"""Major compute capability required by FlashAttention 3 (torch 2.13, nn/attention/_fa3.py:155)."""
 _NO_BACKWARD = {(8, 6), (8, 7), (8, 9), (12, 0), (12, 1)}
-"""Compute capabilities with too little shared memory for its backward pass at 193 to 224 columns (torch 2.13,
-aten/src/ATen/native/transformers/cuda/sdp_utils.cpp:531)."""
+"""Compute capabilities whose shared memory is too small for FlashAttention's backward at 193 to 224 columns (torch
+2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp:531).
+"""
 
 
 Arch = tuple[int, int]
-"""A compute capability: (8, 0) is sm_80."""
+"""Compute capability; (8, 0) is sm_80."""
 
 
 class HeadWidths(NamedTuple):
-    """Columns of one attention head."""
+    """Widths of an attention head in columns."""
 
     keys: int
-    """Columns of queries and keys."""
+    """Width of queries and keys."""
     values: int
 
     @property
     def widest(self) -> int:
-        """Columns that FlashAttention computes with: it takes queries, keys and values of one width."""
+        """Width in FlashAttention, which needs queries, keys and values of one width."""
         return max(self)
 
 
 def head_widths(tree: Mapping[str, Any]) -> HeadWidths:
-    """The columns of a head, from config.json."""
+    """Head widths from config.json."""
     if tree.get("qk_nope_head_dim"):
         return HeadWidths(tree["qk_nope_head_dim"] + tree["qk_rope_head_dim"], tree["v_head_dim"])
     width = tree.get("head_dim") or tree["hidden_size"] // tree["num_attention_heads"]
@@ -52,7 +54,7 @@ def head_widths(tree: Mapping[str, Any]) -> HeadWidths:
 
 
 def varlen_problem(tree: Mapping[str, Any], *, precision: str, capability: Arch = _OLDEST) -> str:
-    """Why the kernel cannot attend to all documents of a forward at once; empty where it can.
+    """Why FlashAttention cannot attend to all documents of a forward in one call; empty where it can.
 
     `tree` is config.json, `capability` the GPU's.
     """
@@ -75,7 +77,7 @@ def varlen_problem(tree: Mapping[str, Any], *, precision: str, capability: Arch 
 
 
 def flash_3_problem(tree: Mapping[str, Any], *, capability: Arch, is_installed: bool) -> str:
-    """Why FlashAttention 3 does not attend to all documents of a forward; empty where it does."""
+    """Why FlashAttention 3 is not used for the attention of packed documents; empty where it is."""
     if capability[0] != _HOPPER:
         return f"FlashAttention 3 is for compute capability {_HOPPER}.x"
     if dropout := _dropout(tree):
@@ -86,9 +88,9 @@ def flash_3_problem(tree: Mapping[str, Any], *, capability: Arch, is_installed: 
 def attention_lines(
     attention: str, tree: Mapping[str, Any], *, device: str, precision: str, flash_3: str | None = None
 ) -> list[tuple[str, str]]:
-    """Name and text of the decision, for people; none on CPUs, and none for kernels of transformers.
+    """Plan line about the attention kernel; none on CPUs or for transformers' kernels.
 
-    `flash_3` is the `flash_3_problem` of this GPU, or None where no GPU is here.
+    `flash_3` is the result of `flash_3_problem` for this GPU, or None without a GPU.
     """
     family = family_of(tree["model_type"])
     if device == "cpu" or attention not in OWN_ATTENTIONS or family.is_generic:
@@ -104,8 +106,8 @@ def attention_lines(
 
 
 def problem_of_calls(tree: Mapping[str, Any], longest: int) -> str:
-    """Why some calls would not use the kernel, although it fits the model; empty where all do. `longest` is the maximum
-    number of tokens of a document.
+    """Why some calls would not use the attention kernel although it supports the model; empty where all do. `longest`
+    is the maximum number of tokens of a document.
     """
     if dropout := _dropout(tree):
         return f"dropout {dropout} of its attention, which the kernel does not have"
@@ -124,24 +126,26 @@ def _dotted(capability: Arch) -> str:
 
 
 FUSED_PRECISION = "bf16"
-"""The precision in which torch has one kernel for the products of all experts (torch 2.11 and 2.13,
-aten/src/ATen/native/cuda/GroupedBlas.cpp, `_grouped_mm_cuda`)."""
+"""Precision in which torch has one kernel for the products of all experts (torch 2.11 and 2.13,
+aten/src/ATen/native/cuda/GroupedBlas.cpp, `_grouped_mm_cuda`).
+"""
 _FUSED = (9, 10)
-"""Major compute capabilities that have it (the same file, `_scaled_mm_allowed_device`)."""
+"""Major compute capabilities with that kernel (the same file, `_scaled_mm_allowed_device`)."""
 _OLDEST_GROUPED = (8, 0)
-"""Compute capability from which transformers calls torch's grouped product; it loops over experts itself on older GPUs
-(transformers 5.23, integrations/moe.py:338-348)."""
+"""Compute capability from which transformers calls torch's grouped product; on older GPUs it loops over experts
+(transformers 5.23, integrations/moe.py:338-348).
+"""
 TORCH_ONLY = "model.kernels is torch"
-"""Why neither FlashAttention 3 nor this program's product of experts is taken where they could be."""
+"""Reason in plan lines why FlashAttention 3 and the Triton kernel of experts are not used."""
 _LOOP = "a product for each expert, whose numbers of rows the host reads first"
 
 
 def experts_lines(
     tree: Mapping[str, Any], *, device: str, precision: str, capability: Arch | None = None, has_triton: bool = True
 ) -> list[tuple[str, str]]:
-    """Name and text of the implementation for a model with routed experts of a known family; none on CPUs.
+    """Plan line about the products of routed experts of a known family; none on CPUs.
 
-    `tree` is config.json, `capability` the GPU's, or None where no GPU is here, as in a dry run.
+    `tree` is config.json, `capability` the GPU's, or None without a GPU, as in a dry run.
     """
     family = family_of(str(tree["model_type"]))
     if device == "cpu" or not (family.fused_experts or family.transposed_experts):
@@ -152,8 +156,8 @@ def experts_lines(
 def product_of_experts(
     precision: str, capability: Arch, *, has_triton: bool = True
 ) -> Literal["torch", "triton", "loop"]:
-    """What multiplies rows by the weights of all experts on a GPU: torch's kernel, this program's in Triton
-    (model/grouped_kernel.py), which `model.kernels: torch` does not take, or a product for each expert.
+    """Implementation of the product of rows with all experts' weights on a GPU: torch's grouped kernel, this program's
+    in Triton (model/grouped_kernel.py; not with `model.kernels: torch`), or a loop over experts.
     """
     if precision == FUSED_PRECISION and capability[0] in _FUSED:
         return "torch"
@@ -180,10 +184,10 @@ def _implementation(precision: str, capability: Arch | None, *, has_triton: bool
 
 
 def mlp_tiles(model: Mapping[str, Any]) -> int:
-    """Into how many tiles the tokens of a forward are divided, from the config.json of a model.
+    """Number of tiles into which `train.tiled_mlp` divides the tokens of a forward, from the model's config.json.
 
-    So many that what one tile keeps within its MLP is no more than one hidden state of every token. The number does not
-    depend on the tokens, so that all ranks have as many.
+    The activations inside the MLP of one tile then take no more memory than one hidden state of every token. The number
+    does not depend on the tokens, so all ranks have the same.
     """
     dense = 4 * model.get("intermediate_size", 0)
     keys = family_of(str(model["model_type"])).expert_keys
@@ -193,27 +197,28 @@ def mlp_tiles(model: Mapping[str, Any]) -> int:
 
 CPU_TOKENS = 1024
 DISTILLATION_TOKENS = 512
-"""Tokens of a chunk in distillation, half of those of the cross entropy, as there are logits of two models."""
+"""Tokens of a chunk in distillation: half of the cross entropy's, since logits of two models exist at once."""
 CPU_BLOCK_NUMBERS = 2**19
-"""Logits for each thread that a CPU turns into fp32 at a time where products are 16 bits, 2 MiB: they stay in its
-caches. Loss and gradients of 2,600 tokens, width 256 and vocabulary 102,400 take 1.8 s in place of 2.5 (bf16, torch
-2.13, one core with AVX512-BF16); between 2**17 and 2**22 times differ by 6%.
+"""Logits per thread that a CPU converts from 16 bits to fp32 at a time, 2 MiB, which fit in its caches. Loss and
+gradients of 2,600 tokens, width 256 and vocabulary 102,400 take 1.8 s instead of 2.5 (bf16, torch 2.13, one core with
+AVX512-BF16); between 2**17 and 2**22 times differ by 6%.
 """
 _GPU_BYTES = 2 * GIB
 _GPU_TOKENS = (1024, 8192)
-"""Least and most tokens of a chunk on a GPU."""
+"""Minimum and maximum tokens of a chunk on a GPU."""
 
 
 def logits_bytes(vocabulary: int, *, precision: str) -> int:
-    """Bytes of the logits of one token: products in the run's precision, and their softmax in fp32."""
+    """Bytes of one token's logits: the product in the run's precision, and its softmax in fp32."""
     return vocabulary * (4 if precision == "fp32" else 2 + 4)
 
 
 def head_chunk(vocabulary: int, *, precision: str, device: str) -> int:
     """Supervised tokens of a chunk, for a head of `vocabulary` rows on each rank.
 
-    Each chunk reads and writes the whole fp32 gradient of the head. So on a GPU a chunk has as many tokens, a multiple
-    of 1,024, as have logits in 2 GiB. On a CPU more than 1,024 were no faster and take more memory.
+    Each chunk reads and writes the whole fp32 gradient of the head, so large chunks are faster: on a GPU the multiple
+    of 1,024 tokens whose logits take at most 2 GiB. On a CPU more than 1,024 tokens were no faster and take more
+    memory.
     """
     if device == "cpu":
         return CPU_TOKENS
@@ -223,32 +228,32 @@ def head_chunk(vocabulary: int, *, precision: str, device: str) -> int:
 
 
 def head_line(vocabulary: int, *, precision: str, device: str) -> tuple[str, str]:
-    """Name and text of this decision."""
+    """Plan line about the chunks of the head."""
     tokens = head_chunk(vocabulary, precision=precision, device=device)
     memory = tokens * logits_bytes(vocabulary, precision=precision) / GIB
     return "head", f"logits of {tokens:,} supervised tokens at a time, {memory:.2f} GiB"
 
 
 WEIGHTS_SHARE = 0.5
-"""Share of a rank's free memory that whole weights may take while ZeRO-3 answers prompts."""
+"""Share of a rank's free memory that gathered ZeRO-3 weights may take while answers are sampled."""
 _CACHE_SHARE = 0.4
-"""Share of the memory that is free then which keys, values and logits of a batch of sampled answers may take."""
+"""Share of the then free memory for keys, values and logits of a batch of sampled answers."""
 _MOST_ANSWERS = 256
-"""Answers of a batch, at most, where memory decides."""
+"""Maximum answers of a batch whose size follows from memory."""
 _COPIES_OF_LOGITS = 6
-"""Numbers in fp32 for each logit while tokens are drawn."""
+"""fp32 copies of the logits that exist while tokens are sampled."""
 PROMPT_TOKENS = 2**14
-"""Tokens of prompts in one forward, at most, unless one prompt has more; as if all were as long as the longest."""
+"""Maximum prompt tokens of a forward, all prompts counted as long as the longest; one longer prompt may exceed it."""
 _DRAWN_AT_ONCE = {"cpu": 2**17, "cuda": 2**25}
-"""Ids of all rows for which noise is computed at a time: what fits in a core's cache, and 256 MiB a tensor."""
+"""Logits for which noise is computed at a time: what fits in a core's cache, and 256 MiB per tensor on GPUs."""
 
 
 def rows_of_batch(free_bytes: float, *, tokens: int, token_bytes: int, vocabulary: int) -> int:
-    """Answers that are sampled at a time, of so many tokens with their prompts, where memory decides."""
+    """Answers of a sampling batch that fit in `free_bytes`; `tokens` counts prompt and answer."""
     bytes_of_row = tokens * token_bytes + _COPIES_OF_LOGITS * 4 * vocabulary
     return max(1, min(_MOST_ANSWERS, int(_CACHE_SHARE * free_bytes / bytes_of_row)))
 
 
 def rows_drawn_at_once(device: str, *, vocabulary: int) -> int:
-    """Answers for whose next tokens noise is computed at a time."""
+    """Answers whose sampling noise is computed at a time."""
     return max(1, _DRAWN_AT_ONCE.get(device, 2**17) // vocabulary)

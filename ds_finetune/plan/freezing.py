@@ -9,13 +9,13 @@ from ds_finetune.plan.name_patterns import matching, parameter_names, patterns_o
 
 
 class FreezePlan(NamedTuple):
-    """The parameters of a run with `train.only` or `train.freeze`, by name."""
+    """Trained and frozen parameters of a run with `train.only` or `train.freeze`, by name."""
 
     trained: Mapping[str, FullTensor]
     frozen: Mapping[str, FullTensor]
 
     def lines(self) -> list[tuple[str, str]]:
-        """What is trained and what is not, for people."""
+        """Plan lines about trained and frozen parameters."""
         return [(part, _text(found, len(self.trained) + len(self.frozen))) for part, found in self._asdict().items()]
 
 
@@ -25,7 +25,7 @@ def _text(found: Mapping[str, FullTensor], total: int) -> str:
 
 
 def plan_freezing(train: TrainConfig, tensors: Mapping[str, FullTensor]) -> FreezePlan | None:
-    """Which of a model's `tensors` are trained; None where all are. ConfigError as of `matching`."""
+    """Divide a model's `tensors` into trained and frozen; None where all are trained. ConfigError as of `matching`."""
     if not (train.only or train.freeze):
         return None
     known = parameter_names(tensors)

@@ -1,4 +1,4 @@
-"""Options of DeepSpeed that cannot equal a plain loop: which key `inexact` of a run file allows which of them."""
+"""DeepSpeed options that cannot equal a reference loop, and the names in `inexact` of a run file that allow them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,22 +17,22 @@ _WITHOUT_NAME = {
         "stores frozen weights in 8 bits; this program would load 16-bit weights into them"
     ),
 }
-"""Switches that are inexact and that no name allows, with what they change."""
+"""Inexact switches that no name allows, with what they change."""
 _NO_NAME = "and no name of `inexact` allows it"
 _COMMUNICATION = "communication_data_type"
 
 
 @dataclass(frozen=True)
 class InexactOption:
-    """A name of `inexact`: the key that asks for it, what it changes, what it saves, and what it cannot work with."""
+    """An option that a name in `inexact` allows: its key, effects, savings and conflicting settings."""
 
     name: InexactName
     key: str
-    """A key of the DeepSpeed configuration with a value, as a user would write it."""
+    """Key and value in the DeepSpeed configuration as a user would write them."""
     changes: str
     saves: str
     asked: Callable[[RunSettings], str]
-    """The key and value that ask for it in a run; empty where none does."""
+    """The key and value that turn the option on in a run; empty where it is off."""
     others: tuple[Conflict, ...]
 
 
@@ -45,7 +45,7 @@ _PLAIN_RANKS = (
     Conflict("lora", "train all weights", lambda run: run.lora is not None),
     Conflict("train.only or train.freeze", "train all weights", lambda run: run.train.only or run.train.freeze),
 )
-"""What no option but one works with."""
+"""Settings that all options but one conflict with."""
 _ADAM = Conflict("optim.name {optim.name}", "use AdamW", lambda run: run.optimizer not in ("adam", "adamw"))
 _NO_GPU = "run it on GPUs: DeepSpeed 0.19.8"
 _PARTITIONED = (
@@ -65,7 +65,7 @@ _QUANTIZED = (
 
 
 def _group(run: RunSettings) -> int:
-    """Ranks that share out the second copy of the weights."""
+    """Ranks that share the secondary copy of the weights (hpZ)."""
     return int(run.zero.get("zero_hpz_partition_size") or 1)
 
 
@@ -220,7 +220,7 @@ OPTIONS = (
 
 
 def inexact_lines(run: RunSettings) -> list[str]:
-    """A line for each inexact option of a run."""
+    """Plan lines about the inexact options of a run."""
     return [
         f"inexact: {asked}: {option.changes}. It saves {option.saves}; see {PAGE}"
         for option in OPTIONS
@@ -229,7 +229,7 @@ def inexact_lines(run: RunSettings) -> list[str]:
 
 
 def inexact_checks() -> Iterator[Refusal[RunSettings]]:
-    """Refusals of options that are inexact and that no name allows, and of each option that a name allows."""
+    """Refusals of inexact options without a name, and those of each option with a name."""
     for path, changes in _WITHOUT_NAME.items():
         yield Refusal(_is_on(path), f"{path} true {changes}, {_NO_NAME}", f"leave {path.partition('.')[2]} out")
     overflow = f"fp16 with train.precision {{precision}}: gradients may overflow in fp16, {_NO_NAME}"
@@ -259,7 +259,7 @@ def _is_on(path: str) -> Callable[[RunSettings], bool]:
 
 
 def _option_checks(option: InexactOption) -> Iterator[Refusal[RunSettings]]:
-    """Refusals of an option that cannot work, or that is asked for and not named, or named and not asked for."""
+    """Refusals of an option that conflicts with other settings, is on but not named, or is named but off."""
 
     def values(run: RunSettings) -> dict[str, object] | None:
         asked, names = option.asked(run), ", ".join([*run.inexact, option.name])
@@ -279,14 +279,14 @@ def _option_checks(option: InexactOption) -> Iterator[Refusal[RunSettings]]:
 
 
 def _why(option: InexactOption, run: RunSettings) -> str:
-    """Why a run does not ask for an option."""
+    """Why an option is off in a run."""
     if option.name == "bf16_reduction" and run.precision != "fp32":
         return f"gradients of a run with train.precision {run.precision} have 16 bits and are reduced so without it"
     return f"the DeepSpeed configuration does not have {option.key}"
 
 
 def without_inexact(tree: Tree) -> Tree:
-    """A copy of a DeepSpeed configuration without the options of `OPTIONS`."""
+    """A copy of a DeepSpeed configuration without inexact options."""
     zero = dict(tree.get("zero_optimization") or {})
     for key in ("zero_quantized_weights", "zero_quantized_gradients", "zero_hpz_partition_size", "zenflow"):
         zero.pop(key, None)

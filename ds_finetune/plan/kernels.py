@@ -1,4 +1,4 @@
-"""What `model.kernels: auto` is: which kernels compute RMSNorm, rotary embedding and SwiGLU, and why."""
+"""Resolves `model.kernels: auto`: which kernels compute RMSNorm, rotary embedding and SwiGLU, and why."""
 
 import os
 import shutil
@@ -20,22 +20,22 @@ _EXTRA = "pip install 'ds_finetune[gpu]'"
 
 @dataclass(frozen=True)
 class ChosenKernels:
-    """`liger`, `compile`, or `torch`, which runs transformers' own operations one by one."""
+    """Chosen kernels: `liger`, `compile`, or `torch`, which runs transformers' operations one by one."""
 
     name: str
     reason: str
 
     @property
     def has_others(self) -> bool:
-        """Whether FlashAttention 3 and Triton's product of experts are taken: not where the run file says `torch`."""
+        """Whether FlashAttention 3 and Triton's product of experts may be used; false if the run file says `torch`."""
         return self != SINGLE
 
     def of(self, family: Family) -> str:
-        """The kernels for models of this family; `torch` where the others have no operation to compute."""
+        """Kernels used for models of this family; `torch` where no operation of the family has another kernel."""
         return self.name if fused_operations(family) else "torch"
 
     def lines(self, family: Family) -> Iterator[tuple[str, str]]:
-        """What the plan shows of the choice."""
+        """Plan line about the kernels."""
         if self.of(family) != self.name:
             yield "kernels", f"torch: fused kernels {_NOTHING[family.is_generic]} {family.model_type}"
         elif self.name == "torch":
@@ -50,7 +50,7 @@ _ALL = "RMSNorm, rotary embedding and SwiGLU are one kernel each"
 
 
 def fused_operations(family: Family) -> str:
-    """What the kernels compute of models of this family, and what they do not; empty where they compute nothing."""
+    """Operations of this family that the kernels compute and that they do not; empty where they compute none."""
     if family.is_generic or (family.encoder is not None and not family.encoder.rotates):
         return ""
     if family.encoder is not None:
@@ -61,10 +61,10 @@ def fused_operations(family: Family) -> str:
 
 
 def choose_kernels(name: str, *, device: str, stage: int) -> ChosenKernels:
-    """The kernels that `model.kernels` says, on a `device` (`cpu` or `cuda`) at a ZeRO stage.
+    """Kernels for `model.kernels` on a `device` (`cpu` or `cuda`) at a ZeRO stage.
 
-    `auto` is Liger's on a GPU where liger-kernel is installed, else compiled ones up to stage 2. ConfigError where a
-    kernel is asked for that cannot run.
+    `auto` is Liger's on a GPU where liger-kernel is installed, else compiled ones up to stage 2. ConfigError where the
+    requested kernels cannot run.
     """
     if name == "torch":
         return SINGLE
@@ -86,7 +86,7 @@ def choose_kernels(name: str, *, device: str, stage: int) -> ChosenKernels:
 
 
 def kernels_problem(name: str, device: str, stage: int) -> tuple[str, str] | None:
-    """Why these kernels cannot run, and what to do; None where they can."""
+    """Why these kernels cannot run, and a hint; None where they can."""
     is_cpu, is_interpreted = device == "cpu", os.environ.get("TRITON_INTERPRET") == "1"
     compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++", "c++"]
     no_triton, install = triton_problem()
@@ -107,9 +107,10 @@ def kernels_problem(name: str, device: str, stage: int) -> tuple[str, str] | Non
 
 
 def triton_problem() -> tuple[str, str]:
-    """Why Triton cannot make a kernel here, and what to install; empty where it can.
+    """Why Triton cannot compile a kernel on this machine, and what to install; empty where it can.
 
-    It compiles C code that includes Python.h when a process first runs a kernel (triton 3.7.1, runtime/build.py:19).
+    Triton compiles C code that includes Python.h when a process first runs a kernel (triton 3.7.1,
+    runtime/build.py:19).
     """
     if find_spec("triton") is None:
         return "there is no triton", "install torch's build for CUDA, which brings the triton that belongs to it"
@@ -130,7 +131,7 @@ def triton_problem() -> tuple[str, str]:
 
 @lru_cache(maxsize=2)
 def version_of(package: str) -> str:
-    """The installed version, empty where there is none."""
+    """Installed version of a package; empty where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The keys that a DeepSpeed JSON may have, at the top and in its sections, and the types of their values."""
+"""Valid keys of a DeepSpeed JSON at the top level and in sections, and the types of their values."""
 
 import difflib
 import json
@@ -38,8 +38,8 @@ KNOWN_KEYS = frozenset(
         "timers",
     ]
 )
-"""Top-level keys that are passed on. DeepSpeed 0.19.8 silently ignores unknown ones (runtime/config.py), so unknown
-keys are an error here.
+"""Top-level keys that are passed to DeepSpeed. Other keys are an error, since DeepSpeed 0.19.8 silently ignores them
+(runtime/config.py).
 """
 
 OWNED_ELSEWHERE = {
@@ -71,22 +71,22 @@ REMOVED = frozenset(
         "zeropp_loco_param",
     ]
 )
-"""Keys DeepSpeed 0.19.8 removed and rejects (runtime/config.py:81-132), the last three of `zero_optimization`."""
+"""Keys that DeepSpeed 0.19.8 rejects as removed (runtime/config.py:81-132); the last three are ZeRO options."""
 RENAMED = {
     "cpu_offload": 'offload_optimizer: {"device": "cpu"}',
     "cpu_offload_param": 'offload_param: {"device": "cpu"}',
     "cpu_offload_use_pin_memory": "offload_optimizer.pin_memory and offload_param.pin_memory",
     "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
 }
-"""Deprecated keys of `zero_optimization`, with what to write instead.
+"""Deprecated keys of `zero_optimization`, with their replacements.
 
 DeepSpeed 0.19.8 would replace them only after this program has read the configuration.
 """
 _TYPES: Mapping[str, Mapping[str, str]] = json.loads(
     Path(__file__).with_name("deepspeed_keys.json").read_text(encoding="utf-8")
 )
-"""By section, the keys that DeepSpeed 0.19.8 checks only when it builds the engine, by a traceback, with their types:
-int, float, bool or other. Written by scripts/deepspeed_keys.py from DeepSpeed's own models.
+"""By section, keys with the type of their values (int, float, bool or other). DeepSpeed 0.19.8 checks these only when
+it builds the engine, with a traceback. scripts/deepspeed_keys.py writes the file from DeepSpeed's own models.
 """
 _SECTIONS = (
     "optimizer",
@@ -97,12 +97,12 @@ _SECTIONS = (
     "comms_logger",
     "flops_profiler",
 )
-"""Sections whose keys are checked elsewhere, or nowhere."""
+"""Sections whose keys are checked elsewhere or not at all."""
 _DEVICES = ("none", "cpu", "nvme")
 
 
 def check_keys(tree: Mapping[str, Any], source: str) -> None:
-    """ConfigError for a key that is removed, owned by the run file, or unknown (with the nearest name)."""
+    """ConfigError for a key that is removed, belongs to the run file, or is unknown (with the nearest name)."""
     for key in tree:
         if key in OWNED_ELSEWHERE:
             raise ConfigError(
@@ -126,7 +126,7 @@ def check_keys(tree: Mapping[str, Any], source: str) -> None:
 
 
 def _expected_value(key: str, value: object, kind: str) -> str:
-    """A description of the values that DeepSpeed takes for `key`; empty where it takes `value`."""
+    """Description of the values that DeepSpeed accepts for `key`; empty if it accepts `value`."""
     if value == "auto" or (value is None and key in ("overlap_comm", "device", "nvme_path")):
         return ""
     number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else -1.0
@@ -142,9 +142,7 @@ def _expected_value(key: str, value: object, kind: str) -> str:
 
 
 def _section(tree: Mapping[str, Any], path: Sequence[str], source: str) -> Mapping[str, Any]:
-    """The section at `path`, empty where it is not given; ConfigError where another value than a section is
-    there.
-    """
+    """The section at `path`, empty where it is not given; ConfigError where the value there is no section."""
     for depth, name in enumerate(path, start=1):
         found = tree.get(name)
         if found is not None and not isinstance(found, Mapping):

@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds, from the config.json of a model."""
+"""Assigns layers to pipeline stages, from the tensors of the model."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,31 +13,31 @@ from ds_finetune.plan.model_tensors import EMBEDDING, FullTensor, ModelTensors
 
 @dataclass(frozen=True)
 class StageLayers:
-    """The layers that a pipeline rank holds: consecutive ones for each of its model chunks, in the model's order."""
+    """Layers of a pipeline rank: a range of consecutive layers for each of its model chunks, in the model's order."""
 
     chunks: tuple[range, ...]
 
     def __contains__(self, layer: object) -> bool:
-        """Whether the rank holds the layer with this number."""
+        """Whether the rank holds layer `layer`."""
         return any(layer in chunk for chunk in self.chunks)
 
     def __iter__(self) -> Iterator[int]:
-        """The numbers of the layers, ascending."""
+        """Layer indices in ascending order."""
         return (layer for chunk in self.chunks for layer in chunk)
 
     def __str__(self) -> str:
-        """As `0 to 3`, or `0 to 1 and 4 to 5` for two chunks."""
+        """Layer indices as `0 to 3`, or `0 to 1 and 4 to 5` for two chunks."""
         return " and ".join(f"{chunk[0]} to {chunk[-1]}" for chunk in self.chunks)
 
 
 def check_trained_stages(
     trained: Mapping[str, FullTensor], stages: Sequence[StageLayers | None], *, ep_size: int, given: str
 ) -> None:
-    """ConfigError where a pipeline stage has none of the `trained` tensors, or none of a kind that others have: routed
-    experts that `ep_size` ranks divide, vectors (norms and biases) or matrices. `given` are the keys that chose them.
+    """ConfigError where a pipeline stage lacks a kind of `trained` tensors that another stage has.
 
-    DeepSpeed 0.19.8 needs a parameter on every rank, and adds up norms over stages group by group
-    (zero/stage_1_and_2.py:2951); ranks of stages with other groups would wait for each other.
+    Kinds are vectors (norms and biases), matrices, and with `ep_size` > 1 those of routed experts. `given` names the
+    run-file keys that chose the tensors. DeepSpeed 0.19.8 needs a trained parameter on every rank and sums norms over
+    stages for each parameter group (zero/stage_1_and_2.py:2951), so ranks with different groups would hang.
     """
     kinds = [set[str]() for _ in stages]
     for name, tensor in trained.items():
@@ -57,13 +57,13 @@ def check_trained_stages(
 
 
 def stages_of(tensors: ModelTensors, parallel: ParallelConfig) -> tuple[StageLayers | None, ...]:
-    """Layers of each pipeline rank: those of `pp_layers`, or balanced by parameters; one None without pipeline
+    """Layers of each pipeline rank, by `pp_layers` or balanced by parameters; a single None without pipeline
     parallelism. Multi-token prediction layers are in the last chunk.
 
     The model is cut into pp x vpp chunks of consecutive layers, and rank r holds the chunks r, r + pp, r + 2 pp and so
     on (Narayanan et al., arXiv 2104.04473, section 2.2).
 
-    ConfigError where a stage has no routed experts under expert parallelism: DeepSpeed 0.19.8 adds up norms over stages
+    ConfigError where a stage has no routed experts under expert parallelism: DeepSpeed 0.19.8 sums norms over stages
     for each group of parameters (zero/stage_1_and_2.py:2951), and all stages must have the same number of groups.
     """
     if parallel.pp == 1:
@@ -88,20 +88,20 @@ def stages_of(tensors: ModelTensors, parallel: ParallelConfig) -> tuple[StageLay
 
 @lru_cache(maxsize=256)
 def balance_layers(weights: tuple[int, ...], stages: int) -> tuple[range, ...]:
-    """Consecutive layers for each of `stages`, at least one each, so that the largest sum of `weights` of a stage is
-    minimal, and among these splits the sum of squares.
+    """Split layers into `stages` ranges of at least one layer, with minimal largest sum of `weights`, and among those
+    splits minimal sum of squares.
     """
     ends = (0, *_best_splits(weights, stages)[len(weights)][2])
     return tuple(range(first, last) for first, last in pairwise(ends))
 
 
 _Split = tuple[int, int, tuple[int, ...]]
-"""Largest sum of weights of a part, sum of squares of the sums, and the end of each part."""
+"""Largest part's sum of weights, sum of the squared sums, and end index of each part."""
 
 
 @lru_cache(maxsize=1024)
 def _best_splits(weights: tuple[int, ...], parts: int) -> Mapping[int, _Split]:
-    """The best split of the first `end` layers into `parts`, for each `end` that has as many."""
+    """For each `end`, the best split of the first `end` layers into `parts`; no entry where there are fewer layers."""
     sums = (0, *accumulate(weights))
     if parts == 1:
         return {end: (sums[end], sums[end] ** 2, (end,)) for end in range(1, len(sums))}
@@ -114,7 +114,7 @@ def _best_split(shorter: Mapping[int, _Split], sums: Sequence[int], *, parts: in
     for begin in range(end - 1, parts - 2, -1):
         last = sums[end] - sums[begin]
         if found is not None and last > found[0]:
-            # A longer last part is worse still.
+            # An even longer last part has an even larger sum.
             break
         largest, squares, ends = shorter[begin]
         split = (max(largest, last), squares + last**2, (*ends, end))
@@ -124,9 +124,10 @@ def _best_split(shorter: Mapping[int, _Split], sums: Sequence[int], *, parts: in
 
 
 def _layer_parameters(tensors: ModelTensors, ep_size: int) -> list[int]:
-    """Parameters that a rank has of each layer; the embedding counts with the first layer, norm and head with the last.
-    A tied head counts on both ends, and so does the embedding with multi-token prediction, whose layer counts with the
-    last one.
+    """Parameters per rank of each layer, for balancing stages.
+
+    The embedding counts with the first layer; norm, head and multi-token prediction layers count with the last. A tied
+    head counts there again, and so does the embedding if there are prediction layers.
     """
     of_kind = {
         kind: sum(tensor.numel // (ep_size if tensor.is_routed else 1) for _, tensor in kind.tensors)

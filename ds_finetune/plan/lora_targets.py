@@ -1,4 +1,4 @@
-"""Which modules of a model LoRA adapts and which weights it holds in four bits, only from names and shapes."""
+"""Determines which modules LoRA adapts and which weights it holds in four bits, from names and shapes only."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from ds_finetune.plan.name_patterns import last_part, matching, parameter_names
 Shape = tuple[int, ...]
 ROUTED, ROUTER = "routed experts", "router"
 LINEAR = "linear modules"
-"""The kind of what is adapted in model types without a row in the table of families."""
+"""Kind of all adaptable modules in model types without a row in the table of families."""
 FOUR_BIT = ("attention", "dense MLP", "shared experts", LINEAR)
 """Kinds of modules whose weights `lora.quantize` holds in four bits."""
 KINDS = (
@@ -25,45 +25,47 @@ KINDS = (
     (ROUTER, re.compile(r"\.mlp\.gate$"), ("weight",)),
     ("multi-token prediction", re.compile(r"\.eh_proj$"), ("weight",)),
 )
-"""Kinds of modules that can be adapted, by name, and their weights. Embeddings, norms and the head cannot, nor
-DeepSeek-V4's `o_a_proj`, whose groups of outputs have inputs of their own.
+"""Kinds of adaptable modules: a pattern of their names, and the names of their weights. Embeddings, norms and heads are
+not adaptable, nor is DeepSeek-V4's `o_a_proj`, whose groups of outputs have separate inputs.
 """
 _REWRITTEN = ("gate_proj", "up_proj", "down_proj", "gate")
-"""Last parts of module names. In a model with fused experts, peft applies `target_modules` of these names to the
-experts (utils/transformers_weight_conversion.py:411).
+"""Last parts of module names that peft, in a model with fused experts, takes for experts or routers when they are
+`target_modules` (utils/transformers_weight_conversion.py:411).
 """
 _ROUTERS = ("gate", "router")
 """Last parts of the names of routers."""
 _REFUSED_WHOLE = {
-    # peft would save the bias of a router too, which is no parameter.
+    # peft would also save the router's bias, which is no parameter.
     **dict.fromkeys(("routed experts", "router"), "are not tested there"),
     "indexer": "stay as they are with lora",
 }
-"""Parts of a model that cannot be trained whole beside adapters, and why."""
+"""Parts of a model that `modules_to_save` must not name, and why."""
 _ALIGNED = 8
-"""Grouped products of experts need rows of a multiple of 16 bytes (torch 2.13, native/GroupedMMUtils.h)."""
+"""Ranks of experts' adapters are multiples of this: their grouped products need rows of a multiple of 16 bytes (torch
+2.13, native/GroupedMMUtils.h).
+"""
 
 
 @dataclass(frozen=True)
 class LoraTarget:
-    """A module that can be adapted: its full name, its kind, and the shapes of its weights by their names in it."""
+    """An adaptable module: its full name, its kind, and the shapes of its weights by their names in the module."""
 
     name: str
     kind: str
     shapes: Mapping[str, Shape]
 
     def num_params(self, rank: int) -> int:
-        """Parameters of its adapters."""
+        """Number of parameters of the module's adapters."""
         return sum(prod(shape[:-2]) * rank * (shape[-1] + shape[-2]) for shape in self.shapes.values())
 
 
 _BLOCK, _NESTED = 64, 256
 _TABLES = 4 * (16 + 256 + 1)
-"""Bytes that each weight needs besides its blocks: both lookup tables and the mean of its scales, in fp32."""
+"""Constant bytes per quantised weight: two lookup tables and the mean of its scales, in fp32."""
 
 
 def fits_four_bit(shape: tuple[int, ...]) -> bool:
-    """Whether rows of a weight consist of whole blocks.
+    """Whether each row of a weight consists of whole quantisation blocks.
 
     Otherwise bitsandbytes 0.50.2 quantises correctly but dequantises wrongly on CPUs (backends/cpu/ops.py:137): blocks
     continue from row to row, and its kernel starts a new block with each row. Measured error: 15 to 40% instead of 9%.
@@ -72,15 +74,15 @@ def fits_four_bit(shape: tuple[int, ...]) -> bool:
 
 
 def nf4_bytes(shape: tuple[int, ...]) -> int:
-    """Bytes of a weight of `shape`: half a byte per number, one per block, four per 256 blocks, and the tables."""
+    """Bytes of an NF4 weight of `shape`: 0.5 per element, 1 per block of 64, 4 per 256 blocks, and the tables."""
     numel = prod(shape)
     blocks = -(-numel // _BLOCK)
     return -(-numel // 2) + blocks + 4 * -(-blocks // _NESTED) + _TABLES
 
 
 def adapted_targets(every: Sequence[LoraTarget], lora: LoraConfig) -> tuple[LoraTarget, ...]:
-    """The modules that the patterns of `lora` name, or all but routers; ConfigError where a pattern names none, or
-    where experts are given a rank that grouped products cannot take.
+    """Modules matched by `lora.target_modules`, by default all but routers; ConfigError where a pattern matches
+    nothing, or where routed experts get a rank that grouped products cannot take.
     """
     patterns = lora.target_modules
     named = {target.name for pattern in patterns or () for target in _targets_named(pattern, every)}
@@ -94,8 +96,8 @@ def adapted_targets(every: Sequence[LoraTarget], lora: LoraConfig) -> tuple[Lora
 
 
 def _targets_named(pattern: str, every: Sequence[LoraTarget]) -> list[LoraTarget]:
-    """Modules whose full name or last part of it equals `pattern`, or whose full name matches it. A router is matched
-    only by a pattern that ends in its own name.
+    """Modules whose full name or its last part equals `pattern`, or whose full name matches it. A router is matched
+    only by a pattern that ends in a router's name.
     """
     if pattern in ALL_LINEAR:
         return [*every]
@@ -107,8 +109,8 @@ def _targets_named(pattern: str, every: Sequence[LoraTarget]) -> list[LoraTarget
 
 
 def whole_parameters(names: Iterable[str], lora: LoraConfig, targets: Sequence[LoraTarget]) -> tuple[str, ...]:
-    """Names of the parameters that are trained whole beside the adapters of `targets`: a score head, and those of
-    `lora.modules_to_save`; ConfigError where a pattern names none, or an adapted module.
+    """Names of the parameters that are trained in full beside the adapters of `targets`: a score head, and the matches
+    of `lora.modules_to_save`; ConfigError where a pattern matches nothing, or an adapted module.
     """
     key, every = "lora.modules_to_save", parameter_names(names)
     chosen, adapted = {SCORE_HEAD}, {target.name for target in targets}
@@ -124,21 +126,21 @@ def whole_parameters(names: Iterable[str], lora: LoraConfig, targets: Sequence[L
 
 
 def is_peft_parameter(weight: str, family: Family) -> bool:
-    """Whether peft adapts the parameter `weight` itself (`target_parameters`), not its module: where it is not the
-    `weight` of one, or where peft would take the module for routed experts or their router.
+    """Whether peft must adapt the parameter `weight` (`target_parameters`) instead of its module: it is not named
+    `weight`, or peft would take the module for routed experts or their router.
     """
     module, _, leaf = weight.rpartition(".")
     return leaf != "weight" or (family.fused_experts and last_part(module) in _REWRITTEN)
 
 
 def targets_of(model: ModelTensors) -> tuple[LoraTarget, ...]:
-    """Every module of a model that can be adapted."""
+    """All adaptable modules of a model."""
     return linear_targets(model.shapes(), model.linears) if model.linears else targets_among(model.shapes())
 
 
 def linear_targets(tensors: Iterable[tuple[str, Shape]], linears: Collection[str]) -> tuple[LoraTarget, ...]:
-    """Every module that can be adapted in a model type without a row in the table of families: linear ones, and of a
-    model with fused experts none of whose names peft would take for these.
+    """All adaptable modules in a model type without a row in the table of families: linear modules, in a model with
+    fused experts without those that peft would take for experts or routers.
     """
     shapes = dict(tensors)
     is_fused = any(part_of(name) == "routed experts" and not name.endswith(".weight") for name in shapes)
@@ -151,11 +153,11 @@ def linear_targets(tensors: Iterable[tuple[str, Shape]], linears: Collection[str
 
 
 def targets_among(tensors: Iterable[tuple[str, Shape]]) -> tuple[LoraTarget, ...]:
-    """Every module that can be adapted in a family of the table, from the full names and shapes of its parameters."""
+    """All adaptable modules in a family of the table, from the full names and shapes of its parameters."""
     modules: dict[str, dict[str, Shape]] = {}
     for name, shape in tensors:
         module, _, leaf = name.rpartition(".")
-        # Routed experts are parameters of their module; other names end in `weight`.
+        # Weights of routed experts are named otherwise; all other names end in `weight`.
         modules.setdefault(module, {})[leaf] = shape
     found = []
     for module, shapes in modules.items():
@@ -167,7 +169,7 @@ def targets_among(tensors: Iterable[tuple[str, Shape]]) -> tuple[LoraTarget, ...
 
 
 def quantised_targets(every: Sequence[LoraTarget], lora: LoraConfig) -> tuple[LoraTarget, ...]:
-    """The modules whose weights are held in four bits; ConfigError where none fits."""
+    """Modules whose weights are held in four bits; ConfigError where no weight can be."""
     if lora.quantize is None:
         return ()
     candidates = [target for target in every if target.kind in FOUR_BIT]

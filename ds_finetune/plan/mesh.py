@@ -1,4 +1,4 @@
-"""The grid of ranks: which part of the model, of a row and of the batch each rank has."""
+"""The grid of ranks: each rank's coordinates along the axes of parallelism, and the groups of ranks."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from ds_finetune.plan.batch import divisors
 
 Axis = Literal["pp", "dp", "sp", "tp"]
 AXES: tuple[Axis, ...] = get_args(Axis)
-"""Axes of the grid, outermost first: ranks that communicate most are next to each other."""
+"""Axes of the grid, outermost first, so that ranks that communicate most are adjacent."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Mesh:
     """Sizes of pipeline, data, sequence and tensor parallelism; ranks are numbered row-major over `AXES`.
 
     Ranks that differ only in `pp`, `sp` or `tp` work on the same rows: each has a part of the rows or of the model.
-    Each `ep` consecutive ranks of the dp x sp ranks divide the experts.
+    Each `ep` consecutive ranks of the dp x sp ranks form an expert parallel group.
     """
 
     rank: int
@@ -30,7 +30,7 @@ class Mesh:
 
     @classmethod
     def of(cls, parallel: ParallelConfig, *, world_size: int, rank: int) -> Self:
-        """The grid of `world_size` ranks, with `dp` = ranks / other sizes; ConfigError where that is no integer."""
+        """The grid of `world_size` ranks, with `dp` = ranks / (tp x pp x sp); ConfigError where sizes do not divide."""
         inner = {"tp": parallel.tp, "pp": parallel.pp, "sp": parallel.sp}
         size = math.prod(inner.values())
         dp, rest = divmod(world_size, size)
@@ -50,13 +50,13 @@ class Mesh:
         return cls(rank, dp, **inner, ep=parallel.ep)
 
     def __str__(self) -> str:
-        """The sizes above one, as `dp 4 x sp 2`."""
+        """Text with dp and the sizes above one, such as `dp 4 x sp 2`."""
         sizes = ("dp", "pp", "sp", "tp", "ep")
         return " x ".join(f"{axis} {getattr(self, axis)}" for axis in sizes if axis == "dp" or getattr(self, axis) > 1)
 
     @property
     def expert_place(self) -> int:
-        """Index of this rank in its expert parallel group, and so of the experts that it holds."""
+        """Index of this rank in its expert parallel group, and thereby of its shard of the experts."""
         return self.expert_place_of(self.rank)
 
     def expert_place_of(self, rank: int) -> int:
@@ -64,14 +64,14 @@ class Mesh:
         return (self.place("dp", rank) * self.sp + self.place("sp", rank)) % self.ep
 
     def expert_lines(self) -> list[list[int]]:
-        """The expert parallel groups: the ranks of each divide the experts; every rank is in one."""
+        """The expert parallel groups, which partition all ranks."""
         return [
             line[start : start + self.ep] for line in self.lines("dp", "sp") for start in range(0, len(line), self.ep)
         ]
 
     def expert_part_lines(self) -> list[list[int]]:
-        """Groups of ranks that together hold every expert once: an expert parallel group and its tensor parallel
-        ranks.
+        """Groups of ranks that together hold every expert of a stage once: an expert parallel group with its tensor
+        parallel ranks.
         """
         found: dict[tuple[int, int], list[int]] = {}
         for line in self.expert_lines():
@@ -80,15 +80,15 @@ class Mesh:
 
     @property
     def leader(self) -> int:
-        """The first rank of this rank's pipeline stage."""
+        """First rank of this rank's pipeline stage."""
         return self.place("pp") * self.dp * self.sp * self.tp
 
     def parts_of_leader(self) -> list[int]:
-        """The ranks, with the leader, that together hold the parameters of its pipeline stage once."""
+        """Ranks, including the leader, that together hold the parameters of the leader's stage once."""
         return next(line for line in self.expert_part_lines() if self.leader in line)
 
     def same_expert_lines(self) -> list[list[int]]:
-        """Groups of ranks that hold the same experts; every rank is in one."""
+        """Groups of ranks that hold the same experts, which partition all ranks."""
         return [line[start :: self.ep] for line in self.lines("dp", "sp") for start in range(self.ep)]
 
     @property
@@ -102,24 +102,24 @@ class Mesh:
         return self.sp * self.tp * self.pp
 
     def num_groups(self, *, vpp: int = 1) -> int:
-        """Process groups that each of several ranks is in: the default one, those of `open_groups` with `vpp` chunks a
-        rank, and DeepSpeed's copy of the default one, which it makes where the model is not divided.
+        """Number of process groups of a rank: the default group, those of `open_groups` with `vpp` chunks per rank, and
+        DeepSpeed's copy of the default group, which it makes unless the model is divided.
         """
         sizes = dict(zip(AXES, self._sizes, strict=True))
         asked: list[tuple[Axis, ...]] = [(axis,) for axis in ("pp", "sp", "tp") if sizes[axis] > 1]
         is_divided = self.tp * self.pp > 1
         asked += [("pp", "tp"), ("dp", "sp")] if is_divided else []
-        # Axes of one rank do not make another group.
+        # Axes of size 1 add no group.
         lines = {tuple(axis for axis in axes if sizes[axis] > 1) for axes in asked}
         return 1 + len(lines) + (not is_divided) + 2 * (self.ep > 1) + 4 * (vpp > 1)
 
     def place(self, axis: Axis, rank: int | None = None) -> int:
-        """Index of a rank (this one by default) along an axis."""
+        """Coordinate of a rank (this one by default) along an axis."""
         inner = math.prod(self._sizes[AXES.index(axis) + 1 :])
         return (self.rank if rank is None else rank) // inner % self._sizes[AXES.index(axis)]
 
     def lines(self, *axes: Axis) -> list[list[int]]:
-        """The groups of ranks whose indices differ only along `axes`, in ascending order; every rank is in one."""
+        """Groups of ranks whose coordinates differ only along `axes`, in ascending order; they partition all ranks."""
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             found.setdefault(tuple(self.place(axis, rank) for axis in AXES if axis not in axes), []).append(rank)

@@ -1,4 +1,4 @@
-"""The settings that a model's config.json refuses: rows of the table of `plan/checks.py`."""
+"""Settings that are refused because of the model's config.json, in the form of `plan/checks.py`."""
 
 import math
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from ds_finetune.plan.settings import UNTESTED_TRAINING, Conflict, ModelSettings
 from ds_finetune.plan.tested_layouts import ROW_BYTES, TESTED_LAYOUTS, WEIGHT_BYTES, wider
 
 _MOST_RANKS_OF_AXIS = 4096
-"""Larger sizes of an axis are not named in hints."""
+"""Largest size of an axis that hints name."""
 
 
 def _untested_type(run: ModelSettings) -> dict[str, object] | None:
@@ -30,7 +30,7 @@ def _chunk_values(run: ModelSettings) -> dict[str, int]:
 
 
 def _wrong_shares(run: ModelSettings) -> dict[str, object] | None:
-    """Values of a message where `parallel.pp_layers` does not name the layers of each chunk."""
+    """Message fields if `parallel.pp_layers` does not give each chunk its layers; else None."""
     given, pp, vpp = run.parallel.pp_layers, run.mesh.pp, run.parallel.vpp
     values = _chunk_values(run)
     if len(given) == values["chunks"] and sum(given) == values["layers"] and min(given) >= 1:
@@ -52,7 +52,7 @@ def _in_each_rank(key: str) -> Refusal[ModelSettings]:
 
 
 def _undivided(run: ModelSettings) -> dict[str, object] | None:
-    """Values of a message where a parallel size does not divide a dimension of the model."""
+    """Message fields if a parallel size does not divide its dimension of the model; else None."""
     for axis, what, number in _divided_dimensions(run) if run.axes else ():
         size = getattr(run.mesh, axis)
         if number % size:
@@ -62,7 +62,7 @@ def _undivided(run: ModelSettings) -> dict[str, object] | None:
 
 
 def _divided_dimensions(run: ModelSettings) -> Iterator[tuple[str, str, int]]:
-    """Each axis with a dimension of the model that it divides, and the size of this dimension."""
+    """For each axis, the dimensions of the model that it divides, with their sizes."""
     model, tp, keys = run.model_json, run.mesh.tp, run.family.expert_keys
     heads = int(model["num_attention_heads"])
     yield "tp", "attention heads", heads
@@ -103,15 +103,15 @@ _SIZES: tuple[Refusal[ModelSettings], ...] = (
         "parallel.pp_layers {given} does not share out {layers} layers over {parts}",
         "name {chunks} numbers of at least 1 whose sum is {layers}, or leave it out",
     ),
-    # transformers 5.23 chooses its factors by the positions in a call (modeling_rope_utils.py:47), and a call on one
-    # rank has only a part of the positions.
+    # transformers 5.23 selects scaling factors by the positions in a call (modeling_rope_utils.py:47), and each rank's
+    # call has only a part of the positions.
     Refusal(
         lambda run: run.mesh.sp > 1 and _rotary_type(run) == "longrope",
         "parallel {mesh} of a model with rope_type longrope is not tested",
         "set parallel.sp to 1",
     ),
-    # Every rank would add the bias of shared experts, whose outputs are summed together with those of routed ones, or
-    # draw a noise of its own.
+    # Each rank would add the bias of shared experts, whose outputs are summed over ranks with the routed ones, or draw
+    # its own noise.
     _in_each_rank("mlp_bias"),
     _in_each_rank("router_jitter_noise"),
     Refusal(
@@ -123,7 +123,7 @@ _SIZES: tuple[Refusal[ModelSettings], ...] = (
 
 
 def _unaligned_width(run: ModelSettings) -> dict[str, object] | None:
-    """Values of a message where the columns of an expert on a rank are no multiple of 16 bytes."""
+    """Message fields if the rows of an expert's weights on a rank are no multiple of 16 bytes; else None."""
     keys, tp, size = run.family.expert_keys, run.mesh.tp, WEIGHT_BYTES[run.precision]
     width = keys.width(run.model_json) if keys is not None else 0
     if keys is None or width // tp * size % ROW_BYTES == 0:
@@ -140,8 +140,8 @@ def _unaligned_hidden(run: ModelSettings) -> dict[str, object] | None:
 
 
 _EXPERTS: tuple[Refusal[ModelSettings], ...] = (
-    # torch 2.13 needs each row of their matrices to be a multiple of 16 bytes ("strides should be multiple of 16
-    # bytes").
+    # torch 2.13 requires each row of the experts' matrices to be a multiple of 16 bytes ("strides should be multiple of
+    # 16 bytes").
     Refusal(
         _unaligned_width,
         "{key} {width} / parallel.tp {mesh.tp} = {columns} columns of an expert x {bytes} bytes in {precision} is no "
@@ -154,15 +154,15 @@ _EXPERTS: tuple[Refusal[ModelSettings], ...] = (
         f"{ROW_BYTES} bytes, which torch's grouped product of experts needs",
         "{legal}",
     ),
-    # The biases of experts are one matrix per layer, and DeepSpeed 0.19.8 takes every tensor of two or more dimensions
-    # (__init__.py:369).
+    # The biases of a layer's experts form one matrix, and DeepSpeed 0.19.8's Muon takes every tensor of two or more
+    # dimensions (__init__.py:369).
     Refusal(
         lambda run: run.optimizer == "muon" and run.family.transposed_experts,
         "optim.name {optim.name} of model_type {model_type} would orthogonalise the biases of its experts",
         "set optim.name: AdamW",
     ),
-    # DeepSpeed 0.19.8 takes tensors of three dimensions for vectors (zenflow/zenflow_stage_1_and_2.py:216): it would
-    # choose and update the wrong elements.
+    # DeepSpeed 0.19.8 treats 3-dimensional tensors as vectors (zenflow/zenflow_stage_1_and_2.py:216): it would select
+    # and update the wrong elements.
     Refusal(
         lambda run: "zenflow" in run.inexact and run.family.expert_keys is not None,
         "zero_optimization.zenflow cannot work with experts, which model_type {model_type} has: it knows only "
@@ -181,7 +181,7 @@ def _untested_switch(key: str) -> Refusal[ModelSettings]:
 
 
 def _odd_columns(run: ModelSettings) -> dict[str, object] | None:
-    """Values of a message where pairs of columns are complex numbers and heads have an odd number of columns."""
+    """Message fields if rotary pairs of columns are interleaved and heads have an odd number of columns; else None."""
     graph, keys = run.family.onnx, ("qk_nope_head_dim", "qk_rope_head_dim")
     numbers = [int(run.model_json.get(key) or 0) for key in keys]
     is_odd = graph is not None and graph.is_rotary_interleaved and sum(numbers) % 2
@@ -189,7 +189,7 @@ def _odd_columns(run: ModelSettings) -> dict[str, object] | None:
 
 
 def _given_router(run: ModelSettings) -> dict[str, object] | None:
-    """Values of a message on the section `router`; None where it is left out."""
+    """Message fields if the run file has a section `router`; else None."""
     if run.router is None:
         return None
     given = ", ".join(f"{name} {getattr(run.router, name)}" for name in run.router.model_fields_set)
@@ -217,7 +217,7 @@ _TYPE: tuple[Refusal[ModelSettings], ...] = (
         "lora of model_type {model_type} is not tested",
         "tested: {tested}",
     ),
-    # torch fails at them in the first step (transformers 5.23, deepseek_v2/modeling_deepseek_v2.py:264).
+    # torch fails on them in the first step (transformers 5.23, deepseek_v2/modeling_deepseek_v2.py:264).
     Refusal(
         _odd_columns,
         "{sum} of the model make an odd number of columns",
@@ -361,7 +361,7 @@ _POSITIONS: tuple[Refusal[ModelSettings], ...] = (
 
 
 def _unshared_teacher(run: ModelSettings) -> dict[str, object] | None:
-    """Values of a message where sequence parallel ranks cannot share out the heads of the teacher."""
+    """Message fields if sequence parallel ranks cannot divide the teacher's heads; else None."""
     heads = int(run.model_json.get("num_attention_heads") or 1)
     is_refused = run.mesh.sp > 1 and ("sp" not in run.family.parallel_axes or heads % run.mesh.sp)
     return {"heads": heads} if is_refused else None
@@ -384,7 +384,7 @@ _TEACHER: tuple[Refusal[ModelSettings], ...] = (
 
 
 def _first_without_indexer(run: ModelSettings) -> dict[str, object] | None:
-    """The first stage in which a chunk begins with a layer that has no indexer of its own."""
+    """Message fields on the first pipeline chunk whose first layer has no indexer; None if there is none."""
     with_indexer = indexed_layers(run.model_json)
     for stage, layers in enumerate(run.stages):
         for chunk in layers.chunks if layers is not None else ():
@@ -394,20 +394,20 @@ def _first_without_indexer(run: ModelSettings) -> dict[str, object] | None:
 
 
 def _is_held_twice(run: ModelSettings) -> bool:
-    """Whether the first and the last stage of a pipeline both train the embedding."""
+    """Whether the first and the last pipeline stage both train a copy of the embedding."""
     is_tied = bool(run.model_json.get("tie_word_embeddings")) and run.objective.row.head != "scores"
     return run.parallel.pp > 1 and run.lora is None and (run.mtp.train or is_tied)
 
 
 _STAGES: tuple[Refusal[ModelSettings], ...] = (
-    # The last stage would look for the state of the embedding in a folder that only the ranks of the first may see.
+    # The last stage would read the embedding's state from a folder that only hosts of the first stage may see.
     Refusal(
         lambda run: run.checkpoint.node_local and _is_held_twice(run),
         "checkpoint.node_local true with parallel.pp {parallel.pp} of a model whose first and last stage both hold the "
         "embedding is not tested",
         "save to a folder that all hosts share",
     ),
-    # Such a layer attends to the tokens that are chosen in the layer before.
+    # A layer without an indexer attends to the tokens that the preceding layer's indexer chose.
     Refusal(
         lambda run: run.indexer.train and not run.family.compresses and _first_without_indexer(run),
         "indexer.train true with parallel.pp {parallel.pp}: stage {stage} begins with layer {layer}, which has no "
@@ -418,14 +418,14 @@ _STAGES: tuple[Refusal[ModelSettings], ...] = (
 
 
 def _may_choose(run: ModelSettings) -> bool:
-    """Whether a layer uses the choice of another one's indexer, if a document is as long as a row."""
+    """Whether some layer reuses another layer's chosen tokens, for documents as long as a row."""
     chosen = run.model_json.get("index_topk")
     is_shared = run.family.indexer is not None and run.family.indexer.is_shared
     return bool(is_shared and chosen and run.train.max_seq_len > chosen)
 
 
 _DOCUMENTS: tuple[Refusal[ModelSettings], ...] = (
-    # The search cannot know the documents; `train` looks at each.
+    # The plan does not know the lengths of documents; `train` checks each document.
     Refusal(
         lambda run: _may_choose(run) and _first_without_indexer(run),
         "train.max_seq_len {train.max_seq_len} is more than index_topk {model_json[index_topk]}, and a stage of "
@@ -444,7 +444,7 @@ WITHOUT_MESH: dict[str, tuple[Refusal[ModelSettings], ...]] = {
     "sampled answers of the model": ROLLOUT_MODEL,
     "attention of the model": _KERNEL,
 }
-"""The checks of config.json with and without the layout of the run."""
+"""Checks of config.json that do and do not depend on the layout of the run."""
 MODEL_CHECKS: dict[str, tuple[Refusal[ModelSettings], ...]] = {
     **WITH_MESH,
     **WITHOUT_MESH,
@@ -457,7 +457,7 @@ MODEL_CHECKS: dict[str, tuple[Refusal[ModelSettings], ...]] = {
 
 
 def check_model(run: ModelSettings, *subjects: str) -> None:
-    """ConfigError or ModelError for the first of these subjects in which a model's config.json is refused."""
+    """ConfigError or ModelError for the first refused setting among these subjects."""
     for subject in subjects:
         for row in MODEL_CHECKS[subject]:
             row.raise_for(run)

@@ -1,5 +1,5 @@
-"""Parameters, active parameters and FLOPs per token of a model, and what a row costs by them: rows are divided evenly
-over ranks by this cost.
+"""Parameters, active parameters and FLOPs per token of a model, and the cost of a row, by which rows are balanced over
+ranks.
 """
 
 from collections import Counter
@@ -16,11 +16,11 @@ from ds_finetune.plan.forward import head_widths
 from ds_finetune.plan.model_tensors import DescribedModel, part_of
 
 _FORWARD_AND_BACKWARD = 3
-"""Backward costs twice the forward; a multiply-add is two FLOPs."""
+"""FLOPs of forward and backward in units of the forward; a multiply-add is two FLOPs."""
 
 
 def is_known(model: DescribedModel) -> bool:
-    """Whether a model is of a family that is no encoder, and the part that each of its tensors belongs to is known."""
+    """Whether the model's family is no encoder, and every tensor belongs to a known part."""
     family = family_of(str(model.get("model_type")))
     return not family.is_generic and family.encoder is None and all(map(part_of, model.tensors.by_name))
 
@@ -30,10 +30,10 @@ class Shape:
     """Parameters of a model by part, in elements over all layers, and the cost of its attention."""
 
     parts: Mapping[str, int]
-    """Elements by the names of `part_of`; those of indexers are not counted as active ones."""
+    """Elements by the names of `part_of`; indexers do not count as active."""
     active_routed_experts: int
     layers: int
-    """Number of layers, with multi-token prediction layers that are trained."""
+    """Number of layers, including trained multi-token prediction layers."""
     mtp_layers: int
     tied: bool
     has_scores: bool
@@ -41,9 +41,7 @@ class Shape:
     attention_width: int
     """Sum over heads of (query/key width + value width): multiply-adds in one layer for one attended position."""
     attended_limits: tuple[int | None, ...] = ()
-    """The positions a token attends to at most in each layer, where some layers have a window or an indexer; empty
-    where none has.
-    """
+    """Maximum positions that a token attends to, for each layer; empty where no layer has a window or an indexer."""
 
     @classmethod
     def of(cls, model: DescribedModel) -> Self:
@@ -67,36 +65,35 @@ class Shape:
 
     @property
     def total_params(self) -> int:
-        """Every parameter once."""
+        """Total parameters."""
         return sum(self.parts.values())
 
     @property
     def active_params(self) -> int:
-        """Parameters used to compute one token, with embedding and head."""
+        """Parameters used for one token, including embedding and head."""
         return self.total_params - self.parts["indexer"] - self.parts["routed experts"] + self.active_routed_experts
 
     @property
     def multiplied(self) -> int:
-        """Parameters of layers that each token is multiplied with."""
+        """Parameters of the layers' matrix products for one token."""
         return self.active_params - sum(self.parts[part] for part in ("norms", "embedding", "head"))
 
     @property
     def logits(self) -> int:
-        """Parameters that a token is multiplied with to give logits; 0 of scores, which only one token of a document
-        gives.
+        """Parameters of the head that a token's logits need; 0 for a score head, which only one token per document
+        uses.
         """
         return 0 if self.has_scores else self.parts["embedding" if self.tied else "head"]
 
     def flops_per_token(self, seq_len: int, *, mean_attended: float | None = None, has_adapters: bool = False) -> float:
-        """Training FLOPs of one token: 6 x (parameters it is multiplied with + layers x attention_width x positions it
-        attends to).
+        """Training FLOPs of one token: 6 x (parameters in products + layers x attention_width x attended positions).
 
         This counts forward, backward and the head, but neither recomputation, the embedding look-up nor scores of
         documents. In causal attention over one document of `seq_len` tokens, a token attends to `seq_len / 2` positions
-        on average. For documents packed into a row, pass `mean_attended`: sum(n * n / 2) / sum(n) over document
-        lengths n. The window of a layer and `index_topk` are upper limits of that mean. With a multi-token prediction
-        layer the head counts once more, also where the layer does not train it. With adapters the gradients of frozen
-        weights are not computed: 4 x these parameters.
+        on average. For documents packed into a row, pass `mean_attended`: sum(n * n / 2) / sum(n) over document lengths
+        n. The window of a layer and `index_topk` are upper limits of that mean. With a multi-token prediction layer the
+        head counts once more, whether or not the layer trains it. With adapters frozen weights get no gradients, so
+        their products count 4 instead of 6 FLOPs per parameter.
         """
         matmul = self.multiplied + self.logits * (1 + self.mtp_layers)
         attended = seq_len / 2 if mean_attended is None else mean_attended
@@ -107,8 +104,8 @@ class Shape:
 
 
 def _attended_limits(model: DescribedModel) -> tuple[int | None, ...]:
-    """Positions at most in each layer: a sliding window's, or those that an indexer chooses. Layers that compress
-    tokens attend to a window and to entries, of which as many are counted where no indexer chooses.
+    """Maximum attended positions of each layer, by sliding window or indexer. A layer that compresses tokens attends to
+    a window and to compressed entries, which are counted as `index_topk`.
     """
     layers, chosen, window = len(model.tensors.layers), model.get("index_topk"), model.get("sliding_window")
     if family_of(str(model["model_type"])).compresses:
@@ -120,32 +117,32 @@ def _attended_limits(model: DescribedModel) -> tuple[int | None, ...]:
     kinds = model.get("layer_types") or ()
     if window is None or "sliding_attention" not in kinds:
         return ()
-    # A prediction layer is like the last layer.
+    # A prediction layer has the kind of the last layer.
     return tuple(int(window) if kinds[min(n, len(kinds) - 1)] == "sliding_attention" else None for n in range(layers))
 
 
 _RECOMPUTED = 4 / 3
-"""With activation checkpointing a layer's forward runs twice, and its backward costs two forwards."""
+"""Cost of a layer with recomputation (two forwards and a backward worth two) relative to one without."""
 
 
 @dataclass(frozen=True)
 class RowCost:
-    """Multiply-adds of forward and backward: of layers for each token, of the head for each supervised token, and of
-    attention for each pair of tokens of which one attends to the other.
+    """Multiply-adds of forward and backward: layers per token, head per supervised token, and attention per pair of
+    tokens of which one attends to the other.
 
-    The head takes only supervised positions (`model/loss/cross_entropy.py`).
+    The head computes only supervised positions (`model/loss/cross_entropy.py`).
     """
 
     per_token: float
     per_supervised_token: float
     per_pair: float
-    """In one layer."""
+    """Cost in one layer."""
     limits: tuple[int | None, ...]
-    """The positions a token attends to at most, for each layer."""
+    """Maximum positions that a token attends to, for each layer."""
 
     @classmethod
     def of(cls, shape: Shape | None, recomputation: str) -> Self:
-        """The cost of rows of a model; for one whose shape is not known, a row costs its tokens."""
+        """Cost of rows from the model's shape; without a known shape, the cost of a row is its number of tokens."""
         if shape is None:
             return cls(per_token=1.0, per_supervised_token=0.0, per_pair=0.0, limits=())
         times = 1.0 if recomputation == "none" else _RECOMPUTED
@@ -160,7 +157,7 @@ class RowCost:
     def of_row(self, lengths: NDArray[np.int64], supervised: int, *, row_len: int | None) -> float:
         """Cost of a row of documents with these lengths, which is padded to `row_len`.
 
-        Padding to `row_len` is computed as a document of its own. That of unpacked rows (None) is not counted.
+        Padding to `row_len` counts as a document. Padding of unpacked rows (`row_len` None) does not count.
         """
         padding = 0 if row_len is None else row_len - int(lengths.sum())
         padded = np.append(lengths, padding).astype(np.float64)
@@ -173,7 +170,7 @@ def _counted(limits: Sequence[int | None]) -> list[tuple[int | None, int]]:
 
 
 def _pairs(lengths: NDArray[np.float64], limit: int | None) -> NDArray[np.float64]:
-    """Pairs of tokens in documents with causal attention, where a token attends to `limit` positions at most."""
+    """Attended pairs of tokens per document under causal attention to at most `limit` positions."""
     if limit is None:
         return lengths**2 / 2
     near = np.minimum(lengths, limit)

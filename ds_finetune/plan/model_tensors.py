@@ -1,4 +1,4 @@
-"""The names and shapes of a model's tensors, which the model's own modules give (`model/build/meta_model.py`)."""
+"""Names and shapes of a model's tensors, taken from its modules on the meta device (model/build/meta_model.py)."""
 
 import json
 import re
@@ -32,20 +32,18 @@ _PARTS = (
 
 @lru_cache(maxsize=4096)
 def part_of(name: str) -> str:
-    """The part of a model that a tensor belongs to, by its full name: attention, dense MLP, routed experts, ...; empty
-    for a name of no known part.
-    """
+    """Part of the model that a tensor belongs to, by its name: attention, dense MLP, ...; empty if unknown."""
     return next((part for part, pattern in _PARTS if pattern.search(name)), "")
 
 
 class FullTensor(NamedTuple):
-    """A parameter of a model, and how tensor and expert parallelism divide it (`model/parallel/sharding.py`)."""
+    """A parameter's full shape, and how tensor and expert parallelism divide it (`model/parallel/sharding.py`)."""
 
     shape: tuple[int, ...]
     dim: int | None = None
-    """The dimension that tensor parallel ranks divide; None where each of them has the full tensor."""
+    """Dimension that tensor parallel ranks divide; None where each rank has the full tensor."""
     is_routed: bool = False
-    """Whether it is a tensor of all routed experts, which expert parallel ranks divide along dimension 0."""
+    """Whether the tensor stacks all routed experts along dimension 0, which expert parallel ranks divide."""
 
     @property
     def numel(self) -> int:
@@ -53,7 +51,7 @@ class FullTensor(NamedTuple):
         return prod(self.shape)
 
     def local(self, *, tp: int, ep: int) -> tuple[int, ...]:
-        """Shape of the shard of a rank."""
+        """Shape of a rank's shard."""
         local = list(self.shape)
         if self.is_routed:
             local[0] //= ep
@@ -64,14 +62,14 @@ class FullTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Layers that have the same tensors."""
+    """Kind of layers: layers with the same tensors have one kind."""
 
     stack: str
     """Name of the list of layers, such as `model.layers`."""
     tensors: tuple[tuple[str, FullTensor], ...]
-    """By their names within a layer."""
+    """Tensors by their names within the layer."""
     is_prediction: bool
-    """Whether it is a multi-token prediction layer."""
+    """Whether the layer is a multi-token prediction layer."""
 
     @cached_property
     def is_sparse(self) -> bool:
@@ -80,31 +78,31 @@ class LayerKind:
 
     @cached_property
     def has_indexer(self) -> bool:
-        """Whether the layer chooses the tokens that it attends to."""
+        """Whether the layer has an indexer, which chooses the tokens that it attends to."""
         return any(".indexer." in name for name, _ in self.tensors)
 
 
 @dataclass(frozen=True)
 class ModelTensors:
-    """All parameters of a model, those of multi-token prediction layers that are trained among them."""
+    """All parameters of a model, including multi-token prediction layers if they are trained."""
 
     by_name: Mapping[str, FullTensor]
-    """In the model's order; a tied head is not there."""
+    """Parameters in the model's order, without a tied head."""
     is_tied: bool = False
     """Whether the head is the embedding."""
     num_predictions: int = 0
-    """Number of multi-token prediction layers, which are the last layers."""
+    """Number of multi-token prediction layers, which come last."""
     linears: Collection[str] = ()
-    """In model types without a row in the table of families: the weights of linear modules but the head, by name."""
+    """Names of the weights of linear modules but the head, in model types without a row in the table of families."""
 
     @property
     def numel(self) -> int:
-        """Parameters of the model."""
+        """Number of parameters."""
         return sum(tensor.numel for tensor in self.by_name.values())
 
     @cached_property
     def layer_names(self) -> Mapping[str, list[str]]:
-        """Full names of the tensors of each layer by the layer's own, such as `model.layers.0`."""
+        """Full names of the tensors of each layer, by the layer's name such as `model.layers.0`."""
         found: dict[str, list[str]] = {}
         for name in self.by_name:
             if layer := _LAYER.match(name):
@@ -123,7 +121,7 @@ class ModelTensors:
 
     @cached_property
     def ends(self) -> Mapping[str, FullTensor]:
-        """Tensors outside of layers by their full names: embedding, last norm, and head or score head."""
+        """Tensors outside of layers by full name: embedding, last norm, and head or score head."""
         return {name: tensor for name, tensor in self.by_name.items() if not _LAYER.match(name)}
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -132,7 +130,7 @@ class ModelTensors:
 
 
 class DescribedModel(dict[str, Any]):
-    """config.json of a model, which nothing changes, with the names and shapes of the model's tensors."""
+    """config.json of a model, unmodified, with the names and shapes of the model's tensors."""
 
     def __init__(
         self, config: Mapping[str, Any], build: Callable[[], ModelTensors], *, teacher: "DescribedModel | None" = None
@@ -142,11 +140,11 @@ class DescribedModel(dict[str, Any]):
 
     @cached_property
     def tensors(self) -> ModelTensors:
-        """All parameters; the model is built without memory at the first use. ModelError where it cannot be built."""
+        """All parameters; first use builds the model on the meta device. ModelError where it cannot be built."""
         return self._build()
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """What is the same of two models that are alike."""
+        """Cache key: equal for models with equal configuration, prediction layers and score head."""
         text = json.dumps(self, sort_keys=True, default=str)
         return text, self.tensors.num_predictions, self.tensors.by_name.get(SCORE_HEAD)

@@ -11,10 +11,10 @@ _SHOWN = 8
 
 
 def matching(pattern: str, names: Mapping[str, Collection[str]], *, key: str, what: str) -> list[str]:
-    """The full names, each with the `names` that a pattern may give it, that `pattern` of the run file's `key` matches:
-    those which it equals, else those which it matches as a regular expression.
+    """Full names that `pattern`, a value of run-file key `key`, matches; `names` has for each the names to match. A
+    name matches if it is equal; if none is, the pattern is a regular expression.
 
-    ConfigError where it matches none of `what`, with names that are near, or is no regular expression.
+    ConfigError, with similar names, where it matches no `what`, or is no regular expression.
     """
     found = [name for name, own in names.items() if pattern in own]
     if not found:
@@ -37,15 +37,15 @@ def matching(pattern: str, names: Mapping[str, Collection[str]], *, key: str, wh
 
 
 def parameter_names(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Full names of parameters, each with the names that a pattern may give it: its own and its module's, and the last
-    parts of both.
+    """Full names of parameters, each with the names that patterns may use: its own, its module's, and the last parts of
+    both.
     """
     modules = {name: name.rpartition(".")[0] for name in names}
     return {name: (name, module, last_part(module), last_part(name)) for name, module in modules.items()}
 
 
 def patterns_of(names: Sequence[str]) -> str:
-    """The names with `*` for numbers, each pattern once with the number of parameters that match it."""
+    """Parameter names with `*` for layer and expert numbers, each with the number of parameters that it stands for."""
     counts = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
     return ", ".join(f"{pattern} ({count})" if count > 1 else pattern for pattern, count in counts.items())
 

@@ -1,4 +1,4 @@
-"""The optimizers that a run file may name: whose class each is, what it takes of `optim`, and what it keeps."""
+"""Optimizers that a run file may name: their classes, the keys of `optim` that they use, and their state."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,17 +9,17 @@ class OptimizerRow:
     """An optimizer of DeepSpeed 0.19.8 (runtime/config.py:63), of torch.optim or of bitsandbytes."""
 
     type: str
-    """Name of its class, or DeepSpeed's name for it."""
+    """Name of the optimizer's class, or DeepSpeed's name for it."""
     keys: tuple[str, ...]
-    """Keys of `optim` that it takes."""
+    """Keys of `optim` that the optimizer uses."""
     state_bytes: float
-    """Bytes of state for each parameter, at most."""
+    """Maximum bytes of state per parameter."""
     of: str = "deepspeed"
-    """Package that has the class: deepspeed, torch or bitsandbytes."""
+    """Package of the class: deepspeed, torch or bitsandbytes."""
     needs_whole: str = ""
-    """Why its step needs whole parameters; empty where each number's step depends on that number alone."""
+    """Why a step needs unsharded parameters; empty for an elementwise optimizer."""
     fixed: Mapping[str, object] = field(default_factory=dict)
-    """Arguments of the class that are always given."""
+    """Fixed arguments of the class."""
 
 
 _ADAM = ("lr", "betas", "eps", "weight_decay")
@@ -34,13 +34,13 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = {
     "radam": OptimizerRow("RAdam", _ADAM, 8, "torch", fixed={"decoupled_weight_decay": True}),
     "adamax": OptimizerRow("Adamax", ("lr", "betas", "eps"), 8, "torch"),
     "rmsprop": OptimizerRow("RMSprop", ("lr", "eps"), 4, "torch"),
-    # A number for each row and column: 4 / rows + 4 / columns bytes, of matrices with 32 or more of both.
+    # One fp32 number per row and column of a matrix: 4 / rows + 4 / columns bytes; 0.25 if both are 32.
     "adafactor": OptimizerRow(
         "Adafactor", ("lr", "weight_decay"), 0.25, "torch", "its second moment is one of whole rows and columns"
     ),
-    # Two bytes, and two fp32 scales for each block of 256.
+    # Two bytes, and two fp32 scales per block of 256.
     "adamw8bit": OptimizerRow(
         "AdamW8bit", _ADAM, 2 + 8 / 256, "bitsandbytes", "blocks of 256 numbers of a parameter have one scale"
     ),
 }
-"""By the name in lower case. Those that lack `weight_decay` would add it to the gradient."""
+"""Optimizers by lower-case name. Those without the key `weight_decay` would add decay to the gradient."""

@@ -1,4 +1,4 @@
-"""Pipelines: in which order ranks compute micro-batches, and how long they wait."""
+"""Pipeline schedules: the order in which ranks compute micro-batches, and their idle time."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from ds_finetune.config.sections import ParallelConfig
 
 
 class PipelineTurn(NamedTuple):
-    """A forward or a backward of one of a rank's chunks over one micro-batch; both are numbered from 0."""
+    """Forward or backward of one micro-batch through one of a rank's chunks; `chunk` and `micro` count from 0."""
 
     is_forward: bool
     chunk: int
@@ -14,20 +14,20 @@ class PipelineTurn(NamedTuple):
 
 
 def forwards_together(parallel: ParallelConfig) -> int:
-    """The number of which the forwards of a step are a multiple."""
+    """Number that must divide the forwards of a step."""
     return parallel.pp if parallel.vpp > 1 else 1
 
 
 def idle_share(*, pp: int, vpp: int, micro_batches: int) -> float:
-    """The share of a step that a rank waits, if all chunks take the same time (arXiv 2104.04473, section 2.2)."""
+    """Share of a step that a rank is idle if all chunks take equal time (arXiv 2104.04473, section 2.2)."""
     return (pp - 1) / (vpp * micro_batches + pp - 1)
 
 
 def interleaved_turns(*, pp: int, vpp: int, micro_batches: int, rank: int) -> list[PipelineTurn]:
-    """What pipeline rank `rank` computes in a step, in order: interleaved 1F1B (arXiv 2104.04473, section 2.2).
+    """Turns of pipeline rank `rank` in a step, in order: interleaved 1F1B (arXiv 2104.04473, section 2.2).
 
-    Micro-batches, a multiple of `pp`, come in groups of `pp`: all of a group go through a chunk before the rank's next
-    one. After `num_first_forwards` forwards, each forward is followed by a backward.
+    Micro-batches, a multiple of `pp`, form groups of `pp`: all of a group pass one chunk before the rank's next chunk.
+    After `num_first_forwards` forwards, each forward is followed by a backward.
     """
     assert micro_batches % pp == 0, (micro_batches, pp)
     places = [divmod(number, pp * vpp) for number in range(micro_batches * vpp)]
@@ -39,13 +39,13 @@ def interleaved_turns(*, pp: int, vpp: int, micro_batches: int, rank: int) -> li
 
 
 def num_first_forwards(*, pp: int, vpp: int, micro_batches: int, rank: int) -> int:
-    """Forwards of chunks on pipeline rank `rank` before forwards and backwards take turns."""
+    """Warm-up forwards of pipeline rank `rank`, over all its chunks, before forwards and backwards alternate."""
     if vpp == 1:
         return min(micro_batches, pp - rank - 1)
     return min(micro_batches * vpp, 2 * (pp - rank - 1) + (vpp - 1) * pp)
 
 
 def num_held_forwards(*, pp: int, vpp: int, micro_batches: int, rank: int) -> int:
-    """The largest number of forwards of chunks whose activations pipeline rank `rank` holds at one time."""
+    """Maximum number of forwards, over all chunks, whose activations pipeline rank `rank` holds at once."""
     first = num_first_forwards(pp=pp, vpp=vpp, micro_batches=micro_batches, rank=rank)
     return min(first + 1, micro_batches * vpp)

@@ -1,4 +1,4 @@
-"""The plan of a run: what is computed from the run file before anything is loaded."""
+"""The plan of a run: everything computed from the run file before anything is loaded."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,21 +33,19 @@ from ds_finetune.plan.settings import RunSettings, sections_of
 from ds_finetune.system.world import AccelerateChoices, World
 
 LIGER = "0.8.5"
-"""Version of liger-kernel whose fused loss is called in model/loss/cross_entropy.py; the function is private and may
-change.
-"""
+"""liger-kernel version whose fused loss model/loss/cross_entropy.py calls; the function is private and may change."""
 
 
 Recomputation = Literal["full", "selective", "none"]
-"""What of layers is computed again in backward."""
+"""Which operations of layers are recomputed in backward."""
 
 _HIGH_RATE = 0.1
-"""Learning rate from which on the plan has a note, except for SGD, whose steps are of the size of the gradient."""
+"""Learning rate from which the plan has a note, except for SGD, whose steps are proportional to the gradient."""
 
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Rows of an optimizer step and of a forward, and the tokens of a row."""
+    """Rows of an optimizer step and of a forward, and tokens of a row."""
 
     global_batch_size: int
     micro_batch_size: int
@@ -58,60 +56,58 @@ class BatchSizes:
 
 @dataclass(frozen=True)
 class KeptFiles:
-    """The most exports and checkpoints of a run that are on disk at one time."""
+    """Maximum numbers of exports and checkpoints of a run that are on disk at once."""
 
     exports: int
     checkpoints: int
     is_node_local: bool
-    """Whether each host has the checkpoints of its own ranks."""
+    """Whether each host stores only the checkpoints of its own ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(RunSettings):
-    """The settings of a run, with the numbers that `make_plan` decides before anything is loaded."""
+    """Settings of a run with the decisions of `make_plan`, made before anything is loaded."""
 
     world: World
     batch: BatchSizes
     loss_kernel: str
     kernels: ChosenKernels
-    """What computes norms, rotary embeddings and SwiGLU, in families that have kernels for them."""
+    """Kernels of norms, rotary embeddings and SwiGLU, in families that have them."""
     activation_checkpointing: Recomputation
     kept_files: KeptFiles
     decisions: tuple[tuple[str, str], ...] = field(default=(), repr=False)
-    """Name and text of each decision, for people and for plan.json."""
+    """Plan lines: name and text of each decision, also for plan.json."""
     notes: tuple[str, ...] = ()
-    """Lines about decisions that a user might not expect."""
+    """Notes about decisions that a user might not expect."""
     frozen: tuple[str, ...] = ()
-    """Parameters that are not trained, because no loss reaches them or the run file says so; checkpoints and exports
-    keep them.
-    """
+    """Names of untrained parameters, frozen by the run file or not reached by the loss; exports keep them."""
 
     @property
     def saves_asynchronously(self) -> bool:
-        """Whether checkpoints are copied to host memory and written from there while training continues. A state on
-        NVMe may be larger than the host's memory.
+        """Whether checkpoints are copied to host memory and written while training continues; not for states on NVMe,
+        which may be larger than the host's memory.
         """
         return self.checkpoint.asynchronous and self.offload_optimizer != "nvme"
 
     @property
     def recomputes(self) -> bool:
-        """Whether backward computes layers again, all or some of their operations."""
+        """Whether backward recomputes some or all operations of layers."""
         return self.activation_checkpointing != "none"
 
     @property
     def dp(self) -> int:
-        """Data parallel size: the number of parts that the global batch is divided into."""
+        """Data parallel size."""
         return self.mesh.dp
 
     @property
     def zero_ranks(self) -> int:
-        """Number of ranks with one part of the model, over which DeepSpeed averages gradients and shards states."""
+        """Ranks over which DeepSpeed averages gradients and shards states: dp x sp."""
         return self.mesh.dp * self.mesh.sp
 
     @property
     def reduces_once(self) -> bool:
-        """Whether gradients of several forwards stay on their rank until the last one, although the ZeRO stage would
-        sum them over ranks in each.
+        """Whether gradients are accumulated locally and reduced once per step, although the ZeRO stage would reduce
+        them in each forward.
         """
         return (
             self.train.reduction_every == "step" and self.zero_stage >= 2 and self.batch.gradient_accumulation_steps > 1
@@ -120,29 +116,31 @@ class Plan(RunSettings):
     @property
     def meets_each_forward(self) -> bool:
         """Whether data parallel ranks wait for each other in each forward or backward: ZeRO-2 and 3 reduce gradients
-        there, ZeRO-3 gathers weights, and experts of other ranks get tokens.
+        there, ZeRO-3 gathers weights, and expert parallelism exchanges tokens.
         """
         reduces = self.zero_stage >= 2 and not self.reduces_once
         return reduces or self.zero_stage == 3 or self.mesh.ep > 1
 
     @property
     def has_zenflow(self) -> bool:
-        """Whether DeepSpeed's ZenFlow is the optimizer, which updates most weights every few steps."""
+        """Whether the optimizer is DeepSpeed's ZenFlow, which updates most weights only every few steps."""
         return self.zero.get("zenflow") is not None
 
     @property
     def is_engine_clipping(self) -> bool:
-        """Whether the engine clips the gradient and skips bad steps: DeepSpeed does not without ZeRO in fp32."""
+        """Whether this program's engine clips gradients and skips bad steps, which DeepSpeed does not at stage 0 in
+        fp32.
+        """
         return self.zero_stage == 0 and self.precision == "fp32"
 
     @property
     def checkpoint_bytes_per_parameter(self) -> float:
-        """Bytes of a checkpoint for each trained parameter: fp32 weight and moments."""
+        """Bytes of a checkpoint per trained parameter: fp32 weight and optimizer state."""
         return 4 + OPTIMIZERS[self.optimizer].state_bytes
 
     @property
     def needs_fused_adam(self) -> bool:
-        """Whether DeepSpeed's FusedAdam is the optimizer's kernel, which has to be compiled by nvcc."""
+        """Whether the optimizer uses DeepSpeed's FusedAdam, which nvcc has to compile."""
         if self.device == "cpu" or self.offload_optimizer != "none":
             return False
         optimizer = self.deepspeed_config["optimizer"]
@@ -150,18 +148,18 @@ class Plan(RunSettings):
 
     @property
     def may_take_torch_adam(self) -> bool:
-        """Whether torch's fused AdamW may replace FusedAdam; not where the user has set `torch_adam` to false."""
+        """Whether torch's fused AdamW may replace FusedAdam: not if the user has set `torch_adam` to false."""
         return self.needs_fused_adam and "torch_adam" not in self.deepspeed_config["optimizer"]["params"]
 
     def with_torch_adam(self, why: str) -> "Plan":
-        """This plan with torch's fused AdamW instead of DeepSpeed's FusedAdam, and a note that gives the reason."""
+        """The plan with torch's fused AdamW instead of DeepSpeed's FusedAdam, and a note with the reason `why`."""
         optimizer = self.deepspeed_config["optimizer"]
         changed = self.deepspeed_config | {"optimizer": optimizer | {"params": optimizer["params"] | TORCH_ADAM}}
         note = f"rewritten: torch's fused AdamW takes the place of DeepSpeed's FusedAdam, with the same numbers. {why}"
         return replace(self, deepspeed_config=changed, notes=(*self.notes, note))
 
     def stage_lines(self, stages: Sequence[StageLayers | None]) -> list[tuple[str, str]]:
-        """Layers of each pipeline rank, and the share of a step that it waits if all chunks take the same time."""
+        """Plan lines: layers of each pipeline rank, and its idle share of a step if all chunks take equal time."""
         held = [part for part in stages if part is not None]
         if not held:
             return []
@@ -173,7 +171,7 @@ class Plan(RunSettings):
 
 
 def loss_kernel(name: str, *, device: str, tp: int = 1, is_cross_entropy: bool = True) -> str:
-    """The loss kernel, `chunked` or `liger`; Liger's computes nothing but the cross entropy of tokens.
+    """Loss kernel, `chunked` or `liger`; Liger's computes only the cross entropy of tokens.
 
     ConfigError where `liger` is requested and cannot run, or is installed in another version than `LIGER`.
     """
@@ -207,15 +205,14 @@ def loss_kernel(name: str, *, device: str, tp: int = 1, is_cross_entropy: bool =
 
 
 _DEFAULT_BUFFER = 100_000_000
-"""Elements, DeepSpeed's default of `buffer_size` (DeepSpeed 0.19.8, zero/offload_config.py)."""
+"""DeepSpeed's default of `buffer_size` in elements (DeepSpeed 0.19.8, zero/offload_config.py)."""
 
 
 def check_largest_slice(plan: Plan, tensors: Iterable[tuple[int, str]]) -> None:
-    """ConfigError where a rank's slice of the largest of `tensors`, each with its elements and name, does not fit a
-    buffer of `offload_param` to NVMe.
+    """ConfigError where a rank's shard of the largest of `tensors`, each given by elements and name, exceeds the buffer
+    of `offload_param` to NVMe.
 
-    DeepSpeed 0.19.8 fails an assertion for this while it builds the model
-    (swap_tensor/partitioned_param_swapper.py:352).
+    DeepSpeed 0.19.8 would fail an assertion while it builds the model (swap_tensor/partitioned_param_swapper.py:352).
     """
     if plan.offload_param != "nvme":
         return
@@ -231,16 +228,16 @@ def check_largest_slice(plan: Plan, tensors: Iterable[tuple[int, str]]) -> None:
 
 
 def is_teacher_partitioned(zero_stage: int, offload: str) -> bool:
-    """Whether a live teacher's weights are partitioned over all ranks; otherwise each rank holds them whole."""
+    """Whether the weights of a live teacher are partitioned over all ranks; otherwise each rank holds them in full."""
     return zero_stage == 3 or offload != "none"
 
 
 def make_plan(given: RunSettings, *, world: World, device: str, accelerate: AccelerateChoices | None = None) -> Plan:
-    """Decide the layout of a run on `world` with accelerator `device` (`cpu` or `cuda`); ConfigError where values
-    contradict. Of `given` only the sections of the run file are read.
+    """Plan a run on `world` with accelerator `device` (`cpu` or `cuda`); ConfigError where values contradict. Only the
+    run file's sections of `given` are read.
 
-    Where `train.micro_batch_size: auto` is undecided, the plan has the smallest micro-batch, of one row. An undecided
-    `train.precision: auto` is decided as if nothing were known of a GPU.
+    An undecided `train.micro_batch_size: auto` is planned as one row. An undecided `train.precision: auto` is planned
+    without information about a GPU.
     """
     run = _on_ranks(given, world, device, accelerate)
     check(run)
@@ -250,8 +247,8 @@ def make_plan(given: RunSettings, *, world: World, device: str, accelerate: Acce
     rows = rows_of_forward(train)
     finished["train_batch_size"] = rows * run.accumulation * mesh.dp * mesh.sp
     if run.zero_stage == 0 and train.precision == "fp32":
-        # The engine clips the gradient itself: DeepSpeed 0.19.8 counts tied weights twice in the norm
-        # (runtime/utils.py:393), and takes the norm of each rank's experts separately.
+        # This program's engine clips: DeepSpeed 0.19.8 counts tied weights twice in the norm (runtime/utils.py:393),
+        # and takes the norm of each rank's experts separately.
         finished["gradient_clipping"] = 0.0
     notes = inexact_lines(run) + turn_off_wrong_options(run.zero, device=device)
     if optim.lr >= _HIGH_RATE and run.optimizer != "sgd" and optim.lr_scheduler != "exponential_rise":
@@ -263,7 +260,7 @@ def make_plan(given: RunSettings, *, world: World, device: str, accelerate: Acce
         batch=BatchSizes(train.global_batch_size, rows, run.accumulation, train.max_seq_len, run.data.packing),
         loss_kernel=loss_kernel(run.model.loss, device=device, tp=mesh.tp, is_cross_entropy=is_cross_entropy),
         kernels=choose_kernels(run.model.kernels, device=device, stage=run.zero_stage),
-        # Where it is auto, the trainer decides with the memory of the device (trainer/micro_batch.py).
+        # For auto, the trainer decides later by the device's memory (trainer/micro_batch.py).
         activation_checkpointing="full" if train.activation_checkpointing == "auto" else train.activation_checkpointing,
         kept_files=_kept_files(run),
         notes=tuple(notes),
@@ -272,9 +269,7 @@ def make_plan(given: RunSettings, *, world: World, device: str, accelerate: Acce
 
 
 def _on_ranks(given: RunSettings, world: World, device: str, accelerate: AccelerateChoices | None) -> RunSettings:
-    """The settings of a run with its ranks and its DeepSpeed configuration; ConfigError where two sources of one number
-    contradict.
-    """
+    """Add ranks and DeepSpeed configuration to the settings; ConfigError where two sources of a value contradict."""
     train = with_precision(given.train, device=device)[0]
     mesh = Mesh.of(given.parallel, world_size=world.world_size, rank=world.rank)
     accumulation = accumulation_steps(
@@ -293,16 +288,16 @@ def _on_ranks(given: RunSettings, world: World, device: str, accelerate: Acceler
 
 def _kept_files(run: RunSettings) -> KeptFiles:
     has_best, checkpoint = bool(run.data.eval), run.checkpoint
-    # A checkpoint is written before the oldest one that is kept is removed.
+    # A new checkpoint is complete before the oldest is removed.
     checkpoints = checkpoint.keep + 1 + (checkpoint.keep_best and has_best) if checkpoint.saves else 0
-    # That which a server loads while training is removed before that at the end.
+    # The export that a server loads during training is removed before the final one is written.
     is_served = is_grpo(run.objective) and run.rollout.engine == "vllm"
     exports = (run.export.at_end or is_served) + (run.eval.keep_best and has_best)
     return KeptFiles(exports, checkpoints, checkpoint.node_local)
 
 
 def _decisions(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """Name and text of each decision, as printed before anything is loaded."""
+    """Plan lines that are printed before anything is loaded."""
     model, batch = plan.model, plan.batch
     offloads = {"optimizer": plan.offload_optimizer, "parameters": plan.offload_param}
     offloaded = "".join(f", {name} on {place}" for name, place in offloads.items() if place != "none")
@@ -331,7 +326,7 @@ def _decisions(plan: Plan) -> tuple[tuple[str, str], ...]:
 
 
 def _communication(plan: Plan, reduction_dtype: str) -> tuple[tuple[str, str], ...]:
-    """How gradients are summed over ranks; nothing for one rank."""
+    """Plan line about the reduction of gradients over ranks; none for one rank."""
     if plan.world.world_size == 1:
         return ()
     each = plan.zero_stage >= 2 and not plan.reduces_once and plan.batch.gradient_accumulation_steps > 1
@@ -353,7 +348,7 @@ def _checkpoints(checkpoint: CheckpointConfig, *, is_asynchronous: bool) -> str:
 
 
 def _objective_lines(objective: ObjectiveConfig) -> list[tuple[str, str]]:
-    """Name and text of what is decided about the objective, for people; nothing for `sft`."""
+    """Plan lines about the objective; none for `sft`."""
     if objective.name == "sft":
         return []
     numbers = ", ".join(f"{name} {value}" for name, value in _numbers(objective))
@@ -370,7 +365,7 @@ _REFERENCES = {
 
 
 def _numbers(objective: ObjectiveConfig) -> Iterator[tuple[str, object]]:
-    """Keys of the objective and their values, but for those that are empty or have a line of their own."""
+    """Non-empty keys of the objective with their values, except keys that have their own plan line."""
     for name in type(objective).model_fields:
         value = getattr(objective, name)
         if name not in ("name", "reference") and value not in (None, (), 0.0, "none"):
@@ -378,7 +373,7 @@ def _numbers(objective: ObjectiveConfig) -> Iterator[tuple[str, object]]:
 
 
 def _loss_text(objective: ObjectiveConfig, *, kernel: str) -> str:
-    """What the loss is a mean over, and the kernel of the head where the model predicts tokens."""
+    """What the loss is averaged over, and the head's kernel where the model predicts tokens."""
     text = f"mean over the {objective.unit} of the global batch"
     if objective.chosen_weight:
         text += f", plus {objective.chosen_weight:g} x the mean cross entropy of its chosen tokens"

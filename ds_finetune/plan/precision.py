@@ -1,4 +1,4 @@
-"""What `train.precision: auto` is on a device: bf16 where it has products in bf16, and fp32 on other CPUs."""
+"""Resolves `train.precision: auto`: bf16 where the device computes products in bf16, and fp32 on other CPUs."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -8,17 +8,17 @@ from ds_finetune.config.sections import TrainConfig
 from ds_finetune.errors import ConfigError
 
 OLDEST_BF16 = (8, 0)
-"""Compute capability from which GPUs have products in bf16."""
+"""Minimum compute capability of GPUs that compute products in bf16."""
 _CPU_FLAGS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}
-"""Instructions for products in bf16, by the flags of /proc/cpuinfo."""
+"""CPU instructions for products in bf16, by the flags in /proc/cpuinfo."""
 
 
 @dataclass(frozen=True)
 class Bf16Support:
-    """Whether a device has products in bf16; other devices emulate them."""
+    """Whether a device computes products in bf16; other devices emulate them."""
 
     device: str
-    """The device and how that is known, such as `NVIDIA H100 PCIe (compute capability 9.0)`."""
+    """Name of the device and how its support was determined, such as `NVIDIA H100 PCIe (compute capability 9.0)`."""
     is_native: bool
 
 
@@ -27,7 +27,7 @@ _ASSUMED = Bf16Support("a GPU of compute capability 8.0 or later, as is assumed,
 
 @cache
 def cpu_support(cpuinfo: Path = Path("/proc/cpuinfo")) -> Bf16Support:
-    """What the CPU of this machine has; nothing is known of one without the file."""
+    """Support of this machine's CPU; none without the file."""
     flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
     found = [name for flag, name in _CPU_FLAGS.items() if flag in flags]
     return Bf16Support(f"this CPU ({' and '.join(found) or 'neither AMX nor AVX512-BF16'})", is_native=bool(found))
@@ -36,11 +36,11 @@ def cpu_support(cpuinfo: Path = Path("/proc/cpuinfo")) -> Bf16Support:
 def with_precision(
     train: TrainConfig, *, device: str, support: Bf16Support | None = None
 ) -> tuple[TrainConfig, tuple[str, ...]]:
-    """`train` with the precision that `auto` is on a `device` (`cpu` or `cuda`), and a line that says why; there is a
-    line also where a given bf16 is emulated.
+    """Resolve `auto` precision for a `device` (`cpu` or `cuda`), with a line that says why, or that a given bf16 is
+    emulated.
 
-    Without `support` a CPU is that of this machine, and a GPU is assumed to have products in bf16. ConfigError for
-    `auto` on a GPU without them.
+    Without `support`, a CPU is this machine's, and a GPU is assumed to compute products in bf16. ConfigError for `auto`
+    on a GPU that does not.
     """
     support = support or (cpu_support() if device == "cpu" else _ASSUMED)
     has = "has" if support.is_native else "has no"

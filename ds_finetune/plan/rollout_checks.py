@@ -1,4 +1,4 @@
-"""The settings that are refused where the model learns from answers that it samples."""
+"""Settings that are refused where the model learns from answers that it samples."""
 
 from collections.abc import Iterable, Iterator
 
@@ -7,11 +7,11 @@ from ds_finetune.config.schedule import Duration
 from ds_finetune.plan.settings import Condition, Conflict, ModelSettings, R, Refusal, RunSettings, setting, together
 
 _LAYOUTS = tuple(frozenset(axes.split()) for axes in ("", "tp", "sp", "ep"))
-"""Axes beside data parallelism with which tests/parity/test_grpo.py compares the loss with a plain loop."""
+"""Axes besides data parallelism with which tests/parity/test_grpo.py compares the loss with a reference loop."""
 
 
 def _refused(applies: Condition[R], message: str, hint: str) -> Refusal[R]:
-    """A refusal of what `applies` finds in a run with sampled answers."""
+    """A refusal that applies only to runs with sampled answers."""
     return Refusal(lambda run: is_grpo(run.objective) and applies(run), message, hint)
 
 
@@ -45,12 +45,12 @@ def _untested() -> Iterable[Conflict]:
     yield Conflict(
         "offload to nvme", "offload to cpu", lambda run: "nvme" in (run.offload_optimizer, run.offload_param)
     )
-    # It counts forwards to know when all weights are updated, and their number differs from step to step.
+    # ZenFlow counts forwards to know when to update all weights, but their number differs from step to step.
     yield Conflict("inexact option zenflow", "leave zenflow out", lambda run: "zenflow" in run.inexact)
 
 
 def _sampling_checks() -> Iterator[Refusal[RunSettings]]:
-    """What is refused of servers, of rollouts ahead, and of rewards beside them."""
+    """Refusals about servers, rollouts ahead, and rewards with these."""
     yield _refused(
         lambda run: run.rollout.engine == "vllm" and run.rollout.address is None,
         "rollout.engine vllm without rollout.address",
@@ -77,7 +77,7 @@ def _sampling_checks() -> Iterator[Refusal[RunSettings]]:
 
 
 def rollout_checks() -> Iterator[Refusal[RunSettings]]:
-    """What the run file and the layout decide."""
+    """Refusals that depend on the run file and the layout only."""
     yield _refused(
         _other_batch,
         "train.global_batch_size {train.global_batch_size} is not rollout.prompts_per_step "
@@ -133,7 +133,7 @@ def rollout_checks() -> Iterator[Refusal[RunSettings]]:
 
 
 def _dropouts(run: ModelSettings) -> dict[str, object] | None:
-    """Values of a message where layers of the model drop numbers."""
+    """Message fields if the model has dropout; else None."""
     ends = ("dropout", "_pdrop", "_dropout_prob")
     drops = [f"{key} {value}" for key, value in run.model_json.items() if key.endswith(ends) and value]
     return {"drops": ", ".join(drops)} if drops else None
@@ -146,4 +146,4 @@ ROLLOUT_MODEL: tuple[Refusal[ModelSettings], ...] = (
         "set it to 0 in the model's config.json",
     ),
 )
-"""What the model's config.json decides."""
+"""Refusals that depend on the model's config.json."""

@@ -1,4 +1,4 @@
-"""The routers of experts that a model has, how a run changes them, and the lines of the plan about them."""
+"""The routers of a model's experts, how a run changes them, and the plan's lines about them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,33 +13,33 @@ from ds_finetune.plan.model_tensors import DescribedModel
 
 @dataclass(frozen=True)
 class RouterPlan:
-    """The routers of a model, and how a run changes them."""
+    """Routers of a model, and how a run changes them."""
 
     kind: RouterKind
     layers: tuple[int, ...]
-    """Numbers of the layers that have one, of the whole model."""
+    """Indices in the whole model of the layers with a router."""
     experts: int
-    """Experts of a layer."""
+    """Experts per layer."""
     per_token: int
-    """Experts that a token is sent to."""
+    """Experts per token."""
     section: RouterConfig
     by_id: tuple[int, ...] = ()
-    """Numbers of those of `layers` that choose experts by the ids of tokens, which nothing can balance."""
+    """Those of `layers` that choose experts by token ids, which cannot be balanced."""
 
     @property
     def balanced(self) -> tuple[int, ...]:
-        """Numbers of the layers whose choice follows from scores, which the balance loss and biases change."""
+        """Layers that choose experts by scores, which the balance loss and biases change."""
         return tuple(layer for layer in self.layers if layer not in self.by_id)
 
     def parameters(self, beyond: range = range(0), module: str = "") -> tuple[str, ...]:
-        """Names of the routers' parameters, also of the layers `beyond` the last one, in which they are in `module`."""
+        """Parameter names of the routers, including layers `beyond` the last one, with routers inside `module`."""
         layers = (*map(str, self.layers), *(f"{layer}.{module}".rstrip(".") for layer in beyond))
         return tuple(
             f"model.layers.{layer}.{self.kind.module}.{leaf}" for layer in layers for leaf in self.kind.parameters
         )
 
     def lines(self) -> list[tuple[str, str]]:
-        """Name and text of what is decided about routers, for people; nothing where they are trained as all else."""
+        """Plan line about routers; none where they are trained like all weights."""
         return [("routers", ", ".join(self._texts()))] if self.section != RouterConfig() else []
 
     def _texts(self) -> Iterator[str]:
@@ -56,8 +56,8 @@ class RouterPlan:
 
 
 def plan_routers(section: RouterConfig | None, model: DescribedModel) -> RouterPlan | None:
-    """The routers of a model as the run file trains them; None where its family has none, or none that is known.
-    ConfigError for a section `router` where no layer has routed experts.
+    """The routers as the run file trains them; None where the family has no known router. ConfigError for a section
+    `router` where no layer has routed experts.
     """
     family = family_of(str(model.get("model_type")))
     kind, keys = family.router, family.expert_keys

@@ -1,4 +1,4 @@
-"""The settings of a run that checks read, and what a refusal of them is."""
+"""The settings of a run that checks read, and the form of a refusal."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ _ONE_RANK = Mesh(0, 1)
 
 @dataclass(frozen=True, kw_only=True)
 class Sections:
-    """The sections of a run file that decide what is trained and how; planning and searching change them one by one."""
+    """Sections of a run file that decide what is trained and how; planning and searching replace single sections."""
 
     model: ModelConfig
     data: DataConfig
@@ -64,26 +64,24 @@ class Sections:
 
 
 def sections_of(given: RunConfig | Sections) -> dict[str, Any]:
-    """The sections of a run file, or of settings, by name."""
+    """Sections of a run file or of settings, by name."""
     return {name: value for name, value in vars(given).items() if name in Sections.__dataclass_fields__}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(Sections):
-    """What is known of a run before its model is: the sections of its run file, its ranks and its DeepSpeed
-    configuration.
-    """
+    """Settings known before the model: sections of the run file, ranks, and DeepSpeed configuration."""
 
     mesh: Mesh = _ONE_RANK
     device: str = "cpu"
     deepspeed_config: Tree = field(default_factory=lambda: {"zero_optimization": {}}, repr=False)
-    """The configuration that `deepspeed.initialize` gets."""
+    """Configuration for `deepspeed.initialize`."""
     accumulation: int = 1
-    """Forwards of an optimizer step on a rank."""
+    """Gradient accumulation steps: forwards per optimizer step on a rank."""
 
     @classmethod
     def of(cls, source: ConfigSource, **known: Any) -> Self:  # noqa: ANN401 - values of the fields below the sections
-        """The settings of a run file, with what is `known` beside it; ConfigError where the file is not valid."""
+        """Settings from a run file, with further fields `known`; ConfigError where the file is not valid."""
         return cls(**sections_of(read_config(source)), **known)
 
     def with_model(
@@ -93,7 +91,7 @@ class RunSettings(Sections):
         positions: int | None = None,
         stages: tuple[StageLayers | None, ...] = (),
     ) -> "ModelSettings":
-        """These settings with the config.json of the run's model, or of its teacher."""
+        """These settings with the config.json of the run's model or of its teacher."""
         return ModelSettings(
             **sections_of(self),
             mesh=self.mesh,
@@ -113,7 +111,7 @@ class RunSettings(Sections):
 
     @property
     def options(self) -> Tree:
-        """Keys of the DeepSpeed configuration and of its section `zero_optimization` together."""
+        """Keys of the DeepSpeed configuration merged with those of its section `zero_optimization`."""
         return {**self.deepspeed_config, **self.zero}
 
     @property
@@ -123,23 +121,23 @@ class RunSettings(Sections):
 
     @property
     def offload_optimizer(self) -> str:
-        """Where the optimizer's states are: `none`, `cpu` or `nvme`."""
+        """Device of optimizer states: `none`, `cpu` or `nvme`."""
         return offload_device(self.zero, "offload_optimizer")
 
     @property
     def offload_param(self) -> str:
-        """Where the weights are: `none`, `cpu` or `nvme`."""
+        """Device of offloaded weights: `none`, `cpu` or `nvme`."""
         return offload_device(self.zero, "offload_param")
 
     @property
     def accumulation_dtype(self) -> str | None:
-        """`data_types.grad_accum_dtype`; None where it is left to DeepSpeed."""
+        """Value of `data_types.grad_accum_dtype`; None where DeepSpeed decides."""
         given = (self.deepspeed_config.get("data_types") or {}).get("grad_accum_dtype")
         return None if given == "auto" else given
 
     @property
     def precision(self) -> str:
-        """`train.precision`; where `auto` is undecided, what it is without knowledge of a GPU."""
+        """Resolved `train.precision`; an undecided `auto` is resolved without information about a GPU."""
         return with_precision(self.train, device=self.device)[0].precision
 
     @property
@@ -158,9 +156,9 @@ class ModelSettings(RunSettings):
     """The settings of a run whose model is known."""
 
     model_json: Mapping[str, Any]
-    """config.json of the model, or of a teacher."""
+    """config.json of the model or of a teacher."""
     positions: int | None = None
-    """Positions of the model; None where any number is allowed."""
+    """Maximum positions of the model; None for no limit."""
     stages: tuple[StageLayers | None, ...] = ()
     """Layers of each pipeline stage."""
 
@@ -177,12 +175,12 @@ class ModelSettings(RunSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class LengthSettings(Sections):
-    """The settings of a run whose rows are known, and with them its length."""
+    """The settings of a run with its rows and length known."""
 
     steps: int
     """Optimizer steps of the run."""
     warmup: int
-    """Steps in which the learning rate rises."""
+    """Warm-up steps of the learning rate."""
     rows: int | None
     """Rows of an epoch; None for a stream."""
     steps_per_epoch: float
@@ -192,12 +190,12 @@ class LengthSettings(Sections):
 S = TypeVar("S", bound=Sections, contravariant=True)
 R = TypeVar("R", bound=RunSettings)
 Condition = Callable[[S], object]
-"""Decides whether a run is refused, which any true result means. The values of a mapping fill fields of the message."""
+"""Tests whether a run is refused: a true result refuses it. The items of a mapping fill fields of the message."""
 
 
 @dataclass(frozen=True)
 class Refusal(Generic[S]):
-    """A row of the table of refused settings: when it applies, the message of the error, and a hint what to do instead.
+    """A row of the table of refused settings: a condition, the message of the error, and a hint.
 
     `message` and `hint` are templates of `str.format`. Their fields are settings such as `{optim.name}` and `{mesh}`,
     or keys of the mapping that `applies` returns.
@@ -224,7 +222,7 @@ class _Fields(dict[str, object]):
 
 
 class Conflict(NamedTuple):
-    """A setting that is refused together with some other: its text, what to do instead, and when it is set."""
+    """A setting that is refused in combination with another: its text, a hint, and the condition that it is set."""
 
     text: str
     hint: str
@@ -232,7 +230,7 @@ class Conflict(NamedTuple):
 
 
 def setting(text: str, hint: str) -> Conflict:
-    """The setting whose text is its key and value, such as `mtp.train true`."""
+    """Conflict from the text `key value` of a setting, such as `mtp.train true`."""
     key, _, value = text.partition(" ")
     section, name = key.split(".")
     return Conflict(text, hint, lambda run: str(getattr(getattr(run, section), name)).lower() == value.lower())
@@ -246,13 +244,13 @@ def together(
     link: str = " with ",
     why: str = " is not tested",
 ) -> Iterator[Refusal[RunSettings]]:
-    """A refusal for each of `others`, which are refused where `applies` holds."""
+    """A refusal for the combination of `applies` with each of `others`."""
     for other in others:
         yield Refusal(both(applies, other.applies), f"{first}{link}{other.text}{why}", other.hint)
 
 
 def both(first: Condition[R], second: Condition[RunSettings]) -> Condition[R]:
-    """The condition that both hold, with the values of both for the message."""
+    """Conjunction of two conditions, with the message fields of both."""
 
     def hold(run: R) -> object:
         one = first(run)
@@ -264,12 +262,12 @@ def both(first: Condition[R], second: Condition[RunSettings]) -> Condition[R]:
 
 UNTESTED_STATES: tuple[Conflict, ...] = (
     Conflict("offload to nvme", "offload to cpu", lambda run: "nvme" in (run.offload_optimizer, run.offload_param)),
-    # Muon and Lamb depend on whole matrices.
+    # Steps of Muon and Lamb depend on whole matrices.
     Conflict("optim.name {optim.name}", "use AdamW", lambda run: run.optimizer not in ("adam", "adamw")),
 )
-"""Optimizers and offloads that tests of layouts, adapters, indexers and multi-token prediction leave out."""
+"""Optimizers and offloads that tests of layouts, adapters, indexers and multi-token prediction do not cover."""
 UNTESTED_TRAINING: tuple[Conflict, ...] = (
     setting("train.precision fp16", "set train.precision to bf16, or to fp32 on a GPU without products in bf16"),
     *UNTESTED_STATES,
 )
-"""Settings that tests of layouts, indexers and multi-token prediction leave out."""
+"""Settings that tests of layouts, indexers and multi-token prediction do not cover."""

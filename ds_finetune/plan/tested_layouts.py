@@ -1,4 +1,4 @@
-"""The parallel layouts that a run may use: those that tests compare with a plain PyTorch loop."""
+"""The parallel layouts that a run may use, each compared with a PyTorch reference loop by tests."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,23 +10,23 @@ AXES = ("pp", "sp", "tp", "ep")
 """Parallel axes besides data parallelism."""
 
 _COLUMNS = 120
-"""Width of a page of the documentation."""
+"""Line width of the documentation."""
 ROW_BYTES = 16
-"""torch's grouped matrix product needs rows of an expert's matrix that are a multiple of this."""
+"""Rows of an expert's matrix must be a multiple of this number of bytes for torch's grouped product."""
 WEIGHT_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of a weight by precision."""
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """The axes with more than one rank, besides data parallelism, and the ZeRO stages that they are tested with."""
+    """Axes with more than one rank besides data parallelism, and the ZeRO stages that they are tested with."""
 
     axes: frozenset[str]
     stages: tuple[int, ...]
 
     @property
     def families(self) -> tuple[str, ...]:
-        """Model types it is tested with: those with all of its axes in the table of families."""
+        """Model types whose row in the table of families has all of these axes."""
         return tuple(name for name, family in FAMILIES.items() if self.axes <= family.parallel_axes)
 
 
@@ -44,11 +44,11 @@ TESTED_LAYOUTS = (
     ParallelLayout(frozenset({"pp", "tp", "ep"}), (0, 1)),
     ParallelLayout(frozenset({"pp", "sp", "ep"}), (0, 1)),
 )
-"""tests/parity/test_parallel.py compares each row with a plain PyTorch loop."""
+"""tests/parity/test_parallel.py compares each row with a PyTorch reference loop."""
 
 
 def table() -> str:
-    """`TESTED_LAYOUTS` in Markdown, for `docs/reference/layouts.md`, and the model types that its rows name."""
+    """`TESTED_LAYOUTS` in Markdown, for `docs/reference/layouts.md`, and the model types named there."""
     every = tuple(name for name, family in FAMILIES.items() if family.parallel_axes)
     with_experts = tuple(name for name in every if "ep" in FAMILIES[name].parallel_axes)
 
@@ -72,7 +72,7 @@ def _listed(values: Sequence[object]) -> str:
 
 
 def nearest_layout(axes: frozenset[str], stage: int) -> str:
-    """The row of `TESTED_LAYOUTS` that differs least from a layout with these axes, for a hint."""
+    """The row of `TESTED_LAYOUTS` nearest to a layout with these axes, for a hint."""
     row = min(TESTED_LAYOUTS, key=lambda row: (len(row.axes ^ axes), min(abs(stage - other) for other in row.stages)))
     return (
         f"{' and '.join(f'parallel.{axis}' for axis in sorted(row.axes))} with zero stage "
@@ -81,6 +81,6 @@ def nearest_layout(axes: frozenset[str], stage: int) -> str:
 
 
 def wider(precision: str) -> str:
-    """The hint for experts whose rows are not a multiple of 16 bytes."""
+    """Hint for experts whose rows are not a multiple of 16 bytes."""
     other = "train a model of other widths"
     return other if precision == "fp32" else f"set train.precision to fp32, or {other}"
