@@ -1,1 +1,1 @@
-"""One run from its configuration to its report; `train.py` is the page to read first."""
+"""One run from its configuration to its report; read `train.py` first."""

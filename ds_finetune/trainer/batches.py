@@ -1,4 +1,4 @@
-"""This rank's batches of a run: from prepared rows or from a stream, from the beginning or from where it resumes."""
+"""This rank's batches of a run, from prepared rows or a stream, from the beginning or from a resume point."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -22,13 +22,13 @@ from ds_finetune.trainer.prepare import PreparedRun, mismatched_answers
 def batches_ahead(
     run: PreparedRun, engine: Engine, *, after: Progress, stream_position: Position
 ) -> AbstractContextManager[Iterator[Batch]]:
-    """The batches after the steps that are done, made ahead of them by a thread and prepared for `engine`."""
+    """Batches of the remaining steps, prefetched by a thread and prepared for `engine`."""
     batches = run_batches(run, after=after, stream_position=stream_position)
     return prefetched(batches, engine.prepare, begin=engine.use_device)
 
 
 def run_batches(run: PreparedRun, *, after: Progress = BEGINNING, stream_position: Position = START) -> Iterator[Batch]:
-    """The batches after the steps that are done; a run given in epochs sees each row exactly that often."""
+    """Batches of the remaining steps; a run of N epochs uses each row exactly N times."""
     rows, plan = run.inputs.train, batch_plan(run)
     if isinstance(rows, StreamedRows):
         return streaming_batches(rows, plan, steps=run.schedule.steps, start_step=after.step, start=stream_position)
@@ -38,8 +38,8 @@ def run_batches(run: PreparedRun, *, after: Progress = BEGINNING, stream_positio
 def prepared_batches(
     run: PreparedRun, rows: PreparedRows, plan: BatchPlan, *, start_step: int, total_rows: int
 ) -> Iterator[Batch]:
-    """Batches of `rows`, which are all training rows of the run or some of them, with what its objective adds: stored
-    scores of a teacher, or the documents of a baseline.
+    """Batches of `rows`, all training rows of the run or some of them, with the extra inputs of its objective: stored
+    teacher scores, or the documents of a baseline.
     """
     if run.inputs.scores is not None:
         numbered = training_batches(NumberedRows(rows), plan, start_step=start_step, total_rows=total_rows)
@@ -50,7 +50,7 @@ def prepared_batches(
 
 
 def total_rows(run: PreparedRun, rows: PreparedRows) -> int:
-    """Rows of the whole run; a run given in epochs has no row more than its epochs have."""
+    """Rows of the whole run; for a length in epochs exactly those of its epochs, without rounding up to whole steps."""
     length = Duration.parse(run.config.train.duration)
     if length.unit == "epochs":
         return length.in_rows(rows.rows_per_epoch)
@@ -58,7 +58,7 @@ def total_rows(run: PreparedRun, rows: PreparedRows) -> int:
 
 
 def mixture_lines(run: PreparedRun) -> list[str]:
-    """For each source of a mixture: its share of rows and tokens, and how often the run passes over it."""
+    """For each source of a mixture: its share of rows and tokens, and its number of passes in the run."""
     rows = run.inputs.train
     if isinstance(rows, StreamedRows) or rows.mixture is None:
         return []
@@ -99,10 +99,10 @@ def batch_plan(run: PreparedRun) -> BatchPlan:
 
 
 def _row_costs(run: PreparedRun) -> dict[str, Any]:
-    """What a prepared row costs, by its number, or what a row of a stream or of sampled answers costs; nothing where
-    rows stay in order.
+    """Costs of rows for `BatchPlan`: of prepared rows by index, or of streamed rows or rows of sampled answers; empty
+    where rows stay in order.
 
-    On one rank only padding can be saved, by rows of similar length in a forward, and packed rows have the same length.
+    On one rank, costs only reduce padding by grouping rows of similar length, and packed rows have no such padding.
     """
     rows, batch = run.inputs.train, run.plan.batch
     if not run.config.data.balance or (run.plan.dp == 1 and batch.is_packed):
@@ -115,6 +115,6 @@ def _row_costs(run: PreparedRun) -> dict[str, Any]:
         return {"streamed_row_cost": lambda row: cost(row.document_lengths, row.supervised)}
     if isinstance(rows, PreparedRows):
         return {"row_cost": lambda number: cost(*rows.sizes(number))}
-    # Where ranks do not meet in each forward, the order of a rank's packed rows makes no difference.
+    # If ranks wait only at the end of a step, the order of a rank's packed rows does not matter.
     is_order_free = batch.is_packed and not run.plan.meets_each_forward
     return {} if is_order_free else {"streamed_row_cost": lambda row: cost(row.document_lengths, row.supervised)}

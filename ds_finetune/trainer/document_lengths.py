@@ -1,5 +1,5 @@
-"""Refuses documents in which a model with an indexer (DeepSeek sparse attention) would attend to other tokens here than
-as it is published, and answers that would go beyond a model's positions.
+"""Refuses documents in which a model with an indexer (DeepSeek sparse attention) would attend to other tokens than the
+published model, and answers that exceed a model's positions.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,17 +19,17 @@ from ds_finetune.model.build.model_plan import ModelPlan
 
 @dataclass(frozen=True)
 class DocumentLimit:
-    """Maximum tokens of a document, why there is one, and what a user may do about it."""
+    """Maximum tokens of a document, with the reason and a hint."""
 
     tokens: int
     reason: str
     hint: str
     holds_for_answers: bool = False
-    """Whether prompts with their answers have the limit too."""
+    """Whether the limit also applies to prompts with their generated answers."""
 
 
 def length_notes(model: ModelPlan, *, max_seq_len: int) -> tuple[str, ...]:
-    """A line on how documents are attended to, for people; none for models without an indexer."""
+    """Plan line on how documents are attended to; none for models without an indexer."""
     tokens = longest_document(model.hf_config)
     if tokens is None:
         return ()
@@ -58,7 +58,7 @@ def check_lengths(
     max_seq_len: int,
     generate: GenerateConfig,
 ) -> None:
-    """DataError or ConfigError where a document is longer than a limit. Rows may be longer, and so may padding."""
+    """DataError or ConfigError where a document is longer than a limit. Rows and padding may be longer."""
     named = {"train": train, **{name.replace("/", "."): rows for name, rows in held_out.items()}}
     for limit in _limits(model):
         is_streamed = isinstance(train, StreamedRows)
@@ -84,7 +84,7 @@ def check_lengths(
 
 
 def _limits(model: ModelPlan) -> Iterator[DocumentLimit]:
-    """Limits of a run: where no test compares sparse attention with transformers' own."""
+    """Limits that apply where no test compares sparse attention with transformers' own."""
     tokens = longest_document(model.hf_config)
     if tokens is not None:
         if model.attention not in OWN_ATTENTIONS:
@@ -100,7 +100,7 @@ def _limits(model: ModelPlan) -> Iterator[DocumentLimit]:
 
 
 def _first_layers_without_choice(model: ModelPlan) -> Iterator[int]:
-    """First layers of pipeline chunks that would attend to the tokens chosen in the layer before."""
+    """First layers of pipeline chunks that would need the tokens chosen by the preceding layer's indexer."""
     types = getattr(model.hf_config, "indexer_types", None) or ()
     chunks = [chunk for layers in model.stages if layers is not None for chunk in layers.chunks]
     yield from (chunk[0] for chunk in chunks if types and types[chunk[0]] == "shared")
@@ -119,7 +119,7 @@ def _check_documents(key: str, rows: PreparedRows, limit: DocumentLimit) -> None
 
 
 def check_answers_fit(generate: GenerateConfig, model: ModelPlan, held_out: Mapping[str, PreparedRows]) -> None:
-    """ConfigError where a held-out prompt with its answer may have more tokens than the model has positions."""
+    """ConfigError where a held-out prompt and its answer may exceed the model's positions."""
     allowed = max_positions(model.hf_config)
     for name, rows in held_out.items():
         longest = _longest_prompt(generate, rows)
@@ -134,6 +134,6 @@ def check_answers_fit(generate: GenerateConfig, model: ModelPlan, held_out: Mapp
 
 
 def _longest_prompt(generate: GenerateConfig, rows: PreparedRows) -> int:
-    """Tokens of the longest prompt that is answered; 0 where none is."""
+    """Tokens of the longest prompt that evaluations answer; 0 where they answer none."""
     number = generate.prompts
     return max((len(prompt) for prompt, _ in rows.prompts_and_answers(number)), default=0) if number else 0

@@ -1,4 +1,4 @@
-"""Plans a run on GPUs that this machine does not have: its layout and each rank's tensors, from only config.json."""
+"""Plans a run for GPUs that this machine does not have: layout and tensors of each rank, from config.json only."""
 
 import json
 from collections import Counter
@@ -29,22 +29,22 @@ _SHOWN_NODES = 4
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A planned run on GPUs that need not be here; `rich.print` shows it as `ds-finetune plan` does."""
+    """A run planned for GPUs that need not exist here; `rich.print` shows it as `ds-finetune plan` does."""
 
     plan: Plan = field(repr=False)
-    """What was decided: mesh, ZeRO stage, offload, the DeepSpeed JSON (`plan.deepspeed_config`)."""
+    """Decisions: mesh, ZeRO stage, offload, DeepSpeed configuration (`plan.deepspeed_config`)."""
     tensors: tuple[tuple[TensorKind, ...], ...] = field(repr=False)
-    """The tensors of a rank, by pipeline stage."""
+    """Tensors of a rank, by pipeline stage."""
     estimate: RunEstimate
-    """Parameters, bytes of a rank of the stage that holds most, and files on disk."""
+    """Parameters, bytes of a rank of the largest stage, and files on disk."""
     lines: tuple[tuple[str, str], ...]
-    """Names and texts of the decisions, for people."""
+    """Plan lines: name and text of each decision."""
     notes: tuple[str, ...] = ()
-    """What a user might not expect."""
+    """Notes about what a user might not expect."""
 
     @property
     def state_bytes(self) -> Mapping[str, int]:
-        """Bytes a rank of the stage that holds most has for weights, gradients, optimizer and buffers, by name."""
+        """Bytes of weights, gradients, optimizer states and buffers on a rank of the largest stage, by name."""
         return {row.name: row.num_bytes for row in self.estimate.rows}
 
     def __rich__(self) -> RenderableType:
@@ -65,7 +65,7 @@ class PlannedRun:
 
 
 def planned_run(run: ResolvedRun) -> PlannedRun:
-    """The plan of a run with what people read about it; weights and data are not read for it."""
+    """Plan of a run with its plan lines, without reading weights or data."""
     lines = (
         *run.plan.decisions,
         *model_lines(run.model, run.plan),
@@ -75,7 +75,7 @@ def planned_run(run: ResolvedRun) -> PlannedRun:
 
 
 def _assumed_classes(objective: ObjectiveConfig) -> list[str]:
-    """A note where the number of classes is that of the data, which a dry run does not read."""
+    """A note where the number of classes depends on the data, which a dry run does not read."""
     kind = RowKind.of(objective)
     if kind.name != "labelled" or kind.num_labels or kind.labels:
         return []
@@ -83,7 +83,7 @@ def _assumed_classes(objective: ObjectiveConfig) -> list[str]:
 
 
 def _totals(estimate: RunEstimate, *, num_stages: int) -> list[tuple[str, str]]:
-    """Parameters of the model and of a rank, the bytes of its state (of the stage that holds most), and the disk."""
+    """Plan lines: parameters of the model and of a rank, bytes of state on a rank of the largest stage, and disk."""
     files, stage = estimate.files, f" of stage {estimate.stage}" if num_stages > 1 else ""
     parts = [
         f"{row.name} {row.num_bytes / GIB:,.2f} GiB{'' if row.place == 'gpu' else f' ({row.place})'}"
@@ -142,7 +142,7 @@ def _by(shape: tuple[int, ...]) -> str:
 
 
 def model_lines(model: ModelPlan, plan: Plan, *, capability: tuple[int, int] | None = None) -> list[tuple[str, str]]:
-    """Name and text of what is decided about the model, for people: vocabulary, scores, stages, features.
+    """Plan lines about the model: vocabulary, scores, stages, features.
 
     `capability` is the compute capability of this rank's GPU; None on CPUs and in a dry run.
     """
@@ -179,7 +179,7 @@ def _score_lines(model: ModelPlan) -> list[tuple[str, str]]:
 
 
 def _head_lines(model: ModelPlan, plan: Plan) -> list[tuple[str, str]]:
-    """The logits that exist at a time on a GPU, where the head of a language model has this program's kernel."""
+    """Plan line: size of the chunk of logits held at once on a GPU, for heads that this program computes."""
     if plan.device == "cpu" or plan.loss_kernel != "chunked" or not model.objective.is_per_token:
         return []
     rows = int(model.hf_config.vocab_size) // plan.mesh.tp

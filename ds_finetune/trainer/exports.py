@@ -70,10 +70,9 @@ _LONGEST = 2 * PROMPT_TOKENS
 def verify_run_exports(
     output_dir: Path, exports: tuple[Path, ...], interruption: SignalInterruption
 ) -> tuple[VerificationResult, ...]:
-    """Compare the exported folders that are not verified, and the best weights', with what the run recorded, in one
-    fresh process.
+    """Compare unverified exported folders, including `export-best`, with the run's records, in one fresh process.
 
-    VerificationError names the folders where a signal has arrived.
+    VerificationError with the folders that stay unverified where a signal has arrived.
     """
     best = output_dir / "export-best"
     folders = [each for each in (*exports, best) if (each / RECORD).is_file() and (each / UNVERIFIED).is_file()]
@@ -92,8 +91,8 @@ def verify_run_exports(
 
 
 def write_formats(names: Sequence[str], export: Path, say: Say, *, keeps_written: bool) -> tuple[Path, ...]:
-    """Write the folder `export` of a run in the formats `names` to folders beside it, and return them; with
-    `keeps_written` only those that are not there.
+    """Convert the folder `export` of a run to the formats `names`, in folders beside it, which are returned; with
+    `keeps_written` existing ones are kept.
     """
     folders = []
     for row in map(format_named, names):
@@ -103,7 +102,7 @@ def write_formats(names: Sequence[str], export: Path, say: Say, *, keeps_written
             continue
         with kept_edits(out, say):
             if (out / RECORD).is_file():
-                # That of an earlier end of this run.
+                # An export from an earlier end of this run.
                 shutil.rmtree(out)
             written = row.load().write(export, out, row.resolved(ExportOptions()))
         for line in written.lines():
@@ -113,7 +112,7 @@ def write_formats(names: Sequence[str], export: Path, say: Say, *, keeps_written
 
 @dataclass
 class Exports:
-    """Writes the exports of a run: the weights of one step once, and each note printed once."""
+    """Writes the exports of a run; the weights of one step are written once, and each note is printed once."""
 
     run: PreparedRun
     engine: Engine
@@ -122,13 +121,13 @@ class Exports:
     _printed: set[str] = field(default_factory=set)
 
     def write_best(self, step: int) -> None:
-        """Write the weights as they are now, after `step` steps, as the best; every rank takes part."""
+        """Write the current weights, those after `step` steps, as the best; collective."""
         with self._edits_kept("-best"):
             self._print(export(self.run, self.engine, self.run.output_dir / "export-best", step=step))
         self._best_step = step
 
     def write_last(self, step: int) -> Path:
-        """Write the weights at the end of a run, as links where they were written as the best; returns the folder."""
+        """Write the final weights, as links if they are already written as the best; returns the folder."""
         out = self.run.output_dir / "export"
         names = ("export", "adapter") if self.run.config.lora else ("export",)
         with self._edits_kept(""):
@@ -138,14 +137,14 @@ class Exports:
 
     @contextmanager
     def _edits_kept(self, ending: str) -> Iterator[None]:
-        """Keep what a user has added to or changed in the folders that are written while this is open."""
+        """Preserve a user's additions and changes in the folders that are written inside this context."""
         with ExitStack() as stack:
             for name in ("export", "adapter") if self.engine.is_rank_zero else ():
                 stack.enter_context(kept_edits(self.run.output_dir / f"{name}{ending}", self.say))
             yield
 
     def _links_to_best(self, names: tuple[str, ...]) -> bool:
-        """Whether rank zero could make the links; the same on every rank."""
+        """Link to the best export; whether rank zero succeeded, on every rank."""
         folder = self.run.output_dir
         made = (link_folder(folder / f"{name}-best", folder / name) for name in names)
         return all(all_gather_object(not self.engine.is_rank_zero or all(made)))
@@ -158,13 +157,14 @@ class Exports:
 
 
 def export(run: PreparedRun, engine: Engine, out: Path, *, step: int | None) -> list[str]:
-    """Write the weights as they are now, after `step` steps, to the Hugging Face folder `out`, and return notes.
+    """Write the current weights, those after `step` steps, to the Hugging Face folder `out`, and return notes;
+    collective.
 
-    Every rank takes part, and rank zero writes. Tensors of the model's folder for which transformers' class has no
-    module, e.g. of multi-token prediction, are copied to it. Adapters are added to the weights, and written in
-    peft's format to a folder beside `out`: `adapter` or `adapter-best`. Weights that the engine has in four bits are
-    read from the model's folder again. With a `step` of None the folder is a copy for a server: without what verifies
-    it, and without adapters beside it; with one, RunError where copies of a weight on several ranks differ.
+    Rank zero writes. Tensors of the model's folder for which transformers' class has no module, e.g. of multi-token
+    prediction, are copied. Adapters are merged into the weights, and written in peft's format to a folder beside `out`:
+    `adapter` or `adapter-best`. Weights that the engine holds in four bits are read from the model's folder again. With
+    a `step` of None the folder is a copy for a server, without verification record and separate adapters; with a step,
+    RunError where replicas of a weight differ between ranks.
     """
     if step is not None:
         engine.check_replicas()
@@ -174,10 +174,10 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int | None) -> 
     notes = list(tokenizer.notes)
     shapes = {name: tuple(spec.shape) for name, spec in engine.tensor_specs().items()}
     trained = published_names(shapes, parts.family)
-    # What only the base of a classifier has belongs to its language-model head.
+    # For a classifier, extra tensors of the base belong to its language-model head.
     if model.task == "causal_lm" and not model.has_random_weights and has_weights(folder):
         base = BaseFolder.read(folder, read_model_spec(folder))
-        # Rank zero writes: only it compares embeddings and heads, which may take seconds.
+        # Only rank zero writes and compares embeddings and heads, which may take seconds.
         parts, notes = base.with_base_tensors(parts, without=trained) if engine.is_rank_zero else (parts, [])
     keys = [*trained, *(tensor.key for copied in parts.base_tensors for tensor in copied.tensors)]
     notes = [*notes, *config_changes(parts.config, parts.files, keys)]
@@ -198,7 +198,7 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int | None) -> 
 
 
 def _folder_parts(run: PreparedRun, engine: Engine, tokenizer: FittedTokenizer, *, step: int | None) -> FolderParts:
-    """Everything of an exported folder but its tensors."""
+    """All parts of an exported folder except tensors."""
     config, inputs = run.config, run.inputs
     record = None if step is None or not config.export.verify else export_record(run, engine, tokenizer, step=step)
     return FolderParts(
@@ -213,13 +213,13 @@ def _folder_parts(run: PreparedRun, engine: Engine, tokenizer: FittedTokenizer, 
 
 
 def _write_adapters(run: PreparedRun, engine: Engine, out: Path | None, parts: FolderParts) -> dict[str, Factors]:
-    """Write adapters to `out`, unless it is None, and return them by the weight they adapt: all of them on rank zero,
-    nothing on others.
+    """Factors of all adapters on rank zero by the weight that they adapt, and none on other ranks; unless `out` is
+    None, also written to `out`.
     """
     lora, inputs = run.config.lora, run.inputs
     if lora is None:
         return {}
-    # Cloned: gathered tensors are released, and a tensor of the model itself (on the CPU) changes with the next step.
+    # Cloned, since gathered tensors are released, and the model's own tensors (on CPUs) change with the next step.
     whole = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
     factors = factors_of(whole, lora.scale)
     assert run.model.lora is not None
@@ -241,10 +241,10 @@ def _write_adapters(run: PreparedRun, engine: Engine, out: Path | None, parts: F
 
 
 def adapt_tokenizer(run: PreparedRun) -> FittedTokenizer:
-    """The files beside the weights of a run's export that differ from those of the run: a chat template, of a language
-    model the ids that end an answer, of a classifier its tokenizer.
+    """Files of an export that differ from the run's tokenizer files: a chat template, for a language model the ids that
+    end an answer, for a classifier its tokenizer.
 
-    An encoder's tokenizer is the one of training. A reward model of dialogues scores what the chat template renders,
+    An encoder keeps its training tokenizer. A reward model of dialogues scores the rendering of the chat template,
     which needs no further tokens.
     """
     inputs = run.inputs
@@ -264,8 +264,8 @@ def adapt_tokenizer(run: PreparedRun) -> FittedTokenizer:
 
 
 def _tokenizer_config(inputs: RunInputs) -> dict[str, str]:
-    """tokenizer_config.json, by its name, without a chat template where another one is exported, since programs read
-    one or the other, and without a BOS with which rows did not begin; empty where it needs no change.
+    """Changed tokenizer_config.json by file name; empty where nothing changes. A chat template is removed if another
+    one is exported, since programs read either, and `add_bos_token` if training rows had no BOS.
     """
     file, tokenizer = inputs.tokenizer_folder / TOKENIZER_CONFIG, inputs.tokenizer
     given = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -276,19 +276,19 @@ def _tokenizer_config(inputs: RunInputs) -> dict[str, str]:
 
 
 def _encode_of(run: PreparedRun) -> Encode | None:
-    """How a text becomes tokens in training; None where training renders dialogue with a chat template."""
+    """Tokenisation of a text as in training; None where training renders dialogue with a chat template."""
     tokenizer, data = run.inputs.tokenizer, run.config.data
     if run.model.objective.name == "reward" and run.inputs.prompts.settings.chat_template is not None:
         return None
-    # Without a limit, which a pipeline does not know.
+    # Without truncation, since a pipeline does not know the limit.
     return lambda text, pair: encode_labelled(LabelledText(text, pair, 0.0), tokenizer, data.separator, sys.maxsize)[0]
 
 
 def export_record(run: PreparedRun, engine: Engine, tokenizer: FittedTokenizer, *, step: int) -> ExportRecord:
-    """What the weights compute as they are now, after `step` steps: logits of the fixed prompts, or scores of fixed
-    texts by a classifier or reward model; every rank takes part.
+    """Record for verification of the current weights, those after `step` steps; collective.
 
-    There are none where weights are in four bits, because the exported weights are not quantised.
+    It has logits of fixed prompts, or for a classifier or reward model scores of fixed texts. It has neither for
+    weights in four bits, since the exported weights are not quantised.
     """
     hf_config = run.inputs.hf_config
     record = ExportRecord(
@@ -313,8 +313,8 @@ def export_record(run: PreparedRun, engine: Engine, tokenizer: FittedTokenizer, 
 
 
 def _with_texts(record: ExportRecord, run: PreparedRun, tokenizer: FittedTokenizer) -> ExportRecord:
-    """The record of a classifier with its prompts, and with the texts themselves where `tokenizer`, which rank zero
-    knows, makes the run's tokens of all of them.
+    """The record of a classifier with its prompts; also with the texts, if `tokenizer`, known only on rank zero, gives
+    the run's tokens for all of them.
     """
     hf_config, encode = run.inputs.hf_config, _encode_of(run)
     limit = min(_LONGEST, run.plan.batch.max_seq_len)

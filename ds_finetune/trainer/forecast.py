@@ -1,4 +1,4 @@
-"""The forecast of a prepared run: the memory of its fullest rank, and what to do where memory runs out."""
+"""Memory forecast of a prepared run: the rank that needs most, and hints when memory runs out."""
 
 import resource
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _MOST_CHANGES = 5
 
 
 def forecast_lines(run: PreparedRun) -> list[tuple[str, str]]:
-    """Lines of the plan about memory, for people."""
+    """Plan lines about memory."""
     try:
         text = _memory_text(run, _estimate(run))
     except FinetuneError as unknown:
@@ -32,7 +32,7 @@ def forecast_lines(run: PreparedRun) -> list[tuple[str, str]]:
 
 
 def forecast_check(run: PreparedRun, *, say: Say, log: Say) -> MemoryCheck:
-    """What compares the memory of the first steps with the estimate, on every rank; the whole table goes to the log."""
+    """Observer that compares measured memory of the first steps with the estimate; the whole table goes to the log."""
     memory = estimate_of(run)
     if memory is not None:
         log("\n".join(["predicted memory of a rank:", *memory_table(memory)]))
@@ -43,18 +43,18 @@ def forecast_check(run: PreparedRun, *, say: Say, log: Say) -> MemoryCheck:
 
 
 def _memory_text(run: PreparedRun, memory: MemoryEstimate) -> str:
-    """The peak of the device against what is free."""
+    """Text with the peak and the free memory of the device."""
     free = "" if run.memory is None else f" of {run.memory.free_bytes / GIB:.3f} GiB that are free"
     stage = f" (stage {memory.stage})" if run.plan.mesh.pp > 1 else ""
     return f"{memory.device_bytes / GIB:.3f} GiB at most{stage}{free}, predicted"
 
 
 class OutOfMemoryError(RunError):
-    """A rank's device, or the host, had no memory left for a run that had started."""
+    """A rank's device or the host ran out of memory after the run had started."""
 
 
 def memory_table(estimate: MemoryEstimate) -> list[str]:
-    """The rows of the device when most is held there, largest first, each with the option that lowers it."""
+    """Lines of device memory at its peak, largest item first, each with the option that reduces it."""
     fullest = [row for row in estimate.rows if row.place == estimate.device and estimate.moment in row.when]
     rows = sorted(fullest, key=lambda row: -row.num_bytes)
     return [
@@ -65,7 +65,7 @@ def memory_table(estimate: MemoryEstimate) -> list[str]:
 
 
 def estimate_of(run: PreparedRun) -> MemoryEstimate | None:
-    """The estimate of the run; None where there is none, whose reason `forecast_lines` says."""
+    """Memory estimate of the run; None where there is none, for a reason that `forecast_lines` gives."""
     with suppress(FinetuneError):
         return _estimate(run)
     return None
@@ -77,7 +77,7 @@ def _estimate(run: PreparedRun) -> MemoryEstimate:
 
 
 def what_fits(run: PreparedRun, *, budget: int) -> str:
-    """The nearest settings that fit into `budget` bytes, as a hint."""
+    """Hint with the nearest settings that fit into `budget` bytes."""
     settings = run.plan
     changes = fitting_changes(settings, run.plan, run.model.described, run.traces, budget=budget)
     if not changes:
@@ -87,8 +87,8 @@ def what_fits(run: PreparedRun, *, budget: int) -> str:
 
 @contextmanager
 def explain_out_of_memory(run: PreparedRun) -> Iterator[None]:
-    """Replace an error inside, where it is that memory ran out, by an OutOfMemoryError with what the run needs of the
-    device, what the device has, and what would fit.
+    """Context that turns an out-of-memory error into an OutOfMemoryError with the needed and available device memory,
+    and settings that would fit.
     """
     try:
         yield
@@ -101,7 +101,7 @@ def explain_out_of_memory(run: PreparedRun) -> Iterator[None]:
 
 
 def _remember(run: PreparedRun) -> str:
-    """Let the next start take half of an `auto` micro-batch; returns the sentence that says so."""
+    """Make the next start use half of an `auto` micro-batch; returns a sentence that says so."""
     rows = run.plan.batch.micro_batch_size
     if run.failed_size is None or rows == 1:
         return ""
@@ -138,11 +138,10 @@ def _out_of_memory(run: PreparedRun, error: Exception, device: DeviceMemory | No
 
 
 def _bucket_hint(run: PreparedRun, device: DeviceMemory) -> str:
-    """What to do where a limit of the address space has no room for the bucket in which ZeRO sums gradients; empty
-    where there is none.
+    """Hint where a limit of the address space is too small for the bucket in which ZeRO reduces gradients; else empty.
 
-    DeepSpeed allocates it in one piece, however small the model is (zero/stage_1_and_2.py and stage3.py of 0.19.8), and
-    the estimate counts what is written to it.
+    DeepSpeed allocates the bucket in one piece, however small the model is (zero/stage_1_and_2.py and stage3.py of
+    0.19.8). The estimate counts only the part that is written.
     """
     is_limited = run.plan.device == "cpu" and resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
     size = bucket_bytes(run.plan)

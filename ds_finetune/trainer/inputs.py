@@ -1,4 +1,4 @@
-"""Reads a run's inputs, on every process, before a process group exists: model config, tokenizer, tokenised rows."""
+"""Reads a run's inputs on every process, before any process group exists: model config, tokenizer, tokenised rows."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,14 +44,14 @@ from ds_finetune.trainer.document_lengths import check_answers_fit, check_length
 from ds_finetune.trainer.resolve import limits_of
 
 _STRIP = 2**24
-"""Tokens that are looked at at a time."""
+"""Tokens that are scanned at a time."""
 
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What a run reads before its process group exists: model folder and plan, tokenizer, training and held-out rows.
+    """Inputs read before the process group exists: model folder and plan, tokenizer, training and held-out rows.
 
-    `shape` is None for a model of which `is_known` is false.
+    `shape` is None for a model for which `is_known` is false.
     """
 
     folder: Path
@@ -62,47 +62,47 @@ class RunInputs:
     train: PreparedRows | StreamedRows
     prompts: PromptFormat
     held_out: Mapping[str, PreparedRows]
-    """Held-out sets by the first part of their metric names: `eval`, or `eval/NAME` for named ones."""
+    """Held-out sets by the first part of their metric names: `eval`, or `eval/NAME` for named sets."""
     scores: StoredScores | None = None
-    """Stored distributions of a teacher for the training rows."""
+    """Stored teacher distributions for the training rows."""
     teacher: str = ""
-    """Digest of the weights of the teacher of a distillation."""
+    """Digest of a distillation teacher's weights."""
     base: str = ""
-    """Digest of the weights that adapters are trained on, or that the reference model has; empty where neither is."""
+    """Digest of the base weights of adapters, or of the reference model's weights; empty without either."""
     notes: tuple[str, ...] = ()
-    """Lines about the data for people, shown at the start."""
+    """Notes about the data, shown at the start."""
 
     @property
     def hf_config(self) -> PretrainedConfig:
-        """The configuration of the model as it is trained."""
+        """Configuration of the model as trained."""
         return self.model.hf_config
 
     @cached_property
     def config_tree(self) -> dict[str, Any]:
-        """The model's config.json, for exports and checkpoints of this run."""
+        """config.json for exports and checkpoints of this run."""
         tree = config_tree(self.folder, self.model)
         return tree if self.model.task == "causal_lm" else tree | score_settings(self.hf_config, self.model.objective)
 
     @property
     def config_text(self) -> str:
-        """The text of `config_tree` as a file: the published one byte for byte, where nothing of it is changed."""
+        """`config_tree` as text: the published file byte for byte if nothing is changed."""
         text = (self.folder / "config.json").read_text(encoding="utf-8")
         return text if json.loads(text) == self.config_tree else json.dumps(self.config_tree, indent=2) + "\n"
 
     @property
     def pad_token_id(self) -> int:
-        """Id that fills rows; it carries no loss, so any id will do where the tokenizer names none."""
+        """Token id for padding; if the tokenizer names none any id will do, since padding is not supervised."""
         pad = self.tokenizer.pad_token_id
         return int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
 
     @property
     def stop_ids(self) -> list[int]:
-        """Ids that end an answer of this model, also in its export."""
+        """Token ids that end an answer of this model and of its export."""
         return end_ids(self.folder, self.hf_config, self.tokenizer, self.prompts.ends)
 
     @cached_property
     def beside(self) -> dict[str, Path]:
-        """Files that are copied beside the weights of an export, by name, with their sources."""
+        """Source paths of files that an export copies beside its weights, by file name."""
         found = tokenizer_files(self.tokenizer_folder)
         if self.prompts.template:
             found = {name: path for name, path in found.items() if "/" not in name and name not in CHAT_TEMPLATES}
@@ -111,18 +111,18 @@ class RunInputs:
 
     @cached_property
     def beginning(self) -> dict[str, str]:
-        """The tokenizer.json of exports, by its name, where the run's own begins texts otherwise than training."""
+        """Changed tokenizer.json of exports by file name, if the run's own begins texts differently from training."""
         files = {name: path for name, path in self.beside.items() if name != GENERATION}
         return fit_beginning(self.tokenizer, files, self.prompts, config=self.config_tree)
 
     def data_notes(self) -> Iterator[str]:
-        """Lines that a user should read about the rows before they are trained."""
+        """Notes about the rows, for the user to read before training."""
         for name, rows in {"train": self.train, **self.held_out}.items():
             yield from (f"data.{name.replace('/', '.')}: {note}" for note in row_notes(rows.counts))
 
 
 def read_inputs(run: RunSettings, model: ModelPlan) -> RunInputs:
-    """Read the tokenizer and tokenise the data; ModelError, DataError or ConfigError say what is wrong with them."""
+    """Read the tokenizer and tokenise the data; ModelError, DataError or ConfigError if they are invalid."""
     folder = resolve_folder(run.model.path)
     tokenizer_folder = resolve_folder(run.model.tokenizer) if run.model.tokenizer else folder
     tokenizer = load_tokenizer(str(tokenizer_folder))
@@ -183,9 +183,7 @@ def read_inputs(run: RunSettings, model: ModelPlan) -> RunInputs:
 
 
 def start_notes(model: ModelPlan, base: str) -> Iterator[str]:
-    """A note where nothing tells whether the adapter of `lora.start` belongs to the run's model; ConfigError where it
-    was trained on weights with another digest than `base`.
-    """
+    """A note if the adapter of `lora.start` has no digest of its base; ConfigError if its digest is not `base`."""
     if model.lora is None or model.lora.section.start is None:
         return
     adapter = PeftAdapter.open(Path(model.lora.section.start))
@@ -203,14 +201,14 @@ def start_notes(model: ModelPlan, base: str) -> Iterator[str]:
 def untrained_tokens(
     model: ModelPlan, folder: Path, tokenizer: PreTrainedTokenizerBase, rows: PreparedRows | StreamedRows
 ) -> Iterator[str]:
-    """A note where adapters are trained on tokens that the base model in `folder` seems not to have trained: those
-    that its own tokenizer does not have, and added ones whose embeddings look untrained.
+    """A note where adapters are trained on rows with tokens that the base model in `folder` seems not to know: tokens
+    missing in its own tokenizer, and added tokens whose embeddings look untrained.
     """
     if model.lora is None or EMBEDDING in model.lora.whole or isinstance(rows, StreamedRows):
         return
     own, seen, ids = tokenizer, np.zeros(model.hf_config.vocab_size, dtype=bool), rows.documents.ids
     if tokenizer.name_or_path != str(folder) and has_vocabulary(folder):
-        # A base whose tokenizer cannot be read may be trained with another one.
+        # If the base's own tokenizer cannot be read, the run's tokenizer stands for it.
         with suppress(DataError):
             own = load_tokenizer(str(folder))
     for start in range(0, len(ids), _STRIP):
@@ -227,7 +225,7 @@ def untrained_tokens(
 
 
 def check_padding(rows: PreparedRows | StreamedRows, model: ModelPlan, tokenizer: PreTrainedTokenizerBase) -> None:
-    """DataError where a document that a decoder scores ends in the padding token, which transformers would pass over.
+    """DataError where a document scored by a decoder ends in the padding token, which transformers would skip.
 
     A stream is not read before the run.
     """
@@ -247,15 +245,15 @@ def check_padding(rows: PreparedRows | StreamedRows, model: ModelPlan, tokenizer
 
 
 def _has_base(model: ModelPlan) -> bool:
-    """Whether a run depends on the weights of its model beyond its beginning."""
+    """Whether a run still depends on its model's published weights after loading them."""
     has_reference = model.objective.needs_reference or model.objective.reference_is_start
     is_partial = model.lora is not None or model.freezing is not None
     return is_partial or (has_reference and not model.has_random_weights)
 
 
 def config_tree(folder: Path, model: ModelPlan) -> dict[str, Any]:
-    """config.json of the model folder as published, but for vocabulary, positions and rotary scaling where the run
-    changes them, and for classes, padding token and name of the class where the model is trained as a classifier.
+    """config.json of the model folder with the run's changes: vocabulary, positions and rotary scaling; for a
+    classifier also classes, padding token and class name.
     """
     tree: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     hf_config, task = model.hf_config, model.task
@@ -273,7 +271,7 @@ def config_tree(folder: Path, model: ModelPlan) -> dict[str, Any]:
 
 
 def check_teacher_tokens(model: ModelPlan, tokenizer: PreTrainedTokenizerBase) -> None:
-    """ModelError where ids mean other tokens in the tokenizer of a live teacher; DataError where it has none."""
+    """ModelError where a live teacher's tokenizer has other tokens for the ids; DataError where it has none."""
     if model.teacher is not None:
         folder = resolve_folder(model.teacher.path, files=TOKENIZER_PATTERNS)
         theirs = load_tokenizer(str(folder))
@@ -283,7 +281,7 @@ def check_teacher_tokens(model: ModelPlan, tokenizer: PreTrainedTokenizerBase) -
 def open_scores(
     section: ObjectiveConfig, model: ModelPlan, tokenizer: PreTrainedTokenizerBase, rows: PreparedRows | StreamedRows
 ) -> StoredScores | None:
-    """The stored scores that the objective names; DataError where they are damaged or do not belong to `rows`."""
+    """Stored scores named by the objective; DataError where they are damaged or belong to other rows."""
     if not is_distillation(section) or section.scores is None:
         return None
     assert isinstance(rows, PreparedRows)
@@ -293,21 +291,21 @@ def open_scores(
 
 
 def teacher_digest(model: ModelPlan, scores: StoredScores | None) -> str:
-    """A digest of the teacher's weights, by which a resumed run knows it; empty where there is no teacher."""
+    """Digest of the teacher's weights, by which a resumed run recognises it; empty without a teacher."""
     if scores is not None:
         return scores.identity.teacher
     return weights_digest(resolve_folder(model.teacher.path)) if model.teacher is not None else ""
 
 
 def unusable_record(sections: Sequence[RewardConfig], rows: PreparedRows) -> str:
-    """The first record that a reward cannot use, and what the reward says of it; empty where all can be used."""
+    """The first record that a reward cannot use, with the reward's message; empty if all records are usable."""
     rewards = [section.settings for section in sections]
     problems = ((number, needs_of(rewards, rows.record(number))) for number in range(len(rows)))
     return next((f"{rows.where(number)}: {problem}" for number, problem in problems if problem), "")
 
 
 def check_records(sections: Sequence[RewardConfig], rows: PreparedRows) -> None:
-    """DataError for the first record that a reward cannot use; to be called before the first rollout."""
+    """DataError for the first record that a reward cannot use; called before the first rollout."""
     if problem := unusable_record(sections, rows):
         raise DataError(
             f"the rewards cannot use {problem}",

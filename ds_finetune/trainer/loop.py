@@ -1,4 +1,4 @@
-"""The loop: a generator of step records, and observers called with each."""
+"""The training loop: a generator of step records, and observers that receive each record."""
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +15,7 @@ from ds_finetune.observers.record import Observer, StepRecord
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come: optimizer steps done, those of them that were skipped, and tokens seen."""
+    """Progress of a run: optimizer steps done, how many of them were skipped, and tokens seen."""
 
     step: int = 0
     skipped_steps: int = 0
@@ -23,15 +23,15 @@ class Progress:
 
 
 BEGINNING = Progress()
-"""Nothing done yet."""
+"""Progress before the first step."""
 
 
 def training_steps(
     engine: Engine, batches: Iterable[Batch], schedule: LrSchedule, *, after: Progress = BEGINNING
 ) -> Iterator[StepRecord]:
-    """Do the optimizer steps after those that are done, up to `schedule.steps`, and yield the record of each.
+    """Do the remaining optimizer steps, up to `schedule.steps`, and yield the record of each.
 
-    `batches` begin with the batch of the first of these steps; skipped steps do not advance the learning rate.
+    `batches` begin with the batch of the first remaining step. Skipped steps do not advance the learning rate.
     """
     seen, skipped = after.tokens_seen, after.skipped_steps
     waited_from = time.perf_counter()
@@ -56,7 +56,7 @@ def training_steps(
 
 
 def run_steps(steps: Iterable[StepRecord], observers: Sequence[Observer]) -> StepRecord | None:
-    """Pass each record through the observers in order; returns the last record, or None where there was no step."""
+    """Pass each record through the observers in order; returns the last record, or None without any step."""
     last = None
     for record in steps:
         last = record
@@ -68,7 +68,7 @@ def run_steps(steps: Iterable[StepRecord], observers: Sequence[Observer]) -> Ste
 
 
 def step_values(result: StepResult, *, seconds: float, waited: float) -> dict[str, float]:
-    """Metric values of one step; `seconds` is the whole step with its wait for data, `waited` only that wait.
+    """Metrics of one step; `seconds` is the duration of the step including `waited`, the wait for data.
 
     Labelled texts have no supervised tokens; they are counted as examples.
     """

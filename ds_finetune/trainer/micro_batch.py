@@ -1,4 +1,4 @@
-"""Decides `train.activation_checkpointing: auto` and `train.micro_batch_size: auto` by the estimate of memory."""
+"""Resolves `train.activation_checkpointing: auto` and `train.micro_batch_size: auto` by the memory estimate."""
 
 import json
 import sys
@@ -29,8 +29,8 @@ _TIMEOUT = timedelta(minutes=30)
 def decide_recomputation(
     run: PreparedRun, store: dist.Store, monitor: Monitor
 ) -> tuple[PreparedRun, list[tuple[str, str]]]:
-    """The run with what `train.activation_checkpointing: auto` is, and a line on it for its plan. `auto` is collective:
-    ranks that recompute differently would wait for each other in exchanges. The smallest device of all ranks counts.
+    """Resolve `train.activation_checkpointing: auto`, and return its plan line too. With `auto` this is collective:
+    ranks that recompute differently would hang in exchanges. The smallest device of all ranks decides.
     """
     plan = run.plan
     if run.config.train.activation_checkpointing != AUTO:
@@ -48,8 +48,8 @@ def decide_recomputation(
 
 
 def decide_micro_batch(run: PreparedRun, store: dist.Store, monitor: Monitor) -> PreparedRun:
-    """The run with a number of rows where its micro-batch is `auto`: the most that fit by the estimate, and at most
-    half of what ran out of memory before. Collective, before there is a process group.
+    """Resolve `train.micro_batch_size: auto`: the largest that fits by the estimate, and at most half of a size that
+    ran out of memory before. Collective, before there is a process group.
 
     ConfigError on every rank where no micro-batch fits, or the memory of the device or of the model is not known.
     """
@@ -65,7 +65,7 @@ def decide_micro_batch(run: PreparedRun, store: dist.Store, monitor: Monitor) ->
     budget = min(json.loads(text)["free_bytes"] for text in texts)
     estimates = {rows: bytes_of(run.plan, run.model.described, run.traces, rows) for rows in legal_sizes(run.plan)}
     file = _file(run, estimates, [json.loads(text)["total_bytes"] for text in texts])
-    # Hosts may have other caches.
+    # Each host has its own cache.
     failed = exchange(store, world, "micro-batch without memory", str(failed_size(file)), timeout=_TIMEOUT)
     too_many = min(filter(None, map(int, failed)), default=0)
     sizes = [size for size in estimates if not too_many or size <= too_many // 2]
@@ -78,14 +78,14 @@ def decide_micro_batch(run: PreparedRun, store: dist.Store, monitor: Monitor) ->
 
 
 def failed_size(file: Path) -> int:
-    """The micro-batch that ran out of memory, by its `file`; 0 where none is remembered."""
+    """Micro-batch size that ran out of memory, read from `file`; 0 if there is none."""
     with suppress(OSError, ValueError):
         return int(file.read_text(encoding="utf-8"))
     return 0
 
 
 def _decided(run: PreparedRun, rows: int, how: str) -> PreparedRun:
-    """The run with forwards of `rows` rows, and a line of its plan that says how they were chosen."""
+    """The run with micro-batches of `rows` rows, and a plan line with the reason."""
     run = with_train(run, run.config.train.model_copy(update={"micro_batch_size": rows}))
     plan = run.plan
     after = [name for name, _ in plan.decisions].index("batch") + 1
@@ -108,8 +108,8 @@ def _nothing_fits(run: PreparedRun, budget: int, too_many: int) -> ConfigError:
 
 
 def _file(run: PreparedRun, estimates: dict[int, int], devices: list[int]) -> Path:
-    """Where a size that ran out of memory is remembered: by the rows, the ranks' devices, the versions, and the
-    estimates, which depend on everything in a run file on which memory does.
+    """File that remembers a size that ran out of memory, keyed by rows, the ranks' devices, versions, and the
+    estimates, which cover every setting that affects memory.
     """
     plan, rows = run.plan, run.inputs.train.fingerprint()
     key = [__version__, versions(), rows, devices, str(plan.mesh), plan.zero, estimates]

@@ -1,4 +1,4 @@
-"""The observers of a run: what happens after each step, from evaluation and checkpoints to the progress line."""
+"""Observers of a run, which act after each step: evaluation, checkpoints, the progress line and others."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,15 +52,15 @@ from ds_finetune.trainer.stragglers import Stragglers
 Scored = Callable[[], Mapping[str, HeldOutScores] | None]
 Answered = Callable[[], Mapping[str, float] | None]
 Collect = Callable[[Sequence[Sample]], None]
-"""Takes the first answers of an evaluation."""
+"""Receives the first answers of an evaluation."""
 _ALL = "eval"
-"""First part of the names of metrics over all held-out sets together."""
+"""First part of metric names for all held-out sets together."""
 
 
 @dataclass(frozen=True)
 class StartedRun:
-    """A run whose engine is running, what it resumes from, and what writes its files; `saver` is None where the run
-    saves no checkpoints.
+    """A run with its running engine, its resume point and the writers of its files; `saver` is None if it saves no
+    checkpoints.
     """
 
     run: PreparedRun
@@ -70,15 +70,15 @@ class StartedRun:
     exports: Exports
     rank_progress: RankProgress
     store: dist.Store
-    """Where the ranks met."""
+    """Store through which the ranks found each other."""
     say: Say
     """Prints a line on rank zero."""
     log: Say
-    """Adds a line to the run's log without printing it."""
+    """Adds a line to the run's log without printing."""
 
 
 def make_observers(started: StartedRun, signals: StopSignals, rollouts: RolloutSource | None = None) -> list[Observer]:
-    """The observers in the order in which they see a record, with what they remembered at the checkpoint."""
+    """Observers in the order in which they receive records, with their state from the checkpoint restored."""
     config, plan = started.run.config, started.run.plan
     left = make_time_left(started.run)
     skipped = SkippedSteps(config.train.max_skipped_steps, plan.precision)
@@ -112,13 +112,13 @@ def make_observers(started: StartedRun, signals: StopSignals, rollouts: RolloutS
 
 
 def make_time_left(run: PreparedRun) -> TimeLeft:
-    """The estimate of the remaining time, with what is known before the first step."""
+    """Estimator of the remaining time, with what is known before the first step."""
     config, held_out = run.config, run.inputs.held_out
     every = {SAVE: run.interval(config.checkpoint)} if config.checkpoint.saves else {}
     steps = 0.0
     if held_out:
         every |= dict.fromkeys((EVALUATION, ANSWERS), run.interval(config.eval))
-        # A forward is about a third of a step's work on a row.
+        # A forward is about a third of a training step's work on a row.
         num_rows = sum(num_eval_rows(rows, config.eval.limit) for rows in held_out.values())
         steps = num_rows / config.train.global_batch_size / 3
     exported = run.estimate.files.exports * run.estimate.files.export_bytes
@@ -128,7 +128,7 @@ def make_time_left(run: PreparedRun) -> TimeLeft:
 
 
 def _router_observers(started: StartedRun) -> dict[str, RouterMetrics | LoadWatch]:
-    """The observers of experts' loads by name; none for a model without routed experts."""
+    """Observers of expert loads by name; none for a model without routed experts."""
     run, router = started.run, started.run.model.router
     if router is None:
         return {}
@@ -140,7 +140,7 @@ def _router_observers(started: StartedRun) -> dict[str, RouterMetrics | LoadWatc
 
 
 def _expert_table(started: StartedRun) -> list[Observer]:
-    """What writes the loads of experts on rank zero, before a checkpoint of the same step is saved."""
+    """Writer of expert loads on rank zero, which runs before a checkpoint of the same step is saved."""
     router = started.run.model.router
     if router is None or not started.engine.is_rank_zero:
         return []
@@ -150,7 +150,7 @@ def _expert_table(started: StartedRun) -> list[Observer]:
 
 
 def _sample_file(started: StartedRun) -> SampleFile | None:
-    """What keeps generated answers on rank zero; None where evaluations generate none."""
+    """Writer of generated answers on rank zero; None where evaluations generate none."""
     run = started.run
     is_answered = run.config.eval.generate.prompts or run.model.objective.head == "answers"
     if not (run.inputs.held_out and is_answered and started.engine.is_rank_zero):
@@ -189,7 +189,7 @@ def _checkpointing(
 
 
 def _writers(started: StartedRun, left: TimeLeft, rollouts: RolloutSource | None) -> list[Observer]:
-    """The observers of rank zero, which writes files and prints."""
+    """Observers of rank zero that write files and print."""
     run, say = started.run, started.say
     is_resumed = started.resume_point.progress.step > 0
     return [
@@ -224,12 +224,11 @@ def _utilisation(run: PreparedRun) -> list[Observer]:
 def evaluation_functions(
     run: PreparedRun, engine: Engine, signals: StopSignals, *, collect: Collect | None = None
 ) -> tuple[Scored, Answered | None]:
-    """A function that evaluates the loss, and one that scores answers by exact match, or None without `eval.generate`.
+    """Functions that evaluate the loss and that score generated answers by exact match; the second is None without
+    `eval.generate`, and passes the first answers of each set to `collect`.
 
-    The latter passes the first answers of each set to `collect`.
-
-    Their results are by the first part of metric names: `eval` for all rows together, and `eval/NAME` for each set that
-    has a name. Each function returns None where a signal ended it.
+    Results are keyed by the first part of metric names: `eval` for all rows together, and `eval/NAME` for each named
+    set. A function returns None where a signal ended it.
     """
     evaluation = _HeldOutEvaluation(run, engine, signals, collect)
     return evaluation.scores, evaluation.exact_match if run.config.eval.generate.prompts else None
@@ -243,7 +242,7 @@ class _HeldOutEvaluation:
     collect: Collect | None = None
 
     def scores(self) -> Mapping[str, HeldOutScores] | None:
-        """Scores of each set, and of the rows of all sets together: each unit counts the same whatever its set."""
+        """Scores of each set and of all sets pooled; in the pool each unit has the same weight."""
         plan, sets, limit = batch_plan(self.run), self.run.inputs.held_out, self.run.config.eval.limit
         per_round = plan.micro_batch_size * plan.dp
         rounds = sum(math.ceil(num_eval_rows(rows, limit) / per_round) for rows in sets.values())
@@ -261,7 +260,7 @@ class _HeldOutEvaluation:
         return found if _ALL in found else {_ALL: self.engine.pool(found.values()), **found}
 
     def exact_match(self) -> Mapping[str, float] | None:
-        """Share of right answers to the first prompts of each set, and to those of all sets together."""
+        """Share of exact matches among answers to the first prompts of each set, and of all sets together."""
         generate, dp = self.run.config.eval.generate, batch_plan(self.run).dp
         limits = SamplingLimits(generate.max_new_tokens, tuple(self.run.inputs.stop_ids))
         pairs = {name: rows.prompts_and_answers(generate.prompts) for name, rows in self.run.inputs.held_out.items()}
@@ -286,7 +285,7 @@ class _HeldOutEvaluation:
     def _samples(
         self, name: str, pairs: Sequence[tuple[list[int], list[int]]], given: list[str], expected: list[str]
     ) -> Iterator[Sample]:
-        """The first answers of a held-out set, with their prompts as the model sees them; a step is set later."""
+        """First answers of a held-out set with their prompts as rendered; the caller sets the step later."""
         rows = list(zip(pairs, given, expected, strict=True))[:MOST_SAMPLES]
         for (prompt, _), answer, of_data in rows:
             yield Sample(0, name, self.run.inputs.tokenizer.decode(prompt), answer, of_data)

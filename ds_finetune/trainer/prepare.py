@@ -1,4 +1,4 @@
-"""Prepares a run from its configuration, before any process group: plan, model, rows and learning rate."""
+"""Prepares a run from its configuration, before any process group exists: plan, model, rows and learning rate."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,21 +27,20 @@ from ds_finetune.trainer.run_dir import check_run_disk, check_run_folder
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRun(ResolvedRun):
-    """A resolved run with what it trains on, before its process group exists."""
+    """A resolved run with its inputs and learning-rate schedule, before its process group exists."""
 
     inputs: RunInputs
     schedule: LrSchedule
     reference: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
-    """Log-probabilities of the reference model, one for each document, by `train` and the names of held-out sets; empty
-    where the objective has no cached reference."""
+    """Reference log-probability of each document, by `train` and names of held-out sets; empty without a cache."""
     memory: DeviceMemory | None = None
-    """What this rank's device had free once the run was prepared; None where the system does not say."""
+    """Free memory of this rank's device when the run was prepared; None where the system does not report it."""
     peak: PeakMemory | None = None
-    """The most that this rank has taken of its device since then."""
+    """Peak memory use of this rank's device since then."""
     observers: Sequence[Observer] = ()
-    """Observers of users and of other packages."""
+    """Observers from users and other packages."""
     failed_size: Path | None = None
-    """The file that remembers a micro-batch that ran out of memory, where the micro-batch was `auto`."""
+    """File that remembers a micro-batch that ran out of memory; None unless the micro-batch was `auto`."""
 
     @property
     def steps_per_epoch(self) -> float:
@@ -51,15 +50,15 @@ class PreparedRun(ResolvedRun):
         return number / rows_of_step(plan.objective, plan.rollout, plan.train.global_batch_size)
 
     def interval(self, section: EvalConfig | CheckpointConfig) -> Interval:
-        """What lies between two evaluations or checkpoints, in steps."""
+        """Interval in steps between evaluations or checkpoints."""
         return section.interval.in_steps(self.steps_per_epoch)
 
 
 def prepare_run(resolved: ResolvedRun) -> PreparedRun:
-    """Check the run folder and tokenise the data of a run, which takes as long as the data is large."""
+    """Check the run folder and tokenise the data, which takes time in proportion to its size."""
     world, run = resolved.plan.world, read_run(resolved)
     check_run_folder(run.output_dir, run.config.checkpoint)
-    # What this host writes; where all hosts share the folder, each checks it for everything.
+    # Files that this host writes. If all hosts share the folder, each host checks the space for all files.
     is_first_host = world.rank < world.local_world_size or not run.estimate.is_node_local
     check_run_disk(run.output_dir, run.estimate.disk(ranks=world.local_world_size, is_first_host=is_first_host))
     inputs, schedule = run.inputs, run.schedule
@@ -78,7 +77,7 @@ def prepare_run(resolved: ResolvedRun) -> PreparedRun:
 
 
 def read_run(resolved: ResolvedRun) -> PreparedRun:
-    """The run with its rows and its learning rate; ModelError, DataError or ConfigError say what is wrong with them."""
+    """Read rows and make the learning-rate schedule; ModelError, DataError or ConfigError if they are invalid."""
     inputs = read_inputs(resolved.plan, resolved.model)
     check_baseline(resolved.plan, inputs)
     schedule = make_schedule(resolved.plan, inputs.train)
@@ -86,7 +85,7 @@ def read_run(resolved: ResolvedRun) -> PreparedRun:
 
 
 def mismatched_answers(plan: Plan, objective: Objective, rows: PreparedRows) -> MismatchedAnswers | None:
-    """The documents of `rows` from which the objective's baseline is computed; None where it has no baseline."""
+    """Documents for the objective's baseline (KTO's z0), made from `rows`; None without a baseline."""
     if not objective.needs_baseline:
         return None
     batch = plan.batch
@@ -94,7 +93,7 @@ def mismatched_answers(plan: Plan, objective: Objective, rows: PreparedRows) -> 
 
 
 def check_baseline(plan: Plan, inputs: RunInputs) -> None:
-    """DataError where the objective needs a baseline, and the rows have nothing to compute it from."""
+    """DataError where the objective's baseline cannot be computed from the rows."""
     named = {"data.train": inputs.train, **{f"data.{name}": rows for name, rows in inputs.held_out.items()}}
     for name, rows in named.items():
         if not isinstance(rows, StreamedRows):
@@ -104,7 +103,7 @@ def check_baseline(plan: Plan, inputs: RunInputs) -> None:
 
 
 def make_schedule(run: RunSettings, rows: PreparedRows | StreamedRows) -> LrSchedule:
-    """Learning rate over the run, whose length in steps is known once the rows are."""
+    """Learning-rate schedule; its length in steps depends on the rows."""
     train, optim = run.train, run.optim
     number, tokens = (0, 0.0) if isinstance(rows, StreamedRows) else (rows.rows_per_epoch, rows.tokens_per_epoch)
     steps = Duration.parse(train.duration).in_steps(

@@ -22,12 +22,12 @@ from ds_finetune.trainer.inputs import unusable_record
 from ds_finetune.trainer.resolve import model_config, token_limits, with_classes
 
 OPEN, CLOSE = "⟦", "⟧"
-"""Put around supervised text, also where there are no colours."""
+"""Brackets around supervised text, also where there are no colours."""
 
 
 def preview_of(run: RunSettings, *, samples: int) -> RenderableType:
-    """The first `samples` documents, pairs or examples of each source of the training data, and a table of how many
-    rows were read, dropped, truncated and split.
+    """The first `samples` documents, pairs or examples of each source of the training data, and a table of read,
+    dropped, truncated and split rows.
     """
     rows, tokenizer, limits = training_rows(run)
     shown = chain.from_iterable(
@@ -43,7 +43,7 @@ def preview_of(run: RunSettings, *, samples: int) -> RenderableType:
 
 
 def training_rows(run: RunSettings) -> tuple[PreparedRows, PreTrainedTokenizerBase, TokenLimits]:
-    """The training rows of a run, the tokenizer of its model, and the limits on rows."""
+    """Training rows of a run, the tokenizer of its model, and the limits on rows."""
     run = with_classes(run, is_config_only=True)
     tokenizer = load_tokenizer(str(resolve_folder(run.model.tokenizer or run.model.path)))
     limits = token_limits(run, model_config(run))
@@ -52,7 +52,7 @@ def training_rows(run: RunSettings) -> tuple[PreparedRows, PreTrainedTokenizerBa
 
 
 def _shown_source(rows: PreparedRows, name: str, units: range, tokenizer: PreTrainedTokenizerBase) -> Iterator[Text]:
-    """Documents, pairs or examples of a source, below its name where it is one of a mixture."""
+    """Documents, pairs or examples of a source, under its name if it is part of a mixture."""
     if rows.mixture is not None:
         source = rows.mixture.names.index(name)
         draws, size = rows.mixture.draws[source], rows.mixture.sizes[source]
@@ -62,7 +62,7 @@ def _shown_source(rows: PreparedRows, name: str, units: range, tokenizer: PreTra
 
 
 def _shown_unit(rows: PreparedRows, number: int, tokenizer: PreTrainedTokenizerBase) -> Iterator[Text]:
-    """A document with its label, or both sides of a pair."""
+    """A document with its label, or both documents of a pair."""
     size = max(rows.kind.documents_per_unit, 1)
     for document in range(number * size, (number + 1) * size):
         title = document_title(rows, document)
@@ -75,7 +75,7 @@ def _shown_unit(rows: PreparedRows, number: int, tokenizer: PreTrainedTokenizerB
 
 
 def document_title(rows: PreparedRows, document: int) -> str:
-    """The line above a document; empty where there is nothing to say about it."""
+    """Heading of a document; empty where it needs none."""
     kind, target = rows.kind, float(rows.documents.targets[document])
     if kind.name == "prompts":
         return f"prompt {document + 1}, {rows.where(document)}"
@@ -91,14 +91,14 @@ def document_title(rows: PreparedRows, document: int) -> str:
 
 
 def escaped(text: str) -> str:
-    """The text with Python's escapes for what a terminal would not show or would obey: carriage returns, tabs, control
-    characters, marks of direction and spaces of other widths. Line feeds stay.
+    """The text with Python escapes for characters that a terminal would hide or interpret: carriage returns, tabs,
+    control characters, direction marks and unusual spaces. Line feeds stay.
     """
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def mark_supervised(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase) -> Text:
-    """A document as text, supervised text between OPEN and CLOSE and in colour."""
+    """Text of a document, with supervised spans coloured and between OPEN and CLOSE."""
     text = Text()
     for piece, is_supervised in marked_spans(ids, mask, tokenizer):
         shown = escaped(piece)
@@ -107,12 +107,12 @@ def mark_supervised(ids: list[int], mask: list[bool], tokenizer: PreTrainedToken
 
 
 def marked_spans(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool]]:
-    """The texts of a document's spans, with whether their tokens are supervised."""
+    """Texts of a document's spans, each with whether it is supervised."""
     decode, start = partial(tokenizer.decode, clean_up_tokenization_spaces=False), 0
     for end in range(1, len(ids) + 1):
         if end < len(ids) and mask[end] == mask[start]:
             continue
-        # SentencePiece's decoders leave out the space of a first token.
+        # SentencePiece's decoders drop the space of a first token, so the preceding token is decoded too.
         before = ids[max(start - 1, 0) : start]
         yield decode([*before, *ids[start:end]])[len(decode(before)) :], mask[start]
         start = end

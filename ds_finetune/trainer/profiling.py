@@ -1,4 +1,4 @@
-"""Profiles the steps that the run file names; the steps before and after run as without a profile."""
+"""Profiles the steps that the run file names; other steps run as without a profile."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,13 +15,13 @@ from ds_finetune.runs.timeline.profiler import ProfiledRun, StepProfiler
 from ds_finetune.trainer.observers import StartedRun
 
 FOLDER = "profile"
-"""Folder of the run with the trace and the summary."""
+"""Folder in the run folder with the trace and the summary."""
 _PEAK = "memory/peak_gib"
 
 
 @contextmanager
 def profiled(records: Iterator[StepRecord], started: StartedRun) -> Iterator[Iterator[StepRecord]]:
-    """The same records, whose steps of `profile.steps` are profiled: all of them that the run comes to, unless it
+    """Yield the records, with the steps of `profile.steps` profiled; if fewer are done, those are, unless the run
     fails.
     """
     run, settings, done = started.run, started.run.config.profile, started.resume_point.progress.step
@@ -52,7 +52,7 @@ def profiled(records: Iterator[StepRecord], started: StartedRun) -> Iterator[Ite
 def _steps(
     profiler: StepProfiler, records: Iterator[StepRecord], first: int, started: StartedRun
 ) -> Iterator[StepRecord]:
-    """The records of profiled steps; what follows a record until the next one is asked for belongs to its step."""
+    """Records of profiled steps; a step's profile lasts until the consumer asks for the next record."""
     assert started.run.config.profile is not None
     with started.rank_progress.during(FOLDER):
         profiler.start()
@@ -76,9 +76,9 @@ def _finish(profiler: StepProfiler, started: StartedRun) -> None:
 
 
 def without_peak_of_profile(records: Iterator[StepRecord], first: int, last: int) -> Iterator[StepRecord]:
-    """Records whose peak memory is without that of the profile, which a CPU's resident memory has in it.
+    """Records whose peak memory excludes the profiler's own, which is part of a CPU's resident memory.
 
-    Profiled steps have the peak of the steps before them, or none. Those after them count from the end of the profile.
+    Profiled steps repeat the peak of earlier steps, if any. Later steps are measured from the end of the profile.
     """
     known: dict[str, float] = {}
     for record in records:
@@ -94,7 +94,7 @@ def without_peak_of_profile(records: Iterator[StepRecord], first: int, last: int
 
 @contextmanager
 def _wrap(started: StartedRun, annotations: Annotations) -> Iterator[None]:
-    """Annotate phases of the engine, and saves."""
+    """Annotate phases of the engine and saves in the trace."""
     saver = started.saver
     with ExitStack() as stack:
         stack.enter_context(wrapped_phases(started.engine, annotations.during))

@@ -1,9 +1,9 @@
 """Log-probabilities of a run's reference model, which is the model before training: computed once and cached.
 
-They are computed on the training rows, in the micro-batches that training has in its first epoch. A document's
-log-probability depends on the shapes of the forward by rounding: in bf16, one packed document and the same document
-alone differ by tenths of a nat. With the same rows and micro-batches the first loss of DPO is ln 2 in every precision.
-Rows that are not packed have other neighbours, and so another padding, in later epochs.
+They are computed on the training rows in the micro-batches of the first epoch, since rounding depends on the shapes of
+the forward: in bf16, the log-probability of a document in a packed row and of the same document by itself differ by
+tenths of a nat. With the same rows and micro-batches the first loss of DPO is ln 2 in every precision. In later epochs
+unpacked rows share forwards with other rows and have other padding.
 """
 
 import hashlib
@@ -32,16 +32,16 @@ from ds_finetune.trainer.batches import batch_plan
 from ds_finetune.trainer.prepare import PreparedRun, mismatched_answers
 
 LogProbs = NDArray[np.float64]
-"""One number for each document, by its number in the data, and for each mismatched one after them; nats."""
+"""Log-probability in nats of each document by its index in the data; those of mismatched documents follow."""
 _FORMAT = 1
-"""Increased when the same rows would get other numbers."""
+"""Incremented when the same rows would get other values."""
 _TRAIN = "train"
 _PACKAGES = ("torch", "transformers")
 
 
 def find_reference(run: PreparedRun) -> dict[str, LogProbs | None]:
-    """Read the cached log-probabilities of the reference by name of the rows, None where they have to be computed;
-    collective, so that all ranks compute what one lacks. Empty where the objective has no cached reference.
+    """Read cached reference log-probabilities by name of the rows; None where they must be computed. Empty without a
+    cached reference. Collective: if a rank lacks some, all ranks compute them.
     """
     found: dict[str, LogProbs | None] = {}
     for name, rows in _rows(run).items():
@@ -51,9 +51,9 @@ def find_reference(run: PreparedRun) -> dict[str, LogProbs | None]:
 
 
 def complete_reference(run: PreparedRun, engine: Engine, cached: Mapping[str, LogProbs | None]) -> PreparedRun:
-    """The run with the log-probabilities of its reference, computed where they are not cached; collective.
+    """Add the reference log-probabilities to the run, computing those that are not cached; collective.
 
-    `engine` must hold the weights of the model before training where something is computed.
+    If any are computed, `engine` must hold the weights of the model before training.
     """
     logps: dict[str, LogProbs] = {}
     for name, rows in _rows(run).items():
@@ -65,7 +65,7 @@ def complete_reference(run: PreparedRun, engine: Engine, cached: Mapping[str, Lo
 
 
 def _rows(run: PreparedRun) -> dict[str, PreparedRows]:
-    """The rows by name for which a cached reference is needed."""
+    """Rows that need cached reference log-probabilities, by name."""
     if getattr(run.config.objective, "reference", "") != "cache":
         return {}
     assert isinstance(run.inputs.train, PreparedRows), "a stream has no cached reference"
@@ -73,7 +73,7 @@ def _rows(run: PreparedRun) -> dict[str, PreparedRows]:
 
 
 def _compute(run: PreparedRun, engine: Engine, name: str, rows: PreparedRows) -> LogProbs:
-    # Without shares of sources, which repeat some rows and leave others out of the first pass.
+    # Without a mixture, which repeats some rows and leaves others out of the first pass.
     plan, limit = replace(batch_plan(run), mixture=None, reference=None), run.config.eval.limit
     mismatched = mismatched_answers(run.plan, engine.objective, rows)
     first: list[Batch] = []
@@ -94,14 +94,14 @@ def _compute(run: PreparedRun, engine: Engine, name: str, rows: PreparedRows) ->
             f"the reference model gives document {numbers[wrong]} of data.{name} the log-probability {logps[wrong]}",
             hint="look at the row with `ds-finetune data show`, and at the weights of model.path",
         )
-    # NaN where eval.limit leaves documents out; batches never hold these.
+    # NaN for documents beyond eval.limit, which no batch contains.
     values = np.full(int(numbers.max()) + 1, np.nan)
     values[numbers] = logps
     return values
 
 
 def _with_baselines(batches: Iterable[Batch], line: PhaseLine) -> Iterator[Batch]:
-    """The batches with the forwards of their baselines among their own."""
+    """Batches whose forwards include those of their baselines."""
     for batch in batches:
         yield replace(batch, micro=(*batch.baseline, *batch.micro))
         line.advance()
@@ -112,10 +112,10 @@ def _folder(run: PreparedRun, name: str, rows: PreparedRows) -> Path:
 
 
 def _fingerprint(run: PreparedRun, name: str, rows: PreparedRows) -> str:
-    """A hash of all that decides the log-probabilities: weights, rows, precision, kernels, layout, micro-batches."""
+    """Hash of all that determines the log-probabilities: weights, rows, precision, kernels, layout, micro-batch."""
     plan, config = run.plan, run.config
     sizes = {axis: getattr(plan.mesh, axis) for axis in ("tp", "sp", "pp", "ep")}
-    # The order of rows decides their neighbours in a forward, and so the length that rows are padded to.
+    # For unpacked rows, the order decides which rows share a forward, and so their padding.
     order = None if plan.batch.is_packed else [plan.train.seed, config.data.shuffle]
     parts = {
         "format": _FORMAT,
@@ -133,7 +133,7 @@ def _fingerprint(run: PreparedRun, name: str, rows: PreparedRows) -> str:
         "layout": sizes,
         "forward": [plan.batch.micro_batch_size, plan.batch.max_seq_len, order],
         "limit": config.eval.limit if name != _TRAIN else 0,
-        # Decides which answers are compared with which prompts.
+        # The seed decides the pairs of mismatched answers and prompts.
         "baseline": plan.train.seed if run.model.objective.needs_baseline else None,
         "packages": {name: version(name) for name in _PACKAGES},
     }
@@ -141,7 +141,7 @@ def _fingerprint(run: PreparedRun, name: str, rows: PreparedRows) -> str:
 
 
 def _start(lora: LoraConfig | None) -> dict[str, object]:
-    """What identifies the adapters that a run begins with; nothing where they are zero."""
+    """Identity of the adapters that a run starts from; empty where they start at zero."""
     if lora is None or lora.start is None:
         return {}
     return {"start": [PeftAdapter.open(Path(lora.start)).digest(), lora.scale]}

@@ -1,5 +1,5 @@
-"""Resolves a run file: everything that follows from it and from the model's config.json, before weights and rows are
-read.
+"""Resolves a run file: decides all that follows from it and from the model's config.json, without reading weights or
+rows.
 """
 
 import copy
@@ -52,21 +52,21 @@ from ds_finetune.trainer.document_lengths import length_notes
 from ds_finetune.trainer.tracing.cache import Traces
 
 _CONFIG_FILES = {"files": ("*.json",)}
-"""All that is downloaded of a model on the hub where only its configuration is read."""
+"""Files that are downloaded of a model on the hub if only its configuration is read."""
 
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run file with what is decided from it and from the model's config.json; nothing of it is decided again."""
+    """A run file with all decisions that follow from it and the model's config.json; none is decided again."""
 
     config: RunConfig
-    """The run file, with the number and the names of classes."""
+    """The run file, with number and names of classes filled in."""
     plan: Plan
     """Layout, batch and DeepSpeed configuration."""
     model: ModelPlan
-    """What the engine builds."""
+    """Model that the engine builds."""
     notes: tuple[str, ...] = ()
-    """What follows from the model and a user might not expect."""
+    """Notes about consequences of the model that a user might not expect."""
 
     @property
     def output_dir(self) -> Path:
@@ -75,27 +75,27 @@ class ResolvedRun:
 
     @property
     def tree(self) -> dict[str, Any]:
-        """The run file with its defaults, as checkpoints and trackers keep it."""
+        """Run file with defaults, as a tree for checkpoints and trackers."""
         return self.config.model_dump(mode="json", by_alias=True)
 
     @property
     def text(self) -> str:
-        """The run file with its defaults, as `config.yaml` of the run folder has it."""
+        """Run file with defaults, as text for `config.yaml` of the run folder."""
         return dump_config(self.config)
 
     @cached_property
     def traces(self) -> Traces:
-        """The activations of the model by layout."""
+        """Activation memory of the model by layout."""
         return Traces(self.plan, lambda: self.model)
 
     @cached_property
     def tensors(self) -> tuple[tuple[TensorKind, ...], ...]:
-        """The tensors of a rank, by pipeline stage."""
+        """Tensors of a rank, by pipeline stage."""
         return tuple(stage.kinds for stage in weights_of_run(self.plan, self.model.described))
 
     @cached_property
     def estimate(self) -> RunEstimate:
-        """What the run needs, from the shapes of the tensors that its ranks hold."""
+        """Needs of the run, estimated from the shapes of its ranks' tensors."""
         return estimate_run(self.plan, self.model.described)
 
 
@@ -104,7 +104,7 @@ S = TypeVar("S", bound=RunSettings)
 
 
 def resolve_here(source: ConfigSource, world: World) -> ResolvedRun:
-    """Resolve a run on the device of this process, as rank of `world`, with the choices of `accelerate launch`."""
+    """Resolve a run on this process's device, as rank of `world`, with the choices of `accelerate launch`."""
     device, accelerate = choose_device(), accelerate_choices(os.environ)
     return resolve(source, world=world, device=device, bf16=bf16_support(device, world), accelerate=accelerate)
 
@@ -118,12 +118,12 @@ def resolve(  # noqa: PLR0913 - what is decided, and what it is decided from
     accelerate: AccelerateChoices | None = None,
     is_config_only: bool = False,
 ) -> ResolvedRun:
-    """Decide what a run file means on the ranks of `world` with accelerator `device`; ConfigError, ModelError or
-    DataError where it cannot be trained so.
+    """Resolve a run file for the ranks of `world` with accelerator `device`; ConfigError, ModelError or DataError where
+    it cannot be trained.
 
-    `bf16` is what is known of a GPU, for `train.precision: auto`.
-    With `is_config_only`, only configuration and tokenizer files of a model on the hub are downloaded, and no rows are
-    read: the number of classes is that of the base model, and parameters that no loss reaches are not looked for.
+    `bf16` is the bf16 support of a GPU, for `train.precision: auto`. With `is_config_only`, only configuration and
+    tokenizer files of a model on the hub are downloaded, and no rows are read: the number of classes is that of the
+    base model, and parameters that no loss reaches are not determined.
     """
     config = read_config(source)
     if (config.lora is not None and config.lora.quantize is not None) or config.optim.name.lower() == "adamw8bit":
@@ -140,7 +140,7 @@ def resolve(  # noqa: PLR0913 - what is decided, and what it is decided from
     for row in formats_of_run(config.export.formats)[1:]:
         row.check_is_whole(tree)
         row.check_model_type(model.hf_config.model_type)
-        # Packages, settings of the model and tokenizer matter on the machine that exports.
+        # Packages, model settings and tokenizer matter only on the machine that exports.
         if not is_config_only:
             is_classifier, tokenizer = model.task != "causal_lm", _tokenizer(plan.model)
             row.load().check_model(model.hf_config, is_classifier=is_classifier, tokenizer=tokenizer)
@@ -155,7 +155,7 @@ def resolve(  # noqa: PLR0913 - what is decided, and what it is decided from
 
 
 def _check_muon(device: str) -> None:
-    """ConfigError where torch.compile, by which DeepSpeed computes Muon, cannot compile (0.19.8,
+    """ConfigError where torch.compile, which DeepSpeed's Muon uses, cannot compile (0.19.8,
     runtime/zero/muon/original_muon.py:50).
     """
     if os.environ.get("TORCH_COMPILE_DISABLE") != "1" and (problem := kernels_problem("compile", device, stage=0)):
@@ -163,15 +163,15 @@ def _check_muon(device: str) -> None:
 
 
 def with_train(run: R, train: TrainConfig) -> R:
-    """The run with another section `train`, on which its model does not depend."""
+    """The run with another section `train`; its model does not depend on that section."""
     old, accelerate = run.plan, accelerate_choices(os.environ)
     plan = make_plan(replace(old, train=train), world=old.world, device=old.device, accelerate=accelerate)
     return complete_plan(replace(run, config=run.config.model_copy(update={"train": train}), plan=plan))
 
 
 def complete_plan(run: R) -> R:
-    """The run whose plan has what follows from the model: notes, parameters that are not trained, and the local folder
-    of a live teacher, which the run file may name by a hub id: estimates read its config.json.
+    """Add to the plan what follows from the model: notes, frozen parameters, and the local folder of a live teacher
+    named by a hub id, since estimates read its config.json.
     """
     objective = run.config.objective
     if run.model.teacher is not None:
@@ -182,7 +182,7 @@ def complete_plan(run: R) -> R:
 
 
 def make_model_plan(run: RunSettings, *, is_config_only: bool = False) -> ModelPlan:
-    """The model of the run, checked against its mesh; ConfigError or ModelError where it cannot be built so.
+    """Model of the run, checked against its mesh; ConfigError or ModelError where it cannot be built.
 
     With `is_config_only`, only configuration and tokenizer files of a model on the hub are downloaded.
     """
@@ -196,8 +196,8 @@ def make_model_plan(run: RunSettings, *, is_config_only: bool = False) -> ModelP
 
 
 def _set_up_scores(objective: ObjectiveConfig, section: ModelConfig, hf_config: PretrainedConfig) -> str:
-    """Write classes and padding token into the configuration of a classifier or reward model; returns a text on the
-    padding token, empty for a causal LM.
+    """Set classes and padding token in the configuration of a classifier or reward model; returns a text on the padding
+    token, empty for a causal LM.
     """
     if objective.row.head != "scores":
         return ""
@@ -208,8 +208,8 @@ def _set_up_scores(objective: ObjectiveConfig, section: ModelConfig, hf_config: 
 
 
 def with_classes(run: S, *, is_config_only: bool = False) -> S:
-    """The run with number and names of the classes filled in: those of a base model that is a classifier, else
-    those of the training rows, which are read where it is necessary, and never with `is_config_only`.
+    """The run with number and names of classes filled in, from a base model that is a classifier, else from the
+    training rows, which are read if necessary but never with `is_config_only`.
     """
     objective = run.objective
     if objective.row.kind != "labelled":
@@ -225,7 +225,7 @@ def with_classes(run: S, *, is_config_only: bool = False) -> S:
 
 
 def try_generic_type(run: RunSettings, model: ModelPlan) -> tuple[str, ...]:
-    """Lines on what a generic model type did on a tiny copy; ModelError where it would be trained wrongly, or where a
+    """Notes from running a generic model type on a tiny copy; ModelError where it would be trained wrongly, or where a
     teacher would not keep documents apart.
     """
     lora = model.lora
@@ -247,23 +247,20 @@ def try_generic_type(run: RunSettings, model: ModelPlan) -> tuple[str, ...]:
 
 
 def token_limits(run: RunSettings, hf_config: PretrainedConfig) -> TokenLimits:
-    """The numbers of the model that rows must respect; ConfigError where `max_seq_len` is more than the model
-    allows.
-    """
+    """Limits of the model on rows; ConfigError where `max_seq_len` is more than the model allows."""
     allowed = max_positions(hf_config)
     check_model(run.with_model(hf_config.to_dict(), positions=allowed), "positions")
     return limits_of(run, hf_config)
 
 
 def limits_of(run: RunSettings, hf_config: PretrainedConfig) -> TokenLimits:
-    """The limits on rows; those of prompts leave room for the longest answer that is sampled."""
+    """Limits on rows; limits on prompts leave room for the longest sampled answer."""
     answer = run.rollout.max_new_tokens if is_grpo(run.objective) else 0
     return TokenLimits(run.train.max_seq_len, hf_config.vocab_size, answer, run.train.seed)
 
 
 def model_config(run: RunSettings, *, is_config_only: bool = False) -> PretrainedConfig:
-    """The configuration of the model as it is trained, with the vocabulary that `model.resize_vocabulary` gives it, and
-    the positions and rotary scaling of `model.context`.
+    """Configuration of the model as trained, with `model.resize_vocabulary` and `model.context` applied.
 
     With `is_config_only`, only configuration and tokenizer files of a model on the hub are downloaded.
     """
@@ -273,7 +270,7 @@ def model_config(run: RunSettings, *, is_config_only: bool = False) -> Pretraine
 def _config_and_context(
     section: ModelConfig, task: Task, *, is_config_only: bool
 ) -> tuple[PretrainedConfig, ContextPlan | None]:
-    """The configuration of the model as it is trained, and what `model.context` does to it; None without that key."""
+    """Configuration of the model as trained, and its context plan; None without `model.context`."""
     hf_config = read_hf_config(section.path, **(_CONFIG_FILES if is_config_only else {}), task=task)
     context = plan_context(hf_config.to_dict(), section.context) if section.context is not None else None
     if context is not None and context.is_extended:
@@ -285,17 +282,17 @@ def _config_and_context(
 
 
 def _tokenizer(section: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer, for which only its own files are downloaded."""
+    """Load the tokenizer, downloading only its own files."""
     return load_tokenizer(str(resolve_folder(section.tokenizer or section.path, files=TOKENIZER_PATTERNS)))
 
 
 def freeze_parameters(plan: Plan, model: ModelPlan) -> Plan:
-    """Freeze what is not trained: parameters that no loss reaches, and those that features freeze."""
+    """Freeze parameters that no loss reaches and parameters that features freeze."""
     return complete_features(freeze_unreached(with_whole_keys(plan, model), model), model)
 
 
 def with_whole_keys(plan: Plan, model: ModelPlan) -> Plan:
-    """The plan with a note on what tensor parallelism cannot share out in DeepSeek-V4."""
+    """The plan with a note on tensors of DeepSeek-V4 that tensor parallelism cannot divide."""
     if plan.mesh.tp == 1 or not family_of(model.hf_config.model_type).compresses:
         return plan
     note = "all heads share one key and value head, which each tensor parallel rank has whole, with compressed entries"
@@ -303,9 +300,9 @@ def with_whole_keys(plan: Plan, model: ModelPlan) -> Plan:
 
 
 def freeze_unreached(plan: Plan, model: ModelPlan) -> Plan:
-    """Freeze parameters that get no gradient from the loss, since weight decay would shrink them; a note names them.
+    """Freeze parameters that get no gradient, since weight decay would shrink them; a note names them.
 
-    In the model types of the family table these are indexers, or all others where only indexers are trained.
+    In families of the table these are indexers, or if only indexers are trained all other parameters.
     """
     hf_config = model.hf_config
     family = family_of(hf_config.model_type)
@@ -335,14 +332,14 @@ def _with_frozen(plan: Plan, names: tuple[str, ...]) -> Plan:
 
 
 def complete_features(plan: Plan, model: ModelPlan) -> Plan:
-    """The plan with what follows from the features that are on."""
+    """The plan with the consequences of the features that are on."""
     for feature in features_of(model, plan):
         plan = feature.complete(plan)
     return plan
 
 
 def plan_model(hf_config: PretrainedConfig, run: RunSettings) -> ModelPlan:
-    """The model of `hf_config` as the run file says; ConfigError or ModelError where it does not fit the model."""
+    """Plan of the model with this configuration by the run file; ConfigError or ModelError if they do not fit."""
     model, objective = run.model, run.objective
     hf_config, noise = _without_noise(hf_config) if "reference" in objective.row.needs else (hf_config, ())
     check_model(run.with_model(hf_config.to_dict()), *WITHOUT_MESH)
@@ -388,9 +385,9 @@ def plan_model(hf_config: PretrainedConfig, run: RunSettings) -> ModelPlan:
 
 
 def _without_noise(hf_config: PretrainedConfig) -> tuple[PretrainedConfig, tuple[str, ...]]:
-    """The configuration without dropout and noise in routers, and the settings that were on.
+    """The configuration without dropout and router noise, and the settings that were on.
 
-    With them, the model that is trained is not its reference before the first step.
+    With dropout or noise, the trained model would differ from its reference before the first step.
     """
     hf_config, found = copy.deepcopy(hf_config), list[str]()
     parts = [hf_config, *(part for part in vars(hf_config).values() if isinstance(part, PretrainedConfig))]

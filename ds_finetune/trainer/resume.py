@@ -53,14 +53,14 @@ from ds_finetune.trainer.prepare import PreparedRun
 
 CONFIG = "config.json"
 _TEST_NUMBERS = 4096
-"""Elements that each rank writes and reads back before anything is loaded."""
+"""Elements that each rank writes and reads back to test saving."""
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """What a run resumes from: the checkpoint folder of this rank and what was found there, None where it begins anew.
+    """Where a run resumes: this rank's checkpoint folder and the checkpoint found there, None for a new run.
 
-    `lock`, which the folder's leading rank holds, keeps other runs out of the folder.
+    `lock`, held by the folder's leading rank, keeps other runs out of the folder.
     """
 
     checkpoints: CheckpointFolder | None
@@ -69,7 +69,7 @@ class ResumePoint:
 
     @property
     def progress(self) -> Progress:
-        """Steps, skipped steps and tokens of the run so far."""
+        """Steps, skipped steps and tokens up to the checkpoint."""
         if self.found is None:
             return BEGINNING
         state = self.found.state
@@ -77,10 +77,10 @@ class ResumePoint:
 
 
 def find_resume_point(run: PreparedRun, say: Say) -> ResumePoint:
-    """Test the checkpoint folder by writing to it, and find what to resume from; collective, before the model is built.
+    """Test writing to the checkpoint folder, and find the resume point; collective, before the model is built.
 
-    OutputError or CheckpointError on every rank; `say` prints which checkpoint is taken, and which were passed over and
-    why.
+    OutputError or CheckpointError on every rank; `say` prints the chosen checkpoint, and the rejected ones with
+    reasons.
     """
     policy = run.config.checkpoint
     if not policy.saves:
@@ -90,7 +90,7 @@ def find_resume_point(run: PreparedRun, say: Say) -> ResumePoint:
     folder_lock = _lock_folder(checkpoints, say)
     try_saving(checkpoints, is_asynchronous=run.plan.saves_asynchronously)
     found = None if policy.resume == "never" else _find_checkpoint(run, checkpoints, say)
-    # What an earlier start did not finish, removed when nothing can be refused any more.
+    # Remove unfinished checkpoints of earlier starts only now, when nothing can refuse this start any more.
     for left in unfinished_folders(checkpoints.path) if checkpoints.is_leader else ():
         say(f"removed: {left}, never completed")
         remove_checkpoint(left)
@@ -124,7 +124,7 @@ def _find_checkpoint(run: PreparedRun, checkpoints: CheckpointFolder, say: Say) 
     ]
     for line in found.passed_over:
         say(line)
-    # Checkpoints later than the one resumed from must not count among those that are kept.
+    # Checkpoints after the resume point must not count among the newest that are kept.
     for name in later if checkpoints.is_leader else ():
         say(f"{checkpoints.path / name} is now {rename_unusable(checkpoints.path / name).name}")
     saved_by = f"{state.layout.get('mesh')}, ZeRO-{state.layout.get('zero_stage')}"
@@ -134,7 +134,7 @@ def _find_checkpoint(run: PreparedRun, checkpoints: CheckpointFolder, say: Say) 
 
 
 def best_weights_elsewhere(found: UsableCheckpoint, output_dir: Path) -> list[str]:
-    """A line with the place of the weights of the best evaluation so far, where another run's folder has them."""
+    """A line with the path of the best weights so far, if they are in another run's folder."""
     other, best = found.folder.parent.parent, found.state.observers.get("best", {})
     names = [name for name in ("export-best", "adapter-best") if (other / name).is_dir()]
     if not names or other.resolve() == output_dir.resolve():
@@ -157,7 +157,7 @@ def _lock_folder(checkpoints: CheckpointFolder, say: Say) -> TextIO | None:
 
 
 def try_saving(checkpoints: CheckpointFolder, *, is_asynchronous: bool) -> None:
-    """Save a few numbers in the way that checkpoints are saved, read them back and remove them; collective.
+    """Save a few numbers the way checkpoints are saved, read them back and remove them; collective.
 
     OutputError on every rank, with the reason of the first rank that fails.
     """
@@ -224,7 +224,7 @@ def resume_engine(run: PreparedRun, engine: Engine, point: ResumePoint) -> Posit
 
 @contextmanager
 def start_saver(run: PreparedRun, engine: Engine, point: ResumePoint) -> Iterator[Saver | None]:
-    """A saver of the engine's state whose process is running, None where nothing is saved."""
+    """Context with a saver of the engine's state and its process; None where nothing is saved."""
     checkpoints = point.checkpoints
     if checkpoints is None:
         yield None
@@ -256,9 +256,9 @@ def start_saver(run: PreparedRun, engine: Engine, point: ResumePoint) -> Iterato
 
 
 def _write_base(base: Path, sources: Mapping[str, Path], texts: Mapping[str, str]) -> None:
-    """Files that an export of a checkpoint needs: copies of the tokenizer's, and by name config.json and other `texts`.
+    """Write files for exporting a checkpoint: copies of tokenizer files, config.json and other `texts` by name.
 
-    Copied once, so that a later change in the model's folder does not change the checkpoint.
+    They are copied once, so that later changes in the model's folder do not affect the checkpoint.
     """
     base.mkdir(parents=True, exist_ok=True)
     for name, source in sources.items():
@@ -285,7 +285,7 @@ def _memory_error(num_bytes: int, plan: Plan) -> OutputError | None:
 
 
 def make_state_text(run: PreparedRun, engine: Engine) -> RunText:
-    """A function that writes the run's state after a step as text, from its record and what observers remember."""
+    """A function that serialises the run's state after a step, from the step's record and the observers' states."""
     inputs = inputs_of(run)
 
     def state_text(record: StepRecord, observers: Mapping[str, Mapping[str, Any]]) -> str:
@@ -306,14 +306,14 @@ def make_state_text(run: PreparedRun, engine: Engine) -> RunText:
 
 
 def restore_observers(observers: Mapping[str, Resumable], point: ResumePoint) -> None:
-    """Give observers back what they remembered at the checkpoint."""
+    """Restore the observers' states from the checkpoint."""
     states = point.found.state.observers if point.found else {}
     for name in observers.keys() & states.keys():
         observers[name].restore(states[name])
 
 
 def check_not_past_end(point: ResumePoint, *, steps: int, duration: str) -> None:
-    """CheckpointError where the checkpoint is of a step past the run's end: it would export other weights."""
+    """CheckpointError where the checkpoint is past the run's last step: the run would export other weights."""
     if point.found is not None and point.progress.step > steps:
         raise CheckpointError(
             f"{point.found.folder} is of step {point.progress.step}, and train.for {duration} ends after step {steps}",
@@ -322,13 +322,13 @@ def check_not_past_end(point: ResumePoint, *, steps: int, duration: str) -> None
 
 
 def ended_early(point: ResumePoint, *, patience: int) -> bool:
-    """Whether the run had ended because eval.patience was exhausted."""
+    """Whether the run ended early because eval.patience was exhausted."""
     best = point.found.state.observers.get("best", {}) if point.found else {}
     return 0 < patience <= best.get("worse_in_a_row", 0)
 
 
 def interrupted_evaluation(point: ResumePoint, stream_position: Position, *, steps: int) -> list[StepRecord]:
-    """The record of the step whose evaluation a signal cut short, to be passed to the observers again; else nothing."""
+    """Record of the step whose evaluation a signal interrupted, to be passed to the observers again; else empty."""
     state = point.found.state if point.found else None
     if state is None or not state.observers.get("evaluation", {}).get("is_due"):
         return []
@@ -337,14 +337,14 @@ def interrupted_evaluation(point: ResumePoint, stream_position: Position, *, ste
 
 
 def saved_record(point: ResumePoint) -> StepRecord | None:
-    """The record of the step resumed from, as far as it was complete when it was saved."""
+    """Record of the step of the checkpoint, with the values that it had when it was saved."""
     state = point.found.state if point.found else None
     best_step = state.observers.get("best", {}).get("best_step", 0) if state else 0
     return StepRecord(state.step, state.values, best_step=best_step) if state else None
 
 
 def inputs_of(run: PreparedRun) -> RunIdentity:
-    """The configuration and the fingerprints of this start's inputs, as a checkpoint stores them."""
+    """Configuration and fingerprints of this start's inputs, in the form stored in checkpoints."""
     held_out = {name: rows.fingerprint() for name, rows in run.inputs.held_out.items()}
     return RunIdentity(
         config=run.tree,
@@ -357,7 +357,7 @@ def inputs_of(run: PreparedRun) -> RunIdentity:
 
 
 def _rows_left_out(found: UsableCheckpoint, run: PreparedRun) -> list[str]:
-    """Rows that a longer run does not see: those for which a shorter one filled its last step up with empty rows."""
+    """A line on rows that a lengthened run misses: the shorter run had filled its last step up with empty rows."""
     rows, config = run.inputs.train, run.config
     if isinstance(rows, StreamedRows) or found.state.config["train"]["for"] == config.train.duration:
         return []
@@ -369,7 +369,7 @@ def _rows_left_out(found: UsableCheckpoint, run: PreparedRun) -> list[str]:
 
 
 def _random_state_changes(found: UsableCheckpoint, run: PreparedRun) -> list[str]:
-    """Random states belong to ranks, and nothing but dropout depends on them."""
+    """A line where dropout and another layout change results: random states belong to ranks."""
     tree = run.inputs.hf_config.to_dict()
     ratios = {key: value for key, value in tree.items() if key.endswith(("dropout", "_pdrop", "_dropout_prob"))}
     drops = [f"{key} {value}" for key, value in ratios.items() if isinstance(value, float) and value]

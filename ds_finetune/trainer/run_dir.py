@@ -1,5 +1,5 @@
-"""The run folder: checks it before anything is loaded, then writes the resolved configuration and the plan into it;
-rows that a program hands to `train` are files of it.
+"""The run folder: checks it before anything is loaded, then writes the resolved configuration and the plan into it.
+Rows passed to `train` by a program are written there too.
 """
 
 import hashlib
@@ -31,17 +31,17 @@ from ds_finetune.system.whole_file import replace_file
 from ds_finetune.trainer.resolve import ResolvedRun
 
 _LOGS = (".log", ".out", ".err")
-"""Endings of files to which a shell or a scheduler writes what a run prints; no run writes such a file itself."""
+"""Suffixes of files to which a shell or scheduler redirects output; no run writes such a file itself."""
 Rows = Iterable[Mapping[str, object]]
-"""A list of dictionaries, a `datasets.Dataset`, or anything else that yields dictionaries."""
+"""A list of dictionaries, a `datasets.Dataset`, or any other iterable of dictionaries."""
 RECORDS = (METRICS, RANK_TIMES, SAMPLES, ROLLOUTS)
-"""Files with a line for each step or answer."""
+"""Files with a line per step or answer."""
 ROWS = "rows"
-"""The folder of these files, within that of the run."""
+"""Folder of the rows passed by a program, in the run folder."""
 
 
 def check_only_own_files(folder: Path, inputs: Iterable[tuple[str, Path]], *, cache_dir: str) -> None:
-    """OutputError where the `output_dir` holds an input of the run, or files and no run; called before a run writes.
+    """OutputError where `output_dir` contains an input of the run, or files but no run; called before a run writes.
 
     `inputs` are keys of the run file with the files or folders that they name.
     """
@@ -60,30 +60,30 @@ def check_only_own_files(folder: Path, inputs: Iterable[tuple[str, Path]], *, ca
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether a run has begun in `folder`: it has written its plan, or held the lock of its checkpoints.
+    """Whether a run has begun in `folder`: its plan, or the lock of its checkpoints, is there.
 
-    A config.yaml is no sign of one, since users give that name to files of their own.
+    config.yaml does not count, since users give that name to their own files.
     """
     return read_object(folder / PLAN).keys() >= {"layout", "notes"} or (folder / CHECKPOINTS / LOCK).is_file()
 
 
 def _is_kept(entry: Path, cache: Path) -> bool:
-    """Whether a run leaves `entry` of its folder as it is, or adds to it: also what launcher and watchdog write first,
-    before there is a run.
+    """Whether a run keeps or extends `entry` of its folder; this includes files that launcher and watchdog write before
+    the run.
     """
     if entry.name in ("logs", FOLDER, ROWS) or entry.name.startswith(".") or entry.suffix in _LOGS:
         return True
     if entry.name == CHECKPOINTS and not complete_steps(entry):
-        # It may be a link to another disk, which holds other things.
+        # The entry may be a link to another disk with other contents.
         return True
     return cache.is_relative_to(entry.resolve()) or (entry.is_dir() and not any(entry.iterdir()))
 
 
 def check_run_folder(folder: Path, policy: CheckpointConfig) -> None:
-    """OutputError where the `output_dir` cannot be written, is a file or a link to nothing, or holds a run that cannot
-    be resumed.
+    """OutputError where `output_dir` cannot be written, is a file or a broken link, or holds a run that cannot be
+    resumed.
 
-    Creates no file or folder that remains.
+    Leaves no file or folder behind.
     """
     existing = nearest_existing(folder)
     if (folder / METRICS).exists() and not _is_resumable(folder, policy):
@@ -107,7 +107,7 @@ def check_run_folder(folder: Path, policy: CheckpointConfig) -> None:
             hint="change the permissions or name another output_dir",
         )
     try:
-        # In /proc and on a full disk no folder can be created although permissions allow it.
+        # In /proc and on a full disk creating a folder fails although permissions allow it.
         Path(tempfile.mkdtemp(prefix=".trial-", dir=existing)).rmdir()
     except OSError as refused:
         raise OutputError(
@@ -117,7 +117,7 @@ def check_run_folder(folder: Path, policy: CheckpointConfig) -> None:
 
 
 def check_run_disk(output_dir: Path, need: DiskNeed) -> None:
-    """OutputError where the disk of `output_dir` is too small for the files that this host will write."""
+    """OutputError where the disk of `output_dir` is too small for this host's files."""
     free = shutil.disk_usage(nearest_existing(output_dir)).free + bytes_below(output_dir)
     if need.num_bytes > free:
         raise OutputError(
@@ -128,7 +128,7 @@ def check_run_disk(output_dir: Path, need: DiskNeed) -> None:
 
 
 def _is_resumable(folder: Path, policy: CheckpointConfig) -> bool:
-    """Whether the run in `folder` has checkpoints, or ended before its first one and exported nothing at its end."""
+    """Whether the run in `folder` has checkpoints, or ended before its first one without an export."""
     if not policy.saves or policy.resume == "never":
         return False
     checkpoints = folder / CHECKPOINTS
@@ -137,7 +137,7 @@ def _is_resumable(folder: Path, policy: CheckpointConfig) -> bool:
 
 @contextmanager
 def remove_empty_on_failure(folder: Path) -> Iterator[None]:
-    """After a failure before the first step, remove the empty folders that the test of saving created."""
+    """On an error before the first step, remove the empty folders created by the test of saving."""
     try:
         yield
     except BaseException:
@@ -153,15 +153,15 @@ def remove_empty_on_failure(folder: Path) -> Iterator[None]:
 def prepare_run_folder(run: ResolvedRun, *, after_step: int = 0, last: StepRecord | None = None) -> str:
     """Create the run folder with `config.yaml` (enough to run again), `plan.json` and `deepspeed.json`.
 
-    Records of steps after `after_step` are removed from all files of records, because these steps are done again.
-    `last` is the record of step `after_step`. It is added where it is absent: the run was killed after that step's
-    checkpoint was saved and before its line was written. Returns a line that names the steps without a record, if any.
+    Records of steps after `after_step` are removed, because these steps are done again. `last` is the record of step
+    `after_step`; it is added if its line is missing, as after a kill between saving the checkpoint and writing the
+    line. Returns a line that names the steps without a record, if any.
     """
     folder, plan = run.output_dir, run.plan
     plan_text = json.dumps({**dict(plan.decisions), "notes": plan.notes}, indent=2) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # First the plan, by which `_is_run` knows a run: then a user's config.yaml is never taken for that of one.
+        # The plan first, since `_is_run` tests for it: a user's config.yaml is then never taken for a run's.
         replace_file(folder / PLAN, plan_text, is_synced=True)
         replace_file(folder / "config.yaml", run.text, is_synced=True)
         replace_file(folder / "deepspeed.json", json.dumps(plan.deepspeed_config, indent=2) + "\n", is_synced=True)
@@ -176,7 +176,7 @@ def prepare_run_folder(run: ResolvedRun, *, after_step: int = 0, last: StepRecor
 
 
 def _remove_records(file: Path, after_step: int, last: StepRecord | None) -> None:
-    """Lines end only at the byte of a newline: texts of a model may hold U+2028, at which str.splitlines cuts."""
+    """Remove later records, and add `last` if missing; splits at newline bytes only, as texts may hold U+2028."""
     if not file.exists():
         return
     steps = [(line, step) for line in file.read_bytes().split(b"\n") if (step := _step_of(line)) is not None]
@@ -187,10 +187,10 @@ def _remove_records(file: Path, after_step: int, last: StepRecord | None) -> Non
 
 
 def _missing_steps(folder: Path, after_step: int) -> str:
-    """A line that names the steps up to `after_step` without a record in metrics.jsonl; empty where there is none."""
+    """A line that names the steps up to `after_step` without a record in metrics.jsonl; else empty."""
     starts, metrics = folder / STARTS, folder / METRICS
     if not after_step or not (starts.exists() or metrics.exists()):
-        # The checkpoint is of another folder.
+        # The checkpoint is from another folder.
         return ""
     first = next(iter(starts.read_bytes().splitlines() if starts.exists() else ()), b"")
     found = set(map(_step_of, metrics.read_bytes().split(b"\n") if metrics.exists() else ()))
@@ -201,7 +201,7 @@ def _missing_steps(folder: Path, after_step: int) -> str:
 
 
 def _start_of(line: bytes) -> int:
-    """The step after which a start began, by its line; 0 where the line is damaged."""
+    """Step after which a start began, parsed from its line; 0 where the line is damaged."""
     try:
         return int(json.loads(line)["after_step"])
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -209,7 +209,7 @@ def _start_of(line: bytes) -> int:
 
 
 def _step_of(line: bytes) -> int | None:
-    """The step of a record; None where the line is none, as the partial last line that a killed run may leave."""
+    """Step of a record; None for an invalid line, such as the partial last line of a killed run."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -219,16 +219,16 @@ def _step_of(line: bytes) -> int | None:
 
 
 def write_rows(output_dir: Path, rows: Mapping[str, Rows]) -> dict[str, tuple[str]]:
-    """Write these rows, of `train` and `eval`, to files in `output_dir`, and return their paths; every rank calls it.
+    """Write the rows, by `train` and `eval`, to files in `output_dir`, and return their paths; called on every rank.
 
-    DataError for what cannot be written as JSON, OutputError where the folder cannot be written.
+    DataError for rows that cannot be written as JSON, OutputError where the folder cannot be written.
     """
     return {name: (_write(given, name, output_dir / ROWS),) for name, given in rows.items()}
 
 
 @contextmanager
 def begun_with_rows(folder: Path, rows: Mapping[str, Rows], *, is_first: bool) -> Iterator[dict[str, tuple[str]]]:
-    """`write_rows`, whose files the first rank removes again where the run is refused before it begins."""
+    """Context with the paths from `write_rows`; rank zero removes the files if the run is refused before it begins."""
     was_there = folder.exists()
     try:
         yield write_rows(folder, rows)
@@ -247,10 +247,10 @@ def _remove_empty(folder: Path) -> None:
 
 
 def _write(rows: Rows, name: str, folder: Path) -> str:
-    """Write a file whose name has a hash of its content, unless it is there.
+    """Write rows to a file named by a hash of its content, unless it exists.
 
-    Its time of modification is always the same. By that time, size and path the prepared rows are found again, and
-    they have to be the same for ranks that write the file at once.
+    Its modification time is constant, because path, size and modification time are the key of prepared rows, and must
+    be equal for ranks that write the file concurrently.
     """
     hint = "give a list of dictionaries or a datasets.Dataset, such as dataset['train']"
     if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
@@ -275,7 +275,7 @@ def _write(rows: Rows, name: str, folder: Path) -> str:
 
 
 def _with_classes(rows: Rows) -> bytes:
-    """A `datasets.Dataset` that names classes as a Parquet file, which keeps their names; empty for other rows."""
+    """A `datasets.Dataset` with class names as bytes of a Parquet file, which keeps the names; empty for other rows."""
     features: Any = getattr(rows, "features", None) or {}
     table: Any = rows
     if not any(type(kind).__name__ == "ClassLabel" for kind in features.values()) or not isinstance(rows, Sized):

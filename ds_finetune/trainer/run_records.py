@@ -1,4 +1,4 @@
-"""What a run records beside its metrics: its status and log while it runs, each start, the training data, verified
+"""What a run records besides its metrics: status and log while it runs, each start, the training data, verified
 exports, and the report at its end.
 """
 
@@ -38,29 +38,29 @@ from ds_finetune.trainer.preview import count_lines, document_title, marked_span
 from ds_finetune.trainer.run_dir import RECORDS, prepare_run_folder
 
 _SAMPLES = 4
-"""Documents, pairs or examples of each source of the training data that are recorded."""
+"""Recorded documents, pairs or examples per source of the training data."""
 _MOST_SOURCES = 8
 _LONGEST = 4000
-"""Characters of a recorded document at most."""
+"""Maximum characters of a recorded document."""
 Spans = list[tuple[str, bool]]
-"""Texts, with whether their tokens are supervised."""
+"""Texts, each with whether its tokens are supervised."""
 _MOST_WAITING = 1_000
 PAGE = REPORT
-"""The report of a run, in its folder."""
+"""File name of a run's report in its folder."""
 
 
 class RunLog:
-    """`log.txt`: the lines that rank zero prints about a run, each with its time. Lines wait until `open` is called."""
+    """`log.txt`: lines that rank zero prints about a run, with times. Lines are buffered until `open` is called."""
 
     def __init__(self, say: Say) -> None:
         self._print = say
         self._waiting: list[str] = []
         self._file: LineFile | None = None
         self._lock = threading.RLock()
-        """The watchdog adds lines from another thread."""
+        """The watchdog adds lines from its own thread."""
 
     def say(self, line: str) -> None:
-        """Print a line, and add it."""
+        """Print a line and add it to the log."""
         self._print(line)
         self.add(line)
 
@@ -71,7 +71,7 @@ class RunLog:
             self._put(f"{now}  {line}")
 
     def open(self, path: Path) -> None:
-        """Append to the file from now on, beginning with the lines that have waited; OSError where that fails."""
+        """Write buffered lines and all later ones to the end of the file; OSError where that fails."""
         self._file = LineFile(path, self._print, most=_MOST_WAITING)
         waiting, self._waiting = self._waiting, []
         for line in waiting:
@@ -92,9 +92,9 @@ class RunLog:
 
 
 class StatusKeeper:
-    """Writes the status of a run every few seconds from a thread of its own, from `begin` to `end`.
+    """Writes the status of a run every few seconds from its own thread, between `begin` and `end`.
 
-    A file system that does not answer then holds up neither the training nor the watchdog.
+    A file system that hangs then blocks neither the training nor the watchdog.
     """
 
     def __init__(self, folder: Path, log: RunLog) -> None:
@@ -105,7 +105,7 @@ class StatusKeeper:
         self._thread: threading.Thread | None = None
 
     def begin(self, progress: RankProgress, *, steps: int, ranks: int) -> None:
-        """Write the status of a run that has its folder, now and from now on; `steps` are those of the whole run."""
+        """Start writing the status of a run whose folder exists; `steps` is the number of steps of the whole run."""
         self._log.open(self._folder / LOG)
         first = RunStatus(
             "running",
@@ -123,8 +123,8 @@ class StatusKeeper:
         self._thread.start()
 
     def end(self, state: State, reason: str = "") -> None:
-        """Write how the run ended, unless the watchdog has, and end the thread, if the file system lets it; nothing
-        where the run has not begun or has ended.
+        """Write the final status, unless the watchdog has written it, and stop the thread if the file system lets it;
+        does nothing before `begin` or after the end.
         """
         if self._progress is None or self._thread is None or self._closed.is_set():
             return
@@ -135,8 +135,8 @@ class StatusKeeper:
         self._thread.join(ALIVE_SECONDS)
 
     def end_without_error(self, interrupted: str, stop: str, verdicts: Iterable[VerificationResult]) -> None:
-        """Write the end of a run that has met no error: the signal that ended it, why it ended early, and the results
-        of verifying its exports; each may be empty.
+        """Write the final status of a run without an error: the signal that ended it, the reason of an early stop, and
+        the results of verifying its exports, each possibly empty.
         """
         wrong = [str(verdict.folder) for verdict in verdicts if verdict.problems]
         if interrupted:
@@ -152,11 +152,11 @@ class StatusKeeper:
 
 
 def _now(first: RunStatus, progress: RankProgress) -> RunStatus:
-    """The status with the progress that the run has made."""
+    """The status with the current progress."""
     try:
         limit = progress.limit_seconds()
     except RuntimeError:
-        # The training thread has added a step's time while the median was taken.
+        # The training thread appended a step's time while the median was computed.
         limit = math.inf
     return replace(
         first,
@@ -170,7 +170,7 @@ def _now(first: RunStatus, progress: RankProgress) -> RunStatus:
 
 @contextmanager
 def keep_status(folder: Path, log: RunLog) -> Iterator[StatusKeeper]:
-    """While open, keep the status of a run in `folder` once it has begun; an error ends it as failed."""
+    """Context that keeps the status of a run in `folder` after it has begun; an error ends it as failed."""
     keeper = StatusKeeper(folder, log)
     try:
         yield keeper
@@ -183,13 +183,13 @@ def keep_status(folder: Path, log: RunLog) -> Iterator[StatusKeeper]:
 def begin_run_folder(
     run: PreparedRun, progress: RankProgress, status: StatusKeeper, *, after_step: int, last: StepRecord | None
 ) -> str:
-    """Prepare the run folder (`prepare_run_folder`), append this start to `starts.jsonl`, write `data.json`, and keep
-    the run's status from now on. Rank zero does it. Returns the line of `prepare_run_folder`.
+    """Prepare the run folder (`prepare_run_folder`), append this start to `starts.jsonl`, write `data.json`, and start
+    the run's status; only on rank zero. Returns the line of `prepare_run_folder`.
     """
     if run.plan.world.rank:
         return ""
     lacks = prepare_run_folder(run, after_step=after_step, last=last)
-    # A new run begins a new list of starts.
+    # A new run overwrites the list of starts.
     with (run.output_dir / STARTS).open("a" if after_step else "w", encoding="utf-8") as file:
         file.write(json.dumps(_start(run, after_step)) + "\n")
     _write_json(run.output_dir / "data.json", _data_summary(run))
@@ -199,8 +199,8 @@ def begin_run_folder(
 
 
 def synchronise_records(folder: Path) -> None:
-    """Flush the records of a run to the disk, so that a power failure leaves those before a checkpoint, and all of a
-    finished run. Where that fails, the run goes on: the records are complete unless the machine fails too.
+    """Flush the records of a run to disk, so that a power failure cannot lose records before a checkpoint or of a
+    finished run. If that fails, the run continues: only a crash of the machine could lose records.
     """
     for name in (*RECORDS, STARTS, LOG, EXPERTS, PAGE):
         with suppress(OSError):
@@ -211,7 +211,7 @@ def synchronise_records(folder: Path) -> None:
 
 @contextmanager
 def report_failure(run_folder: Path, say: Say) -> Iterator[None]:
-    """Write the report of a run that this process has started where it fails; the error goes on."""
+    """On an error, write the report of a run that this process has started, and re-raise."""
     try:
         yield
     except Exception:
@@ -224,9 +224,9 @@ def report_failure(run_folder: Path, say: Say) -> Iterator[None]:
 def record_end(
     run_folder: Path, results: Sequence[VerificationResult], say: Say, *, is_interrupted: bool
 ) -> Path | None:
-    """Write the results of verifying exports to `exports.json` where there are any, and the report of the run.
+    """Write verification results to `exports.json`, if there are any, and the report of the run.
 
-    Returns the page; None where it could not be written, which `say` tells.
+    Returns the path of the report; None where it could not be written, which `say` prints.
     """
     if results:
         keys = ("is_verified", "problems", "lines", "skipped")
@@ -238,7 +238,7 @@ def record_end(
 
 
 def _has_started(run_folder: Path) -> bool:
-    """Whether the last start in the folder is that of this process: another run's report must stay as it is."""
+    """Whether this process made the last start in the folder; otherwise another run's report must stay."""
     try:
         start = json.loads((run_folder / STARTS).read_text(encoding="utf-8").splitlines()[-1])
     except (OSError, ValueError, IndexError):
@@ -247,7 +247,7 @@ def _has_started(run_folder: Path) -> bool:
 
 
 def _start(run: PreparedRun, after_step: int) -> dict[str, Any]:
-    """How and where this start runs. `time` is in seconds since 1970."""
+    """Record of this start: how and where it runs. `time` is in seconds since 1970."""
     world = run.plan.world
     is_on_gpu = run.plan.device == "cuda"
     return {
@@ -268,7 +268,7 @@ def _start(run: PreparedRun, after_step: int) -> dict[str, Any]:
 
 def _data_summary(run: PreparedRun) -> dict[str, Any]:
     rows, batch = run.inputs.train, run.plan.batch
-    # A stream has no counts, and no documents before it is read.
+    # A stream has no counts and no documents before training.
     prepared = rows if isinstance(rows, PreparedRows) else None
     return {
         "summary": rows.summary(),
@@ -282,7 +282,7 @@ def _data_summary(run: PreparedRun) -> dict[str, Any]:
 
 
 def _samples(run: PreparedRun, rows: PreparedRows) -> Iterator[dict[str, Any]]:
-    """The first documents of each source, with the texts of their spans."""
+    """First documents of each source, with the texts of their spans."""
     size = max(rows.kind.documents_per_unit, 1)
     sources: Mapping[str, range] = rows.units_of_sources()
     for source, units in list(sources.items())[:_MOST_SOURCES]:
@@ -293,7 +293,7 @@ def _samples(run: PreparedRun, rows: PreparedRows) -> Iterator[dict[str, Any]]:
 
 
 def _shortened(spans: Spans) -> Spans:
-    """The spans up to the limit of characters, the last one cut where they are longer."""
+    """Spans up to the character limit, the last one truncated."""
     kept: Spans = []
     left = _LONGEST
     for text, is_supervised in spans:

@@ -1,4 +1,4 @@
-"""Ranks compare, before anything is loaded, their versions and what each has chosen by itself from its own host."""
+"""Compares versions and host-dependent choices of all ranks before anything is loaded."""
 
 import json
 import socket
@@ -20,8 +20,8 @@ from ds_finetune.system.world import World
 
 
 def check_same_versions(world: World, store: dist.Store) -> None:
-    """ConfigError where this program, torch, transformers or another package of the computation has another version on
-    another rank; `launch` and `doctor` compare hosts so too.
+    """ConfigError where ranks have different versions of this program, torch, transformers or another package of the
+    computation; `launch` and `doctor` also compare hosts this way.
     """
     found = host_versions(installed_versions([""]))
     compared = {name: (version, "") for name, version in found.items() if name not in ("python", "driver")}
@@ -29,7 +29,7 @@ def check_same_versions(world: World, store: dist.Store) -> None:
 
 
 def check_same_precision(section: TrainConfig, world: World, store: dist.Store) -> None:
-    """ConfigError where `train.precision: auto` is not the same on all ranks, because their devices differ."""
+    """ConfigError where `train.precision: auto` differs between ranks because their devices differ."""
     if section.precision != "auto":
         return
     train, lines = with_precision(section, device=(device := choose_device()), support=bf16_support(device, world))
@@ -38,8 +38,8 @@ def check_same_precision(section: TrainConfig, world: World, store: dist.Store) 
 
 
 def check_same_kernels(kernels: ChosenKernels, device: str, world: World, store: dist.Store) -> None:
-    """ConfigError where `model.kernels: auto` is not the same on all ranks, or Triton or FlashAttention 3 is usable on
-    some only, as where one host has no C compiler.
+    """ConfigError where `model.kernels: auto` differs between ranks, or Triton or FlashAttention 3 is usable only on
+    some, e.g. where one host has no C compiler.
     """
     mine = {"model.kernels": (kernels.name, kernels.reason)}
     if device == "cuda" and kernels.has_others:
@@ -51,8 +51,8 @@ def check_same_kernels(kernels: ChosenKernels, device: str, world: World, store:
 
 
 def _check_same(topic: str, mine: Mapping[str, tuple[str, str]], world: World, store: dist.Store, *, hint: str) -> None:
-    """ConfigError where ranks have other values than rank zero by the names in `mine`; each has a value and a reason,
-    which may differ.
+    """ConfigError where a rank's values in `mine` differ from rank zero's; each name has a value and a reason, and
+    reasons may differ.
     """
     own = json.dumps([socket.gethostname(), mine])
     ranks = [json.loads(text) for text in exchange(store, world, topic, own, timeout=COLLECTIVE_TIMEOUT)]

@@ -1,4 +1,4 @@
-"""Shows a run on the console: its plan, its summary, its verified exports, and the next command."""
+"""Prints a run on the console: its plan, summary, verified exports, and the next command."""
 
 import math
 import shlex
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 _FIRST = ("model", "parameters", "lora", "objective", "ranks", "layout", "memory of a rank", "data", "held-out data")
-"""Lines of the plan that a reader looks for, in their order; `batch`, `length` and the others follow."""
+"""Plan lines printed first, in this order; `batch`, `length` and the others follow."""
 _DETAILS = {"communication", "loss", "recomputation", "attention", "experts", "kernels", "logits", "allocator"}
-"""Lines of the plan that only `log.txt` has, with those that are indented, and the console with `log.verbose`."""
+"""Plan lines that, like indented ones, are only in `log.txt`, or on the console with `log.verbose`."""
 
 
 def show_plan(run: "PreparedRun") -> None:
-    """Print the plan and the training data of a run; rank 0 calls this before anything is loaded."""
+    """Print the plan and the training data of a run; called on rank 0 before anything is loaded."""
     is_verbose, shown = run.config.log.verbose, plan_lines(run)
     lines = [(name, text) for name, text in shown if is_verbose or not (name in _DETAILS or name.startswith(" "))]
     show_pairs("plan", sorted(lines, key=lambda line: _FIRST.index(line[0]) if line[0] in _FIRST else len(_FIRST)))
@@ -35,12 +35,12 @@ def show_plan(run: "PreparedRun") -> None:
 
 
 def plan_notes(run: "PreparedRun") -> "Iterable[str]":
-    """Lines about what a user might not expect of the plan or the data."""
+    """Notes about what a user might not expect of the plan or the data."""
     return (*run.plan.notes, *run.inputs.notes, *run.inputs.data_notes())
 
 
 def plan_lines(run: "PreparedRun") -> list[tuple[str, str]]:
-    """Name and text of everything that is decided about a run."""
+    """Plan lines: name and text of all decisions about a run."""
     import torch
 
     from ds_finetune.data.row_report import server_prompt_line
@@ -83,7 +83,7 @@ def _length(run: "PreparedRun") -> str:
 
 
 def show_report(report: "Report") -> None:
-    """Print the summary of a run at its end."""
+    """Print the final summary of a run."""
     rows = []
     if report.last is not None:
         values = report.last.values
@@ -101,8 +101,8 @@ def show_report(report: "Report") -> None:
 
 
 def show_next(report: "Report") -> None:
-    """Print the next command: to chat with the exported model or to score it, or to export the run. With a model that
-    was trained without a chat template, also what it gets for a text.
+    """Print the next command: to chat with the exported model, to score it, or to export the run. For a model trained
+    without a chat template, also print the prompt that it gets for a text.
     """
     from ds_finetune.data.prompt_format import PlainFormat, served_prompt
     from ds_finetune.data.tokenizer_files import load_tokenizer
@@ -124,8 +124,8 @@ def show_next(report: "Report") -> None:
 
 
 def show_verifications(results: "Sequence[VerificationResult]", *, is_short: bool = False) -> None:
-    """Print the results of verifying exported folders, once for those that share their files; with `is_short` of what
-    was compared only how far logits are apart, where nothing is wrong.
+    """Print verification results, once for folders that share their files; with `is_short`, only the difference of
+    logits for folders without faults.
     """
     said: dict[tuple[str, ...], list[str]] = {}
     for result in results:

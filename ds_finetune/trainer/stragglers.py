@@ -1,4 +1,4 @@
-"""Slow ranks: the step time of each rank without its waits in collectives, compared between ranks."""
+"""Slow ranks: compares the step times of ranks, without waits in collectives."""
 
 import socket
 import statistics
@@ -10,18 +10,18 @@ from ds_finetune.engine.groups.collectives import all_gather_object, all_gather_
 from ds_finetune.observers.record import Observer, StepRecord
 
 _NOTICEABLE_SECONDS = 0.05
-"""Smaller differences between ranks are noise, which small models show."""
+"""Smaller differences between ranks in seconds are noise, as in small models."""
 _LEAST_STEPS = 5
-"""A median needs this many steps: a rank that pauses in a single step is not slow."""
+"""Minimum steps for a median: a rank that pauses in a single step is not slow."""
 
 
 @dataclass
 class Stragglers(Observer):
     """Every `every` steps, adds `perf/straggler_ratio`: the step time of the slowest rank over the median of all ranks.
 
-    A rank's step time is the median over its last `every` steps, at least five, without the time in collectives. With
-    that time a step takes equally long on all ranks, because the others wait for the slow one in collectives. The times
-    are gathered from all ranks at these steps. `record.slow` names a rank whose ratio is `ratio` or more.
+    A rank's step time is the median over its last `every` steps, at least five, without the time in collectives, in
+    which the other ranks wait for the slow one. The times are gathered from all ranks at these steps. `record.slow`
+    names a rank whose ratio is `ratio` or more.
     """
 
     progress: RankProgress
@@ -30,7 +30,7 @@ class Stragglers(Observer):
     hosts: list[str] = field(default_factory=list)
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Add the ratio where it is due; collective at these steps."""
+        """Add the ratio if it is due; collective at these steps."""
         window = max(self.every, _LEAST_STEPS)
         if record.step % self.every or len(self.progress.own_seconds) < min(window, RECENT_STEPS):
             return record
@@ -44,7 +44,7 @@ class Stragglers(Observer):
 
 
 def straggler(seconds: Sequence[float]) -> tuple[int, float]:
-    """The slowest rank, and the ratio of its seconds to the median of all ranks (of two ranks, to the faster one's)."""
+    """The slowest rank, and its seconds over the median of all ranks (of two ranks, over the faster one's)."""
     slowest = max(range(len(seconds)), key=seconds.__getitem__)
     median = statistics.median_low(seconds)
     return slowest, seconds[slowest] / median if median else 1.0

@@ -1,4 +1,4 @@
-"""Writes the distributions that a teacher gives to the supervised tokens of a run's training rows."""
+"""Writes a teacher's distributions for the supervised tokens of a run's training rows."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -38,12 +38,12 @@ from ds_finetune.trainer.inputs import RunInputs, read_inputs
 from ds_finetune.trainer.resolve import model_config, plan_model, token_limits, try_generic_type
 
 SHARD_DOCUMENTS = 256
-"""Documents of a shard, which is written at once."""
+"""Documents per shard; a shard is written at once."""
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """The documents to score and what the scores belong to."""
+    """Documents to score, and the identity of the scores."""
 
     run: RunSettings
     rows: PreparedRows
@@ -52,11 +52,11 @@ class Lesson:
 
     @property
     def num_shards(self) -> int:
-        """Shards of the whole folder."""
+        """Number of shards of the whole folder."""
         return -(-self.rows.counts.documents // self.identity.shard_documents)
 
     def documents_of(self, shard: int) -> range:
-        """Numbers of the documents of a shard."""
+        """Indices of the documents of a shard."""
         size = self.identity.shard_documents
         return range(shard * size, min((shard + 1) * size, self.rows.counts.documents))
 
@@ -64,9 +64,9 @@ class Lesson:
 def teach(run: RunSettings, teacher: str, out: Path, *, top_k: int, say: Say) -> None:
     """Write the `top_k` log-probabilities of `teacher` for the training rows of `run` to the folder `out`.
 
-    Under a launcher each rank holds the whole teacher and writes its share of the shards; the last rank to finish
-    marks the folder as complete. Shards that are there are kept, so that a call continues one that was killed.
-    ModelError where the vocabularies differ, OutputError where `out` holds scores of something else.
+    Under a launcher each rank holds the whole teacher and writes its share of the shards; the last rank to finish marks
+    the folder as complete. Existing shards are kept, so a call continues one that was killed. ModelError where the
+    vocabularies differ, OutputError where `out` holds scores of something else.
     """
     world, device = World.from_environment(os.environ), choose_device()
     train, notes = with_precision(run.train, device=device, support=bf16_support(device, world))
@@ -79,7 +79,7 @@ def teach(run: RunSettings, teacher: str, out: Path, *, top_k: int, say: Say) ->
     missing = [number for number in rank_shards if not is_shard_complete(out, number, lesson.identity)]
     if missing:
         _write_shards(lesson, model, missing, world)
-    # A shard has its name only once it is complete; the rank that writes it has verified it.
+    # A shard's folder has this name only once it is complete; the rank that writes it has verified it.
     complete = sum((out / shard_name(number)).is_dir() for number in range(lesson.num_shards))
     if complete == lesson.num_shards:
         counts = lesson.rows.counts
@@ -91,7 +91,7 @@ def teach(run: RunSettings, teacher: str, out: Path, *, top_k: int, say: Say) ->
 
 
 def _of_teacher(run: RunSettings, teacher: str) -> RunSettings:
-    """The run with `teacher` beside its model, and without what has nothing to do with its training rows."""
+    """The run with `teacher` as its teacher, and without settings that do not affect its training rows."""
     if run.data.streaming:
         raise ConfigError(
             f"data.streaming is {run.data.streaming}: rows of a stream have no numbers by which scores are found",
@@ -103,7 +103,7 @@ def _of_teacher(run: RunSettings, teacher: str) -> RunSettings:
 
 
 def _prepare(run: RunSettings) -> tuple[ModelPlan, RunInputs]:
-    """The model of the run with its teacher, and the rows, checked against both."""
+    """Plan of the run's model with its teacher, and the inputs, checked for both."""
     model = plan_model(model_config(run), run)
     assert model.teacher is not None
     check_model(run.with_model(model.teacher.hf_config.to_dict()), "teacher")
@@ -150,9 +150,7 @@ def _write_shards(lesson: Lesson, model: ModelPlan, shards: Sequence[int], world
 
 
 def _forwards(lesson: Lesson, documents: range) -> Iterator[list[Row]]:
-    """Consecutive documents that are scored in one forward: as many as fit into a row, or each alone if rows are not
-    packed.
-    """
+    """Documents scored in one forward, in order: as many as fit into a row, or one if rows are not packed."""
     most, taken, tokens = lesson.run.train.max_seq_len, list[Row](), 0
     for number in documents:
         row = lesson.rows[number]
@@ -167,7 +165,7 @@ def _forwards(lesson: Lesson, documents: range) -> Iterator[list[Row]]:
 def _scores(
     teacher: Teacher, rows: Sequence[Row], identity: ScoreIdentity, device: torch.device
 ) -> list[DocumentScores]:
-    """The scores of documents that are concatenated to one row, over the ids that the model has too."""
+    """Scores of documents concatenated to one row, over the ids of the model's vocabulary."""
     top_k, vocabulary = identity.top_k, identity.vocabulary
     ids, positions, labels = (
         torch.from_numpy(np.concatenate([getattr(row, name) for row in rows])).long().to(device)

@@ -1,4 +1,4 @@
-"""One run from its configuration to its report: the page to read first."""
+"""One run from its configuration to its report; the module to read first."""
 
 import os
 import signal
@@ -75,27 +75,27 @@ Announce = Callable[[PreparedRun], None]
 
 @dataclass(frozen=True)
 class Report:
-    """What happened: the record of the last step, the run folder, the exports that were written and the seconds."""
+    """Result of a run: record of the last step, run folder, written exports, and seconds."""
 
     last: StepRecord | None
-    """None where no step was done."""
+    """None if no step was done."""
     output_dir: Path
     exports: tuple[Path, ...]
     seconds: float = 0.0
     interrupted: str = ""
-    """The signal that ended the run, and where it resumes; empty where none did."""
+    """Signal that ended the run, and where it resumes; empty without a signal."""
     verdicts: tuple[VerificationResult, ...] = ()
-    """Results of comparing the exports with the run; known to rank zero."""
+    """Results of verifying the exports; only on rank zero."""
     page: Path | None = None
-    """The report of the run as a page of HTML; None on other ranks than zero, and where it could not be written."""
+    """Path of the HTML report; None on ranks other than zero, and where it could not be written."""
     was_finished: bool = False
-    """Whether an earlier start had finished the run, so that this one had nothing to do."""
+    """Whether an earlier start had finished the run, so that this one did nothing."""
 
 
 def train(
     config: RunConfig, *, announce: Announce, say: Callable[[str], None], observers: Sequence[Observer] = ()
 ) -> Report:
-    """Fine-tune as `config` says and return what happened. `observers` look at each step beside those of the run file.
+    """Fine-tune by `config` and return the result; `observers` are added to those of the run file.
 
     Rank zero calls `announce` once the run is prepared, before the model is built.
     """
@@ -111,7 +111,7 @@ def train(
     ):
         with start_watchdog(config.watchdog, world, folder, log.add) as (monitor, store):
             if world.rank == 0:
-                # It writes what could replace files; other nodes may have a folder of their own, with checkpoints only.
+                # Only rank zero's files could replace a user's; other nodes' own folders hold only checkpoints.
                 check_only_own_files(Path(config.output_dir), config.inputs(), cache_dir=config.data.cache_dir)
             check_trackers(config.log.trackers)
             outside = [*load_observers(config.log.observers), *observers]
@@ -150,7 +150,7 @@ def _train_and_export(
     keeps_start = run.model.objective.reference_is_start
     loads_weights = resume_point.found is None or keeps_start or any(values is None for values in reference.values())
     engine_context = start_engine(run.plan, run.model, loads_weights=loads_weights)
-    # Errors are reported first, by the innermost context: closing the others may wait for ranks that are gone.
+    # The innermost context reports errors first, since closing the others may wait for ranks that are gone.
     with engine_context as engine, start_saver(run, engine, resume_point) as saver, report_errors(run, monitor):
         if engine.drawn:
             say(f"drawn from train.seed, since {run.model.path} lacks them: {patterns_of(engine.drawn)}")
@@ -174,7 +174,7 @@ def _train_and_export(
 
 
 def finished_before(run: PreparedRun, point: ResumePoint) -> Report | None:
-    """The report of a run that an earlier start finished; None where steps or the export are left. Collective."""
+    """Report of a run that an earlier start finished; None where steps or the export remain. Collective."""
     last, status = saved_record(point), RunStatus.read(run.output_dir)
     export, page = run.output_dir / "export", run.output_dir / PAGE
     exports = (export,) if export.is_dir() else ()
@@ -184,7 +184,7 @@ def finished_before(run: PreparedRun, point: ResumePoint) -> Report | None:
         and status is not None
         and (status.state, status.step) == ("finished", last.step)
     )
-    # The folder of rank zero decides, since other hosts may have a folder of their own.
+    # Rank zero's folder decides, since other hosts may have their own folders.
     if not all_gather_object(is_finished and bool(exports or not run.config.export.at_end))[0]:
         return None
     if point.lock is not None:
@@ -193,10 +193,10 @@ def finished_before(run: PreparedRun, point: ResumePoint) -> Report | None:
 
 
 def train_steps(started: StartedRun, status: StatusKeeper) -> tuple[StepRecord | None, str]:
-    """Do the steps that are left; returns the last record, and the signal that ended the run, if one did.
+    """Do the remaining steps; returns the last record, and the signal that ended the run, if any.
 
-    A signal to stop is obeyed after the step that is under way. Outside the steps there is nothing to save, so it ends
-    the process.
+    A stop signal takes effect after the current step. Outside of steps there is nothing to save, so it ends the
+    process.
     """
     run, engine, resume_point = started.run, started.engine, started.resume_point
     stream_position = resume_engine(run, engine, resume_point)
@@ -236,7 +236,7 @@ def train_steps(started: StartedRun, status: StatusKeeper) -> tuple[StepRecord |
 
 
 def save_last(observers: Sequence[Observer], last: StepRecord | None) -> str:
-    """Save the last step that was done in this start, if any; returns a text that says whether it is saved."""
+    """Save the last step of this start, if there is one; returns a text that says whether it is saved."""
     saving = next((each for each in observers if isinstance(each, Checkpointing)), None)
     if last is None:
         return "no step was done since the start"
@@ -250,9 +250,9 @@ def save_last(observers: Sequence[Observer], last: StepRecord | None) -> str:
 def start_watchdog(
     watchdog: WatchdogConfig, world: World, output_dir: Path, log: Say
 ) -> Iterator[tuple[Monitor, dist.Store]]:
-    """Monitor every rank and its collectives from the moment the ranks have met; also yields the store they met at.
+    """Monitor all ranks and their collectives from their meeting on; yields the monitor and the ranks' store.
 
-    `log` adds a line to the log of the run.
+    `log` adds a line to the run's log.
     """
     progress = RankProgress(world.rank, HangLimits.of(watchdog))
     store = meet(world, timeout=timedelta(seconds=seconds_of(watchdog.meet)))
@@ -262,8 +262,8 @@ def start_watchdog(
 
 
 def resolve_on_ranks(config: RunConfig, world: World, store: dist.Store, monitor: Monitor) -> ResolvedRun:
-    """What `config` means on this rank, once the ranks have compared versions, precision and kernels. A rank may
-    download the model first, for which the others wait.
+    """Resolve `config` on this rank, and check that versions, precision and kernels are equal on all ranks. Other ranks
+    wait for one that downloads the model.
     """
     check_same_versions(world, store)
     check_same_precision(config.train, world, store)
@@ -274,8 +274,8 @@ def resolve_on_ranks(config: RunConfig, world: World, store: dist.Store, monitor
 
 
 def finish_plan(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say) -> PreparedRun:
-    """Decide what all ranks have to agree on first: recomputation and the micro-batch where they are `auto`, and the
-    optimizer's operators. The forecast of the run is added to its plan.
+    """Make the decisions that all ranks must agree on: recomputation and micro-batch where they are `auto`, and the
+    optimizer's operators. The memory forecast is added to the plan.
     """
     run, lines = decide_recomputation(run, store, monitor)
     run = compile_operators(decide_micro_batch(run, store, monitor), store, monitor, say)
@@ -283,9 +283,9 @@ def finish_plan(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say)
 
 
 def compile_operators(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say) -> PreparedRun:
-    """Compile what the optimizer needs; the ranks agree through `store` on what follows from the results.
+    """Compile the optimizer's operators; the ranks agree on the consequences through `store`.
 
-    There is no limit on how long the ranks wait for one that prepares or compiles longer than the others.
+    Ranks wait without a limit for a rank that takes longer to prepare or compile.
     """
     timeout = timedelta(seconds=run.plan.watchdog.collective_seconds)
 
@@ -308,6 +308,6 @@ def open_process_group(run: PreparedRun, store: dist.Store, monitor: Monitor) ->
 
 @contextmanager
 def report_errors(run: PreparedRun, monitor: Monitor) -> Iterator[None]:
-    """Report an error inside to the other ranks; one that memory ran out is explained first."""
+    """Report an error to the other ranks; an out-of-memory error is explained first."""
     with monitor.report_errors(), explain_out_of_memory(run):
         yield
