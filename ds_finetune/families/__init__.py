@@ -1,1 +1,1 @@
-"""The table of model families: one row for each model type, with its optional capabilities."""
+"""The table of model families: a row per model type, with its optional capabilities."""

@@ -4,7 +4,7 @@ from typing import Any
 
 Config = dict[str, Any]
 VOCAB = 96
-"""Tokens of the vocabularies of tiny models."""
+"""Vocabulary size of the tiny models."""
 
 DENSE: Config = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 DENSE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
@@ -12,24 +12,24 @@ DENSE |= {"tie_word_embeddings": False, "initializer_range": 0.1}
 """Grouped-query attention and dense MLPs."""
 _EXPERTS: Config = {"moe_intermediate_size": 16, "n_shared_experts": 1, "n_routed_experts": 8}
 _EXPERTS |= {"num_experts_per_tok": 2, "first_k_dense_replace": 1}
-"""After the first layer, routed experts."""
+"""Routed experts in all layers after the first."""
 LATENT: Config = {**DENSE, **_EXPERTS, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24}
 LATENT |= {"qk_rope_head_dim": 8, "v_head_dim": 12, "qk_nope_head_dim": 16}
-"""Multi-head latent attention and, after the first layer, routed experts."""
+"""Multi-head latent attention, and routed experts in all layers after the first."""
 _YARN: Config = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
 _YARN |= {"truncate": False, "original_max_position_embeddings": 32}
 GPT_OSS: Config = {**DENSE, "intermediate_size": 16, "head_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
 GPT_OSS |= {"sliding_window": 5, "attention_bias": True, "swiglu_limit": 1.0, "rope_parameters": _YARN}
-"""Attention sinks, a window in every other layer, and biased experts, whose limit some numbers reach."""
+"""Attention sinks, a sliding window in every other layer, and biased experts whose clamp some activations reach."""
 MISTRAL: Config = {**DENSE, "head_dim": 12, "sliding_window": 5}
-"""A window in every layer."""
+"""A sliding window in every layer."""
 MINISTRAL3: Config = {**DENSE, "head_dim": 12}
 MINISTRAL3 |= {"rope_parameters": {**_YARN, "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.5}}
-"""Queries that grow with their position, every fourth of which makes them larger, and YaRN."""
+"""YaRN, and queries that are scaled up with their position in steps of four positions."""
 PHI3: Config = {**DENSE, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sliding_window": 5}
 PHI3 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}}
 PHI3 |= {"head_dim": 8}
-"""Queries, keys and values in one projection, gate and up in another, and rotary embeddings of a part of a head."""
+"""Fused projections of queries, keys and values and of gate and up, and rotary embeddings of a part of each head."""
 COMPRESSED: Config = {**DENSE, "num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 24}
 COMPRESSED |= {"intermediate_size": 16, "moe_intermediate_size": 16, "n_shared_experts": 1}
 COMPRESSED |= {"n_routed_experts": 8, "num_experts_per_tok": 2}
@@ -37,32 +37,32 @@ COMPRESSED |= {"qk_rope_head_dim": 8, "o_groups": 2, "o_lora_rank": 8, "sliding_
 COMPRESSED |= {"index_topk": 8, "index_n_heads": 16, "index_head_dim": 16, "hc_sinkhorn_iters": 4}
 COMPRESSED |= {"num_hash_layers": 1, "rope_scaling": {**_YARN, "type": "yarn"}}
 COMPRESSED |= {"compress_ratios": [0, 4, 128, 4], "compress_rate_hca": 12}
-"""A window in each layer, and in some layers entries of compressed tokens, whose rotary embedding is scaled. The first
+"""A sliding window in every layer, and in some layers compressed entries, whose rotary embedding is scaled. The first
 layer chooses experts by token ids.
 """
 HASHED: Config = {"num_hidden_layers": 5, "compress_ratios": [0, 4, 128, 4, 0], "num_hash_layers": 4}
-"""Changes after which later stages of a pipeline have such a layer too."""
+"""Changes to a configuration that put layers with experts chosen by token ids into later pipeline stages too."""
 QWEN3_MOE: Config = {**DENSE, "head_dim": 12, "moe_intermediate_size": 16, "num_experts": 8}
 QWEN3_MOE |= {"num_experts_per_tok": 2, "norm_topk_prob": True, "mlp_only_layers": [0]}
-"""Grouped-query attention and, after the first layer, routed experts."""
+"""Grouped-query attention, and routed experts in all layers after the first."""
 MIXTRAL: Config = {**DENSE, "intermediate_size": 16, "num_local_experts": 8, "num_experts_per_tok": 2}
 """Grouped-query attention and routed experts in every layer."""
 OLMOE: Config = {**DENSE, "intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "eos_token_id": None}
-"""Experts in every layer, queries and keys normalised over all heads, and weights of experts that do not sum to one."""
+"""Routed experts in every layer, queries and keys normalised over all heads, expert weights with sums other than 1."""
 GROUPED_ROUTING: Config = {**LATENT, "n_group": 2, "topk_group": 1}
-"""Latent attention, and experts chosen from some groups only."""
+"""Latent attention, and routed experts chosen only from some groups."""
 INDEXED: Config = {**GROUPED_ROUTING, "index_topk": 32, "index_n_heads": 2, "index_head_dim": 16}
-"""DeepSeek sparse attention beside it: no document of the samples is longer than `index_topk`, but some rows are."""
+"""`GROUPED_ROUTING` with DeepSeek sparse attention: some rows, but no documents, of the samples exceed `index_topk`."""
 SPARSE: Config = {"index_topk": 6, "index_n_heads": 16}
-"""Changes after which most documents of the samples are longer than `index_topk`, and scores of tokens differ: with few
-heads many are 0, and among equal ones torch chooses by the length of the row.
+"""Changes after which most documents of the samples exceed `index_topk`, with distinct scores of tokens: with few heads
+many scores are 0, and among equal ones torch chooses by the length of the row.
 """
 SHARED_INDEX: Config = {**INDEXED, "n_group": 1, "v_head_dim": 24, "index_topk_freq": 2, "index_skip_topk_offset": 1}
-"""DeepSeek sparse attention with one group of experts, and an indexer in every other layer."""
+"""DeepSeek sparse attention with one group of experts and an indexer in every other layer."""
 ONE_GROUP: Config = {**LATENT, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
-"""Latent attention, and experts chosen from all, as by Moonlight and Kimi K2."""
+"""Latent attention and a single group of experts, as in Moonlight and Kimi K2."""
 WIDE_VALUES: Config = {**ONE_GROUP, "v_head_dim": 24, "routed_scaling_factor": 1.8}
-"""Experts chosen from all, and values as wide as queries and keys, as in GLM-4.7-Flash."""
+"""A single group of experts, and values as wide as queries and keys, as in GLM-4.7-Flash."""
 GROUPED_QUERY_EXPERTS: Config = {**DENSE, **_EXPERTS, "head_dim": 12, "attention_bias": True}
 GROUPED_QUERY_EXPERTS |= {"n_group": 1, "topk_group": 1}
-"""Grouped-query attention with biases and, after the first layer, routed experts, as in GLM-4.5-Air."""
+"""Grouped-query attention with biases, and routed experts in all layers after the first, as in GLM-4.5-Air."""

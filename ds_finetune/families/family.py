@@ -10,12 +10,12 @@ from ds_finetune.families.layer_rules import ExpertKeys, entry_tokens
 
 @dataclass(frozen=True)
 class MlpNames:
-    """Names of MLPs and experts in published checkpoints; the defaults are also those of transformers 5.23."""
+    """Names of MLPs and experts in published checkpoints; the defaults are the names in transformers 5.23."""
 
     module: str = "mlp"
-    """The module in a layer."""
+    """Name of the MLP module in a layer."""
     gate: str = "gate_proj"
-    """The projection of an expert that the activation function follows."""
+    """Projection of an expert to which the activation function applies."""
     up: str = "up_proj"
     down: str = "down_proj"
 
@@ -24,7 +24,7 @@ AS_BUILT = MlpNames()
 MIXTRAL_NAMES = MlpNames(module="block_sparse_moe", gate="w1", up="w3", down="w2")
 """transformers 5.23, conversion_mapping.py:1270-1296."""
 Renames = tuple[tuple[str, str], ...]
-"""Regular expressions on names and what takes the place of their matches, in the order in which they are applied."""
+"""Pairs of a regular expression on names and its replacement, applied in this order."""
 DEEPSEEK_V4_RENAMES: Renames = (
     (r"^model\.layers\.\d+\.mtp\.", "mtp.0."),
     (r"(mtp\.0)\.hc_head\.", r"\1.hc_head_"),
@@ -53,55 +53,55 @@ DEEPSEEK_V4_RENAMES: Renames = (
     (r"\.shared_experts\.down_proj\.", ".shared_experts.w2."),
     (r"\.mlp\.", ".ffn."),
 )
-"""From names of transformers 5.23 to those of the published checkpoint (conversion_mapping.py:649-686), and from
-the names that transformers itself writes, with `model.` and with `attn.norm` for `attn.kv_norm`.
+"""Renames from transformers 5.23 to the published checkpoint (conversion_mapping.py:649-686), also from names that
+transformers itself writes, with `model.` and with `attn.norm` for `attn.kv_norm`.
 """
 
 
 @dataclass(frozen=True)
 class OnnxGraph:
-    """The kinds of attention, router and rotary embedding in a family's ONNX graph (built by `export/onnx`)."""
+    """Kinds of attention, router and rotary embedding in a family's ONNX graph (built by `export/onnx`)."""
 
     attention: Literal["latent", "grouped_query", "post_norm", "pre_norm"]
-    """The last two are encoders, whose layers normalise after or before attention and MLP; they only classify."""
+    """`post_norm` and `pre_norm` are encoders, normalised after or before attention and MLP; they only classify."""
     router: Literal["sigmoid", "softmax", "grouped_softmax"] | None = None
-    """How experts are chosen; None where a family has no routed experts."""
+    """Scores by which experts are chosen; None for a family without routed experts."""
     is_rotary_interleaved: bool = False
-    """Rotary embeddings read and write pairs of neighbouring columns, whatever `rope_interleave` of the config is."""
+    """Whether rotary embeddings rotate pairs of adjacent columns, whatever `rope_interleave` of the config is."""
 
 
 @dataclass(frozen=True)
 class Gguf:
-    """What llama.cpp computes of a family, which `export/gguf` writes and `tests/export/gguf` compares."""
+    """Support of a family in llama.cpp, which `export/gguf` writes and `tests/export/gguf` compares."""
 
     name: str
-    """Name of its architecture."""
+    """Name of the architecture in GGUF."""
     computes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Values of keys of config.json that it computes, the usual one first; of other keys it computes any."""
+    """Supported values of some config.json keys, the usual one first; other keys may have any value."""
     rotates_pairs: bool = False
-    """Rotary embeddings turn pairs of neighbouring columns of queries and keys, and may be scaled as Llama 3's."""
+    """Whether llama.cpp rotates pairs of adjacent columns of queries and keys, with scaling as in Llama 3 possible."""
 
 
 @dataclass(frozen=True)
 class RouterKind:
-    """How the router of a layer scores its experts. It is a module that returns logits [tokens, experts], weights and
-    numbers of the chosen experts [tokens, chosen]."""
+    """How the router of a layer scores its experts. The router's module returns logits [tokens, experts], and weights
+    and indices of the chosen experts, [tokens, chosen] each."""
 
     scores: Literal["sigmoid", "softmax", "sqrtsoftplus"]
     module: str = "mlp.gate"
-    """Its name within a layer."""
+    """Name of the router's module within a layer."""
     parameters: tuple[str, ...] = ("weight",)
     bias: str | None = None
-    """Buffer of the module that is added to scores to choose experts, and to nothing else (arXiv 2408.15664)."""
+    """Buffer of the module that is added to scores only for choosing experts (arXiv 2408.15664); None without one."""
     reads_ids: bool = False
-    """Whether some layers choose experts by the ids of tokens, for which they have a table instead of a bias."""
+    """Whether some layers choose experts by token id, from a table that they have instead of a bias."""
     rounds_weights: bool = True
-    """Whether weights from a softmax in fp32 are rounded to the precision of hidden states."""
+    """Whether weights from an fp32 softmax are rounded to the dtype of hidden states."""
 
 
 @dataclass(frozen=True)
 class TinyModels:
-    """Configurations for tests of a family: a few layers, a small vocabulary, one of each kind of layer."""
+    """Tiny configurations for tests of a family: a few layers with every kind of layer, and a small vocabulary."""
 
     config: Mapping[str, Any]
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -112,40 +112,40 @@ class TinyModels:
 
 @dataclass(frozen=True)
 class Encoder:
-    """How a model that attends in both directions numbers its positions and classifies a document."""
+    """Positions and classification of a model with bidirectional attention."""
 
     head: tuple[str, ...]
-    """Modules that turn the vector of a document into its scores, in order, by their names in transformers' class for
-    classification. Those that a model folder does not have are drawn."""
+    """Modules that turn the vector of a document into scores, in order, by their names in transformers' class for
+    classification. Modules missing in a model folder are randomly initialised."""
     rotates: bool = False
-    """Whether it has a rotary embedding."""
+    """Whether the encoder has a rotary embedding."""
     has_token_types: bool = False
-    """Whether the second text of a pair has another type of token than the first."""
+    """Whether tokens of the second text of a pair have another token type than those of the first."""
     positions_follow_padding: bool = False
-    """Positions begin one after `pad_token_id` of the config instead of at 0, and there are as many fewer of them."""
+    """Whether positions start at the config's `pad_token_id` + 1 instead of 0, which leaves fewer of them."""
     pooling_key: str | None = None
-    """Key of the config that says which hidden states become the vector of a document: `cls`, the first token's, or
-    `mean`, the mean of all. None where it is always the first token's."""
+    """Config key of the pooling that gives the vector of a document: `cls`, the hidden state of the first token, or
+    `mean`, the mean over tokens. None where it is always the first token's."""
 
 
 @dataclass(frozen=True)
 class Indexer:
     """How an indexer chooses the tokens that a query attends to (DeepSeek sparse attention, DeepSeek-V3.2).
 
-    Documents of at most `index_topk` tokens are attended whole whatever it chooses. Its choice has no gradient: a loss
-    of its own trains it, or none does.
+    In documents of at most `index_topk` tokens it chooses all earlier tokens. The choice has no gradient: only a
+    separate loss trains the indexer.
     """
 
     rotates_pairs: bool = False
-    """Whether its rotary embedding turns pairs of neighbouring columns, not the two halves."""
+    """Whether the indexer's rotary embedding rotates pairs of adjacent columns instead of the two halves."""
     is_shared: bool = False
-    """Whether layers hand the chosen tokens on to the next one: they return them beside the hidden states
-    (transformers 5.23, glm_moe_dsa/modeling_glm_moe_dsa.py)."""
+    """Whether layers pass the chosen tokens to the next layer, as an output beside the hidden states (transformers
+    5.23, glm_moe_dsa/modeling_glm_moe_dsa.py)."""
     chooses_entries: bool = False
-    """Whether it chooses entries, each of `compress_rates` tokens compressed, instead of tokens (DeepSeek-V4)."""
+    """Whether the indexer chooses compressed entries of `compress_rates` tokens instead of tokens (DeepSeek-V4)."""
 
     def longest_document(self, config: Mapping[str, Any]) -> int:
-        """Maximum tokens of a document that is attended whole whatever is chosen."""
+        """Maximum tokens of a document in which the indexer leaves nothing out."""
         chosen = int(config["index_topk"])
         rate = entry_tokens(config) if self.chooses_entries else 1
         return chosen * rate + rate - 1
@@ -153,69 +153,69 @@ class Indexer:
 
 @dataclass(frozen=True)
 class Family:
-    """One model type. A capability that is None, empty or False is not available for it."""
+    """One model type. A capability that is None, empty or False is not supported."""
 
     model_type: str
     is_generic: bool = False
     """Whether the model type has no row of its own."""
     built_as: str | None = None
-    """The model type whose classes are used, where transformers does not know this one. The name is kept in
-    configurations and exports."""
+    """Model type whose classes are used where transformers has none for this one. Configurations and exports keep the
+    name."""
 
     expert_keys: ExpertKeys | None = None
-    """Where config.json has the sizes of its routed experts; None where it has none."""
+    """Keys of config.json for the sizes of routed experts; None for a model without them."""
     fused_experts: bool = False
-    """Experts are one 3-D tensor per layer in transformers 5 and one matrix each in published checkpoints. They go
-    through torch's grouped product."""
+    """Whether a layer's experts are one 3-D tensor in transformers 5, but one matrix each in published checkpoints.
+    They use torch's grouped product."""
     transposed_experts: bool = False
-    """Experts are one tensor per layer in published checkpoints too: [experts, inputs, outputs] with a bias for each
-    output, and columns of gate and up by turns (gpt_oss). They go through torch's grouped product."""
+    """Whether a layer's experts are one tensor in published checkpoints too: [experts, inputs, outputs], with a bias
+    per output and alternating columns of gate and up (gpt_oss). They use torch's grouped product."""
     published_mlp: MlpNames = AS_BUILT
-    """Names of its MLPs and experts in published checkpoints."""
+    """Names of MLPs and experts in published checkpoints."""
     published_renames: Renames = ()
-    """How the names of all other tensors change in published checkpoints."""
+    """Renames of all other tensors in published checkpoints."""
     drops_layers_beyond: bool = False
-    """Layers numbered past `num_hidden_layers` (DeepSeek-V3's multi-token prediction) are published and not built."""
+    """Whether published multi-token prediction layers, numbered from `num_hidden_layers` on, are not built."""
     has_mtp: bool = False
-    """Such a layer can be trained: it is published as `model.layers.N` with `enorm`, `hnorm`, `eh_proj` and
-    `shared_head.norm` beside an ordinary decoder layer, and `num_nextn_predict_layers` of config.json counts it. With
-    several residual streams it is `mtp.0`, and has other parts (model/mtp.py)."""
+    """Whether such a multi-token prediction layer can be trained. It is published as `model.layers.N` with `enorm`,
+    `hnorm`, `eh_proj` and `shared_head.norm` beside an ordinary decoder layer, and counted by
+    `num_nextn_predict_layers`. With several residual streams it is `mtp.0` and has other parts (model/mtp.py)."""
     may_be_unexpected: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
     """Regular expressions of checkpoint keys that the model does not load."""
     extends_context: bool = True
-    """Whether `model.context` is tested with it; false where transformers reads rotary scaling of another kind."""
+    """Whether `model.context` is tested; false where transformers reads another kind of rotary scaling."""
     fp32_buffers: tuple[str, ...] = ()
-    """Last parts of the names of untrained tensors that are kept in fp32 at any precision."""
+    """Last parts of the names of untrained tensors that stay in fp32 at any precision."""
     fp32_weights: str | None = None
-    """Regular expression of parameters that forwards use in fp32 at any precision, by the model's names and those of
-    published checkpoints."""
+    """Regular expression of parameters that forwards use in fp32 at any precision; it matches the model's names and
+    those of published checkpoints."""
     fp8_linear: str | None = r"\.(self_attn|mlp)\.([\w.]+\.)?\w+_proj(_with_mqa)?\.weight$"
-    """Regular expression of the checkpoint keys whose weights are published in FP8; the default is DeepSeek-V3's:
-    attention, MLPs, shared and routed experts. None where it is unknown and has to be read from the base model."""
+    """Regular expression of checkpoint keys with weights published in FP8; the default is DeepSeek-V3's: attention,
+    MLPs, shared and routed experts. None where the keys must be read from the base model."""
     fp8_scale: str = ".weight_scale_inv"
-    """What follows the name of a module in the name of the scales of its weight in FP8 or FP4."""
+    """Suffix of a module's name that gives the name of its FP8 or FP4 scales."""
     export_config: Mapping[str, object] = field(default_factory=dict)
-    """Keys that servers need in `config.json`, added where the base model has none."""
+    """Keys of `config.json` that servers need, added to exports where the base model lacks them."""
 
     has_sinks: bool = False
-    """The softmax of attention has a learned logit per head in its denominator. Attention by document computes it;
-    transformers' sdpa and FlashAttention 2 do not, and its eager attention does not separate packed documents
+    """Whether the softmax of attention has a learned logit per head in its denominator. Attention by document supports
+    it; transformers' sdpa and FlashAttention 2 do not, and its eager attention does not separate packed documents
     (gpt_oss/modeling_gpt_oss.py:460)."""
     indexer: Indexer | None = None
-    """None where queries attend to all earlier tokens, or to those in a window."""
+    """None where queries attend to all earlier tokens, or to those in a sliding window."""
     window_in_mask: bool = False
-    """transformers 5.23 applies its sliding window in masks only, which FlashAttention does not use
+    """Whether transformers 5.23 applies the sliding window only in masks, which FlashAttention does not use
     (qwen2_moe/modeling_qwen2_moe.py:254)."""
     normalises_over_heads: bool = False
-    """Queries are normalised over the columns of all heads together, and so are keys."""
+    """Whether queries are normalised over the columns of all heads together, and so are keys."""
     parallel_axes: frozenset[str] = frozenset()
-    """Sizes of `parallel` in the run file that are tested with it: tp, sp, pp, ep."""
+    """Axes of `parallel` in the run file that are tested with the family: tp, sp, pp, ep."""
     experts_class: str | None = None
-    """Class of its routed experts in transformers; expert parallelism needs it."""
+    """Class of the routed experts in transformers, which expert parallelism needs."""
     router: RouterKind | None = None
-    """None where no layer has a router whose balance can be trained and counted."""
+    """None where no layer has a router with a trainable and measurable balance."""
     has_lora: bool = False
-    """Whether LoRA is tested with it."""
+    """Whether LoRA is tested with the family."""
 
     encoder: Encoder | None = None
     """None for causal models."""
@@ -226,16 +226,16 @@ class Family:
 
     @property
     def mtp_module(self) -> str:
-        """What comes before names within such a layer: the module of a layer that the model's own forward passes by."""
+        """Prefix of names within a multi-token prediction layer: a submodule that the model's own forward skips."""
         return "mtp." if self.compresses else ""
 
     @property
     def compresses(self) -> bool:
-        """Whether its attention reads entries of compressed tokens."""
+        """Whether attention reads compressed entries of tokens."""
         return self.indexer is not None and self.indexer.chooses_entries
 
     def is_of_indexer(self, name: str) -> bool:
-        """Whether the parameter `name` is an indexer's, which the loss of an objective does not reach."""
+        """Whether the parameter `name` belongs to an indexer, which an objective's loss does not reach."""
         return self.indexer is not None and ".self_attn." in name and ".indexer." in name
 
     def is_in_fp32(self, name: str) -> bool:
@@ -243,8 +243,8 @@ class Family:
         return self.fp32_weights is not None and re.search(self.fp32_weights, name) is not None
 
     def may_skip(self, key: str, *, layers: int) -> bool:
-        """Whether a model of `layers` layers need not load the checkpoint tensor `key`: it matches `may_be_unexpected`,
-        or belongs to a layer past the last one.
+        """Whether a model of `layers` layers may leave the checkpoint tensor `key` unread: it matches
+        `may_be_unexpected`, or belongs to a layer past the last one.
         """
         if any(re.search(pattern, key) for pattern in self.may_be_unexpected):
             return True
@@ -252,6 +252,6 @@ class Family:
 
 
 def layer_of(key: str) -> int:
-    """Number of the layer that the checkpoint tensor `key` belongs to; -1 where it belongs to none."""
+    """Layer index in the checkpoint key; -1 for a tensor outside of layers."""
     layer = re.match(r"^model\.layers\.(\d+)\.", key)
     return int(layer[1]) if layer else -1

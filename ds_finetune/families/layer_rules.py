@@ -1,5 +1,5 @@
-"""Which layers of a model have indexers and compressors, and the sizes of its experts, from its config.json as
-transformers 5.23 reads it.
+"""Determines from config.json, as transformers 5.23 reads it, which layers have indexers and compressors, and the sizes
+of experts.
 """
 
 from collections.abc import Mapping
@@ -12,40 +12,40 @@ ModelConfig = Mapping[str, Any]
 
 _SPARSE, _HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 RATES: Mapping[str, int] = {_SPARSE: 4, _HEAVY: 128}
-"""Tokens of an entry by kind of attention, unless `compress_rates` says others."""
+"""Default tokens per compressed entry by kind of attention; `compress_rates` overrides them."""
 OLDER_RATES: Mapping[str, str] = {_SPARSE: "compress_rate_csa", _HEAVY: "compress_rate_hca"}
-"""Keys that transformers reads in place of `compress_rates`."""
+"""Keys that transformers prefers to `compress_rates`."""
 RATIOS: Mapping[int, str] = {0: "sliding_attention", 4: _SPARSE, 128: _HEAVY}
-"""Kinds of attention of DeepSeek-V4 by the published `compress_ratios`; 0 where nothing is compressed."""
+"""DeepSeek-V4's kinds of attention by published `compress_ratios`; 0 compresses nothing."""
 
 
 def compressed_types(c: ModelConfig) -> tuple[str, ...]:
-    """The kind of attention of each layer of DeepSeek-V4: `layer_types`, or as it is published `compress_ratios`.
-    KeyError where a ratio is not known.
+    """Kind of attention of each DeepSeek-V4 layer, from `layer_types` or the published `compress_ratios`; KeyError
+    where a ratio is not known.
     """
     kinds = c.get("layer_types") or [RATIOS[ratio] for ratio in c["compress_ratios"]]
     return tuple(kinds[: c["num_hidden_layers"]])
 
 
 def longest_window(c: ModelConfig) -> int:
-    """Tokens of the longest window that a layer of DeepSeek-V4 compresses into an entry; 0 where none does."""
+    """Tokens of the longest window that a DeepSeek-V4 layer compresses into an entry; 0 if none does."""
     return max((_rate(c, kind) for kind in compressed_types(c) if kind in RATES), default=0)
 
 
 def hashed_layers(c: ModelConfig) -> tuple[int, ...]:
-    """Numbers of the layers of DeepSeek-V4 whose routers choose experts by the ids of tokens."""
+    """Indices of the DeepSeek-V4 layers whose routers choose experts by token id."""
     kinds = c.get("mlp_layer_types") or ["hash_moe"] * c.get("num_hash_layers", 0)
     return tuple(layer for layer, kind in enumerate(kinds[: c["num_hidden_layers"]]) if kind == "hash_moe")
 
 
 def entry_tokens(c: ModelConfig) -> int:
-    """Tokens of the windows of the entries that an indexer of DeepSeek-V4 chooses from."""
+    """Tokens per entry that a DeepSeek-V4 indexer chooses from."""
     return _rate(c, _SPARSE)
 
 
 def published_layers(c: ModelConfig) -> dict[str, Any]:
-    """The keys by which DeepSeek-V4 is published in place of those of transformers 5.23 in `c`, where these are there:
-    kinds of layers as numbers, hash routers, and the scaling of the rotary embedding of layers that compress.
+    """Published DeepSeek-V4 keys for those of transformers 5.23 that are in `c`: kinds of layers as numbers, number of
+    hash routers, and rotary scaling of compressing layers.
     """
     kinds, rope = c.get("layer_types"), c.get("rope_parameters") or {}
     found: dict[str, Any] = {}
@@ -63,12 +63,12 @@ def published_layers(c: ModelConfig) -> dict[str, Any]:
 
 
 def _rate(c: ModelConfig, kind: str) -> int:
-    """Tokens of a window: of `compress_rates`, or of the keys that transformers reads in its place."""
+    """Tokens per entry, from the keys that transformers prefers, else from `compress_rates`, else the default."""
     return int(c.get(OLDER_RATES[kind]) or (c.get("compress_rates") or RATES)[kind])
 
 
 def indexed_layers(c: ModelConfig) -> tuple[int, ...]:
-    """Numbers of the layers with an indexer (transformers 5.23, glm_moe_dsa/configuration_glm_moe_dsa.py)."""
+    """Indices of the layers with an indexer (transformers 5.23, glm_moe_dsa/configuration_glm_moe_dsa.py)."""
     if c.get("compress_ratios") or c.get("compress_rates"):
         return tuple(layer for layer, kind in enumerate(compressed_types(c)) if kind == _SPARSE)
     types = c.get("indexer_types") or c.get("index_topk_pattern")
@@ -80,31 +80,31 @@ def indexed_layers(c: ModelConfig) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ExpertKeys:
-    """Keys of config.json that give the sizes of routed experts; the defaults are DeepSeek's.
+    """Keys of config.json for the sizes of routed experts; the defaults are DeepSeek's.
 
-    Its methods read a config.json as published or as transformers 5.23 writes it. KeyError where a key is absent.
+    The methods read a config.json as published or as transformers 5.23 writes it. KeyError where a key is absent.
     """
 
     number_keys: tuple[str, ...] = ("n_routed_experts",)
-    """Keys of their number in a layer: the published one, and others that transformers writes in its place."""
+    """Keys of the number of experts per layer: the published one, then those that transformers writes instead."""
     per_token_key: str = "num_experts_per_tok"
     width_key: str = "moe_intermediate_size"
-    """Key of the inner width of an expert."""
+    """Key of an expert's inner width."""
 
     def number(self, config: Mapping[str, Any]) -> int:
-        """Experts of a layer."""
+        """Experts per layer."""
         return int(config[self.number_key(config)])
 
     def per_token(self, config: Mapping[str, Any]) -> int:
-        """Experts that a token is sent to."""
+        """Experts per token."""
         return int(config[self.per_token_key])
 
     def width(self, config: Mapping[str, Any]) -> int:
-        """Columns of an expert's gate and up projections."""
+        """Inner width of an expert: the outputs of its gate and up projections."""
         return int(config[self.width_key])
 
     def number_key(self, config: Mapping[str, Any]) -> str:
-        """The key of `number_keys` that `config` has; the published one where it has none."""
+        """The first of `number_keys` in `config`; the published key if there is none."""
         return next((key for key in self.number_keys if key in config), self.number_keys[0])
 
 

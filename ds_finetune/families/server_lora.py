@@ -1,7 +1,7 @@
-"""What vLLM adds adapters to, by model type.
+"""Modules for which vLLM computes adapters, by model type.
 
 vLLM 0.32 wraps every linear layer of a class that has `SupportsLoRA` (vllm/lora/utils.py:232), finds adapters under the
-published names of weights, one for each routed expert (vllm/lora/utils.py:385), and leaves out others without an error
+published names of weights, one for each routed expert (vllm/lora/utils.py:385), and silently ignores other adapters
 (vllm/lora/model_manager.py:396).
 """
 
@@ -9,17 +9,16 @@ from collections.abc import Mapping
 
 VLLM = "vLLM 0.32"
 LARGEST_RANK = 512
-"""vllm/config/lora.py:26."""
+"""Maximum LoRA rank in vLLM (vllm/config/lora.py:26)."""
 _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 _DENSE = _MLP | {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MIXTURE = _DENSE | {"gate"}
 _LATENT = _MLP | {"gate", "q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"}
-"""Without `kv_b_proj`: decoding multiplies by its weight as it was at the start (
-vllm/model_executor/layers/attention/mla_attention.py:1248), so that its adapter would count in prefill only."""
+"""Without `kv_b_proj`: decoding multiplies by its initial weight (
+vllm/model_executor/layers/attention/mla_attention.py:1248), so its adapter would count in prefill only."""
 _COMPRESSED = frozenset({"attn.wq_a", "attn.wkv", "attn.wq_b", "attn.wo_b", "w1", "w2", "w3"})
-"""Without the layers whose weights kernels read by themselves: those of compressors (
-vllm/models/deepseek_v4/attention.py:695, 712), `wo_a` and, with fused experts, the router (
-vllm/models/deepseek_v4/nvidia/model.py:964)."""
+"""Without layers whose weights kernels read directly: compressors ( vllm/models/deepseek_v4/attention.py:695, 712),
+`wo_a` and, with fused experts, the router ( vllm/models/deepseek_v4/nvidia/model.py:964)."""
 VLLM_LORA: Mapping[str, frozenset[str]] = {
     "llama": _DENSE,  # vllm/model_executor/models/llama.py:475
     "qwen2": _DENSE,  # vllm/model_executor/models/qwen2.py:462
@@ -38,5 +37,5 @@ VLLM_LORA: Mapping[str, frozenset[str]] = {
     "qwen2_moe": _MIXTURE,  # vllm/model_executor/models/qwen2_moe.py:423
     "gpt_oss": _DENSE - _MLP,  # vllm/model_executor/models/gpt_oss.py:1411
 }
-"""Last parts of the published names of the modules whose adapters vLLM computes with on NVIDIA GPUs. A model type that
-is missing has a class without `SupportsLoRA`, or one that has not been read."""
+"""Last parts of the published names of modules whose adapters vLLM computes on NVIDIA GPUs. Missing model types have a
+class without `SupportsLoRA`, or one that has not been read."""

@@ -1,4 +1,4 @@
-"""The model families: a new one is a row here, and the code that its capabilities name."""
+"""The model families: a new family is a row here, plus the code of its capabilities."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -44,9 +44,9 @@ from ds_finetune.families.layer_rules import (
 _DENSE_AXES = frozenset({"tp", "sp", "pp"})
 _ALL_AXES = _DENSE_AXES | {"ep"}
 _ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
-"""Buffers added to the scores of experts to choose them: published values lie closer together than bf16's steps."""
+"""Buffers added to expert scores for choosing: published values differ by less than bf16 can represent."""
 _POSITION_IDS = r"(^|\.)embeddings\.position_ids$"
-"""A constant that older versions of transformers saved."""
+"""A constant that older versions of transformers saved in checkpoints."""
 
 _SHARED: dict[str, tuple[object, ...]] = {"n_shared_experts": tuple(range(1, 65))}
 _ALL_SPARSE: dict[str, tuple[object, ...]] = {
@@ -59,14 +59,14 @@ _DEEP = {"num_hidden_layers": 4}
 
 
 def _tiny(name: str, config: ModelConfig, *, in_standard_selftest: bool = False, **changes: ModelConfig) -> TinyModels:
-    """Tiny models of the family `name`: one of a config, and one for each keyword, with changes of it."""
+    """Tiny models of family `name`: the configuration, and a variant with changes for each keyword."""
     variants = {f"{name}_{variant}": {**config, **changed} for variant, changed in changes.items()}
     return TinyModels(config, variants, in_standard_selftest=in_standard_selftest)
 
 
 _DENSE = Family("", parallel_axes=_DENSE_AXES, has_lora=True, onnx=OnnxGraph("grouped_query"))
 _TRAINED = replace(_DENSE, onnx=None, fp8_linear=None)
-"""Dense types whose exports are Hugging Face folders in 16 or 32 bits."""
+"""Dense types that export only to Hugging Face folders in 16 or 32 bits."""
 _MIXTURE = Family(
     "",
     fused_experts=True,
@@ -249,7 +249,7 @@ _ROWS = (
         published_renames=DEEPSEEK_V4_RENAMES,
         may_be_unexpected=(r"^(model\.layers\.\d+\.)?mtp\.",),
         has_mtp=True,
-        # Without it vLLM 0.32 makes no biases of routers (models/deepseek_v4/cpu/model.py:166).
+        # Without this key vLLM 0.32 makes no router biases (models/deepseek_v4/cpu/model.py:166).
         export_config={"topk_method": "noaux_tc"},
         fp8_linear=None,
         fp8_scale=".scale",
@@ -301,28 +301,27 @@ _ROWS = (
     ),
 )
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ROWS}
-"""Families by `model_type` of their config.json; R1 and Moonlight are deepseek_v3, R1's distills are qwen2, qwen3 and
-llama."""
+"""Families by model type; R1 and Moonlight are deepseek_v3, R1's distills are qwen2, qwen3 and llama."""
 BUILT_AS: Mapping[str, str] = {name: family.built_as for name, family in FAMILIES.items() if family.built_as}
-"""Model types that transformers does not know, with those whose classes are used for them."""
+"""Model types without classes in transformers, with the types whose classes are used."""
 TEXT_PARTS: Mapping[str, str] = {"qwen3_vl_text": "qwen3"}
-"""Text parts of composite models that are no causal LMs in transformers, with types that compute the same of texts,
-where rotary sections for time, height and width have equal positions."""
+"""Text parts of composite models without a causal LM in transformers, with types that compute the same on texts, where
+rotary sections for time, height and width have equal positions."""
 WITH_TINY_MODELS = tuple(name for name, family in FAMILIES.items() if family.tiny_models is not None)
 """Model types whose tiny models are compared with transformers."""
 FULLY_TESTED = tuple(name for name in WITH_TINY_MODELS if not FAMILIES[name].compresses)
-"""Types that are tested with `train.activation_offload` and `train.tiled_mlp`."""
+"""Model types that are tested with `train.activation_offload` and `train.tiled_mlp`."""
 WITH_CONTEXT = tuple(name for name in FULLY_TESTED if FAMILIES[name].extends_context)
-"""Types that are tested with `model.context`."""
+"""Model types that are tested with `model.context`."""
 STANDARD_SELFTEST = tuple(
     name for name, family in FAMILIES.items() if family.tiny_models and family.tiny_models.in_standard_selftest
 )
-"""Families that `ds-finetune selftest` checks when none are named; the first one in every layout."""
+"""Families that `ds-finetune selftest` checks if none is named; the first one is checked in every layout."""
 
 
 def family_of(model_type: str) -> Family:
-    """The row of a model type, or the generic row: the same tensor names in checkpoint and model, nothing skipped, no
-    further capability.
+    """Row of a model type, or a generic row: equal tensor names in checkpoint and model, nothing skipped, no further
+    capability.
     """
     known = FAMILIES.get(model_type)
     return known or Family(model_type, fp32_buffers=_ROUTER_BIASES, fp8_linear=None, is_generic=True)
