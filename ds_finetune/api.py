@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 PathLike = str | Path
 EvalRows: TypeAlias = "PathLike | Sequence[PathLike] | Rows"
-"""A path, a list of paths, or rows themselves."""
+"""A path, a list of paths, or the rows themselves."""
 
 
 def train(
@@ -47,17 +47,17 @@ def train(
     eval_rows: "Rows | None" = None,
     observers: "Sequence[Observer]" = (),
 ) -> "Report":
-    """Fine-tune as `config` says, print what `ds-finetune train` prints, and return a report of the run.
+    """Fine-tune by `config`, print what `ds-finetune train` prints, and return a report of the run.
 
-    `config` is the path of a run file, its nested dictionary, or a RunConfig; `overrides` as on the command line.
+    `config` is the path of a run file, its nested dictionary, or a RunConfig; `overrides` are as on the command line.
     `rows` replace `data.train`, and `eval_rows` replace `data.eval`: dictionaries in any layout that a file may have,
     as a list or a `datasets.Dataset`. They are written into `output_dir`, so that its config.yaml repeats the run.
     `observers` get the record of each step on every rank, and may add values or end the run.
 
-    Without a launcher this function trains on one device of this machine; with a launcher, every rank has to call it.
-    A process may call it again after it has returned. SIGINT (Ctrl-C), SIGHUP, SIGTERM and SIGUSR1 save a checkpoint
-    and end the run: `Report.interrupted` names the signal. LaunchError outside the main thread; VerificationError where
-    an export differs from what the run recorded.
+    Without a launcher this function trains on one device of this machine; with a launcher, every rank has to call it. A
+    process may call it again after it has returned. SIGINT (Ctrl-C), SIGHUP, SIGTERM and SIGUSR1 save a checkpoint and
+    end the run: `Report.interrupted` names the signal. LaunchError outside the main thread; VerificationError where an
+    export differs from the record of the run.
     """
     _check_main_thread()
     check_versions()
@@ -82,7 +82,7 @@ def train(
 
 
 def plan_run(config: ConfigSource, *, gpus: int, gpus_per_node: int = 8) -> "PlannedRun":
-    """The layout of a run on `gpus` GPUs, without weights or data; ConfigError as a run would raise it.
+    """Plan a run on `gpus` GPUs, without weights or data; ConfigError where the run would raise it.
 
     `config` is the path of a run file, its nested dictionary, or a RunConfig.
     """
@@ -111,16 +111,15 @@ def export_model(  # noqa: PLR0913 - each is an option of the command
     with_cache: bool = True,
     verify: bool = True,
 ) -> "ExportResult":
-    """Convert the run, checkpoint, adapter or model in `source` to the new folder `out`.
+    """Convert the run, checkpoint, adapter or model in `source` to the new folder `out`; print and return what was
+    written.
 
-    Print what was written, and return it.
-
-    `format` is the name of a row of `export/formats.py`, which has its dtypes (the first is the default) and options:
+    `format` is the name of a row of `export/formats.py`, which lists its dtypes (the first is the default) and options:
     safetensors in bf16, fp16, fp32 or fp8, onnx in fp32, fp16, int8 or int4, gguf in bf16, f16, f32 or q8_0, or the
     adapter of a run for servers in fp32, bf16 or fp16. `base` is the folder of the model that was trained.
     `max_shard_size` (5GB) applies to safetensors, and `with_cache=False` (a graph without past keys and values) to
-    onnx. With `verify` a new process loads `out` and compares it with the record of the run; VerificationError says how
-    it differs. Without `verify` the folder stays marked UNVERIFIED.
+    onnx. With `verify` a new process loads `out` and compares it with the record of the run; VerificationError names
+    the difference. Without `verify` the folder stays marked UNVERIFIED.
     """
     check_versions()
     from ds_finetune.data.tokenizer_files import has_vocabulary
@@ -159,7 +158,7 @@ def verify_folder(folder: Path, base: Path | None) -> "VerificationResult":
 
 
 def check_verified(results: "Sequence[VerificationResult]") -> None:
-    """VerificationError that names the exported folders that differ from their record."""
+    """VerificationError with the exported folders that differ from their records."""
     wrong = [result for result in results if result.problems]
     if wrong:
         raise VerificationError(
@@ -192,12 +191,12 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     `EvalReport.metrics` holds each metric by name, with its confidence interval. With a mapping of names to such data,
     `EvalReport.sets` also has the metrics of each of these sets. `objective` is sft, distill or pretrain, or its
     section in a run file, such as `{"name": "pretrain", "eos": False}`; dpo, simpo, cpo and orpo score pairs of
-    answers, and dpo needs its reference model as `baseline`. With `extract` (gsm8k, choice, json or text)
-    the model generates answers, and the values extracted from them are compared with those extracted from the rows:
-    of the greedy answer, and for pass@k those of `samples` answers that are drawn at temperature 1.
-    `columns`, `template`, `separator`, `train_on` and `long_rows` are as in a run file; without `template` and
-    `separator` prompts are written as the model was trained. `limit` is the number of rows of each set
-    scored at most. DataError or ExportError where the model cannot be scored.
+    answers, and dpo needs its reference model as `baseline`. With `extract` (gsm8k, choice, json or text) the model
+    generates answers, and the values extracted from them are compared with values extracted from the rows: from the
+    greedy answer, and for pass@k from `samples` answers sampled at temperature 1. `columns`, `template`, `separator`,
+    `train_on` and `long_rows` are as in a run file; without `template` and `separator` prompts are written as in the
+    model's training. `limit` is the maximum number of scored rows of each set. DataError or ExportError where the model
+    cannot be scored.
     """
     check_versions()
     least = {
@@ -236,7 +235,7 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
 
 
 def _eval_objective(objective: str | Mapping[str, object]) -> tuple["RowKind", "DocumentObjective | None"]:
-    """The kind of rows that are scored, and the objective on answers whose metrics score them."""
+    """Kind of the scored rows, and the objective whose metrics score documents; None for metrics of tokens."""
     from ds_finetune.data.row_kind import RowKind
     from ds_finetune.evaluation.preference_scores import preference_of
 
@@ -254,9 +253,7 @@ def _eval_objective(objective: str | Mapping[str, object]) -> tuple["RowKind", "
 def _held_out_paths(
     data: "EvalRows | Mapping[str, EvalRows]", folder: Path
 ) -> tuple[str, ...] | dict[str, tuple[str, ...]]:
-    """The value of `data.eval` in a run file, for rows with files that are written below `folder`; ConfigError for a
-    name that is not valid.
-    """
+    """Value of `data.eval` in a run file, with rows written to files below `folder`; ConfigError for a wrong name."""
     from ds_finetune.trainer.run_dir import write_rows
 
     sets = data if isinstance(data, Mapping) else {"": data}
@@ -290,7 +287,7 @@ def _check_main_thread() -> None:
 def _unchanged_environment(world: World) -> Iterator[None]:
     """Remove the variables that a run without a launcher has set (RANK, MASTER_PORT, ...) at its end.
 
-    Later child processes would take them for those of a launcher.
+    Later child processes would otherwise treat them as a launcher's.
     """
     names: dict[str, str] = {}
     if world.launcher == "python":

@@ -1,1 +1,1 @@
-"""The command line: one module for each command or family of commands."""
+"""The command line: one module per command or family of commands."""

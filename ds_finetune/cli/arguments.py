@@ -1,6 +1,6 @@
-"""Arguments that several commands share: the run file with its overrides, and numbers with bounds.
+"""Arguments shared by several commands: the run file with its overrides, and numbers with bounds.
 
-A number out of range is wrong usage, reported before anything is loaded.
+A number out of range is a usage error, reported before anything is loaded.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from ds_finetune.errors import ExportError
 from ds_finetune.plan.config_json import check_model_path
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-"""What `add_subparsers` returns; parsers of commands are added to it."""
+"""Result of `add_subparsers`, to which parsers of commands are added."""
 Arguments = argparse.Namespace
 BEGINNING = """\
 where to begin:
@@ -28,19 +28,19 @@ where to begin:
   ds-finetune config schema   print every key of a run file
   docs/index.md               of the repository leads to the documentation
 """
-"""The end of what `--help` prints."""
+"""Last lines of `--help`."""
 
 
 _OPTION = re.compile(r"--[A-Za-z][\w.-]*")
 _RUN_FILES = ("config", "config_file", "cfg", "yaml", "run")
-"""Options by which other programs take their file."""
+"""Options with which other trainers take their configuration file."""
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that refuses unknown options with the usage of their command, and says how a run's values are given."""
+    """A parser that refuses unknown options with their command's usage, and explains how to set keys of the run."""
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def,override]  # noqa: ANN001, ANN201
-        """As argparse's, whose remaining arguments begin with no `--`."""
+        """Like argparse's method, but no remaining argument begins with `--`."""
         words = list(args or ())
         words = words[: words.index("--")] if "--" in words else words
         takes_keys = any(action.dest == "overrides" for action in self._actions)
@@ -60,7 +60,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _as_override(option: str, value: str, command: str) -> str:
-    """What to write for an option of another program, or of a run file."""
+    """Hint what to write for another trainer's option, or for a key of the run file given as an option."""
     word = option.removeprefix("--").replace("-", "_")
     if word in _RUN_FILES:
         return f"the run file is given without an option: `{command} {value or 'run.yaml'}`"
@@ -79,7 +79,7 @@ def _as_override(option: str, value: str, command: str) -> str:
 def add_command(
     commands: Commands, name: str, text: str, command: Callable[[Arguments], None], *, epilog: str | None = None
 ) -> argparse.ArgumentParser:
-    """Add a command, with an `epilog` after its help as it is; returns its parser for arguments."""
+    """Add a command; `epilog` is printed verbatim after its help. Returns the command's parser."""
     layout = argparse.HelpFormatter if epilog is None else argparse.RawDescriptionHelpFormatter
     parser = commands.add_parser(name, help=text, epilog=epilog, formatter_class=layout, allow_abbrev=False)
     parser.set_defaults(command=command)
@@ -89,7 +89,7 @@ def add_command(
 def add_run_command(
     commands: Commands, name: str, text: str, command: Callable[[Arguments], None]
 ) -> argparse.ArgumentParser:
-    """Add a command that takes a run file and overrides; returns its parser for further options."""
+    """Add a command that takes a run file and overrides; returns its parser."""
     parser = add_command(commands, name, text, command, epilog=BEGINNING)
     add_local_rank(parser)
     parser.add_argument("run", metavar="RUN.yaml", help="the run file")
@@ -104,7 +104,7 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def add_local_rank(parser: argparse.ArgumentParser) -> None:
-    """Accept `--local_rank`, which the `deepspeed` launcher puts before the program's arguments, and ignore it.
+    """Accept and ignore `--local_rank`, which the `deepspeed` launcher puts before the program's arguments.
 
     The environment variable LOCAL_RANK holds the same number.
     """
@@ -118,14 +118,12 @@ def add_allowed_hosts(parser: argparse.ArgumentParser) -> None:
 
 
 def read_run(arguments: Arguments) -> RunConfig:
-    """The run that RUN.yaml and the overrides describe; ConfigError where they are wrong."""
+    """Read the run file with its overrides; ConfigError where they are invalid."""
     return read_config(arguments.run, arguments.overrides)
 
 
 def exported_folder(given: str) -> Path:
-    """The exported folder, also of a run that is named; ExportError for another folder, before what loads models is
-    imported, which takes seconds.
-    """
+    """Exported folder, given directly or by its run; ExportError for another one, before slow imports."""
     folder = Path(export_of(given))
     if not (folder / "config.json").is_file():
         if folder.is_dir():
@@ -135,7 +133,7 @@ def exported_folder(given: str) -> Path:
 
 
 def export_of(given: str) -> str:
-    """The export of a run that is named by its folder or its run file, which a line then says; else `given` itself."""
+    """Export of a run given by its folder or run file, which is printed; `given` itself for other folders."""
     is_run_file = Path(given).suffix in (".yaml", ".yml") and Path(given).is_file()
     folder = Path(read_config(given).output_dir if is_run_file else given)
     if (folder / "config.json").is_file() or not (is_run_file or (folder / "plan.json").is_file()):
@@ -147,22 +145,22 @@ def export_of(given: str) -> str:
 
 
 def zero_or_more(text: str) -> int:
-    """A whole number of 0 or more."""
+    """Parse an integer of 0 or more."""
     return _whole_number(text, least=0)
 
 
 def positive(text: str) -> int:
-    """A whole number of 1 or more."""
+    """Parse an integer of 1 or more."""
     return _whole_number(text, least=1)
 
 
 def two_or_more(text: str) -> int:
-    """A whole number of 2 or more."""
+    """Parse an integer of 2 or more."""
     return _whole_number(text, least=2)
 
 
 def port(text: str) -> int:
-    """A port, or 0 for any free one."""
+    """Parse a port; 0 stands for any free one."""
     return _whole_number(text, least=0, most=65_535)
 
 

@@ -1,4 +1,4 @@
-"""`ds-finetune demo`: writes an example, a tiny DeepSeek-V3 with generated data that teach it to spell out dates."""
+"""`ds-finetune demo`: writes an example, a tiny DeepSeek-V3 with generated data to learn spelling out dates."""
 
 import json
 import os
@@ -70,7 +70,7 @@ def _write_demo(arguments: Arguments) -> None:
 
 
 def questions(seed: int = 0) -> Iterator[tuple[str, str]]:
-    """All days in an order of `seed`, as (`2024-03-17`, `17 March 2024`) pairs, each day once."""
+    """All days once, shuffled by `seed`, as pairs such as (`2024-03-17`, `17 March 2024`)."""
     days = list(range(DAYS))
     random.Random(seed).shuffle(days)
     for offset in days:
@@ -80,10 +80,10 @@ def questions(seed: int = 0) -> Iterator[tuple[str, str]]:
 
 def write_demo(folder: Path, *, ranks: int = 2, days: int = DAYS) -> Path:
     """Write `model/` (config and tokenizer, no weights), `train.jsonl`, `eval.jsonl` and `run.yaml`; returns the run
-    file.
+    file's path.
 
-    A step has 8 rows, or the next multiple of `ranks`. Of `days` rows, 200 are held out. OutputError where a file of
-    one of these names is there with another content: it may be the user's.
+    A step has 8 rows, or the next multiple of `ranks`. 200 of the `days` rows are held out. OutputError where one of
+    these files exists with other content, since it may be the user's.
     """
     from ds_finetune.config.edit_run_file import one_line_yaml
 
@@ -120,7 +120,7 @@ def _may_write(path: Path, content: bytes) -> bool:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A tokenizer with a token per printable ASCII character, and the chat template of the example."""
+    """Write a tokenizer with a token per printable ASCII character, and the chat template of the example."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

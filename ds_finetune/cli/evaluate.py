@@ -1,4 +1,4 @@
-"""`ds-finetune eval`: score an exported folder."""
+"""`ds-finetune eval`: scores an exported folder."""
 
 import argparse
 import json
@@ -59,7 +59,7 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _objective(text: str) -> object:
-    """A name, or a mapping in YAML."""
+    """Parse an objective's name, or a mapping in YAML."""
     import yaml
 
     try:
@@ -86,7 +86,7 @@ def _evaluate(arguments: Arguments) -> None:
             f"eval of `{arguments.model}` has nothing to score on", hint="give --data test.jsonl, or --tasks"
         )
     arguments.model = export_of(arguments.model)
-    # Before what loads models is imported, which takes seconds.
+    # Checked before slow imports of model code.
     for path in (arguments.model, *([arguments.baseline] if arguments.baseline else [])):
         check_model_path(path)
     if arguments.json:
@@ -118,7 +118,7 @@ def _evaluate(arguments: Arguments) -> None:
 def _write_text(file: str, text: str, *, mode: str) -> None:
     """Write or append `text`; OutputError where the file cannot be written.
 
-    An empty text is appended before anything is scored, so that a wrong file name is reported at once.
+    An empty text is appended before scoring, so that an invalid path is reported at once.
     """
     try:
         with Path(file).open(mode, encoding="utf-8") as out:
@@ -155,7 +155,7 @@ def _scored(arguments: Arguments) -> "EvalReport":
 
 @contextmanager
 def _flags_named() -> Iterator[None]:
-    """Name this command's options in errors about rows, which name keys of a run file."""
+    """Context in which errors about rows name this command's options instead of run-file keys."""
     try:
         yield
     except (ConfigError, DataError) as error:
@@ -173,7 +173,7 @@ def _column_flags(pairs: str) -> str:
 
 
 def _sets_of(files: Sequence[str]) -> Sequence[str] | Mapping[str, list[str]]:
-    """Files as they are given, or by their names where they are given as NAME=FILE; ConfigError where only some are."""
+    """The given files, or a mapping if they are given as NAME=FILE; ConfigError where only some have names."""
     named = [file for file in files if "=" in file and not Path(file).exists()]
     if not named:
         return files
@@ -187,7 +187,7 @@ def _sets_of(files: Sequence[str]) -> Sequence[str] | Mapping[str, list[str]]:
 
 
 def _table(metrics: Mapping[str, "Metric"], arguments: Arguments, caption: str) -> Table:
-    """Metrics as rows: the model, the baseline, the difference and its interval, or the model and its interval."""
+    """Table of metrics: model, baseline, difference and its interval, or without a baseline model and interval."""
     is_compared = any(metric.baseline is not None for metric in metrics.values())
     compared = ["baseline", "difference"] if is_compared else []
     table = Table(

@@ -1,4 +1,4 @@
-"""`ds-finetune export`: converts a run, checkpoint, adapter or model to a folder that other programs load."""
+"""`ds-finetune export`: converts a run, checkpoint, adapter or model to a folder for other programs."""
 
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def _export(arguments: Arguments) -> None:
             f"export has SOURCE `{arguments.source}` and no OUT",
             hint="write `ds-finetune export SOURCE OUT`, or `--check OUT`",
         )
-    # Both before what reads sources is imported, which takes seconds.
+    # Both checks precede slow imports.
     check_out_empty(Path(arguments.out))
     if not Path(arguments.source).is_dir():
         raise ExportError(
@@ -87,7 +87,7 @@ def _push(folder: Path, repository: str | None) -> None:
 
 
 def _check(arguments: Arguments) -> None:
-    """Verify an exported folder; ConfigError or ExportError where it cannot be, VerificationError where it differs."""
+    """Verify an exported folder; ConfigError or ExportError if that is impossible, VerificationError if it differs."""
     options = {"--format": arguments.format, "--dtype": arguments.dtype, "--max-shard-size": arguments.max_shard_size}
     options |= {"--no-cache": arguments.no_cache, "--no-verify": not arguments.verify}
     given = [name for name, value in options.items() if value]

@@ -1,4 +1,4 @@
-"""`ds-finetune init`: writes a run file for one's own rows, or from a file of another trainer."""
+"""`ds-finetune init`: writes a run file for given rows, or from a file of another trainer."""
 
 import shlex
 from collections import Counter
@@ -36,7 +36,7 @@ optim: {{lr: {lr}}}
 output_dir: {output_dir}  # checkpoints, metrics and the exported model; the same command resumes a run
 """
 _RATES = {"dpo": ("5.0e-7", "5.0e-6"), "kto": ("1.0e-6", "1.0e-5"), "classification": ("2.0e-5", "2.0e-4")}
-"""By objective, learning rates for all weights and for adapters, as in docs/how-to/preferences.md."""
+"""Learning rates for full training and for adapters by objective, as in docs/how-to/preferences.md."""
 _LENGTH = 2048
 
 
@@ -64,7 +64,7 @@ def _init(arguments: Arguments) -> None:
 
 
 def _convert(path: Path, arguments: Arguments) -> None:
-    """Write the run file that a file of another trainer describes, with a line for each of its keys."""
+    """Write a run file converted from another trainer's file, with a line for each of its keys."""
     from ds_finetune.config.conversion import ConvertedRun
     from ds_finetune.config.edit_run_file import write_run_file
     from ds_finetune.config.other_files import read_other_file
@@ -116,9 +116,7 @@ def _from_rows(arguments: Arguments) -> None:
 
 
 def _recognised(record: "Record", where: str) -> tuple[str, Mapping[str, str]]:
-    """The objective that such rows are for, and the names of its columns where they are other ones; DataError for rows
-    that fit none.
-    """
+    """Objective that fits the rows, and column names that differ from its layout's; DataError if none fits."""
     from ds_finetune.data.record_layouts import PlainText
     from ds_finetune.data.row_kind import DIALOGUE, RowKind, objectives_of
     from ds_finetune.data.samples import LAYOUTS_OF, read_row
@@ -126,7 +124,7 @@ def _recognised(record: "Record", where: str) -> tuple[str, Mapping[str, str]]:
     label = record.get("label")
     for columns in ({}, *_guesses(record)):
         for name in LAYOUTS_OF:
-            # The row's own label is a class: all of them are known only once all rows are read.
+            # The classes are known only once all rows are read, so the row's own label stands for them.
             is_number = name == "labelled" and isinstance(label, float)
             kind = RowKind(
                 name,

@@ -1,4 +1,4 @@
-"""Ctrl-C while modules are imported, which takes seconds and leaves nothing to clean up."""
+"""Ctrl-C during imports, which take seconds and leave nothing to clean up."""
 
 import os
 import signal
@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from types import FrameType
 
 INTERRUPT_EXIT_CODE = 128 + signal.SIGINT
-"""Exit code of a command that Ctrl-C has ended, as shells have it; a run that was saved ends with code 3."""
+"""Exit code of a command that Ctrl-C ended, as in shells; a run that was saved exits with 3."""
 
 
 @contextmanager
 def ended_by_interrupt() -> Iterator[None]:
-    """While this is open Ctrl-C ends the process with one line.
+    """Context in which Ctrl-C ends the process with one line.
 
-    A KeyboardInterrupt would be a traceback of the interpreter's before there is a program to catch it, and packages
-    may catch it while they are imported.
+    Before the program can catch it, a KeyboardInterrupt would print a traceback, and packages may catch it during
+    imports.
     """
     before = signal.getsignal(signal.SIGINT)
     if before != signal.SIG_IGN:

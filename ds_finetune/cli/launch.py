@@ -58,7 +58,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _hosts(arguments: Arguments, nproc: int | None) -> tuple[Host, ...]:
-    """The hosts that the options select; without a hostfile this machine with `nproc` ranks."""
+    """Hosts selected by the options; without a hostfile this machine with `nproc` ranks."""
     if arguments.hostfile:
         if nproc is not None:
             raise LaunchError(
@@ -184,7 +184,7 @@ def _show(config: RunConfig, job: "Job", arguments: Arguments) -> None:
 
 
 def _check_plan(config: RunConfig, hosts: Sequence[Host], device: str) -> None:
-    """ConfigError where the layout or the batch does not fit the ranks of `hosts`."""
+    """ConfigError where layout or batch does not fit the number of ranks of `hosts`."""
     from ds_finetune.cluster.host_checks import world_of
     from ds_finetune.plan.plan import make_plan
     from ds_finetune.plan.settings import RunSettings

@@ -1,6 +1,6 @@
-"""The program `ds-finetune`: assembles the parser, runs one command, prints its error once and ends the process.
+"""The program `ds-finetune`: builds the parser, runs one command, prints its error once and ends the process.
 
-Each command has its parser and its function in a module of this package.
+Each command's parser and function are in a module of this package.
 """
 
 import argparse
@@ -30,23 +30,22 @@ _MODULES = (
     *("train", "launch", "plan", "report", "doctor", "config", "rewards", "checkpoint", "export", "evaluate"),
     *("serve", "selftest", "sweep", "init", "demo"),
 )
-"""Modules of this package, in the order in which `--help` lists their commands."""
+"""Modules with commands, in the order in which `--help` lists them."""
 _WITHOUT_MODELS = ("launch", "report", "watch", "doctor", "config", "checkpoint", "init", "demo", "completion")
-"""Commands that compute nothing here, and run with any versions of the packages that models need."""
+"""Commands that compute nothing in this process, and do not check the versions of model packages."""
 _QUIET_SECONDS = 5.0
-"""Other ranks of a host exit this much later with the same error, so that a launcher lets local rank 0 print it."""
+"""Delay in seconds before other ranks of a host exit with the same error, so that local rank 0 can print it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code: 0 done, 1 the run failed, 2 wrong usage or a wrong run file.
+    """Run one command and return the exit code: 0 success, 1 failed run, 2 wrong usage or run file, 130 Ctrl-C.
 
-    130 where Ctrl-C ended it. SystemExit carries other codes, such as 3 for a run that a signal ended after its
-    checkpoint was saved.
+    SystemExit carries other codes, such as 3 for a run that a signal ended after its checkpoint was saved.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(words)
     for stream in (sys.stdout, sys.stderr):
-        # With PYTHONIOENCODING a letter of a row may have no bytes.
+        # With PYTHONIOENCODING the output's encoding may lack characters of rows.
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(errors="backslashreplace")
     try:
@@ -72,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_encoding() -> None:
-    """ConfigError under a locale such as GBK or Latin-1, in whose encoding torch and others would read their files."""
+    """ConfigError for locales such as GBK or Latin-1, in whose encoding torch and other packages would read files."""
     encoding = locale.getpreferredencoding(do_setlocale=False)
     if codecs.lookup(encoding).name != "utf-8":
         raise ConfigError(
@@ -82,7 +81,7 @@ def _check_encoding() -> None:
 
 
 def run_and_exit(argv: Sequence[str]) -> NoReturn:
-    """Run `main` and end the process with its exit code, for processes that a launcher started."""
+    """Run `main` and end the process with its exit code; for processes started by a launcher."""
     try:
         code = main(argv)
     except SystemExit as ended:
@@ -104,8 +103,8 @@ def exit_process(code: int = 0) -> NoReturn:
 
 
 def build_parser(command: str = "") -> argparse.ArgumentParser:
-    """The parser of the program with all its commands, or with those of the module that is named like `command`: a rank
-    of a run then loads the code of no other one.
+    """Parser with all commands, or only those of the module `command`, so that a rank does not import other commands'
+    code.
     """
     parser: argparse.ArgumentParser = CommandParser(
         prog="ds-finetune",
@@ -127,7 +126,7 @@ def build_parser(command: str = "") -> argparse.ArgumentParser:
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """Parse the arguments; overrides may come before and after options.
 
-    argparse itself takes them in one place only (Python 3.11, argparse.py, `_match_arguments_partial`).
+    argparse itself accepts them in one place only (Python 3.11, argparse.py, `_match_arguments_partial`).
     """
     parser = build_parser(argv[0] if argv else "")
     arguments, rest = parser.parse_known_args(argv)
@@ -146,7 +145,7 @@ def _print_completion(arguments: Arguments) -> None:
 
 
 def _complete_files(parser: argparse.ArgumentParser, how: Mapping[str, object]) -> None:
-    """Let arguments that take a text be completed with names of files: most are files, and others are typed anyway."""
+    """Complete file names for arguments that take a text: most of them are files."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
@@ -156,10 +155,10 @@ def _complete_files(parser: argparse.ArgumentParser, how: Mapping[str, object]) 
 
 
 def _print_once(text: str) -> None:
-    """Record an error, and print it on local rank 0: an invalid run file causes the same on all ranks of a host."""
+    """Record an error, and print it only on local rank 0: an invalid run file fails alike on all ranks of a host."""
     record_error(text)
     if os.environ.get("LOCAL_RANK", "0") == "0" or {RUN_ID, "TORCHELASTIC_RUN_ID"} <= os.environ.keys():
-        # `launch` keeps the output of each rank apart, and reports the rank that ends first as the cause.
+        # `launch` separates the output of ranks, and reports the rank that ends first as the cause.
         show_error(f"error: {text}")
         return
     time.sleep(_QUIET_SECONDS)

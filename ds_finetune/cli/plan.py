@@ -1,4 +1,4 @@
-"""`ds-finetune plan`: what a run decides and needs on given machines, which need not be here."""
+"""`ds-finetune plan`: shows what a run decides and needs on given machines, which need not be available."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from ds_finetune.console.tables import ERR, OUT, show_note, show_pairs
 from ds_finetune.errors import ConfigError
 
 if TYPE_CHECKING:
-    # Other commands start without these.
+    # Not imported at run time, to keep other commands fast.
     from ds_finetune.plan.estimate.memory import MemoryEstimate
     from ds_finetune.plan.search.machines import Target
     from ds_finetune.plan.search.search import SearchResult
@@ -68,7 +68,7 @@ def _plan(arguments: Arguments) -> None:
 
 
 def _check_options(arguments: Arguments) -> None:
-    """ConfigError for options that are not valid together."""
+    """ConfigError for options that cannot be combined."""
     given = [f"--{name}" for name in ("search", "tensors") if getattr(arguments, name)]
     given += ["--gpu cpu"] if arguments.tensors and arguments.gpu == "cpu" else []
     given += ["--json"] if arguments.tensors and arguments.json else []
@@ -89,7 +89,7 @@ def _search(arguments: Arguments, config: RunConfig, target: "Target") -> None:
     if arguments.write:
         from ds_finetune.config.edit_run_file import write_run_file
 
-        # With train.precision as it is written.
+        # The search uses train.precision as written.
         given = read_run(arguments)
         text = run_file_text(Path(arguments.run), given, result, target, overrides=arguments.overrides)
         write_run_file(Path(arguments.write), text, option="--write")
@@ -106,7 +106,7 @@ def _search(arguments: Arguments, config: RunConfig, target: "Target") -> None:
 def run_file_text(
     source: Path, config: RunConfig, result: "SearchResult", target: "Target", *, overrides: Sequence[str]
 ) -> str:
-    """The run file `source`, which `config` was read from with `overrides`, with the first layout of a search."""
+    """Text of the run file `source`, from which `config` was read with `overrides`, with a search's first layout."""
     from ds_finetune.config.edit_run_file import override_values, written_run_file
     from ds_finetune.plan.search.layout import layout_keys
     from ds_finetune.plan.search.search_run import layout_header
@@ -140,8 +140,8 @@ def _show_forecast(config: RunConfig, target: "Target", *, is_json: bool) -> Non
 
 
 def _memory_lines(memory: "MemoryEstimate") -> Iterator[tuple[str, str]]:
-    """The most of each place, and then each part: how much and where, and what, when it is held if not always, and the
-    key that lowers it.
+    """Lines with the peak of each memory, then each item: size and place, name, when it is held unless always, and the
+    key that reduces it.
     """
     from ds_finetune.plan.estimate.rows import MOMENTS, peak
 
@@ -159,7 +159,7 @@ def _memory_lines(memory: "MemoryEstimate") -> Iterator[tuple[str, str]]:
 
 
 def _layout_lines(result: "SearchResult") -> Iterator[tuple[str, str]]:
-    """Number, memory and layout of each proposal."""
+    """Rank, memory and layout of each proposal."""
     from ds_finetune.plan.search.search_run import layout_text
 
     for number, found in enumerate(result.proposals, start=1):

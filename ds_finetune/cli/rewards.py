@@ -1,4 +1,4 @@
-"""`ds-finetune rewards`: try the rewards of a run before it is trained."""
+"""`ds-finetune rewards`: tries the rewards of a run before training."""
 
 from typing import TYPE_CHECKING
 
@@ -50,7 +50,7 @@ def _try(arguments: Arguments) -> None:
 
 
 def _said(part: "Part") -> str:
-    """What a reward says of an answer: its error, or the score with what was read of the answer."""
+    """A reward's result for an answer: its error, or the score with the extracted answer."""
     if "error" in part:
         return str(part["error"])
     read = {None: "", False: " (no result read)", True: f" (read {part.get('read')!r})"}

@@ -1,4 +1,4 @@
-"""`ds-finetune selftest` and `bench`: layouts, and the speed of the step, beside a plain PyTorch loop."""
+"""`ds-finetune selftest` and `bench`: compare layouts, and the speed of a step, with a PyTorch reference loop."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""`ds-finetune ask`, `chat` and `serve`: use an exported folder."""
+"""`ds-finetune ask`, `chat` and `serve`: generate answers with an exported folder."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`ds-finetune sweep` and `scaling`: one run file with many values, learning rates, or numbers of ranks."""
+"""`ds-finetune sweep` and `scaling`: run one run file with several values, learning rates, or numbers of ranks."""
 
 import argparse
 from pathlib import Path

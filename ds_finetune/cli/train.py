@@ -1,4 +1,4 @@
-"""`ds-finetune train`: fine-tunes a model; `teach`: stores a teacher's distributions for it."""
+"""`ds-finetune train`: fine-tunes a model; `teach`: stores a teacher's distributions for a run."""
 
 import os
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""Tables, lines of phases, and the messages of other packages that are shown or counted."""
+"""Tables, progress lines of phases, and filters for other packages' messages."""

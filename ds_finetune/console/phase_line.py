@@ -1,4 +1,4 @@
-"""Lines that a person reads: how they are passed on, and the progress line of a long phase, such as tokenising."""
+"""Output for people: how lines are passed on, and the progress line of a long phase such as tokenising."""
 
 import os
 import sys
@@ -13,20 +13,19 @@ Say = Callable[[str], None]
 CLEAR_LINE = "\r\x1b[2K"
 _MINUTE, _HOUR = 60, 3600
 _LIVE_SECONDS = 0.5
-"""Interval of updates on a terminal, and time before the first one."""
+"""Seconds between updates on a terminal, and before the first one."""
 _FIRST_SECONDS, _PLAIN_SECONDS = 5.0, 60.0
-"""Where standard error is no terminal: time before the first line, and between lines. Shorter phases print nothing."""
+"""Without a terminal: seconds before the first line, and between lines. Shorter phases print nothing."""
 
 
 class PhaseLine:
-    """Reports `what` with the parts done of `total` and the time left, on standard error of rank 0.
+    """Prints the progress of phase `what` on rank 0's standard error: parts done of `total`, and the time left.
 
-    On a terminal the line stays in place and is removed at the end of the phase. Elsewhere there is a line after five
-    seconds, at most one a minute after that, and after a minute or more one at the end. Without a `total` (0), or
-    once more parts are done than an estimated `total`, the line shows the elapsed time.
-    The speed is measured after the first `warmup` parts, which include the start of processes; the time left is shown
-    once as many parts have followed.
-    Without `is_rank_zero` the environment variable RANK decides.
+    On a terminal the line is updated in place and removed at the end. Elsewhere a line appears after five seconds, then
+    at most once a minute, and at the end of a phase of a minute or more. Without a `total` (0), or once more parts are
+    done than an estimated `total`, the line shows the elapsed time. The speed excludes the first `warmup` parts, which
+    include the start of processes; the time left is shown once as many parts have followed. Without `is_rank_zero` the
+    environment variable RANK decides.
     """
 
     def __init__(
@@ -47,12 +46,12 @@ class PhaseLine:
         self.close()
 
     def advance(self, parts: int = 1) -> None:
-        """Count `parts` as done (0 while one is in progress), and write the line if an update is due."""
+        """Count `parts` as done (0: still in progress), and write the line if an update is due."""
         self._done += parts
         now = time.monotonic()
         if 0 < self._done <= self._warmup:
             self._measured_from = (now, self._done)
-        # Nothing done yet of a known number: the line could not say how long it will take.
+        # Before the first part of a known number is done, a line could not estimate the time left.
         is_empty = not self._is_live and self._total and not self._done and now - self._began < _PLAIN_SECONDS
         if self._is_silent or now < self._next or is_empty:
             return
@@ -62,7 +61,7 @@ class PhaseLine:
         write_now(self._out, CLEAR_LINE + line if self._is_live else line + "\n")
 
     def before_each(self, check: Callable[[], bool]) -> Callable[[], bool]:
-        """Wrap `check`, which some code calls before each part: a call counts the previous part as done."""
+        """Wrap `check`, which is called before each part, so that a call counts the previous part as done."""
         self._done -= 1
 
         def counted() -> bool:
@@ -72,7 +71,7 @@ class PhaseLine:
         return counted
 
     def close(self) -> None:
-        """Remove the line from a terminal; in other output that had a line, write how long the phase took."""
+        """Remove the line from a terminal; elsewhere, if a line was written, print the duration of the phase."""
         seconds = time.monotonic() - self._began if self._is_shown else 0.0
         if self._is_shown and self._is_live:
             write_now(self._out, CLEAR_LINE)
@@ -94,7 +93,7 @@ class PhaseLine:
 
 
 def count_parts(what: str, parts: Iterable[T], total: int) -> Iterator[T]:
-    """The same `parts`, with a progress line about `what` while they are consumed."""
+    """Iterate over `parts` with a progress line named `what`."""
     with PhaseLine(what, total) as line:
         for part in parts:
             yield part
@@ -102,18 +101,18 @@ def count_parts(what: str, parts: Iterable[T], total: int) -> Iterator[T]:
 
 
 def say_nothing(_: str) -> None:
-    """Print nothing: a `Say` of ranks other than zero."""
+    """A `Say` that prints nothing, for ranks other than zero."""
 
 
 def write_now(out: TextIO, text: str) -> None:
-    """Write and flush; a full disk does not end the run."""
+    """Write and flush; errors such as a full disk are ignored."""
     with suppress(OSError):
         out.write(text)
         out.flush()
 
 
 def time_text(seconds: float) -> str:
-    """Seconds as `12 s`, `5 min` or `1.5 h`."""
+    """Format seconds as `12 s`, `5 min` or `1.5 h`."""
     if seconds < _MINUTE:
         return f"{seconds:.0f} s"
     return f"{seconds / _MINUTE:.0f} min" if seconds < _HOUR else f"{seconds / _HOUR:.1f} h"

@@ -1,4 +1,4 @@
-"""Filters known messages of other packages that are irrelevant to a run; errors and other warnings stay.
+"""Filters known irrelevant messages of other packages; errors and other warnings stay.
 
 DS_LOG_LEVEL=debug, info or warning shows them again, at that level for DeepSpeed. Only this program's own processes are
 filtered: `deepspeed` and `torchrun` still print their own lines before they start ranks ("Unable to find hostfile").
@@ -18,33 +18,33 @@ SWITCH = "DS_LOG_LEVEL"
 LEVELS = ("debug", "info", "warning")
 _FORWARDED = "all_gather_into_tensor|reduce_scatter_tensor|_all_gather_base|_reduce_scatter_base"
 _WARNINGS: tuple[tuple[type[Warning], str], ...] = (
-    # Of the functions that DeepSpeed 0.19.8 calls in every micro-batch under ZeRO-3 (comm/torch.py); torch 2.13.
+    # DeepSpeed 0.19.8 calls these functions in every micro-batch under ZeRO-3 (comm/torch.py); torch 2.13 warns.
     (FutureWarning, rf"`torch\.distributed\.({_FORWARDED})` is (deprecated|a private function)"),
-    # The name that transformers 5.20 to 5.24 all know (modeling_utils.py:3191).
+    # transformers 5.20 to 5.24 all have this deprecated name (modeling_utils.py:3191).
     (FutureWarning, r"`gradient_checkpointing_enable` is deprecated"),
 )
 _RECORDS = {
     # The launcher's fallback to this machine's GPUs (launcher/runner.py:214).
     "DeepSpeed": re.compile(r"Unable to find hostfile, will proceed with training"),
-    # A table of tensors that a model leaves out, such as those of a multi-token prediction layer; one that also names
+    # A table of tensors that a model ignores, such as those of a multi-token prediction layer; a table that also names
     # missing tensors stays (transformers 5.23, utils/loading_report.py).
     "transformers.modeling_utils": re.compile(r"(?s).*LOAD REPORT(?!.*(MISSING|MISMATCH|CONVERSION)).*UNEXPECTED"),
-    # At the first use of a store of SQLite (mlflow 3.17, store/db/utils.py).
+    # Printed at the first use of an SQLite store (mlflow 3.17, store/db/utils.py).
     "mlflow.store.db.utils": re.compile(r"(Creating initial MLflow|Updating) database tables"),
 }
-"""Dropped log messages up to level WARNING, by the name of the logger."""
+"""Patterns of dropped log messages up to level WARNING, by logger name."""
 _LOADING_BAR = "Loading weights"
 """Description of transformers' progress bar while it loads weights (5.23, core_model_loading.py:1831)."""
 _WRITING_BAR = "Writing model shards"
-"""Description of its bar while `save_pretrained` writes, as selftest does (5.23, modeling_utils.py:3580)."""
+"""transformers' progress bar of `save_pretrained`, which selftest calls (5.23, modeling_utils.py:3580)."""
 
 
 def quiet_packages(environ: Mapping[str, str] = os.environ) -> None:
-    """Filter known warnings and log records for the life of this process; ConfigError where DS_LOG_LEVEL is wrong."""
+    """Filter known warnings and log records until the process ends; ConfigError where DS_LOG_LEVEL is invalid."""
     if deepspeed_level(environ) != "quiet":
         return
     for category, message in _WARNINGS:
-        # The filter stays on: removing it would reset Python's record of warnings already shown.
+        # Never removed: that would reset Python's record of warnings already shown.
         warnings.filterwarnings("ignore", message=message, category=category)
     for name, pattern in _RECORDS.items():
         logger = logging.getLogger(name)
@@ -53,7 +53,7 @@ def quiet_packages(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def deepspeed_level(environ: Mapping[str, str] = os.environ) -> str:
-    """The value of DS_LOG_LEVEL, `quiet` where it is not set; ConfigError for a value that is not in LEVELS."""
+    """Value of DS_LOG_LEVEL, `quiet` by default; ConfigError for a value not in LEVELS."""
     level = environ.get(SWITCH) or "quiet"
     if level not in ("quiet", *LEVELS):
         raise ConfigError(f"{SWITCH} is `{level}`", hint=f"set it to {', '.join(LEVELS)}, or unset it")
@@ -61,8 +61,8 @@ def deepspeed_level(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def show_loading_as_phase() -> None:
-    """Replace transformers' progress bar for loading weights by this program's progress line, and show none for writing
-    them; other bars stay.
+    """Replace transformers' progress bar of loading weights by this program's progress line, and hide the one of
+    writing them; other bars stay.
     """
     from transformers.utils import logging as transformers_logging
 
@@ -71,7 +71,7 @@ def show_loading_as_phase() -> None:
 
 
 def _bar_or_phase(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-    # transformers iterates over these bars, and uses nothing else of them.
+    # transformers only iterates over these two bars.
     if kwargs.get("desc") not in (_LOADING_BAR, _WRITING_BAR) or len(args) != 1:
         return factory(*args, **kwargs)
     if kwargs["desc"] == _WRITING_BAR:

@@ -20,9 +20,7 @@ ERR = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def show_pairs(title: str, pairs: Iterable[tuple[str, str]]) -> None:
-    """Print names and texts in two columns: on a terminal in lines that fit it, and elsewhere a line of any length for
-    each.
-    """
+    """Print names and texts in two columns, wrapped on a terminal, elsewhere one line of any length per pair."""
     rows = list(pairs)
     indent = max((cell_len(name) for name, _ in rows), default=0) + 2
     width = OUT.width - indent if OUT.is_terminal else sys.maxsize
@@ -34,13 +32,13 @@ def show_pairs(title: str, pairs: Iterable[tuple[str, str]]) -> None:
 
 
 def show_note(text: str) -> None:
-    """Print a sentence; on a terminal in lines that fit it."""
+    """Print a sentence, wrapped on a terminal."""
     show_line("\n".join(wrapped(text, OUT.width if OUT.is_terminal else sys.maxsize)))
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """The lines of `text`, broken at spaces where they are longer than `width`; a longer word, such as a key or a path,
-    is broken after dots and slashes alone.
+    """Lines of `text`, broken at spaces to fit `width`; a longer word, such as a key or a path, is broken only after
+    dots and slashes.
     """
     return [line for given in text.split("\n") for line in _wrapped_line(given, width)]
 
@@ -58,8 +56,8 @@ def _wrapped_line(text: str, width: int) -> list[str]:
 
 
 def show_line(text: str) -> None:
-    """Print a line without markup, on a terminal in place of a progress line that is there; a full disk behind standard
-    output does not end the run.
+    """Print a line without markup, replacing a progress line on a terminal; a full disk behind standard output does not
+    end the run.
     """
     with suppress(OSError):
         if OUT.is_terminal:
@@ -68,11 +66,11 @@ def show_line(text: str) -> None:
 
 
 def show_piece(text: str) -> None:
-    """Print a piece of a line without a line end, and flush."""
+    """Print text without a line end, and flush."""
     OUT.file.write(text)
     OUT.file.flush()
 
 
 def show_error(text: str) -> None:
-    """Print an error."""
+    """Print an error to standard error."""
     ERR.print(text, markup=False, style="red")
