@@ -47,8 +47,7 @@ class Tokens:
     unread: tuple[str, ...] = ()
     form: str = ""
     """Form of a completion's prompt without a chat template: `alpaca`, `separator`, or `joined` if the completion
-    begins with white space; empty for other rows.
-    """
+    begins with white space; empty for other rows."""
     earlier: "tuple[Tokens, ...]" = ()
 
     def loses_answers(self, most: int) -> bool:

@@ -64,8 +64,7 @@ _LONGEST_KEPT = 32
 """Maximum characters of a cached piece. Longer ones, as in texts without spaces, seldom occur again."""
 _CONTEXT, _CONTEXT_WITHOUT_ADDED = 64, 16
 """Number of preceding characters on which the first tokens of a text depend, with and without an added token among
-them.
-"""
+them."""
 
 
 def text_encoder(tokenizer: PreTrainedTokenizerBase) -> "TextEncoder":

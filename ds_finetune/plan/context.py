@@ -11,8 +11,7 @@ from ds_finetune.families.table import WITH_CONTEXT
 _POSITIONS, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 _LATENT_SCALES = {"mscale": 1.0, "mscale_all_dim": 1.0}
 """Keys as in DeepSeek-V3's config.json: with them YaRN scales the whole attention logits. Without them it scales
-cosines and sines, which latent attention applies only to a few columns.
-"""
+cosines and sines, which latent attention applies only to a few columns."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,7 @@ class ContextPlan:
     """Whether the model has DeepSeek's multi-head latent attention."""
     head_dim: int | None = None
     """`head_dim` to write where config.json has null, as Mixtral's: transformers 5.23 computes YaRN from that key
-    (modeling_rope_utils.py:415).
-    """
+    (modeling_rope_utils.py:415)."""
 
     @property
     def positions(self) -> int:

@@ -23,8 +23,7 @@ DEFAULT_CHOICES: Tree = {"zero_optimization": {"stage": 2}}
 
 HAS_TORCH_ADAM = ("adam", "adamw", "muon")
 """Optimizers whose Adam kernel is DeepSpeed's FusedAdam unless `torch_adam` is set (0.19.8, runtime/engine.py,
-get_optimizer_configuration).
-"""
+get_optimizer_configuration)."""
 _COMMUNICATION, _ACCUMULATION = "communication_data_type", "grad_accum_dtype"
 TORCH_ADAM: Tree = {"torch_adam": True, "fused": True}
 """Optimizer parameters that make DeepSpeed use torch's fused AdamW."""

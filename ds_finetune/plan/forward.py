@@ -14,8 +14,7 @@ from ds_finetune.plan.kernels import triton_problem
 
 MAX_WIDTH = 256
 """Maximum head width in columns of FlashAttention in torch 2.11 and 2.13
-(aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_varlen_fwd).
-"""
+(aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_varlen_fwd)."""
 HALF_PRECISIONS = ("bf16", "fp16")
 """Precisions that FlashAttention supports."""
 _OLDEST = (8, 0)
@@ -24,8 +23,7 @@ _HOPPER = 9
 """Major compute capability required by FlashAttention 3 (torch 2.13, nn/attention/_fa3.py:155)."""
 _NO_BACKWARD = {(8, 6), (8, 7), (8, 9), (12, 0), (12, 1)}
 """Compute capabilities whose shared memory is too small for FlashAttention's backward at 193 to 224 columns (torch
-2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp:531).
-"""
+2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp:531)."""
 
 
 Arch = tuple[int, int]
@@ -127,14 +125,12 @@ def _dotted(capability: Arch) -> str:
 
 FUSED_PRECISION = "bf16"
 """Precision in which torch has one kernel for the products of all experts (torch 2.11 and 2.13,
-aten/src/ATen/native/cuda/GroupedBlas.cpp, `_grouped_mm_cuda`).
-"""
+aten/src/ATen/native/cuda/GroupedBlas.cpp, `_grouped_mm_cuda`)."""
 _FUSED = (9, 10)
 """Major compute capabilities with that kernel (the same file, `_scaled_mm_allowed_device`)."""
 _OLDEST_GROUPED = (8, 0)
 """Compute capability from which transformers calls torch's grouped product; on older GPUs it loops over experts
-(transformers 5.23, integrations/moe.py:338-348).
-"""
+(transformers 5.23, integrations/moe.py:338-348)."""
 TORCH_ONLY = "model.kernels is torch"
 """Reason in plan lines why FlashAttention 3 and the Triton kernel of experts are not used."""
 _LOOP = "a product for each expert, whose numbers of rows the host reads first"
