@@ -1,6 +1,6 @@
 """Checks of hosts, which `launch` runs before it starts ranks and `doctor` reports: pure functions of host facts.
 
-Also here are the checks of hosts that cannot be reached, and the address at which other hosts reach the first one.
+The module also has the checks of unreachable hosts, and finds the address at which other hosts reach the first one.
 """
 
 import ipaddress
@@ -19,7 +19,7 @@ from ds_finetune.system.world import World
 
 State = Literal["ok", "warn", "fail"]
 _CLOCK_WARN_SECONDS, _CLOCK_FAIL_SECONDS = 1, 7
-"""torch's elastic agents hold a host for lost whose heartbeat is older than 15 s by their own clock."""
+"""torch's elastic agents consider a host lost if its heartbeat is 15 s old by their own clock."""
 _SSH_FAILED = 255
 _NO_COMMAND = (126, 127)
 _SAME_ENVIRONMENT = "install the same environment at the same path on every host"
@@ -52,7 +52,7 @@ _SSH_FAULTS = (
 
 @dataclass(frozen=True)
 class Check:
-    """One check of one host: its name, the host (empty for all hosts together), the state, what was found, a hint."""
+    """One check of one host: its name, the host (empty: all hosts), the state, what was found, and a hint."""
 
     name: str
     host: str
@@ -60,11 +60,11 @@ class Check:
     found: str
     hint: str = ""
     values: Mapping[str, float] = field(default_factory=dict, compare=False)
-    """Measured numbers for programs, with their units in their names."""
+    """Measured numbers for programs; their names include the unit."""
 
 
 Answer = HostInfo | Check
-"""The facts of a host, or the failed check of a host that cannot be reached."""
+"""The facts of a host, or the failed check of an unreachable host."""
 
 
 def label(host: Host) -> str:
@@ -75,10 +75,10 @@ def label(host: Host) -> str:
 def host_checks(
     hosts: Mapping[str, Host], infos: Mapping[str, HostInfo], *, here: HostInfo, environ: Mapping[str, str]
 ) -> list[Check]:
-    """Every check that `launch` and `doctor` share.
+    """The checks that `launch` and `doctor` share.
 
     `infos` has the facts of the hosts that answered, `here` those of the machine that runs `launch` or `doctor`.
-    `environ` has the variables that ranks get.
+    `environ` has the environment variables of ranks.
     """
     return [
         *range_checks(infos, environ),
@@ -90,19 +90,19 @@ def host_checks(
 
 
 def world_of(hosts: Sequence[Host], launcher: str) -> World:
-    """The ranks on all slots of `hosts`, as rank 0 sees them; `launcher` is named in refusals."""
+    """The world with a rank for each slot of `hosts`, as seen by rank 0; `launcher` is named in errors."""
     slots = [host.slots for host in hosts]
     return World(0, sum(slots), 0, slots[0], launcher)
 
 
 def ranks_of(hosts: Sequence[Host]) -> list[range]:
-    """Ranks of each host, numbered in the order of the hostfile as every launcher does."""
+    """Ranks of each host; as in every launcher, ranks are numbered in the order of the hostfile."""
     ends = list(accumulate(host.slots for host in hosts))
     return [range(end - host.slots, end) for host, end in zip(hosts, ends, strict=True)]
 
 
 def groups_of(mesh: Mesh, axes: Sequence[Axis]) -> dict[str, list[list[int]]]:
-    """The groups of ranks along each of `axes` and of expert parallelism, without axes of length one."""
+    """Rank groups along each of `axes` and of expert parallelism; axes of length one are left out."""
     groups = {str(axis): mesh.lines(axis) for axis in axes if getattr(mesh, axis) > 1}
     return groups | ({"ep": mesh.expert_lines()} if mesh.ep > 1 else {})
 
@@ -116,7 +116,7 @@ def rank_device(infos: Mapping[str, HostInfo], environ: Mapping[str, str]) -> st
 
 
 def range_checks(infos: Mapping[str, HostInfo], environ: Mapping[str, str]) -> Iterator[Check]:
-    """Packages of each host outside their tested ranges; those of an extra refuse only what uses the extra."""
+    """Packages of each host outside their tested ranges; an extra's package prevents only what uses the extra."""
     is_refused = environ.get(UNTESTED) != "1"
     for host, info in infos.items():
         if not info.packages:
@@ -130,7 +130,7 @@ def range_checks(infos: Mapping[str, HostInfo], environ: Mapping[str, str]) -> I
 
 
 def version_checks(here: HostInfo, infos: Mapping[str, HostInfo]) -> Iterator[Check]:
-    """Python, packages, this program and CUDA of each host, compared with `here`; drivers compared between hosts."""
+    """Differences of Python, packages, this program and CUDA between each host and `here`; of drivers between hosts."""
     for host, info in infos.items():
         pairs = {name: (mine, info.versions.get(name, "")) for name, mine in here.versions.items() if name != "driver"}
         other = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
@@ -224,10 +224,7 @@ def port_check(first: str, info: HostInfo, port: int) -> Check:
 
 
 def unreachable_check(host: str, code: int | None, stderr: str, python: str) -> Check:
-    """The failed check of a `host` on which `python` could not be started; `code` None where it did not answer in time.
-
-    The patterns are the messages of OpenSSH 9 (ssh.c and sshconnect.c), of shells and of Python.
-    """
+    """The failed check of a `host` on which `python` could not be started; `code` is None where it timed out."""
     last = next((line.strip() for line in reversed(stderr.splitlines()) if line.strip()), "nothing")
     if code is None:
         hint = "check the load and the disks of the host; launch.greeting_seconds gives a slow host more time"
@@ -271,7 +268,7 @@ def preflight_checks(
 
 
 def describe(host: Host, check: Check) -> str:
-    """The text of a check: the host and its line in the hostfile, what was found, and the hint."""
+    """The text of a check: the host with its hostfile line, what was found, and the hint."""
     return f"{host.target} (line {host.line}): {check.found}\n    hint: {check.hint}"
 
 
@@ -280,7 +277,7 @@ def meeting_address(hosts: Sequence[Host], infos: Mapping[Host, HostInfo]) -> st
     first, info = hosts[0], infos[hosts[0]]
     if len(hosts) == 1:
         return "127.0.0.1"
-    # Where the first host is this machine, the others know the address that their ssh connection came from.
+    # If the first host is this machine, the other hosts reach it at the address that their ssh connection came from.
     clients = [infos[host].ssh_client for host in hosts[1:] if is_here(first)]
     candidates = [address_of(first), info.ssh_server_address, *clients, *chain.from_iterable(info.interfaces.values())]
     return next((address for address in candidates if _is_for_others(address)), "")

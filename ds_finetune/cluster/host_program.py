@@ -1,12 +1,11 @@
-"""The program that `doctor` and `launch` start on each host by a remote shell; each gives it functions of its own.
+"""The program that `doctor` and `launch` start on each host by a remote shell, each with its own functions.
 
-A request is a line of JSON on standard input with functions to call and their arguments, and the reply a line with
-their results. Replies and events begin with a token, the last argument of the program: a login shell may print other
-lines.
+A request is a line of JSON on standard input with functions to call and their arguments. The reply is a line with their
+results. Replies and events begin with a token, the last argument of the program, because a login shell may print lines
+of its own.
 
-The program ends when its standard input does: with the program that asks, with ssh or with the connection. It also ends
-when nothing arrives for some time, as from a laptop that was closed. It then kills every process below it, and removes
-its files.
+The program ends with its standard input, so when the asking program, ssh or the connection ends. It also ends when no
+line arrives for some time, as from a suspended laptop. It then kills every process below it, and removes its files.
 """
 
 import atexit
@@ -32,10 +31,10 @@ from ds_finetune.system.info import gather_host_info
 _IDLE_SECONDS = 300.0
 _LATE_SECONDS = 2.0
 _BECOME_SUBREAPER = 36
-"""PR_SET_CHILD_SUBREAPER of prctl(2): the orphans below this process become its children."""
+"""PR_SET_CHILD_SUBREAPER of prctl(2): orphaned descendants become children of this process."""
 Functions = Mapping[str, Callable[..., Any]]
 starting = threading.Lock()
-"""Held while a process or a file is made, and for good once the program ends."""
+"""Held while a process or file is created; the ending program never releases it, so that nothing is created after."""
 made: list[Path] = []
 """Files and folders that are removed at the end."""
 
@@ -47,11 +46,11 @@ class HostProgram:
         self._silent_seconds = _IDLE_SECONDS
         self._lines: queue.Queue[dict[str, Any]] = queue.Queue()
         self.output: TextIO = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace")
-        # What libraries print is no reply.
+        # Whatever libraries print to standard output goes to standard error, since it is no reply.
         os.dup2(2, 1)
 
     def serve(self, functions: Functions, orders: Functions) -> None:
-        """Answer requests for `functions` one after another; `orders` are carried out at once and have no reply."""
+        """Answer requests for `functions` one after another; `orders` are executed at once and have no reply."""
         with suppress(AttributeError):
             ctypes.CDLL(None).prctl(_BECOME_SUBREAPER, 1, 0, 0, 0)
         atexit.register(_clean_up)
@@ -65,15 +64,15 @@ class HostProgram:
         self._silent_seconds = seconds
 
     def emit(self, event: Mapping[str, Any]) -> None:
-        """Send an event, which may come at any time before the reply to a request."""
+        """Send an event; events may precede the reply to a request."""
         self._tell("event", event)
 
     def _tell(self, kind: str, value: object) -> None:
-        # One call, so that no other thread's text comes between. The line before may have no end.
+        # One write, so that text of other threads cannot come between; the line before may lack its newline.
         self.output.write(f"{sys.argv[-1]} {json.dumps([kind, value])}\n")
 
     def _read(self, orders: Functions) -> None:
-        # Not sys.stdin, whose lock an ending interpreter needs.
+        # Not sys.stdin: the interpreter needs its lock at exit.
         with open(0, "rb", buffering=0) as file:
             while self._is_readable() and (line := file.readline()):
                 request = json.loads(line.strip() or b"{}")
@@ -85,7 +84,7 @@ class HostProgram:
         os._exit(0)
 
     def _is_readable(self) -> bool:
-        """Whether a line or the end of standard input arrives in time; a pause of this process does not count."""
+        """Wait for input or its end; False after the time limit, in which a pause of this process does not count."""
         while True:
             began = time.monotonic()
             if select.select([0], [], [], self._silent_seconds)[0]:
@@ -95,14 +94,14 @@ class HostProgram:
 
 
 def facts(environ: dict[str, str], port: int) -> dict[str, Any]:
-    """The fields of HostInfo; the variables stay set for later requests."""
+    """The fields of HostInfo; the environment variables stay set for later requests."""
     os.environ.update(environ)
     return asdict(gather_host_info(port))
 
 
 def kill_children() -> None:
     """Kill every process below this one."""
-    # A process may start another before it is killed, which then becomes a child of this one.
+    # A child may start another process before it dies, which then becomes a child of this process.
     while children := psutil.Process().children(recursive=True):
         for child in children:
             with suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""Asks a program on every host (host_program.py), all hosts at the same time."""
+"""Sends requests to a program on every host (host_program.py), to all hosts at the same time."""
 
 import json
 import secrets
@@ -17,12 +17,12 @@ from ds_finetune.errors import LaunchError
 from ds_finetune.system.info import HostInfo
 
 _END_SECONDS = 15.0
-"""How long a program may take to kill what it has started."""
+"""How long a program may take to kill the processes that it started."""
 _LINES = 200
-"""Last lines of output that are kept for a report."""
+"""Last lines of output that are stored for a report."""
 
 Reply = tuple[dict[str, Any], float, float]
-"""Results by function, then the seconds by which the host's clock is ahead of this machine's, and their error."""
+"""Results by function; seconds by which the host's clock is ahead of this machine's; error of these seconds."""
 Event = Mapping[str, Any] | str
 """An event of a host, or a line that a program on it has printed."""
 
@@ -30,14 +30,14 @@ Event = Mapping[str, Any] | str
 class Cluster:
     """The programs on `hosts`; `lost` has the failed checks of hosts that stopped answering.
 
-    `program` is a module, and `name` is in the command line of its processes.
+    `program` is a Python module; `name` is in the command line of its processes.
     """
 
     def __init__(self, hosts: Sequence[Host], remote: Remote, program: str, *, name: str) -> None:
         self.hosts, self._remote = {label(host): host for host in hosts}, remote
         self.lost: dict[str, Check] = {}
         self.clocks: dict[str, tuple[float, float]] = {}
-        """Seconds by which the clock of a host is ahead of this machine's, and their error."""
+        """By host: seconds by which its clock is ahead of this machine's, and the error of this number."""
         self._pool = ThreadPoolExecutor(max_workers=len(hosts))
         token = f"{name}.{secrets.token_hex(8)}"
         self._mark = f"{token} [".encode()
@@ -48,7 +48,7 @@ class Cluster:
             raise LaunchError(f"`{absent.filename}` is not installed here", hint=hint) from None
 
     def infos(self, environ: Mapping[str, str], port: int, *, seconds: float) -> dict[str, HostInfo]:
-        """The facts of the hosts that answer and have this version of the program; the first host looks at the port."""
+        """The facts of the hosts that answer with this version of the program; the first host also checks the port."""
         first, infos = next(iter(self.hosts)), {}
         queries = {name: {"facts": {"environ": environ, "port": port * (name == first)}} for name in self.hosts}
         for name, (results, *clock) in self.ask(queries, seconds=seconds).items():
@@ -64,7 +64,7 @@ class Cluster:
         return {host: self.lost[name] if name in self.lost else infos[name] for name, host in self.hosts.items()}
 
     def ask(self, requests: Mapping[str, Mapping[str, Any]], *, seconds: float) -> dict[str, Reply]:
-        """Send each host the functions to call, and return the replies by host; one without a reply in time is lost."""
+        """Send each host its request and return the replies by host; hosts that do not reply in time become `lost`."""
         pending = {name: self.start(name, requests[name]) for name in requests if name not in self.lost}
         wait(pending.values(), timeout=seconds)
         late = {name for name, future in pending.items() if not future.done()}
@@ -81,14 +81,14 @@ class Cluster:
     def start(
         self, name: str, request: Mapping[str, Any], on_event: Callable[[Event], None] | None = None
     ) -> "Future[Reply | str]":
-        """Send a host the functions to call; the result is the reply, or the last output where the program ends.
+        """Send one host a request; the result is the reply, or the last output where the program ends first.
 
-        Events, and other lines of output, are passed to `on_event` in a thread of their own.
+        Events and other lines of output are passed to `on_event`, in another thread.
         """
         return self._pool.submit(self._ask, self._processes[name], request, on_event)
 
     def order(self, name: str, request: Mapping[str, Any]) -> None:
-        """Send a host an order, which has no reply; nothing happens where it is gone."""
+        """Send a host an order, which has no reply; does nothing if the host is gone."""
         with suppress(OSError, ValueError):
             _send(self._processes[name], request)
 
@@ -98,11 +98,11 @@ class Cluster:
             self.order(name, {})
 
     def end(self, name: str) -> None:
-        """End the program on one host, and all that it has started."""
+        """End the program on one host with all processes that it started."""
         _end([self._processes[name]])
 
     def lose(self, name: str, output: str) -> Check:
-        """The failed check of a host whose program has ended, with its last output."""
+        """Record a host whose program has ended as lost; returns its failed check, which quotes its last output."""
         self.lost[name] = self._unreachable(name, output, is_late=False)
         return self.lost[name]
 
@@ -115,7 +115,7 @@ class Cluster:
     def _unreachable(self, name: str, output: str, *, is_late: bool) -> Check:
         code = None
         if not is_late:
-            # A program may have closed its output and not end.
+            # A program may close its output without ending.
             with suppress(subprocess.TimeoutExpired):
                 code = self._processes[name].wait(_END_SECONDS)
         return unreachable_check(name, code, output, self._remote.python)
@@ -154,7 +154,7 @@ def _send(process: "subprocess.Popen[bytes]", request: Mapping[str, Any]) -> Non
 
 
 def _end(processes: "Iterable[subprocess.Popen[bytes]]") -> "list[subprocess.Popen[bytes]]":
-    """End programs by closing their standard input; returns those that had to be killed on this side."""
+    """End programs by closing their standard input; returns those whose local process had to be killed."""
     late = []
     for process in processes:
         assert process.stdin

@@ -1,6 +1,6 @@
 """One rank of a launched run: `python -m ds_finetune.cluster.worker RUN.yaml ...`, under any launcher.
 
-Under mpirun and Slurm the output of ranks other than the first goes to files; torch's agent redirects that of all.
+Under mpirun and Slurm the output of all ranks but the first goes to files; torch's agent redirects that of all ranks.
 """
 
 import os
@@ -23,7 +23,7 @@ def main() -> NoReturn:
         # The parent ended before `die_with_parent` took effect.
         os._exit(1)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # The agent keeps what the interpreter itself prints until here apart.
+        # The agent logs what the interpreter itself wrote to standard error before this line in a file of its own.
         os.dup2(1, 2)
     elif (rank := World.from_environment(os.environ).rank) and RUN_ID in os.environ:
         _redirect_output(rank, os.environ[RUN_ID])

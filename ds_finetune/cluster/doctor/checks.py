@@ -1,4 +1,4 @@
-"""The doctor's checks that compare hosts, or read what programs on the hosts printed."""
+"""The doctor's checks that compare hosts, or that parse the output of programs on the hosts."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -10,17 +10,17 @@ from ds_finetune.config.units import MIB
 
 Key = TypeVar("Key", str, tuple[str, str])
 Ended = tuple[int | None, str]
-"""Exit code of a program on a host (None where it was killed after its time), and the end of its output."""
+"""Exit code of a program on a host (None: killed after its time limit), and the end of its output."""
 _SLOW_FACTOR, _BROKEN_FACTOR = 3, 10
-"""A host or link is slow, or broken, where the median of the others is this many times as fast."""
+"""A host or link is slow, or broken, if the median of the others is more than this many times as fast."""
 _UNREACHED = "look at firewalls between hosts (all ports are needed), and at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
 _SLOW_HINT = "compare its link speed (ethtool), cable, switch port and driver with the others'"
 
 
 def folder_checks(folder: str, seen: Mapping[str, tuple[bool, bool]], node_local: bool | None) -> Iterator[Check]:
-    """Check that a folder can be written, and which hosts share it with the first, whose marker file they see there.
+    """Check on which hosts a folder is writable, and which hosts share it: they see the first host's marker file.
 
-    `node_local` is checkpoint.node_local, None for a folder that this key does not concern.
+    `seen` has (is writable, sees the marker) by host. `node_local` is checkpoint.node_local; None for other folders.
     """
     for host in (host for host, (is_writable, _) in seen.items() if not is_writable):
         hint = "change the permissions, or name another folder"
@@ -41,7 +41,7 @@ def folder_checks(folder: str, seen: Mapping[str, tuple[bool, bool]], node_local
 
 
 def network_checks(ended: Mapping[str, Ended], endpoint: str) -> Iterator[Check]:
-    """Checks from the elastic agent of each host: what measure.py measured, or why a host did not."""
+    """Network checks from the output of each host's elastic agent: rates that measure.py printed, or why it failed."""
     results, causes, consequences = dict[str, Any](), dict[str, str](), dict[str, str]()
     for host, (code, output) in ended.items():
         lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
@@ -64,9 +64,9 @@ def network_checks(ended: Mapping[str, Ended], endpoint: str) -> Iterator[Check]
 
 
 def rate_checks(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
-    """Slow hosts and links, and rates inside hosts, between neighbours and over all ranks, as each host measured them.
+    """Checks of slow hosts and links, and of rates inside hosts, between neighbouring hosts and over all ranks.
 
-    A host is slow where the faster one of its links is slow beside the faster ones of others; else a single link is.
+    A host is slow if its fastest link is slow compared with the fastest links of the others; otherwise one link may be.
     """
     inside = {host: result["inside"] for host, result in results.items() if result["inside"]}
     both = {(host, to): rate for host, result in results.items() for to, rate in result["links"].items()}
@@ -95,7 +95,7 @@ def rate_checks(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
 
 
 def _slow(rates: Mapping[Key, float]) -> Iterator[tuple[Key, State, float]]:
-    """Hosts or links that are slow or broken beside the median of the others, which is given too."""
+    """Slow or broken hosts or links with their state and the median rate (bytes/s) of the others."""
     for key, rate in rates.items() if len(rates) > 1 else ():
         usual = median(other for name, other in rates.items() if name != key)
         if rate * _SLOW_FACTOR < usual:

@@ -26,7 +26,7 @@ Row = tuple[str, State, str, str]
 
 
 def gpus() -> list[Row]:
-    """GPUs that are in use or admit one process, and what Triton lacks to compile kernels."""
+    """Warnings about GPUs (memory in use, exclusive compute mode) and about what Triton lacks to compile kernels."""
     listed, rows = query_gpus(), list[Row]()
     if busy := [str(number) for number, gpu in enumerate(listed) if (gpu.used_bytes or 0) > GIB]:
         text = f"GPU {', '.join(busy)} has more than 1 GiB in use"
@@ -63,7 +63,7 @@ def memory(host_bytes: int, gpu_bytes: int) -> list[Row]:
 
 
 def disk(folder: str, num_bytes: int) -> list[Row]:
-    """Whether the run can be written to output_dir; it overwrites an earlier run there."""
+    """Check that the run fits on the disk of output_dir, where it may replace an earlier run."""
     existing = nearest_existing(Path(folder))
     held = bytes_below(Path(folder)) if Path(folder, "metrics.jsonl").exists() else 0
     room = shutil.disk_usage(existing).free + held
@@ -83,7 +83,7 @@ def digests(paths: Sequence[str]) -> dict[str, str]:
 
 
 def place(folders: Sequence[str], marker: str) -> None:
-    """Make an empty file in each folder that can be written."""
+    """Create the empty file `marker` in each folder, or in its nearest existing parent, where that is writable."""
     for folder in folders:
         path = nearest_existing(Path(folder)) / marker
         with starting, suppress(OSError):
@@ -92,7 +92,7 @@ def place(folders: Sequence[str], marker: str) -> None:
 
 
 def look(folders: Sequence[str], marker: str) -> dict[str, tuple[bool, bool]]:
-    """Whether each folder can be written, and whether the file is in it that another host has placed."""
+    """By folder: whether it is writable, and whether it has the file `marker`, which another host has created."""
     places = {folder: nearest_existing(Path(folder)) for folder in folders}
     return {folder: (os.access(top, os.W_OK | os.X_OK), (top / marker).exists()) for folder, top in places.items()}
 
@@ -102,7 +102,7 @@ def run(module: Sequence[str], seconds: float) -> tuple[int | None, str]:
     with starting:
         folder = Path(tempfile.mkdtemp(prefix="ds_finetune-doctor-"))
         made.append(folder)
-        # torch's elastic agent leaves folders there.
+        # torch's elastic agent leaves temporary folders in TMPDIR.
         environ, command = {**with_package(os.environ), "TMPDIR": str(folder)}, python_module(*module)
         with (folder / "output").open("wb") as output:
             stdin, stderr = subprocess.DEVNULL, subprocess.STDOUT

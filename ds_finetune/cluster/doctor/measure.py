@@ -29,7 +29,7 @@ _NUM_REPEATS = 5
 
 
 def measure(host: str, device: torch.device) -> dict[str, Any] | None:
-    """Bus bandwidths in bytes a second, in the default process group; None on all but the first rank of each host."""
+    """Bus bandwidths in bytes/s, in the default process group; None on all but the first rank of each host."""
     names: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(names, host)
     ranks = {name: [rank for rank, other in enumerate(names) if other == name] for name in names}
@@ -44,18 +44,18 @@ def measure(host: str, device: torch.device) -> dict[str, Any] | None:
 
 
 def rounds(hosts: list[str]) -> list[list[tuple[str, str]]]:
-    """The pairs of neighbours in a ring of hosts, in rounds in which each host is in one pair at most."""
+    """Pairs of neighbours in a ring of hosts, in rounds; in a round each host is in at most one pair."""
     ring = list(zip(hosts, [*hosts[1:], hosts[0]], strict=True))[: len(hosts) if len(hosts) > 2 else -1]
     odd = [ring.pop()] if len(ring) > 1 and len(ring) % 2 else []
     return [pairs for pairs in (ring[::2], ring[1::2], odd) if pairs]
 
 
 def bus_bandwidth(groups: list[list[int]], device: torch.device) -> float:
-    """Bytes a second that each link carries in an all-reduce of this rank's group, as NCCL's tests count them
-    (nccl-tests, doc/PERFORMANCE.md); 0 where the rank is alone or in no group. RuntimeError where sums are wrong.
+    """Bus bandwidth in bytes/s of an all-reduce of this rank's group, as defined by nccl-tests (doc/PERFORMANCE.md); 0
+    for a group of one rank and on a rank without a group. RuntimeError where sums are wrong.
 
-    All groups, which share no rank, are measured at the same time. The first all-reduce is not timed: it opens the
-    connections, for which NCCL may take seconds.
+    Groups share no rank and are measured at the same time. The first all-reduce is not timed: it opens connections, for
+    which NCCL may take seconds.
     """
     group, _ = dist.new_subgroups_by_enumeration(groups, timeout=_TIMEOUT)
     if group is None:
@@ -77,12 +77,12 @@ def bus_bandwidth(groups: list[list[int]], device: torch.device) -> float:
 
 
 def main(host: str, gpus: str) -> None:
-    """Measure as one rank of `host`; `gpus` has the number of the GPU of each local rank, and nothing for CPUs."""
+    """Measure as one rank of `host`; `gpus` lists the GPU index of each local rank, and is empty for CPUs."""
     die_with_parent()
     if interface := interface_towards(os.environ["MASTER_ADDR"]):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    # A rank says itself what failed; otherwise NCCL's watchdog would end the process.
+    # Errors are raised on the rank, which reports them; otherwise NCCL's watchdog would end the process.
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     device, is_cause = torch.device("cpu"), True
     try:
@@ -94,13 +94,13 @@ def main(host: str, gpus: str) -> None:
         dist.init_process_group("nccl" if gpus else "gloo", timeout=_TIMEOUT)
         result = measure(host, device)
     except (RuntimeError, FinetuneError) as failed:
-        # gloo's messages begin with a line of its source.
+        # gloo's messages begin with a source file and line in brackets.
         text = re.sub(r"^\[\S+\] *", "", str(failed).strip().splitlines()[0])
         sys.stdout.write(f"{json.dumps({'problem': text, 'is_cause': is_cause})}\n")
         raise SystemExit(1) from None
     if result is not None:
         print(json.dumps(result), flush=True)  # noqa: T201 - what the doctor reads
-    # Others have measured too before their connections close; one that has left first is no fault of this host.
+    # All ranks have measured when connections close, so a rank that leaves first is no fault of this host.
     with suppress(RuntimeError):
         dist.barrier()
     dist.destroy_process_group()

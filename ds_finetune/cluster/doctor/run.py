@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _PROGRAM = "ds_finetune.cluster.doctor.host"
 _HOST_SECONDS = 45.0
 _JOIN_SECONDS = 60
-"""How long the agent of a host waits for those of the others, which may still be importing torch."""
+"""How long the agent of a host waits for agents of other hosts, which may still be importing torch."""
 _NETWORK_SECONDS = _JOIN_SECONDS + 90.0
 _MARGIN = 10.0
 _AGAIN = "correct that and run doctor again"
@@ -44,27 +44,27 @@ _NEEDED_BY_NETWORK = ("address", "interface", "devices", "port")
 
 
 Resolve = Callable[[World, str], "ResolvedRun"]
-"""Resolves a run on the ranks of a world and a kind of device; FinetuneError where it cannot be trained so."""
+"""Resolves the run for a world and a device kind (`cpu`, `cuda`); FinetuneError where it cannot be trained there."""
 
 
 @dataclass(frozen=True)
 class DoctorRequest:
-    """The hosts, how to reach them, the port of rank 0, and what a run needs of them, if one is given."""
+    """The hosts, how to reach them, the port of rank 0, and what the run needs on each host, if a run is given."""
 
     hosts: tuple[Host, ...]
     remote: Remote
     port: int
     folders: dict[str, str]
-    """Folders that hosts may share, by their names in the report."""
+    """Folders that hosts may share, by name in the report."""
     files: tuple[str, ...] = ()
     """Files and folders that every host must have."""
     node_local: bool | None = None
-    """Whether each host has the checkpoints of its own ranks; None where nothing is saved."""
+    """Whether each host stores only checkpoints of its own ranks; None where nothing is saved."""
     resolve: Resolve | None = None
 
 
 def examine(request: DoctorRequest, say: Say) -> list[Check]:
-    """All checks of the hosts; `say` prints what takes long."""
+    """All checks of the hosts; `say` announces slow ones."""
     with closing(Cluster(request.hosts, request.remote, _PROGRAM, name="doctor")) as cluster:
         checks = list(_checks(request, cluster, say))
         return [*cluster.lost.values(), *checks]
@@ -96,7 +96,7 @@ def _checks(request: DoctorRequest, cluster: Cluster, say: Say) -> Iterator[Chec
     elif device == "cuda" or len(infos) > 1:
         say("measuring the network")
         yield from _network_checks(cluster, infos, device)
-    # Long after the marker was placed: a network file system shows the files of other hosts with a delay.
+    # As late as possible after the marker was created: a network file system shows other hosts' files with a delay.
     replies = cluster.ask({name: {"look": folders} for name in infos}, seconds=_HOST_SECONDS)
     yield from (clock_check(name, ahead, error) for name, (_, ahead, error) in replies.items())
     for key, path in request.folders.items():
@@ -105,7 +105,7 @@ def _checks(request: DoctorRequest, cluster: Cluster, say: Say) -> Iterator[Chec
 
 
 def resolve_on(resolve: Resolve, hosts: Sequence[Host], device: str) -> tuple["ResolvedRun | None", Check]:
-    """The run on all slots of `hosts`, and the check of its plan; None where the plan is refused."""
+    """The run resolved for all slots of `hosts`, and the check of its plan; None where the plan is refused."""
     try:
         check_versions()
         resolved = resolve(world_of(hosts, "the doctor"), device)
@@ -119,7 +119,7 @@ def resolve_on(resolve: Resolve, hosts: Sequence[Host], device: str) -> tuple["R
 def _single_host_checks(
     request: DoctorRequest, cluster: Cluster, resolved: "ResolvedRun | None", device: str
 ) -> Iterator[Check]:
-    """The checks that each host makes by itself, and of the files that it has."""
+    """Checks that each host makes of itself, and comparisons of its files with those of this machine."""
     here, queries = digests(request.files if len(request.hosts) > 1 else ()), {}
     for number, (name, host) in enumerate(cluster.hosts.items()):
         query: dict[str, Any] = {"digests": {"paths": list(here)}} | ({"gpus": {}} if device == "cuda" else {})

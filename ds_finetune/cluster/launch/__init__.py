@@ -1,1 +1,1 @@
-"""Starting a run on many hosts, and ending it on all of them."""
+"""Starts a run on many hosts, and ends it on all of them."""

@@ -33,17 +33,17 @@ from ds_finetune.system.info import interface_towards
 from ds_finetune.system.processes import began_at
 
 _SAVE_SECONDS = 600.0
-"""How long ranks may save before the kill, where a host joins."""
+"""How long ranks may take to save before they are killed, when a host joins."""
 _JOIN_SECONDS = 3.0
-"""How long after ranks have saved and ended the cause may appear: a host that joins."""
+"""How long after ranks have saved and ended the agent waits to see a host join, which explains their end."""
 _DONE_SECONDS = 60.0
-"""How long an agent whose ranks are done waits for those of other hosts, which may have to start again."""
+"""How long an agent whose ranks are done waits for agents of other hosts, which may have to restart theirs."""
 _TAIL_LINES, _TAIL_BYTES = 50, 20_000
 Event = dict[str, Any]
 
 
 class RankLogs(LogsSpecs):
-    """A log and an error file for each rank; the output of rank 0 is shown as well."""
+    """A log and an error file for each rank; the output of rank 0 is also shown."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder))
@@ -51,11 +51,11 @@ class RankLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """Folder of the logs of all attempts."""
+        """Folder with the logs of all attempts."""
         return str(self.folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Paths by local rank; the error file is named in the variables of each rank."""
+        """Log paths by local rank; sets the environment variable of each rank that names its error file."""
         folder = self.folder / f"attempt-{self.attempt}"
         folder.mkdir(parents=True, exist_ok=True)
         logs = {local: str(folder / log_name(int(env["RANK"]))) for local, env in envs.items()}
@@ -68,7 +68,7 @@ class RankLogs(LogsSpecs):
 
 
 class HostAgent(LocalElasticAgent):
-    """The agent of this host; `emit` sends an event to the launching program."""
+    """The elastic agent of this host; `emit` sends an event to the launching program."""
 
     def __init__(self, order: AgentOrder, emit: Callable[[Event], None]) -> None:
         self._order, self._emit = order, emit
@@ -85,7 +85,7 @@ class HostAgent(LocalElasticAgent):
             run_id=order.run_id,
             min_nodes=order.fewest,
             max_nodes=order.most,
-            # Agents are ranked by this. The ranks meet at the address below.
+            # Agents are ordered by `local_addr`; ranks meet at `master_addr`.
             local_addr=order.name,
             is_host=order.is_first,
             join_timeout=max(1, int(order.wait_seconds)),
@@ -101,24 +101,24 @@ class HostAgent(LocalElasticAgent):
             monitor_interval=0.2,
             master_addr=order.address,
         )
-        # With the role as its prefix, which is empty, the output of rank 0 is shown as it is.
+        # The line prefix is the role, which is empty, so the output of rank 0 has no prefix.
         super().__init__(spec, self._logs, exit_barrier_timeout=_DONE_SECONDS, log_line_prefix_template="${role_name}")
 
     def save(self) -> None:
-        """Ask the ranks to save a checkpoint and end; they are not started again."""
+        """Ask the ranks to save a checkpoint and end; they are not restarted."""
         self._is_saving, self._remaining_restarts = True, 0
         for pid in self._began:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
 
     def lose(self, name: str) -> None:
-        """Start again without a host that is gone."""
+        """Restart the ranks without host `name`, which is gone."""
         self._lost.add(name)
 
     def _assign_worker_ranks(
         self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Agree with the agents of all hosts on their names, the number of restarts left, and that of the attempt."""
+        """Agree with the other hosts' agents on agent names, restarts left (least) and attempt number (greatest)."""
         store.set(f"agents/{group_rank}", f"{self._order.name} {self._remaining_restarts} {self._logs.attempt + 1}")
         agents = [store.get(f"agents/{number}").decode().split() for number in range(group_world_size)]
         self._members = frozenset(name for name, _, _ in agents)
@@ -141,8 +141,8 @@ class HostAgent(LocalElasticAgent):
         return pids
 
     def _end_ranks(self, close: Callable[..., None], *_: object, **__: object) -> None:
-        """End the ranks in place of torch, which asks them to end and waits 30 s, also where they hang."""
-        # A signal that does nothing: the ranks that can end do so by themselves.
+        """End the ranks; torch would send SIGTERM and wait 30 s, also for ranks that hang."""
+        # SIGCONT does nothing: ranks that can end by themselves get the time to do so.
         if self._is_joined:
             close(signal.SIGTERM, _SAVE_SECONDS)
         else:
@@ -150,7 +150,7 @@ class HostAgent(LocalElasticAgent):
         kill_children()
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        # Ranks that have done nothing wrong can save.
+        # Ranks of a group without a failure can save.
         self._is_joined = worker_group.state is WorkerState.HEALTHY and not self._is_group_failed(worker_group)
         super()._restart_workers(worker_group)
         self._is_joined = False
@@ -177,7 +177,7 @@ class HostAgent(LocalElasticAgent):
         rank, first = min(result.failures.items(), key=lambda item: _time_of(item[1]))
         if first.exitcode == INTERRUPTED_EXIT_CODE and not self._is_saving and self._does_host_join():
             return RunResult(state=WorkerState.HEALTHY)
-        # A mistake of the user fails the first attempt; later a host causes this code, for example by a full disk.
+        # A user's mistake fails the first attempt; in later attempts the host causes this code, e.g. by a full disk.
         is_final = first.exitcode == INTERRUPTED_EXIT_CODE or (
             first.exitcode == USER_ERROR_EXIT_CODE and self._logs.attempt == 1
         )
@@ -188,7 +188,7 @@ class HostAgent(LocalElasticAgent):
         return result
 
     def _does_host_join(self) -> bool:
-        """Whether the ranks have ended because another agent has told its own to: a host joins."""
+        """Whether the ranks ended because another host's agent ended its ranks, since a host joins."""
         until = time.monotonic() + _JOIN_SECONDS
         while time.monotonic() < until:
             if self._rdzv_handler.num_nodes_waiting():
@@ -217,7 +217,7 @@ class HostAgent(LocalElasticAgent):
 
 
 def _time_of(failure: ProcessFailure) -> float:
-    """When a rank failed: as its error file says, else when the agent noticed."""
+    """When a rank failed: the time in its error file, else when the agent noticed."""
     message = failure.error_file_data["message"]
     at = message.get("at") if isinstance(message, Mapping) else None
     return float(at or failure.timestamp)
@@ -231,14 +231,14 @@ def _last_lines(log: Path) -> list[str]:
 
 
 def prepare(order: AgentOrder) -> None:
-    """Set the variables of the ranks, and write what torch says to a log on this host."""
+    """Set the environment variables of the ranks, and redirect torch's messages to a log on this host."""
     folder = Path(order.logs)
     folder.mkdir(parents=True, exist_ok=True)
     log = os.open(folder / f"agent-{socket.gethostname()}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     sys.stderr.flush()
     os.dup2(log, 2)
     os.environ.update(order.environ)
-    # A new port for each attempt: torch 2.13 would otherwise give a restart the keys that an earlier attempt has set.
+    # A new port for each attempt: torch 2.13 would otherwise give a restart the store keys of an earlier attempt.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if order.most > 1 and (interface := interface_towards(order.address)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -1,10 +1,10 @@
-"""What the launching program asks of the agent of a host, and how the agent may end."""
+"""What the launching program tells the agent of a host to run, and how an agent may end."""
 
 from dataclasses import dataclass
 
 DONE, FAILED = "done", "failed"
 GRACE_SECONDS = 4.0
-"""Time between the first failure of a rank and the kill of the others, which meanwhile record what they wait for."""
+"""Time between a rank's first failure and the kill of the others, which meanwhile record what they wait for."""
 
 
 @dataclass(frozen=True)
@@ -12,18 +12,18 @@ class AgentOrder:
     """What the agent of a host starts."""
 
     name: str
-    """Name of this agent. The order of the names is that of the hostfile; a host that comes back has another."""
+    """Name of this agent. Names sort in hostfile order; a host that comes back gets a new name."""
     argv: tuple[str, ...]
     """Command of each rank."""
     slots: int
     fewest: int
     most: int
-    """Numbers of hosts with which the run may start again."""
+    """Fewest and greatest number of hosts with which the run may restart."""
     restarts: int
     wait_seconds: float
     """How long a restart waits for hosts where there are too few."""
     join_seconds: float
-    """How long it waits for more hosts where there are enough."""
+    """How long a restart that has enough hosts waits for more."""
     address: str
     """Address of the first host, at which the agents and the ranks meet."""
     port: int
@@ -33,4 +33,4 @@ class AgentOrder:
     watchdog: str
     """Folder in which the run's watchdogs record why they killed a process."""
     environ: dict[str, str]
-    """Variables of the ranks of this host only."""
+    """Folder in which the run's watchdogs record why they kill a process."""

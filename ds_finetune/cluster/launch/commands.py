@@ -1,6 +1,6 @@
-"""Commands that start the ranks of a run under each launcher, and what `launch --dry-run` prints.
+"""Commands that start the ranks of a run under each launcher, and the output of `launch --dry-run`.
 
-`launch` starts torch's elastic agent on each host by itself; here are the commands of the other launchers.
+`launch` itself starts torch's elastic agent on each host; the commands here are those of the other launchers.
 """
 
 import re
@@ -25,16 +25,16 @@ ENTRY = ("-m", ENTRY_MODULE)
 _NEEDED_TO_START = re.compile(
     r"(?:HOME|USER|LOGNAME|SHELL|LANG|TERM|TMPDIR|KRB5CCNAME|SSH_AUTH_SOCK|PATH|LD_LIBRARY_PATH|OMPI_MCA_\w+)$"
 )
-"""Variables that ssh, mpirun and srun themselves need; OMPI_MCA_* are the user's settings of Open MPI."""
+"""Environment variables that ssh, mpirun and srun need themselves; OMPI_MCA_* are the user's settings of Open MPI."""
 _SLURM_VARIABLE = re.compile(r"(?:SLURM|SRUN|SLURMD)_\w+$")
 _KEEPALIVE_SETTINGS = {"oob_tcp_keepalive_time": "5", "oob_tcp_keepalive_intvl": "5", "oob_tcp_keepalive_probes": "2"}
 """Seconds, seconds and a count: mpirun and the daemon of a silent host notice the lost connection after 15 s instead
 of eight minutes [ran].
 """
 _LOGIN_VARIABLES = ("HOME", "USER", "LOGNAME")
-"""srun --export passes only the variables it names, Slurm's own and TMPDIR to a rank [Slurm 22.05, ran]."""
+"""Without these, `srun --export` passes a rank only named variables, Slurm's own and TMPDIR [Slurm 22.05, ran]."""
 _COMMANDS = 2
-"""Commands per host that are printed from the start of the list, and from its end."""
+"""Commands of hosts that are printed from the start and from the end of a long list."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Job:
     variables: Mapping[str, str] = field(default_factory=dict)
     """Variables that every rank gets (environment.py)."""
     interface: str = ""
-    """Network interface of every host, by name."""
+    """Network interface, by name, that every host uses."""
     directory: str = "."
     """Working directory on every host."""
     python: str = sys.executable
@@ -122,12 +122,12 @@ def mpirun_command(job: Job, ssh_args: Sequence[str] = ()) -> list[str]:
 
 
 def srun_command(job: Job, environ: Mapping[str, str]) -> list[str]:
-    """Slurm's command for the ranks of `job` inside an allocation. It has to run in `starting_environment`.
+    """Slurm's command for the ranks of `job` inside an allocation, to run in `starting_environment`.
 
     `environ` has the variables of the allocation.
 
-    Without hosts the ranks are the allocation's tasks in Slurm's order. With hosts, each is named once per
-    rank under the distribution `arbitrary`, which keeps their order and number of ranks [Slurm 22.05, ran; `--nodelist`
+    Without hosts the ranks are the allocation's tasks in Slurm's order. With hosts, each host is named once per rank
+    under the distribution `arbitrary`, which preserves the order and the ranks per host [Slurm 22.05, ran; `--nodelist`
     alone is sorted]. The first rank that fails ends all ranks. LaunchError outside an allocation, and for hosts that
     are not in it.
     """
@@ -142,7 +142,7 @@ def srun_command(job: Job, environ: Mapping[str, str]) -> list[str]:
     placement = ["--distribution=block"]
     if job.hosts:
         placement = [f"--ntasks={job.world_size}", f"--nodelist={','.join(job.names)}", "--distribution=arbitrary"]
-    # Since 22.05 srun does not take this from the job; without it each rank has one core where Slurm binds them.
+    # Since 22.05 srun does not inherit --cpus-per-task from the job; without it Slurm may bind each rank to one core.
     cpus = [f"--cpus-per-task={environ['SLURM_CPUS_PER_TASK']}"] if "SLURM_CPUS_PER_TASK" in environ else []
     return [*srun_options(placement + cpus, job), *job.rank_command]
 
@@ -157,10 +157,11 @@ def srun_options(placement: Sequence[str], job: Job) -> list[str]:
 
 
 def starting_environment(job: Job, environ: Mapping[str, str], *, slurm: bool = False) -> dict[str, str]:
-    """All variables of the `mpirun` or `srun` process: `job.environment`, and those of `environ` that it needs itself.
+    """Environment of the `mpirun` or `srun` process: `job.environment`, and variables of `environ` that it needs.
 
-    mpirun passes its whole environment to ranks on its own host, whatever `-x` names [Open MPI 4.1, ran], so it gets
-    only these. Slurm's variables are left out for mpirun, which would start its daemons by srun with them.
+    mpirun passes its whole environment to ranks on its own host, whatever `-x` names [Open MPI 4.1, ran], so its
+    environment is restricted. Slurm's variables are left out for mpirun, which would start its daemons by srun with
+    them.
     """
     kept = {
         name: value
@@ -277,7 +278,7 @@ def _typed(argv: Sequence[str]) -> str:
 
 
 def _axis_indices(mesh: Mesh, ranks: Sequence[int]) -> str:
-    """The indices of some ranks on each axis, as `dp 0-1  tp 0-3`."""
+    """The indices of `ranks` on each axis, such as `dp 0-1  tp 0-3`."""
     axes: tuple[Axis, ...] = ("pp", "dp", "sp", "tp")
     places = {axis: sorted({mesh.place(axis, rank) for rank in ranks}) for axis in axes if getattr(mesh, axis) > 1}
     found = [f"{axis} {spans_text(numbers)}" for axis, numbers in places.items()]

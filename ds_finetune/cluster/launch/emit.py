@@ -16,11 +16,11 @@ from ds_finetune.errors import INTERRUPTED_EXIT_CODE, LaunchError
 from ds_finetune.system.world import DEFAULT_PORT
 
 SAVE_SECONDS = 300
-"""Time between the signal on which a run saves, and its time limit."""
+"""Seconds between the signal on which a run saves and the time limit of the job."""
 _POD_SAVE_SECONDS = 120
-"""Time between the signal on which a pod's ranks save, and the kill of these ranks.
+"""Seconds between the signal on which a pod's ranks save and the kill of these ranks.
 
-torchrun also waits this long for ranks that hang after another has failed.
+torchrun also waits this long for ranks that hang after another rank has failed.
 """
 _POD_LEAVE_SECONDS = 30
 _CONTAINER_ENTRY = ("-m", "ds_finetune", "train")
@@ -33,7 +33,7 @@ _LABEL_CHARACTERS = 50
 """A Kubernetes label has at most 63 characters, and a pod's label is the job's name and a number."""
 _TIME = re.compile(r"(?:\d+-)?\d{1,2}:\d{2}:\d{2}", re.ASCII)
 _JOB_NAME = re.compile(r"[A-Za-z0-9._-]+")
-"""Characters that mean nothing to bash, to `#SBATCH` lines and to Slurm's file name patterns."""
+"""Characters without a special meaning in bash, `#SBATCH` lines and Slurm's file name patterns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class EmitRequest:
 
 
 def render_file(kind: str, request: EmitRequest) -> str:
-    """The text of a file of `kind` (slurm, k8s, docker); LaunchError for hosts or names that it does not support."""
+    """Overrides with secrets are refused: the emitted file and every rank's command line would show them."""
     # The file and every rank's command line would show it.
     pairs = zip(request.job.overrides, redacted(request.job.overrides), strict=True)
     secret = [hidden for override, hidden in pairs if override != hidden]
@@ -75,16 +75,16 @@ def render_file(kind: str, request: EmitRequest) -> str:
 
 
 def container_file() -> str:
-    """The container file for training; it is built from the root of the repository."""
+    """The container file for training; images are built with it from the root of the repository."""
     return files("ds_finetune.cluster.launch").joinpath("Dockerfile.train").read_text()
 
 
 def sbatch_script(request: EmitRequest) -> str:
-    """A script for `sbatch` with one rank for each GPU, which saves `SAVE_SECONDS` before its time limit and requeues.
+    """A script for `sbatch` with a rank for each GPU, which saves `SAVE_SECONDS` before its time limit and requeues.
 
-    srun returns the highest of its tasks' exit codes, and ends the others when the first one exits. The script itself
-    therefore receives SIGUSR1 and remembers it: a run that ends with an error after the signal is queued again, and one
-    that fails without the signal is not. Secrets are not written: the script needs them where it is submitted.
+    srun returns the highest exit code of its tasks, and ends the others when the first one exits. Therefore the script
+    itself receives and records SIGUSR1: a run that ends with an error after the signal is requeued, and one that fails
+    without the signal is not. Secrets are not written: the script takes them from its submitter's environment.
     """
     nodes, slots = _equal_slots(
         request, "sbatch's --gpus-per-node", "run `ds-finetune launch --launcher slurm --hostfile HOSTS` under salloc"
@@ -99,7 +99,7 @@ def sbatch_script(request: EmitRequest) -> str:
     options = {"job-name": request.name, "nodes": nodes, "ntasks-per-node": slots, "cpus-per-task": request.cpus}
     options |= {"gpus-per-node": slots} if request.on_gpus else {}
     options |= {"time": request.time, "signal": f"B:USR1@{SAVE_SECONDS}", "output": "%x-%j.log", "open-mode": "append"}
-    # Variables that the script sets must have a value here, because srun's --export lists their names.
+    # srun's --export lists the names of variables, so variables that the script sets must have a value here.
     job = replace(request.job, master_addr="first-node", master_port=DEFAULT_PORT, hosts=())
     placement = [
         f"--nodes={nodes}",
@@ -152,11 +152,11 @@ exit "$code"
 
 
 def kubernetes_manifests(request: EmitRequest) -> str:
-    """An Indexed Job with a pod for each host, and the headless Service with which they find the first pod.
+    """An Indexed Job with a pod for each host, and the headless Service by which pods find the first one.
 
-    Each pod runs torchrun with its completion index as the node rank. The first pod that fails fails the job, and
-    Kubernetes ends the others; the same command resumes from the last checkpoint. Variables that are paths of this
-    machine are left out unless they are in `request.named`; secrets come from a Secret that is not written.
+    Each pod runs torchrun with its completion index as node rank. The first pod that fails fails the job, and
+    Kubernetes ends the others; submitting the job again resumes from the last checkpoint. Variables that are paths of
+    this machine are left out unless named in `request.named`; secrets come from a Secret that is not written.
     """
     nodes, slots = _equal_slots(request, "a Job's pods", "write one hostfile for hosts of one kind")
     if not _LABEL.fullmatch(request.name) or len(request.name) > _LABEL_CHARACTERS:
@@ -176,7 +176,7 @@ def kubernetes_manifests(request: EmitRequest) -> str:
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": {"name": request.name},
-        # Pods find each other by name before they are ready.
+        # Pods resolve each other's names before they are ready.
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
@@ -221,7 +221,7 @@ def _indexed_job(request: EmitRequest, nodes: int, slots: int, variables: list[d
         "containers": [container],
         "volumes": [
             {"name": "runs", "persistentVolumeClaim": {"claimName": request.claim}},
-            # NCCL and data loaders need more shared memory than the 64 MiB of a container.
+            # NCCL and data loaders need more shared memory than a container's default of 64 MiB.
             {"name": "shm", "emptyDir": {"medium": "Memory"}},
         ],
     }
@@ -250,7 +250,7 @@ def _exported(variables: Mapping[str, str]) -> list[str]:
 
 
 def _equal_slots(request: EmitRequest, what: str, hint: str) -> tuple[int, int]:
-    """The number of hosts, and their slots, which must be equal."""
+    """The number of hosts and the slots of each; LaunchError where slots differ between hosts."""
     slots = {host.slots: host.name for host in request.job.hosts}
     chosen = [host for host in request.job.hosts if host.devices]
     if len(slots) != 1:

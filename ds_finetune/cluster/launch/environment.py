@@ -1,4 +1,4 @@
-"""The environment variables that ranks get: listed ones, ones that the user names, and `.deepspeed_env` files."""
+"""The environment variables of ranks: listed ones, ones that the user names, and those of `.deepspeed_env` files."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +33,7 @@ PREFIXES = {
     "MLFLOW_": "address and experiment of the tracker",
     "PYTHON": "modules, hashing, faults and warnings",
 }
-"""Variables with these prefixes are carried to the hosts; the value says what they configure."""
+"""Variables with these prefixes are passed to the hosts; the value says what they configure."""
 NAMES = {
     "PATH": "compilers and ninja, with which operators are built on first use",
     "LD_LIBRARY_PATH": "CUDA, NCCL and network plugins",
@@ -48,23 +48,23 @@ NAMES = {
         for name in (lower, lower.upper())
     },
 }
-"""Variables with these names are carried to the hosts; the value says what they configure."""
+"""Variables with these names are passed to the hosts; the value says what they configure."""
 _PER_RANK = re.compile(
     r"(?:RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|LOCAL_SIZE|NODE_RANK|CROSS_RANK|CROSS_SIZE|MASTER_ADDR|MASTER_PORT"
     r"|(?:GROUP|ROLE|PET|TORCHELASTIC|OMPI|PMI|PMIX|PRTE|SLURM|SSH|ACCELERATE)_\w+)$"
 )
-"""Variables that launchers set for each rank; values left from another launch would be wrong."""
+"""Variables that launchers set for each rank; values inherited from another launch would be wrong."""
 _LOCAL_ONLY = ("DS_ENV_FILE", "DS_FINETUNE_SSH_ARGS", "PYTHON_HISTORY", "PYTHONSTARTUP")
 """Variables that only this command or a person at a terminal uses."""
 _DEVICES = "_VISIBLE_DEVICES"
-"""End of the variables that choose devices, which are not carried to other hosts: `--include` chooses there."""
+"""Suffix of the variables that choose devices of this host; on other hosts `--include` chooses devices."""
 _SECRET_WORD = re.compile(
     r"(?:.*(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|PASSCODE|CREDENTIAL|PWD|APIKEY)"
     r"|(?:USER|DB)?PASS|CREDS?|AUTH|AUTHORIZATION|BEARER|COOKIE"
     r"|JWT|PAT|(?:API|ACCESS|PRIVATE|SECRET|SIGNING|ENCRYPTION|ACCOUNT|SSH)?KEY)S?$|(?:SECRET|PASSWORD|CREDENTIAL)",
     re.IGNORECASE,
 )
-"""Matches words of a variable's name from their beginning, so that NCCL_IB_PKEY and TOKENIZERS_PARALLELISM do not."""
+"""Matches words of a variable's name at their beginning, so NCCL_IB_PKEY and TOKENIZERS_PARALLELISM do not match."""
 _BETWEEN_WORDS = re.compile(r"[_.\-]")
 _FOLDERS = ("PWD", "OLDPWD")
 """The shell's working directories."""
@@ -109,11 +109,11 @@ class CarriedVariables:
 def carried_variables(
     environ: Mapping[str, str], named: Sequence[str] = (), files: Iterable[Path] = (), *, is_local: bool = False
 ) -> CarriedVariables:
-    """The variables of `environ` that `NAMES` and `PREFIXES` list, then those of `files`, then `named`; later ones win.
+    """The variables that ranks get: those of `environ` that `NAMES` and `PREFIXES` list, of `files`, and `named`.
 
-    Variables that choose devices are carried only where all ranks run on this host (`is_local`).
-    `named` holds `NAME`, taken from `environ`, or `NAME=VALUE`. Secrets are carried only by a file or by name.
-    LaunchError where a named variable is not set, where a file cannot be read, and where a variable is named that the
+    Later sources override earlier ones. Variables that choose devices are passed only if all ranks run on this host
+    (`is_local`). `named` holds `NAME`, taken from `environ`, or `NAME=VALUE`. Secrets are passed only from a file or
+    `named`. LaunchError where a named variable is not set, a file cannot be read, or a named variable is one that the
     launcher sets for each rank (RANK, MASTER_ADDR, SLURM_*, ...).
     """
     listed = {name: value for name, value in environ.items() if _is_listed(name)}
@@ -133,8 +133,8 @@ def carried_variables(
 def environment_files(environ: Mapping[str, str], *, home: Path, directory: Path) -> tuple[Path, ...]:
     """The existing `.deepspeed_env` files of the home folder and of the working directory, in this order.
 
-    DS_ENV_FILE gives them another name, as in DeepSpeed 0.19.8 (launcher/runner.py:37 and :604). Where neither folder
-    has a file of that name, DeepSpeed ignores it, and this function raises a LaunchError.
+    DS_ENV_FILE is another name for them, as in DeepSpeed 0.19.8 (launcher/runner.py:37 and :604). LaunchError if
+    neither folder has a file of that name, which DeepSpeed ignores.
     """
     name = environ.get("DS_ENV_FILE", ".deepspeed_env")
     paths = dict.fromkeys(folder / name for folder in (home, directory))
@@ -175,7 +175,7 @@ def looks_secret(name: str, value: str = "") -> bool:
 
 
 def may_show(name: str, value: str) -> bool:
-    """Whether the value of a variable may be printed or written; values of names that are not on the list may not."""
+    """Whether the value of a variable may be printed or written: its name is listed and nothing looks secret."""
     return _is_listed(name) and not looks_secret(name, value)
 
 
@@ -191,7 +191,7 @@ def interface_variables(interface: str) -> dict[str, str]:
 
 def _redacted(word: str) -> str:
     name, equals, value = word.partition("=")
-    # Keys of the run file are not secret, though some have `tokens` in their names.
+    # Keys of the run file are no secrets, though some contain `tokens`.
     if equals and _WORD.fullmatch(name) and looks_secret("" if "." in name else name, value):
         return f"{name}={HIDDEN}"
     return HIDDEN if _SECRET_VALUE.search(word) else word

@@ -1,4 +1,4 @@
-"""What `launch` asks of each host; the functions are called by requests and orders (host_program.py)."""
+"""The functions that `launch` calls on each host, by requests and orders (host_program.py)."""
 
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -19,11 +19,11 @@ class _AgentOfHost:
         self._agent: HostAgent | None = None
 
     def load(self) -> None:
-        """Import torch, which takes seconds: then all agents start at the same time."""
+        """Import torch, which takes seconds, so that later all agents start at the same time."""
         import ds_finetune.cluster.launch.agent  # noqa: F401
 
     def run(self, **order: Any) -> str:  # noqa: ANN401 - the fields of AgentOrder
-        """Run ranks until they are done or have failed for good: DONE, FAILED, or why the hosts could not meet."""
+        """Run ranks until they end for good; returns DONE, FAILED, or why the hosts could not connect."""
         from torch.distributed.elastic.agent.server.api import WorkerState
         from torch.distributed.elastic.rendezvous import RendezvousError
 
@@ -48,7 +48,7 @@ class _AgentOfHost:
             self._agent.save()
 
     def lose(self, name: str) -> None:
-        """Start again without the agent of a host that is gone."""
+        """Restart the ranks without the agent of host `name`, which is gone."""
         if self._agent is not None:
             self._agent.lose(name)
 

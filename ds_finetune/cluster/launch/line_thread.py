@@ -8,20 +8,20 @@ _LAST_LINES_SECONDS = 5.0
 
 
 class LineThread:
-    """Calls `write` with the arguments of each `put` in turn, until it returns False. The first `put` starts it."""
+    """Calls `write` with each line in order, until `write` returns False. The first `put` starts the thread."""
 
     def __init__(self, write: Callable[..., bool]) -> None:
         self._write, self._lines = write, queue.SimpleQueue[tuple[str, ...] | None]()
         self._thread = threading.Thread(target=self._work, daemon=True)
 
     def put(self, *line: str) -> None:
-        """Write a line after those before it."""
+        """Queue a line."""
         if self._thread.ident is None:
             self._thread.start()
         self._lines.put(line)
 
     def close(self) -> None:
-        """Wait until all lines are written, for some seconds at most."""
+        """Wait until all queued lines are written, for some seconds at most."""
         if self._thread.ident is not None:
             self._lines.put(None)
             self._thread.join(_LAST_LINES_SECONDS)

@@ -19,9 +19,9 @@ _LOGIN = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TERM", "TZ", "TMPDIR"),
     *("LD_LIBRARY_PATH", "VIRTUAL_ENV", "XDG_RUNTIME_DIR"),
 )
-"""Variables that a login sets. A program on this machine inherits only these, as one started over ssh does."""
+"""Variables that a login sets. A program on this machine inherits only these, like one started over ssh."""
 SSH_ARGS = "DS_FINETUNE_SSH_ARGS"
-"""Environment variable with further arguments of ssh, as a shell would split them."""
+"""Environment variable with further arguments of ssh, which are split as by a shell."""
 CONNECT_SECONDS = 10
 _EARLIER_SECONDS = 2
 _SILENT_SECONDS = 5
@@ -35,7 +35,7 @@ class Remote:
     python: str = sys.executable
     directory: str = "."
     connect_seconds: int = CONNECT_SECONDS
-    """How long ssh tries to connect."""
+    """Time limit of ssh for connecting."""
     alive_seconds: int = _SILENT_SECONDS
     """Interval of ssh's keep-alive messages to a silent host; ssh gives up after three."""
 
@@ -52,8 +52,8 @@ class Remote:
         return cls(words, sys.executable, str(Path.cwd()))
 
     def with_limits(self, *, greeting_seconds: float, silent_seconds: float) -> "Remote":
-        """This Remote with time limits: ssh reports why it failed to connect before the first, and loses a host that is
-        silent for the second.
+        """This Remote with time limits: ssh reports a failed connection before `greeting_seconds` have passed, and
+        gives up a host that is silent for `silent_seconds`.
         """
         connect = max(1, int(greeting_seconds) - _EARLIER_SECONDS)
         return replace(self, connect_seconds=connect, alive_seconds=max(1, int(silent_seconds / 3)))
@@ -74,14 +74,14 @@ class Remote:
         }
         settings = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
         variables = f"PYTHONPATH={with_package(os.environ).get('PYTHONPATH', '')}"
-        # `env`, because the syntax of variables differs between login shells.
+        # `env`, because login shells differ in their syntax for variables.
         where = f"cd {shlex.quote(self.directory)} && exec {shlex.join(['env', variables, *argv])}"
-        # The user's own arguments come first: ssh takes the first value of an option.
+        # The user's own arguments come first, because ssh takes the first value of an option.
         return ["ssh", *self.ssh_args, *settings, "-T", *port, host.target, where]
 
     def open(self, host: Host, name: str, *arguments: str) -> "subprocess.Popen[bytes]":
-        """Start a module of this project on `host` with pipes to its standard input and to all its output."""
-        # In its own session, so that Ctrl-C at the terminal reaches only this process, which passes it on.
+        """Start a Python module of this project on `host`, with pipes to its standard input and output."""
+        # A session of its own, so that Ctrl-C at the terminal reaches only this process, which tells the hosts.
         login = {name: os.environ[name] for name in (*_LOGIN, "PYTHONPATH") if name in os.environ}
         env = with_package(login) if is_here(host) else None
         command, pipe = self.command(host, python_module(name, *arguments, python=self.python)), subprocess.PIPE
@@ -92,14 +92,14 @@ class Remote:
 
 @cache
 def is_here(host: Host) -> bool:
-    """Whether `host` needs no ssh: it has no user and no port, and its name resolves to an address of this machine."""
+    """Whether `host` needs no ssh: it names no user and no port, and resolves to an address of this machine."""
     if host.user or host.port:
         return False
     return bool(own_addresses(host.name))
 
 
 def own_addresses(name: str) -> list[str]:
-    """The addresses of this machine that `name` resolves to: only those can a socket be bound to."""
+    """The addresses that `name` resolves to and that this machine can bind a socket to."""
     try:
         entries = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
     except OSError:
@@ -113,7 +113,7 @@ def own_addresses(name: str) -> list[str]:
 
 
 def address_of(host: Host) -> str:
-    """The first address that the name of `host` resolves to here; empty where only ssh's configuration knows it."""
+    """The first address that the name of `host` resolves to; empty where only ssh's configuration knows the name."""
     try:
         return str(socket.getaddrinfo(host.name, 0, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:

@@ -1,4 +1,4 @@
-"""`ds-finetune launch`: a run on the hosts of a hostfile, under torch's elastic agents, with a true exit code."""
+"""`ds-finetune launch`: a run on the hosts of a hostfile, under torch's elastic agents, with the run's exit code."""
 
 import os
 import queue
@@ -47,15 +47,15 @@ SAVE_NOTICE = "asked the ranks to save and stop; signal again to kill them"
 KILL_NOTICE = "killing every rank"
 _TICK_SECONDS = 0.25
 _BEAT_SECONDS = 1.0
-"""Interval of the signs of life to the hosts."""
+"""Interval of the keep-alive messages to the hosts."""
 _RETRY_SECONDS = 5.0
 """Time between two attempts to reach a host that may come back."""
 _ENDING_SECONDS = GRACE_SECONDS + 4.0
-"""How long the agents of the other hosts may take to end and report, after one has failed for good."""
+"""How long the agents of other hosts may take to end and report after one agent has failed for good."""
 _LOAD_SECONDS = 120.0
 """How long a host may take to import torch."""
 _JOIN_SECONDS = 10.0
-"""How long a restart with enough hosts waits for others, whose ranks are still ending."""
+"""How long a restart with enough hosts waits for hosts whose ranks are still ending."""
 _PRINTED_LINES = 500
 _TAIL_LINES = 50
 _QUOTED = "  | "
@@ -63,7 +63,7 @@ _QUOTED = "  | "
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """What `launch` starts, and on which hosts."""
+    """What `launch` starts, on which hosts."""
 
     hosts: tuple[Host, ...]
     argv: tuple[str, ...]
@@ -76,7 +76,7 @@ class LaunchRequest:
     launch: LaunchConfig
     checkpoint: CheckpointConfig
     check_plan: Callable[[Sequence[Host], str], object]
-    """ConfigError where the run's layout or batch does not fit the ranks of some hosts on a kind of device."""
+    """Raises ConfigError where the run does not fit the ranks of these hosts on this kind of device."""
     port: int = 0
     """Port of the first host at which the agents meet; 0 takes a free port."""
 
@@ -84,9 +84,9 @@ class LaunchRequest:
 def launch(request: LaunchRequest, say: Say) -> int:
     """Run `request` until it is done, has failed for good or has saved after a signal; returns the exit code.
 
-    0 done; 2 a mistake of the user, also where hosts were not ready and nothing was started; 3 saved after a signal;
-    else the exit code of the first failed rank, or 128 + N where signal N killed it. LaunchError and ConfigError
-    before the first start.
+    0: done. 2: a mistake of the user, or hosts not ready, so nothing was started. 3: saved after a signal. Otherwise
+    the exit code of the first failed rank, or 128 + N if signal N killed it. LaunchError and ConfigError before the
+    first start.
     """
     _check_restartable(request.launch, request.checkpoint)
     say(f"run {request.run_id}: logs in {logs_folder(request.output_dir, request.run_id)} on each host")
@@ -139,9 +139,9 @@ def check_hosts(
 
 
 def largest_fit(request: LaunchRequest, fit: Sequence[Host], *, device: str) -> tuple[Host, ...]:
-    """The largest number of `fit` hosts, from the first on, that the run's layout and global batch allow.
+    """The largest number of the first `fit` hosts that the run's layout and global batch allow.
 
-    Empty where that is less than launch.min_hosts, or less than all hosts where this key is not set.
+    Empty where that is less than launch.min_hosts, or less than all hosts if this key is not set.
     """
     fewest = request.launch.min_hosts or len(request.hosts)
     for number in range(len(fit), fewest - 1, -1):
@@ -155,7 +155,7 @@ def largest_fit(request: LaunchRequest, fit: Sequence[Host], *, device: str) -> 
 
 @dataclass
 class _Member:
-    """A host that takes part, and its agent."""
+    """A host that takes part in the run, and its agent."""
 
     host: Host
     cluster: Cluster
@@ -171,7 +171,7 @@ class _Member:
 
 @dataclass(frozen=True)
 class _FirstFailure:
-    """The first failure of the ranks of a host, or that of the host itself."""
+    """The first failure of a rank of a host, or of the host itself."""
 
     host: Host
     rank: int | None
@@ -180,17 +180,17 @@ class _FirstFailure:
     code: int
     """Exit code for the whole run."""
     at: float
-    """Monotonic time of this machine."""
+    """Time of the failure on this machine's monotonic clock."""
     cause: str = ""
-    """Why the run ended, where the rank ended because of it."""
+    """Why the run ended, if the rank only ended because the run did."""
     error: str = ""
-    """The error of the rank, as it has recorded it."""
+    """The error that the rank recorded."""
     tail: Sequence[str] = ()
     """Last lines of the rank's output, or of the host's."""
 
 
 class _LaunchedRun:
-    """A run on its hosts: what their agents report, hosts that are lost and come back, and signals."""
+    """A running launch: the agents' reports, hosts that are lost and come back, and signals."""
 
     def __init__(self, request: LaunchRequest, say: Say) -> None:
         self._request, self._say = request, say
@@ -215,7 +215,7 @@ class _LaunchedRun:
         self._port = 0
 
     def start(self) -> None:
-        """Check every host, and start its agent; LaunchError or ConfigError where one is not ready."""
+        """Check every host and start its agent; LaunchError or ConfigError where a host is not ready."""
         request, first = self._request, self._request.hosts[0]
         cluster = self._open(request.hosts)
         infos = cluster.infos(request.env, request.port, seconds=request.launch.greeting_seconds)
@@ -241,11 +241,11 @@ class _LaunchedRun:
             self._start_agent(host, cluster)
 
     def signal(self, number: int) -> None:
-        """Take note of a signal to this program."""
+        """Record a signal to this program."""
         self._signals.append(number)
 
     def finish(self) -> int:
-        """Wait for the end, and return the exit code."""
+        """Wait for the end of the run, and return its exit code."""
         while not self._is_over():
             self._beat()
             self._take_events()
@@ -260,7 +260,7 @@ class _LaunchedRun:
         return self._report_end(self.close())
 
     def close(self) -> set[str]:
-        """End the programs on all hosts and all that they have started; returns the hosts that took too long."""
+        """End the programs on all hosts with all processes that they started; returns the hosts that took too long."""
         with ThreadPoolExecutor(max_workers=max(1, len(self._clusters))) as pool:
             late = {name for names in pool.map(Cluster.close, self._clusters) for name in names}
         self._clusters.clear()
@@ -312,7 +312,7 @@ class _LaunchedRun:
         while not self._events.empty():
             member, event = self._events.get()
             if isinstance(event, str):
-                # The ranks of other hosts print into their logs only.
+                # The output of ranks on other hosts goes only to their logs.
                 if member.host == self._request.hosts[0]:
                     self._printed.append(event)
                     self._say(event)
@@ -327,7 +327,7 @@ class _LaunchedRun:
         self._failures.append(failure)
 
     def _take_start(self, host: Host, event: Mapping[str, Any]) -> None:
-        """Take note of the ranks that a host has started; where all have, print a table."""
+        """Record the ranks that a host has started; prints a table once all hosts have."""
         if event["started"] != self._attempt:
             self._tell_failure()
             if self._failures:
@@ -353,7 +353,7 @@ class _LaunchedRun:
         else:
             check, tail = member.cluster.lose(label(member.host), result), result.splitlines()[-_TAIL_LINES:]
             text = check.found if tail else "its agent or the connection has ended"
-            # Silence is noticed late: failures that ranks of other hosts have reported meanwhile are consequences.
+            # A lost host is noticed late: failures that ranks of other hosts reported meanwhile are its consequences.
             at = time.monotonic() - self._request.launch.silent_seconds
             self._fail(_FirstFailure(member.host, None, text, RUN_ERROR_EXIT_CODE, at, tail=tail))
             is_ending = member.host == self._request.hosts[0] or not self._request.launch.restarts
@@ -363,13 +363,13 @@ class _LaunchedRun:
         self._regroup()
 
     def _let_go(self, member: _Member) -> None:
-        """Let the agents of the other hosts start again without this one."""
+        """Remove a member; the agents of the other hosts restart without its host."""
         del self._members[member.host]
         for other in self._members.values():
             other.order("lose", name=member.name)
 
     def _pass_on_signals(self) -> None:
-        """Ask the ranks to save at the first signal; kill them at the second, and where they are not running."""
+        """At the first signal, ask the ranks to save; at the second, or if ranks are not running, kill them."""
         if self._num_passed_on == len(self._signals):
             return
         self._num_passed_on += 1
@@ -380,7 +380,7 @@ class _LaunchedRun:
             member.order("save")
 
     def _is_over(self) -> bool:
-        """Whether every agent has ended, or need not be waited for any longer."""
+        """Whether every agent has ended, or the time for the other agents to end is over."""
         if self._is_killed or all(member.ended for member in self._members.values()):
             return True
         if self._ending_since is None:
@@ -389,7 +389,7 @@ class _LaunchedRun:
         return codes != {INTERRUPTED_EXIT_CODE} and time.monotonic() - self._ending_since > _ENDING_SECONDS
 
     def _regain_hosts(self) -> None:
-        """Ask hosts that are gone whether they are back."""
+        """Ask lost hosts whether they are back."""
         is_ending = self._ending_since is not None or self._signals
         if is_ending or not self._request.launch.restarts or time.monotonic() - self._last_retry < _RETRY_SECONDS:
             return
@@ -408,7 +408,7 @@ class _LaunchedRun:
                 self._say(f"left out: {found}")
 
     def _reopen(self, host: Host) -> Cluster | str:
-        """The program on a host that is back, or why it cannot take part."""
+        """A program started on a lost host, or why the host cannot take part."""
         cluster = self._open([host])
         infos = cluster.infos(self._request.env, 0, seconds=self._request.launch.greeting_seconds)
         late = [clock_check(name, *clock) for name, clock in cluster.clocks.items()]
@@ -451,7 +451,7 @@ class _LaunchedRun:
         return self._first_failure().code if self._failures else RUN_ERROR_EXIT_CODE
 
     def _tell_failure(self) -> None:
-        """Print who failed first, once the hosts have had time to say so."""
+        """Print the first failure, unless it was printed; called once the hosts had time to report theirs."""
         if self._failures and not self._is_told:
             self._is_told = True
             for line in self._failure_lines():
@@ -461,7 +461,7 @@ class _LaunchedRun:
         return min(self._failures, key=lambda failure: failure.at)
 
     def _failure_lines(self) -> Iterator[str]:
-        """Who failed first, how, and its error or its last lines, unless rank 0 has printed them."""
+        """Lines on the first failure, with the rank's error or last lines unless rank 0 has printed them."""
         first = self._first_failure()
         who = f"host {first.host.target}" if first.rank is None else f"rank {first.rank} on {first.host.target}"
         head = f"attempt {self._attempt} failed after {max(0.0, first.at - self._began):.1f} s"
@@ -487,7 +487,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def run_scheduler(command: Sequence[str], env: Mapping[str, str], say: Say) -> int:
-    """Run mpirun or srun, which supervise their ranks themselves; returns an exit code, 128 + N for signal N.
+    """Run mpirun or srun, which supervise their ranks; returns the exit code, 128 + N for signal N.
 
     The first signal asks the ranks to save and stop; the second one kills them.
     """
@@ -507,11 +507,11 @@ def run_scheduler(command: Sequence[str], env: Mapping[str, str], say: Say) -> i
 
 
 def show_if_open(show: Callable[[str], None], line: str) -> bool:
-    """Print `line` with `show`, and return whether a further one can be printed: a closed terminal ends no run."""
+    """Print `line` with `show`; returns whether more can be printed, since a closed terminal must not end the run."""
     try:
         show(line)
     except (OSError, SystemExit):
-        # A pipe without a reader: rich ends the program there (14.1, console.py, on_broken_pipe), and Python's flush at
+        # A pipe without a reader: rich would end the program (14.1, console.py, on_broken_pipe), and Python's flush at
         # exit would change the exit code.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return False

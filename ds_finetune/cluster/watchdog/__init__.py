@@ -1,1 +1,1 @@
-"""End a run as a whole when a rank fails, dies or hangs, and name the rank at fault."""
+"""Ends a run on all ranks when a rank fails, dies or hangs, and names the rank at fault."""

@@ -14,14 +14,14 @@ from ds_finetune.engine.groups.communication import POINT_TO_POINT as _SEND_RECE
 from ds_finetune.foreign.torch_distributed import wrapped_group_calls
 
 POINT_TO_POINT = "point to point"
-"""The text in place of `ranks` for a send or a receive, which are not compared with other ranks."""
+"""Value of `ranks` for a send or a receive, which are not compared with other ranks."""
 _SIZES_DIFFER = (ALL_TO_ALL, "scatter")
-"""Collectives whose inputs may have other sizes on other ranks: their size is left out, because it is compared."""
+"""Collectives whose input sizes may differ between ranks: their size, which would be compared, is not recorded."""
 
 
 @contextmanager
 def observe_collectives(progress: RankProgress) -> Iterator[None]:
-    """While open, let `progress` record every collective of this process's groups, and each wait for one."""
+    """While open, let `progress` record every collective of this process's groups and every wait for one."""
     names: dict[int, str] = {}
 
     def ranks_of(group: dist.ProcessGroup) -> str:
@@ -70,6 +70,6 @@ def _num_elements(value: Any) -> int:  # noqa: ANN401 - a tensor, lists of tenso
 
 
 def _ranks_text(group: dist.ProcessGroup) -> str:
-    """The ranks of a group, the same text on each of them; `all` for any group of all ranks."""
+    """The ranks of a group as a text that is the same on all of its ranks; `all` for any group of all ranks."""
     ranks = dist.get_process_group_ranks(group)
     return "all" if len(ranks) == dist.get_world_size() else "ranks " + ",".join(map(str, ranks))

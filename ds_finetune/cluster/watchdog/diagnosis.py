@@ -1,4 +1,4 @@
-"""Finds the ranks at fault in a run that hangs, from the status of every rank, and writes the lines of its report."""
+"""Finds the ranks at fault in a run that hangs, from the status of every rank, and writes the lines of the report."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ SILENT = "does not answer: it is stopped or dead, or native code holds Python's 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The ranks at fault and why; no ranks where none differs from the others."""
+    """The ranks at fault and why; empty `at_fault` where no rank differs from the others."""
 
     at_fault: tuple[int, ...]
     why: str
@@ -51,7 +51,7 @@ def diagnose(statuses: Mapping[int, RankStatus | None], *, network: str = "", wh
 
 
 def _lag(status: RankStatus, known: Mapping[int, RankStatus]) -> str:
-    """A text that says in how many collectives a rank is behind others of a group; empty where it is not behind."""
+    """How many collectives a rank is behind others of a group, as text; empty where it is not behind."""
     for ranks, count in status.counts.items():
         most = max(other.counts.get(ranks, 0) for other in known.values())
         if ranks != POINT_TO_POINT and count < most:
@@ -60,7 +60,7 @@ def _lag(status: RankStatus, known: Mapping[int, RankStatus]) -> str:
 
 
 def _first_mismatch(known: Mapping[int, RankStatus]) -> Diagnosis | None:
-    """Ranks whose collective differs from that of most ranks, at the first number where collectives differ."""
+    """Ranks whose collective differs from that of most ranks, at the first collective where ranks differ."""
     calls: dict[tuple[str, int], dict[int, CollectiveCall]] = {}
     for rank, call in _collectives(known):
         calls.setdefault((call.ranks, call.number), {})[rank] = call
@@ -70,7 +70,7 @@ def _first_mismatch(known: Mapping[int, RankStatus]) -> Diagnosis | None:
             continue
         (common, num_votes), (_, next_votes) = votes.most_common(2)
         expected = common if num_votes > next_votes else _expected(known[next(iter(by_rank))], ranks, number)
-        # If the expected collective is unknown, all sides are at fault.
+        # If the expected collective is unknown, all ranks of the group are at fault.
         at_fault = tuple(rank for rank, call in by_rank.items() if expected not in votes or call.signature != expected)
         calls_text = "; ".join(
             f"rank {rank} {by_rank[rank].name} of {by_rank[rank].size:,}" for rank in list(by_rank)[:_MAX_NAMED_RANKS]
@@ -82,9 +82,9 @@ def _first_mismatch(known: Mapping[int, RankStatus]) -> Diagnosis | None:
 
 
 def _expected(status: RankStatus, ranks: str, number: int) -> tuple[str, int] | None:
-    """The signature of collective `number`, predicted from those before it: every step repeats the same collectives.
+    """The signature of collective `number`, predicted from earlier ones: every step repeats the same collectives.
 
-    Takes the longest series of collectives just before `number` that has occurred earlier, and returns the signature
+    Finds the longest series of collectives just before `number` that also occurred earlier, and returns the signature
     that followed it then.
     """
     before = [call.signature for call in status.recent if call.ranks == ranks and call.number < number]

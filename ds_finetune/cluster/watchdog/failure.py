@@ -1,4 +1,4 @@
-"""An error of a rank, as the other ranks and the report get it."""
+"""An error of a rank, as it is sent to the other ranks and to the report."""
 
 import traceback
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class RankFailure:
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
-        """The failure that `error` is."""
+        """The failure that describes `error`."""
         is_framework_error = isinstance(error, FinetuneError)
         lines = (str(error) if is_framework_error else "".join(traceback.format_exception(error))).splitlines()
         code = error.exit_code if isinstance(error, FinetuneError) else RUN_ERROR_EXIT_CODE
@@ -38,7 +38,7 @@ class RankFailure:
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Whether torch raises `error` on a rank when another rank has exited, so that the cause may be there."""
+    """Whether torch raises `error` on a rank when another rank has exited, so that rank may be the cause."""
     if isinstance(error, FinetuneError):
         return False
     names_peer = isinstance(error, RuntimeError) and any(word in str(error) for word in _PEER_LOST_WORDS)

@@ -1,8 +1,8 @@
-"""Heartbeats: what each rank does, written each second to the torch store at which the ranks have met.
+"""Heartbeats: the status of each rank, written each second to the torch store of the run.
 
-Rank zero reads the heartbeats of all ranks, and every rank those of rank zero and of the ranks on its machine: reads
-grow with the number of ranks, not with its square. A call of the store blocks while its server is stopped or cut off,
-so a thread makes them over a connection of its own, and the monitor judges how long it waits.
+Rank zero reads the heartbeats of all ranks; other ranks read those of rank zero and of ranks on their machine. So reads
+grow linearly with the number of ranks. A call of the store blocks while its server is stopped or cut off. Therefore a
+thread with its own connection makes the calls, and the monitor judges how long the thread waits.
 """
 
 import os
@@ -25,20 +25,20 @@ from ds_finetune.system.processes import began_at, own_pid_namespace
 
 BEAT_SECONDS = 1.0
 RUNNING, HUNG, FAILING, DONE, ENDED = "running", "hung", "failing", "done", "ended"
-"""States of a rank that no longer prepares: HUNG beyond its limit, FAILING with an error that another rank may have
-caused, DONE without an error, ENDED once it knows why the run ends.
+"""States of a rank after preparation. HUNG: over its time limit. FAILING: has an error that another rank may have
+caused. DONE: finished without an error. ENDED: knows why the run ends.
 """
 _ENDING, _NONE, _PROCESS = "ending", "none", "process"
 _CLOSE_SECONDS, _JOIN_WAIT = 2.0, timedelta(minutes=10)
 _LATE_SECONDS, _LATE_WITHIN, _LATE_IN_SUM = 0.5, 60.0, 3.0
-"""TCP sends a lost packet again after 0.2 s, and after 0.6 s where it is lost again. A heartbeat that takes longer than
-_LATE_SECONDS, instead of milliseconds, is late. Late ones of _LATE_IN_SUM seconds within _LATE_WITHIN are no chance.
+"""TCP resends a lost packet after 0.2 s, and after 0.6 s if it is lost again. A heartbeat that takes more than
+_LATE_SECONDS, instead of milliseconds, is late. Late ones of _LATE_IN_SUM s within _LATE_WITHIN s are no chance.
 """
 
 
 class RankProcess(ProcessMessage, kind="process"):
-    """The process of a rank. `began` is the kernel's start time of it, empty where there is no /proc; `machine` stands
-    for the host with its namespaces of processes and networks.
+    """The process of a rank. `began` is its start time from the kernel, empty where there is no /proc; `machine`
+    identifies the host together with its pid and network namespaces.
     """
 
     rank: int
@@ -55,7 +55,7 @@ class RankProcess(ProcessMessage, kind="process"):
         return cls(rank, host, pid, began_at(pid), machine)
 
     def is_beside(self, other: Self) -> bool:
-        """Whether these are two processes of one machine, which can signal each other."""
+        """Whether both processes are on one machine, so that each can signal the other."""
         return self.rank != other.rank and self.machine == other.machine and bool(self.began)
 
     def __str__(self) -> str:
@@ -63,9 +63,9 @@ class RankProcess(ProcessMessage, kind="process"):
 
 
 class RunEnding(ProcessMessage, kind="ending"):
-    """Why a run ends: the ranks at fault, the reason in one line, more for the report, and the exit code.
+    """Why a run ends: the ranks at fault, the reason in one line, details for the report, and the exit code.
 
-    `is_hang` is true where a hang ended the run. `silent` are ranks that ranks on their machine kill.
+    `is_hang`: a hang ended the run. `silent`: ranks without heartbeats, which ranks on the same machine kill.
     """
 
     at_fault: tuple[int, ...]
@@ -77,12 +77,12 @@ class RunEnding(ProcessMessage, kind="ending"):
 
     @property
     def report(self) -> str:
-        """The line and the text."""
+        """The line, followed by the text."""
         return f"{self.line}\n{self.text}".rstrip()
 
 
 def join(store: dist.Store, process: RankProcess, size: int) -> list[RankProcess]:
-    """The processes of all ranks; collective through `store`, after which every rank can read every heartbeat."""
+    """The processes of all ranks; a collective through `store`, after which each rank can read all heartbeats."""
     if process.rank == 0:
         store.set(_ENDING, _NONE)
     store.set(_key(process.rank), "")
@@ -93,20 +93,20 @@ def join(store: dist.Store, process: RankProcess, size: int) -> list[RankProcess
 
 
 class Heartbeats(threading.Thread):
-    """Sends this rank's heartbeat each second, and reads those of the ranks `watched` and why the run ends."""
+    """Sends this rank's heartbeat each second; reads the heartbeats of the ranks `watched`, and why the run ends."""
 
     def __init__(self, store: dist.Store, rank: int, watched: Iterable[int], status: Callable[[], RankStatus]) -> None:
         super().__init__(name="watchdog-heartbeats", daemon=True)
         self.state, self.trouble = PREPARING, ""
         self.proposal: RunEnding | None = None
-        """How the run ends, unless another rank has said so before."""
+        """How the run ends, unless another rank has proposed an ending before."""
         self.ending: RunEnding | None = None
         self.is_lost = False
-        """Whether the process that serves the store has ended, which closes the connection."""
+        """Whether the connection to the store is closed, because the process that serves the store has ended."""
         self.answered_at = time.monotonic()
         self.heard_at = dict.fromkeys(watched, self.answered_at)
-        """When the last new heartbeat of each rank came."""
-        # The stubs of torch 2.13 lack it.
+        """Monotonic time at which the last new heartbeat of each rank was read."""
+        # The stubs of torch 2.13 lack `clone`.
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]
         self._rank, self._status = rank, status
         self._latest = dict.fromkeys(self.heard_at, b"")
@@ -132,7 +132,7 @@ class Heartbeats(threading.Thread):
         late = tuple(seconds for at, seconds in self._late if at > began - _LATE_WITHIN)
         status = replace(self._status(), trouble=self.trouble, late=late if sum(late) > _LATE_IN_SUM else ())
         if status.seconds < BEAT_SECONDS:
-            # The last collectives of a rank that makes progress are old when they are read.
+            # A rank that makes progress sends no recent collectives: they would be outdated when read.
             status = replace(status, recent=())
         self._store.set(_key(self._rank), f"{self.state} {self._number} {encode(status).decode()}")
         if self.proposal is not None:
@@ -151,14 +151,14 @@ class Heartbeats(threading.Thread):
             self._done.notify_all()
 
     def flush(self, seconds: float = 0.0) -> None:
-        """Send a heartbeat now; wait until it has arrived, for that many seconds at most."""
+        """Send a heartbeat now; wait at most `seconds` until the store has it."""
         with self._done:
             wanted = self._number + 1
             self._wake.set()
             self._done.wait_for(lambda: self._finished >= wanted, 0 if self.is_lost else seconds)
 
     def forget_pause(self) -> None:
-        """Count no silence of others, and no late heartbeat, of a time in which this process was paused."""
+        """After a pause of this process: count neither silence of other ranks nor late heartbeats of that time."""
         self.answered_at = now = time.monotonic()
         self.heard_at = dict.fromkeys(self.heard_at, now)
         self._late.clear()
@@ -174,7 +174,7 @@ class Heartbeats(threading.Thread):
         return decode(beat.split(b" ", 2)[2], [RankStatus], peer=f"rank {rank}") if beat else None
 
     def close(self) -> None:
-        """End the thread, unless the store holds it up."""
+        """End the thread, unless a call of the store blocks it."""
         self._closed.set()
         self._wake.set()
         self.join(_CLOSE_SECONDS)

@@ -1,6 +1,6 @@
-"""Records why a process ends, and finds out whether memory was the reason, for programs that see it die.
+"""Records why a process ends, and finds out whether the kernel's OOM killer ended it, for programs that see it die.
 
-`ds-finetune launch` imports this module and must start quickly, so it imports no torch.
+`ds-finetune launch` imports this module and must start quickly, so the module imports no torch.
 """
 
 import json
@@ -12,27 +12,27 @@ from pathlib import Path
 from ds_finetune.system.processes import began_at
 
 FOLDER = "watchdog"
-"""Folder in the run directory for the report, stacks and the records of kills."""
+"""Folder in the run directory for the report, stacks and records of kills."""
 _OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 def record_kill(folder: Path, pid: int, began: str, why: str) -> None:
-    """Record that this program is about to kill a process; `folder` is FOLDER in the run directory."""
+    """Record that this program is about to kill process `pid`; `folder` is FOLDER in the run directory."""
     _write_reason(folder / f"killed-{pid}.json", began, why)
 
 
 def why_killed(folder: Path, pid: int, began: str) -> str:
-    """The reason that `record_kill` recorded for a process; empty where there is no record that can be read."""
+    """The reason that `record_kill` recorded for a process; empty without a readable record."""
     return _read_reason(folder / f"killed-{pid}.json", began)
 
 
 def record_cause(folder: Path, cause: str) -> None:
-    """Record why the run ends, just before this process ends for it."""
+    """Record why the run ends, just before this process ends because of it."""
     _write_reason(folder / f"cause-{os.getpid()}.json", began_at(os.getpid()), cause)
 
 
 def recorded_cause(folder: Path, pid: int, began: str) -> str:
-    """What a process recorded by `record_cause`; empty where it has recorded nothing."""
+    """The cause that a process recorded by `record_cause`; empty where it recorded none."""
     return _read_reason(folder / f"cause-{pid}.json", began)
 
 

@@ -1,4 +1,4 @@
-"""The watchdog of a rank: a thread that compares heartbeats, names who is gone, stuck or behind, and ends the rank."""
+"""The watchdog of a rank: a thread that compares heartbeats, finds the ranks at fault, and ends its own rank."""
 
 import math
 import os
@@ -39,17 +39,17 @@ from ds_finetune.system.world import World
 
 REPORT = "report.txt"
 SILENT_SECONDS, PREPARING_SECONDS = 30.0, 600.0
-"""Without a heartbeat for so long, a machine has lost its network, its power or all its ranks. While data is prepared,
-native code may hold Python's lock for longer.
+"""Without a heartbeat for so long, a machine has lost its network, its power or all its ranks. The limit of preparation
+is longer, since native code that prepares data may hold the GIL.
 """
 ROUND_SECONDS = 5.0
-"""How long heartbeats may take to come once a rank has hung or failed; a rank without one then counts as silent."""
+"""How long heartbeats may take to arrive once a rank has hung or failed; a rank without one then counts as silent."""
 _GRACE_SECONDS = 2.0
-"""How long an error that another rank may have caused waits for its cause, and how long a rank that is told of the end
-of the run has to end by itself.
+"""How long a rank with an error that another rank may have caused waits for that cause; how long a rank that learns of
+the end of the run has to end by itself.
 """
 _LEAVING_SECONDS = 20.0
-"""How long a rank that has failed has to end: its cleanup may wait for ranks that have ended."""
+"""How long a failed rank has to end: its cleanup may wait for ranks that have ended."""
 _FLUSH_SECONDS, _TICK_SECONDS, _PREPARED_WAIT = 3.0, 0.2, timedelta(minutes=1)
 _MAX_NAMED_RANKS = 16
 _STDERR = 2
@@ -66,7 +66,7 @@ class Monitor(threading.Thread):
         super().__init__(name="watchdog", daemon=True)
         self.progress = progress
         self.log: Say = say_nothing
-        """Adds a line to the log of the run."""
+        """Adds a line to the run's log."""
         self._own, self._processes, self._folder = processes[progress.rank], processes, output_dir / FOLDER
         self._beside = [each for each in processes if each.is_beside(self._own)]
         watched = processes if self._own.rank == 0 else [processes[0], *self._beside]
@@ -79,7 +79,7 @@ class Monitor(threading.Thread):
         self._pauses, self._oom_kills, self._began = PauseDetector(), oom_kills(), time.time()
 
     def start(self) -> None:
-        """Start to send heartbeats and to watch."""
+        """Start the heartbeats and this thread."""
         self._beats.start()
         super().start()
 
@@ -91,9 +91,9 @@ class Monitor(threading.Thread):
 
     @contextmanager
     def report_errors(self) -> Iterator[None]:
-        """Report an error inside to the other ranks at once.
+        """Report an error raised inside to the other ranks at once.
 
-        An error that is only a consequence of another rank's failure is replaced by a RunError that names that rank.
+        If another rank's failure caused the error, raise a RunError that names that rank instead.
         """
         try:
             yield
@@ -116,7 +116,7 @@ class Monitor(threading.Thread):
 
     @contextmanager
     def watch_from_start(self, store: dist.Store) -> Iterator[None]:
-        """Wait for every rank, without a limit; then detect hangs and write stacks while it is open."""
+        """Wait for every rank, without a time limit; then, while open, detect hangs and write stacks."""
         self.wait_until_prepared(store)
         self._stacks = stacks = StackFile(self._folder, self._own.rank)
         try:
@@ -127,9 +127,9 @@ class Monitor(threading.Thread):
             stacks.close()
 
     def wait_until_prepared(self, store: dist.Store, what: str = "run") -> None:
-        """Wait, without a limit, until every rank has prepared `what` too; rank zero prints each minute who has not.
+        """Wait, without a limit, until every rank has prepared `what`; rank zero prints each minute which have not.
 
-        If another rank fails meanwhile, this thread ends the process and with it the wait.
+        If another rank fails meanwhile, the monitor's thread ends the process.
         """
         keys = [f"watchdog/prepared/{what}/{each.rank}" for each in self._processes]
         store.set(keys[self._own.rank], "")
@@ -139,7 +139,7 @@ class Monitor(threading.Thread):
 
     @contextmanager
     def announce_exits(self) -> Iterator[None]:
-        """While open, tell the other ranks of calls of `os._exit`, which they would take for deaths by a signal."""
+        """While open, announce calls of `os._exit`, which other ranks would mistake for a death by a signal."""
         leave, pid = os._exit, os.getpid()
 
         def announce_and_leave(code: int) -> NoReturn:
@@ -159,7 +159,7 @@ class Monitor(threading.Thread):
             os._exit = leave
 
     def close(self) -> None:
-        """Say that this rank is done, unless it has failed, and stop; rank zero stays until every rank is done."""
+        """Announce that this rank is done, unless it has failed, and stop; rank zero waits until every rank is done."""
         self._is_closing = True
         if not self._is_failing and self._ending is None:
             self._beats.state = DONE
@@ -170,7 +170,7 @@ class Monitor(threading.Thread):
         self._beats.close()
 
     def _wait_for_others(self, seconds: float) -> None:
-        """On rank zero, which may serve the store, wait until every other rank is done or knows why the run ends."""
+        """On rank zero, which may serve the store: wait until every other rank is done or knows why the run ends."""
         began = time.monotonic()
         while self._own.rank == 0 and (now := time.monotonic()) < began + seconds:
             waited = [each.rank for each in self._processes[1:] if not self._has_left(each.rank)]
@@ -186,7 +186,7 @@ class Monitor(threading.Thread):
         return self._beats.state_of(rank) in (DONE, ENDED)
 
     def _exclude_pause(self) -> None:
-        """Leave a pause since the last call, if there was one, out of all times, and print it."""
+        """If this process was paused since the last call, subtract the pause from all times, and print it."""
         pause = self._pauses.last_pause()
         if pause is None:
             return
@@ -221,11 +221,11 @@ class Monitor(threading.Thread):
             self._compare(now)
 
     def _look_for_deaths(self) -> None:
-        """End the run where the process of another rank of this machine has ended and the store has no reason."""
+        """End the run if the process of another rank on this machine has ended and the store has no reason for it."""
         for each in self._beside:
             if self._has_left(each.rank) or not has_ended(each.pid, each.began):
                 continue
-            # It may have said so at last.
+            # The process may have sent its reason just before it ended.
             self._beats.flush(_FLUSH_SECONDS)
             if not self._has_left(each.rank) and self._beats.ending is None:
                 count = oom_kills() - self._oom_kills
@@ -233,9 +233,9 @@ class Monitor(threading.Thread):
                 self._propose(RunEnding((each.rank,), f"{each} {CLOSED}{text if count > 0 else ''}"))
 
     def _ending_without_store(self, now: float) -> RunEnding | None:
-        """How the run ends where rank zero, or the process that serves the store, is dead, stuck or cut off."""
+        """The run's ending if rank zero, or the process that serves the store, is dead, stuck or cut off."""
         zero, answered_at, silent = self._processes[0], self._beats.answered_at, now - self._beats.answered_at
-        # Over a network that loses packets, rank zero's word may come late.
+        # Over a network that loses packets, rank zero's answer may come late.
         is_heard = self._own.is_beside(zero) or answered_at > self._told_at + ROUND_SECONDS
         if self._beats.is_lost:
             why = CLOSED if self._own.rank else "has lost the store, because the launcher that served it has ended"
@@ -249,7 +249,7 @@ class Monitor(threading.Thread):
         return RunEnding((0,), f"{zero} {why}", is_hang=is_hang, silent=(0,) if is_hang else ())
 
     def _compare(self, now: float) -> None:
-        """On rank zero: end the run where a machine is silent, or soon after a rank has hung or failed."""
+        """On rank zero: end the run if a machine is silent, or soon after a rank has hung or failed."""
         active = [each for each in self._processes if not self._has_left(each.rank)]
         heard_at, states = self._beats.heard_at, {each.rank: self._beats.state_of(each.rank) for each in active}
         excess: dict[str, float] = {}
@@ -257,7 +257,7 @@ class Monitor(threading.Thread):
             seconds = now - heard_at[each.rank] - _silent_limit(states[each.rank])
             excess[each.machine] = min(seconds, excess.get(each.machine, math.inf))
         if max(excess.values(), default=0.0) > 0:
-            # Machines that are about to be over the limit have lost the same network.
+            # Machines that are almost over the limit have lost the same network.
             self._end_silent([each for each in active if excess[each.machine] > -ROUND_SECONDS])
         elif not {HUNG, FAILING}.intersection(states.values()):
             self._compare_at = math.inf
@@ -284,7 +284,7 @@ class Monitor(threading.Thread):
             if beats.heard_at[rank] < self._compare_at:
                 statuses[rank] = None
             elif status is not None and beats.state_of(rank) == FAILING:
-                # It was in its last collective when that failed.
+                # The rank was in its last collective when that failed.
                 statuses[rank] = replace(status, inside=status.last)
         silent = [each for each in active if statuses[each.rank] is None]
         is_far = all(each.machine != self._own.machine for each in silent)
@@ -306,7 +306,7 @@ class Monitor(threading.Thread):
         )
 
     def _late_heartbeats(self, statuses: Mapping[int, RankStatus | None]) -> str:
-        """A text with the hosts whose heartbeats came late; empty where none did, or rank zero's own were late too."""
+        """A text with the hosts whose heartbeats came late; empty if none did, or if rank zero's own came late too."""
         late = {
             self._processes[rank].host: max(status.late)
             for rank, status in statuses.items()
@@ -319,18 +319,18 @@ class Monitor(threading.Thread):
         return f"heartbeats came late from {texts}: the network loses packets"
 
     def _tell(self, state: str, trouble: str) -> None:
-        """Let rank zero compare the ranks, because this one has hung or failed."""
+        """Make rank zero compare the ranks, because this rank has hung or failed."""
         self._told_at = time.monotonic()
         self._beats.trouble, self._beats.state = trouble, state
         self._beats.flush()
 
     def _propose(self, ending: RunEnding) -> None:
-        """Let the run end so, unless another rank has given another reason before."""
+        """Propose how the run ends; the first proposal of all ranks counts."""
         self._beats.proposal = ending
         self._beats.flush()
 
     def _report_failure(self, failure: RankFailure, *, is_secondary: bool) -> RunEnding | None:
-        """Report a failure; return the run's ending where this failure is only a consequence of another rank's."""
+        """Report a failure; returns the run's ending if another rank's failure caused this one."""
         self._is_failing = True
         wait = SILENT_SECONDS + ROUND_SECONDS if is_secondary else _FLUSH_SECONDS
         self._ends_at = time.monotonic() + wait + _LEAVING_SECONDS
@@ -354,7 +354,7 @@ class Monitor(threading.Thread):
             mark_ended(self._folder.parent, "hung" if ending.is_hang else "failed", ending.line)
             if ending.code != USER_ERROR_EXIT_CODE:
                 try_to_finish(lambda: self._write_report(ending, keeps_other=is_alone))
-        # An error of the user is usually that of every rank: the reporter prints its own, or this report as it leaves.
+        # Usually every rank has the same error of the user: the reporter prints its own, or this report when it leaves.
         if self._is_reporter(ending) and not is_alone and ending.code != USER_ERROR_EXIT_CODE:
             _print(f"watchdog: {ending.report}\n")
         self._ending_known.set()
@@ -365,7 +365,7 @@ class Monitor(threading.Thread):
     def _write_report(self, ending: RunEnding, *, keeps_other: bool) -> None:
         path = self._folder / REPORT
         with suppress(OSError):
-            # A rank without the store does not replace what others have written of this run.
+            # A rank that cannot reach the store does not replace a report that another rank has written of this run.
             if not (keeps_other and path.exists() and path.stat().st_mtime > self._began):
                 self._folder.mkdir(parents=True, exist_ok=True)
                 replace_file(path, ending.report + "\n")
@@ -385,15 +385,15 @@ class Monitor(threading.Thread):
             if each.rank in ending.silent:
                 kill_process(each.pid, each.began, folder=self._folder, why=ending.line)
         if ending.silent:
-            # Do not exit at once: a launcher that sees one rank exit may signal the others, which are still killing.
+            # Do not exit at once: a launcher that sees this rank exit may signal other ranks, which are still killing.
             time.sleep(1.5)
         self._wait_for_others(ROUND_SECONDS)
         self._record_cause(ending)
         os._exit(ending.code or RUN_ERROR_EXIT_CODE)
 
     def _record_cause(self, ending: RunEnding) -> None:
-        """Record for `ds-finetune launch` that this rank ends because the run does."""
-        # A user's mistake leaves no files.
+        """Record, for `ds-finetune launch`, that this rank ends because the run ends."""
+        # A mistake of the user leaves no files.
         if ending.code != USER_ERROR_EXIT_CODE:
             try_to_finish(lambda: record_cause(self._folder, ending.line))
 
@@ -407,7 +407,7 @@ def _silent_limit(state: str) -> float:
 
 
 def _missing(store: dist.Store, keys: Sequence[str]) -> list[str]:
-    """Ranks whose keys are not set within a minute, at most _MAX_NAMED_RANKS of them."""
+    """Ranks that have not set their key within a minute, at most _MAX_NAMED_RANKS of them."""
     try:
         store.wait(list(keys), _PREPARED_WAIT)
     except dist.DistStoreError:
@@ -417,7 +417,7 @@ def _missing(store: dist.Store, keys: Sequence[str]) -> list[str]:
 
 @contextmanager
 def start_monitor(progress: RankProgress, world: World, store: dist.Store, output_dir: Path) -> Iterator[Monitor]:
-    """While open, watch this rank and compare it with the others. Every rank opens it, with the store of the run."""
+    """While open, watch this rank and compare it with the others. Every rank opens it, with the run's store."""
     processes = join(store, RankProcess.here(world.rank), world.world_size)
     monitor = Monitor(progress, processes, store, output_dir)
     monitor.start()
@@ -430,6 +430,6 @@ def start_monitor(progress: RankProgress, world: World, store: dist.Store, outpu
 
 def _print(text: str) -> None:
     """Write to the file descriptor of standard error: the training thread may hold the lock of `sys.stderr`."""
-    # A full disk or a closed pipe must not end this thread, because it has to end the run.
+    # A full disk or a closed pipe must not stop this thread, because it has to end the run.
     with suppress(OSError):
         os.write(_STDERR, text.encode())

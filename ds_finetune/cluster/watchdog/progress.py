@@ -1,7 +1,7 @@
-"""What a rank is doing: its phase, optimizer step and last collectives, and how long it may go without progress.
+"""The status of a rank: phase, optimizer step, last collectives, and how long the rank may go without progress.
 
-Recording adds microseconds to each collective. NCCL's calls return as soon as they are enqueued. On a GPU, marks in the
-device's queue before and after each collective therefore tell whether the device waits in it or still computes.
+Recording adds microseconds to each collective. NCCL calls return as soon as they are enqueued. Therefore, on a GPU,
+events in the device's queue before and after each collective tell whether the device waits in it or still computes.
 """
 
 import math
@@ -22,16 +22,16 @@ from ds_finetune.system.gpu_threads import use_device
 from ds_finetune.system.process_messages import ProcessMessage
 
 STEP_FACTOR, LEAST_SECONDS, RECENT_STEPS = 10, 60.0, 25
-"""The limit `auto` is STEP_FACTOR times the median of the last RECENT_STEPS steps, and not less than LEAST_SECONDS."""
+"""The limit `auto` is STEP_FACTOR times the median of the last RECENT_STEPS steps, at least LEAST_SECONDS."""
 _RECENT_CALLS = 128
 PREPARING = "preparation"
-"""The phase that has no limit: its time depends on the data, and no rank waits in a collective."""
+"""The phase without a limit: its time depends on the data, and no rank waits in a collective."""
 
 
 class CollectiveCall(NamedTuple):
-    """A call of the function `name` with `size` elements as input (0: objects, or no input).
+    """A call of the collective `name` with `size` elements as input (0: objects, or no input).
 
-    `ranks` are the ranks that take part. `number` counts the calls among these ranks, from 1.
+    `ranks` are the ranks of its group. `number` counts the calls in this group, from 1.
     """
 
     name: str
@@ -45,19 +45,19 @@ class CollectiveCall(NamedTuple):
 
     @property
     def signature(self) -> tuple[str, int]:
-        """What must be the same on every rank that takes part."""
+        """What must be equal on all ranks of the group: name and size."""
         return self.name, self.size
 
 
 class HostMarks:
-    """Marks in time, on a CPU: a collective is done once its call or the wait for it returns."""
+    """Marks in time for a CPU, where a collective is done once its call, or the wait for it, returns."""
 
     def mark(self) -> float:
-        """The time."""
+        """The current monotonic time."""
         return time.monotonic()
 
     def is_reached(self, mark: float) -> bool:
-        """Whether it is later than the mark."""
+        """Always true: a mark on a CPU is reached when it is made."""
         return True
 
     def seconds(self, begin: float, end: float) -> float:
@@ -76,22 +76,22 @@ class CudaMarks(HostMarks):
     device: torch.device
 
     def mark(self) -> Any:  # noqa: ANN401 - a torch.cuda.Event
-        """Record an event with a time."""
+        """Record an event with timing."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def is_reached(self, mark: Any) -> bool:  # noqa: ANN401
-        """Query the event, without waiting; the threads of the watchdog do so too."""
+        """Query the event without waiting; threads of the watchdog call this too."""
         use_device(self.device)
         return mark.query()
 
     def seconds(self, begin: Any, end: Any) -> float:  # noqa: ANN401
-        """CUDA's elapsed milliseconds in seconds."""
+        """Seconds between two events."""
         return begin.elapsed_time(end) / 1000
 
     def is_computing(self) -> bool:
-        """Whether this is the default stream: collectives in others (DeepSpeed's `overlap_comm`) do not hold it up."""
+        """Whether this is the default stream: collectives in others (DeepSpeed's `overlap_comm`) do not delay it."""
         return torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
@@ -102,7 +102,7 @@ def marks_of(device: str) -> HostMarks:
 
 @dataclass(eq=False)
 class _MarkedCall:
-    """A collective, or a wait for one, between its marks."""
+    """A collective, or a wait for one, with its two marks."""
 
     call: CollectiveCall
     is_wait: bool
@@ -115,14 +115,14 @@ class _MarkedCall:
 class HangLimits:
     """Seconds without progress after which a rank counts as hung, by phase.
 
-    A `step` of None stands for a limit that follows from measured steps (`auto`).
+    `step` is None for a limit that follows from measured steps (`auto`).
     """
 
     step: float | None
     start: float
     other: float
     longest_step: float = math.inf
-    """The highest limit of `auto`: the watchdog must report a hang before torch aborts the collective."""
+    """Upper bound of the limit `auto`: the watchdog must report a hang before torch aborts the collective."""
 
     @classmethod
     def of(cls, config: WatchdogConfig) -> Self:
@@ -135,7 +135,7 @@ class HangLimits:
 
 
 class RankStatus(ProcessMessage, kind="status"):
-    """What a rank is doing: `seconds` have passed since its last progress, and it waits in the collective `inside`.
+    """What a rank is doing: `seconds` since its last progress, and the collective `inside` which it waits.
 
     `counts` maps groups of ranks to the number of collectives entered. `recent` are the last collectives.
     """
@@ -149,11 +149,11 @@ class RankStatus(ProcessMessage, kind="status"):
     counts: dict[str, int]
     recent: tuple[CollectiveCall, ...]
     queued: CollectiveCall | None = None
-    """The first collective that the program has enqueued and the device has not yet reached."""
+    """The first collective that was enqueued and that the device has not reached."""
     trouble: str = ""
-    """Why the ranks are to be compared: a line about a hang of this rank, or an error that another may have caused."""
+    """Why rank zero must compare the ranks: this rank hangs, or has an error that another rank may have caused."""
     late: tuple[float, ...] = ()
-    """Seconds that heartbeats of the last minute took to rank zero and back, where several came late."""
+    """Round-trip seconds of heartbeats of the last minute that were late; empty unless they are many."""
 
     def __str__(self) -> str:
         last = f"the last was {self.last}" if self.last else "it has not been in any"
@@ -164,13 +164,13 @@ class RankStatus(ProcessMessage, kind="status"):
 
 
 class RankProgress:
-    """The progress of this rank: the training threads write it, and the threads of the watchdog read it."""
+    """The progress of this rank: training threads write it, threads of the watchdog read it."""
 
     def __init__(self, rank: int, limits: HangLimits) -> None:
         self.rank, self.limits = rank, limits
         self.phase, self.step = PREPARING, 0
         self.own_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
-        """Seconds of each recent step but the first, without those in collectives."""
+        """Seconds of each recent step, except the first, minus the time in collectives."""
         self.marks = HostMarks()
         self._pending: deque[_MarkedCall] = deque()
         self._open: _MarkedCall | None = None
@@ -182,18 +182,18 @@ class RankProgress:
         self._progress_at = self._collective_at = time.monotonic()
 
     def enter(self, name: str, size: int, ranks: str) -> _MarkedCall | None:
-        """Record that a collective begins; what is returned is for `leave`."""
+        """Record that a collective begins; the result is passed to `leave`."""
         self._counts[ranks] += 1
         self._last = CollectiveCall(name, size, ranks, self._counts[ranks])
         self._recent.append(self._last)
         return self._begin(self._last, is_wait=False)
 
     def wait(self) -> _MarkedCall | None:
-        """Record a wait for an asynchronous collective, which `leave` ends; synchronous ones wait in their own call."""
+        """Record a wait for an asynchronous collective, until `leave`; a synchronous one waits within its own call."""
         return None if self._open is not None or self._last is None else self._begin(self._last, is_wait=True)
 
     def leave(self, begun: _MarkedCall | None) -> None:
-        """Record that the call has returned: the collective is done, or enqueued where it is asynchronous."""
+        """Record that a call has returned: the collective is done or, if asynchronous, enqueued."""
         if begun is not None:
             begun.end, self._open = self.marks.mark(), None
             self._collective_at = time.monotonic()
@@ -206,20 +206,20 @@ class RankProgress:
         return begun
 
     def _settle(self) -> None:
-        """Drop the collectives that are done, in order, and add up their time."""
+        """Remove finished collectives in order, and add up the time for which the computation waited."""
         while self._pending and self._pending[0].end is not None and self.marks.is_reached(self._pending[0].end):
             done = self._pending.popleft()
             if done.is_computing:
                 self._waited_seconds += self.marks.seconds(done.begin, done.end)
 
     def take_waited(self) -> float:
-        """Seconds that the computation has waited in collectives since this was last called."""
+        """Seconds that the computation has waited in collectives since the last call."""
         self._settle()
         waited, self._waited_seconds = self._waited_seconds, 0.0
         return waited
 
     def count_steps(self, steps: Iterable[StepRecord]) -> Iterator[StepRecord]:
-        """Yield the records of `steps`; each counts as progress, and its time is kept for the limit."""
+        """Yield the records of `steps`; each counts as progress, and its time enters the limit."""
         self.take_waited()
         for record in steps:
             seconds, waited = record.values["perf/step_seconds"], self.take_waited()
@@ -233,7 +233,7 @@ class RankProgress:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Set the phase while open: evaluation, saving or export, which may take longer than a step."""
+        """While open, set the phase: evaluation, saving or export, which may take longer than a step."""
         before, self.phase = self.phase, phase
         self.restart_limit()
         try:
@@ -243,22 +243,22 @@ class RankProgress:
             self.restart_limit()
 
     def finish_steps(self) -> None:
-        """Enter the last phase: no step follows, so the limit of other phases applies."""
+        """Enter the last phase, in which the limit of other phases applies: no step follows."""
         self.phase = "closing"
         self.restart_limit()
 
     def restart_limit(self) -> None:
-        """Note progress: the time without progress begins at zero again."""
+        """Record progress: the time without progress is zero again."""
         self._progress_at = time.monotonic()
 
     def exclude_pause(self, seconds: float) -> None:
-        """Leave the `seconds` for which this process was paused out of the time without progress."""
+        """Subtract a pause of this process of `seconds` from the time without progress."""
         now = time.monotonic()
         self._progress_at = min(self._progress_at + seconds, now)
         self._collective_at = min(self._collective_at + seconds, now)
 
     def limit_seconds(self) -> float:
-        """Seconds that the phase may take without progress."""
+        """Seconds without progress that the current phase allows."""
         if self.phase == PREPARING:
             return math.inf
         if self.phase == "start":
@@ -280,7 +280,7 @@ class RankProgress:
         return max(self._progress_at, self._collective_at)
 
     def status(self) -> RankStatus:
-        """What this rank is doing now; collectives that its device has not reached are left out."""
+        """The current status of this rank, without collectives that its device has not reached."""
         inside, queued = self._position()
         unreached = [each.call for each in queued if not each.is_wait]
         recent = tuple(call for call in self._recent if call not in unreached)
@@ -297,12 +297,12 @@ class RankProgress:
         )
 
     def _position(self) -> tuple[CollectiveCall | None, list[_MarkedCall]]:
-        """The collective in which this rank waits, and calls that its device has not reached; does not wait."""
+        """The collective in which this rank waits, and the calls that its device has not reached; does not block."""
         try:
             left = [each for each in tuple(self._pending) if each.end is None or not self.marks.is_reached(each.end)]
             queued = [each for each in left if not self.marks.is_reached(each.begin)]
         except RuntimeError:
-            # The device has failed; the training thread meets the same error and reports it.
+            # The device has failed; the training thread gets the same error and reports it.
             left, queued = [] if self._open is None else [self._open], []
-        # Where several queues wait, it is the collective that was enqueued first.
+        # If several queues wait, take the collective that was enqueued first.
         return next((each.call for each in left if each not in queued), None), queued

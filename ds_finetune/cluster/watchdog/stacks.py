@@ -1,4 +1,4 @@
-"""Stacks of a rank: written when it hangs, when a signal asks for them, or when another rank kills it."""
+"""Stacks of a rank, written when it hangs, on a signal, or when another rank kills it."""
 
 import faulthandler
 import math
@@ -24,8 +24,8 @@ _ARM_SECONDS = 30.0
 class StackFile:
     """The file `rank-00003.txt` in a folder; it is removed at the end if it is empty.
 
-    SIGQUIT makes the process append its stacks, even while native code holds Python's lock. The signal does not end
-    the process, so no core file is written.
+    On SIGQUIT the process appends its stacks, even while native code holds the GIL. The signal does not end the
+    process, so no core file is written.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -37,7 +37,7 @@ class StackFile:
         faulthandler.register(signal.SIGQUIT, file=self._file, all_threads=True)
 
     def write(self, status: RankStatus) -> None:
-        """Append what the rank is doing and the stack of each thread; with NCCL also a file for `torchfrtrace`."""
+        """Append the status and the stack of each thread; with NCCL also write a file for `torchfrtrace`."""
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         # Another thread may have closed the file.
         with suppress(ValueError):
@@ -49,13 +49,13 @@ class StackFile:
             self.path.with_name(f"nccl_trace_rank_{self._rank}").write_bytes(record)
 
     def arm(self, seconds: float) -> None:
-        """Set a timer that writes the stacks and ends this process after `seconds`, unless this is called again before.
+        """Set a timer that writes the stacks and ends this process after `seconds`; a new call replaces it.
 
-        It is a thread in C (Python 3.11, Modules/faulthandler.c), so it works while native code holds Python's lock and
-        no other rank of the machine can kill this one. It is set anew every `_ARM_SECONDS` only.
+        The timer is a C thread (Python 3.11, Modules/faulthandler.c). So it works while native code holds the GIL and
+        no other rank of the machine can kill this one. Calls within `_ARM_SECONDS` of the last one do nothing.
         """
         now = time.monotonic()
-        # There may be no memory for its thread, e.g. with a limit of the address space.
+        # There may be no memory for the timer's thread, e.g. with a limit of the address space.
         with self._lock, suppress(RuntimeError):
             if not self._file.closed and math.isfinite(seconds) and now > self._armed_at + _ARM_SECONDS:
                 faulthandler.dump_traceback_later(seconds, file=self._file, exit=True)
@@ -70,7 +70,7 @@ class StackFile:
         with suppress(OSError):
             if not self.path.stat().st_size:
                 self.path.unlink()
-            # This fails, and is ignored, while files of other ranks are in the folder.
+            # Fails, and is ignored, while files of other ranks are in the folder.
             self.path.parent.rmdir()
 
 
