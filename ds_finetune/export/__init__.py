@@ -1,1 +1,1 @@
-"""Exports: Hugging Face and ONNX folders, and their verification."""
+"""Exports of trained models in several formats, and their verification."""

@@ -1,9 +1,9 @@
-"""Adapters written in peft's format.
+"""Writes adapters in peft's format.
 
 peft 0.21 stores adapters of fused experts [experts, out, in] as A [rank x experts, in] and B [out, rank x experts].
-Expert e owns the rows e x rank to (e + 1) x rank of A, and the columns e, e + experts, e + 2 x experts, ... of B
-(tuners/lora/layer.py, ParamWrapper.get_delta_weight). Fused experts have two weights in one module: peft names the
-first `base_layer` (_inject_parameters nests them).
+Expert e has the rows e x rank to (e + 1) x rank of A, and the columns e, e + experts, e + 2 x experts, ... of B
+(tuners/lora/layer.py, ParamWrapper.get_delta_weight). A module of fused experts has two weights: peft nests them, and
+names the first `base_layer` (_inject_parameters).
 """
 
 import json
@@ -25,33 +25,33 @@ from ds_finetune.model.adapters.peft_adapter import BASE_DIGEST, CONFIG, DOWN, G
 from ds_finetune.plan.lora_targets import is_peft_parameter
 
 MODEL_CONFIG = "config.json"
-"""The model's configuration, in an adapter folder of a classifier."""
+"""File with the model's configuration; an adapter folder has it for a classifier."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterBase:
-    """The model that adapters belong to, and what an adapter folder holds besides them."""
+    """The base model of adapters, and what their folder holds besides adapters."""
 
     name: str
     digest: str
-    """Digest of its weights."""
+    """Digest of the base model's weights."""
     family: Family
     module: str = "model"
-    """The module of transformers' class that is `model` in the names of weights: that of a composite model's text
-    part."""
+    """Name, in transformers' class, of the module that weights here call `model`; different for the text part of a
+    composite model.
+    """
     whole: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Weights that are trained whole beside the adapters by name, such as those of a classifier's head."""
+    """Fully trained weights by name, such as the head of a classifier."""
     classifier_config: Mapping[str, Any] = field(default_factory=dict)
-    """The config.json of a classifier, without which the names of its classes are unknown; empty for other models."""
+    """The config.json of a classifier, which has the names of its classes; empty for other models."""
     files: Sequence[Path] = ()
-    """Files of tokenizer and generation that are copied: the base's own may end and render answers otherwise."""
+    """Tokenizer and generation files to copy: those of the base may end and render answers differently."""
     texts: Mapping[str, str] = field(default_factory=dict)
-    """Further such files as text, by name, in place of copies of the same names."""
+    """Further files as text, by name; they replace copies of the same names."""
 
 
 def write_adapter(factors: Mapping[str, Factors], lora: LoraConfig, out: Path, base: AdapterBase) -> None:
-    """Write the adapters `factors`, by name of the adapted weight, to the folder `out`, which appears only when
-    complete.
+    """Write the adapters `factors`, by name of the adapted weight, to `out`, which appears only when complete.
 
     OutputError where the disk is full; the incomplete folder is then removed.
     """

@@ -1,5 +1,5 @@
-"""The folder of the base model. An export copies from it tensors that transformers' class has no module for, and
-unchanged FP8 blocks.
+"""The folder of the base model, from which an export copies unchanged FP8 blocks, and tensors that transformers' class
+has no module for.
 """
 
 import json
@@ -25,9 +25,9 @@ from ds_finetune.model.weights.names import is_kept_in_fp32, published_name
 
 @dataclass(frozen=True)
 class HubSource:
-    """The tensors of a Hugging Face folder as a TensorSource; those in FP8 are dequantised to fp32.
+    """The tensors of a Hugging Face folder as a TensorSource; FP8 tensors are dequantised to fp32.
 
-    ModelError where a tensor has a dtype that weights do not have.
+    ModelError where a tensor's dtype is none that weights have.
     """
 
     hub: HubFolder
@@ -43,7 +43,7 @@ class HubSource:
 
     @cached_property
     def fp32_names(self) -> Collection[str]:
-        """Tensors that the family keeps in fp32; where it computes with some in fp32, all that are stored so."""
+        """Tensors that the family keeps in fp32, or if it computes with some in fp32, all that are stored so."""
         plain = (
             {key for key in self.hub.shapes if not self.hub.is_quantised(key)} if self.family.fp32_weights else set()
         )
@@ -62,11 +62,11 @@ _MATRIX = 2
 
 @dataclass(frozen=True)
 class BaseFolder:
-    """A folder of published weights from which a model was trained."""
+    """The folder of published weights from which a model was trained."""
 
     hub: HubFolder
     unbuilt: tuple[str, ...]
-    """Names of tensors for which transformers' class has no module, e.g. of multi-token prediction layers, in order."""
+    """Sorted names of tensors for which transformers' class has no module, e.g. of multi-token prediction layers."""
     embeddings: tuple[str, ...]
     """Names of the model's embedding and head."""
 
@@ -74,8 +74,8 @@ class BaseFolder:
     def read(cls, folder: Path, spec: ModelSpec) -> "BaseFolder":
         """Read the headers of `folder`.
 
-        ModelError where names or shapes do not fit `spec`; ExportError where its weights are quantised in a way that is
-        not read.
+        ModelError where names or shapes do not fit `spec`; ExportError where weights are in an unsupported quantised
+        format.
         """
         _check_format(folder / "config.json")
         check_no_other_format(folder, ExportError)
@@ -87,7 +87,7 @@ class BaseFolder:
 
     @classmethod
     def from_hub(cls, hub: HubFolder, spec: ModelSpec) -> "BaseFolder":
-        """The folder `hub` that adapters are added to; its experts may be stored one by one or fused."""
+        """The base folder `hub` of adapters; its experts may be stored one by one or fused."""
         published = spec.published_shapes()
         return cls(
             hub,
@@ -121,11 +121,10 @@ class BaseFolder:
         ), [line, *notes]
 
     def with_copies(self, parts: FolderParts, keys: Iterable[str]) -> tuple[FolderParts, list[str]]:
-        """Return `parts` with those of `keys` that equal the base's embedding or head as `copies`, and notes for the
-        user.
+        """Return `parts` with the `keys` that equal the base's embedding or head as `copies`, and notes for the user.
 
-        A multi-token prediction layer stores copies of embedding and head, and vLLM drafts tokens with them wherever
-        they differ from the model's (vLLM PR 42538). Were they copied from the base, a trained model would draft with
+        A multi-token prediction layer stores copies of embedding and head. vLLM drafts tokens with them wherever they
+        differ from the model's (vLLM PR 42538). If they were copied from the base, a trained model would draft with
         untrained weights.
         """
         copies = {key: original for key in keys if (original := self._original(key))}
@@ -136,7 +135,7 @@ class BaseFolder:
         return replace(parts, copies=copies), [line] if copies else []
 
     def _original(self, key: str) -> str | None:
-        """The embedding or head that `key` equals, if any; where both are equal, an embedding for an embedding."""
+        """The embedding or head that `key` equals, if any; if both are equal, an embedding for an embedding."""
         equal = (
             name
             for name in self.embeddings
@@ -146,7 +145,7 @@ class BaseFolder:
 
 
 def _check_format(file: Path) -> None:
-    """ExportError where the config.json `file`, if it exists, names quantised weights that are not read."""
+    """ExportError where the config.json `file`, if it exists, names an unsupported quantised format."""
     if not file.is_file():
         return
     try:
@@ -169,10 +168,10 @@ def _first_names(names: list[str]) -> str:
 def with_stored_weights(
     tensors: Iterable[tuple[str, torch.Tensor | None]], names: Collection[str], folder: Path, family: Family
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield `tensors`, with those in `names`, none of routed experts, replaced by the published ones of `folder`, cast
-    to the same dtype.
+    """Yield `tensors`; those in `names` (no routed experts) are replaced by published ones of `folder`, in the same
+    dtype.
 
-    Tensors are whole and on the CPU; None on other ranks than zero.
+    Tensors are full and on the CPU; None on ranks other than zero.
     """
     hub = HubFolder(folder)
     for name, tensor in tensors:
@@ -184,7 +183,7 @@ def with_stored_weights(
 def find_base(model: str) -> Path | None:
     """The folder of the run file's `model.path`, or its download on this machine; None where it has no weights.
 
-    Only the files that a run downloads are asked for: huggingface_hub 2.4 finds no download where another file of the
+    Asks only for the files that a run downloads: huggingface_hub 2.4 finds no download if another file of the
     repository is missing (_snapshot_download.py:562-600).
     """
     folder = Path(model)

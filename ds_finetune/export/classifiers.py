@@ -1,8 +1,8 @@
-"""Exported classifiers: models with a head of scores in place of a language-model head.
+"""Exported classifiers: models with a score head in place of a language-model head.
 
-A decoder scores a text at its last token, an encoder at its first (BERT) or by a rule of its own (ModernBERT).
-transformers 5.23 takes the last token of a decoder that is not `pad_token_id` (modeling_layers.py:186), whatever the
-attention mask says. So the padding token must never be the one that ends a text.
+A decoder scores a text at its last token, an encoder at its first (BERT) or by a rule of its own (ModernBERT). For a
+decoder, transformers 5.23 takes the last token that is not `pad_token_id` (modeling_layers.py:186), whatever the
+attention mask says. So the padding token must never be the token that ends a text.
 """
 
 import json
@@ -29,7 +29,7 @@ def holds_classifier(folder: Path) -> bool:
 
 
 def auto_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers' factories share no type
-    """The factory of transformers that builds the class that `config` names, or a composite model as a whole."""
+    """transformers' Auto class that builds the class named in `config`, or a composite model with all parts."""
     if hasattr(config, TEXT_CONFIG):
         return AutoModelForMultimodalLM
     return AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM

@@ -1,7 +1,7 @@
 """The format `compressed-tensors`: safetensors with linear weights in 8 or 4 bits, for transformers, vLLM and SGLang.
 
-Weights are rounded to the nearest number, with scales that follow from the weights themselves, by the library that
-reads them. Embeddings, head, norms, routers and biases stay as they are, in bf16.
+The library compressed-tensors rounds weights to nearest, with scales computed from the weights themselves. Embeddings,
+head, norms, routers and biases stay unquantised, in bf16.
 """
 
 import json
@@ -43,42 +43,42 @@ from ds_finetune.model.weights.names import hub_pieces, is_kept_in_fp32
 
 __all__ = ["check_model", "load_model", "load_scorer", "verify", "write"]
 _FORMAT = "compressed-tensors 1"
-"""Format of the record of a folder."""
+"""Format of a folder's record."""
 
 
 def verify(folder: Path, base: Path | None) -> VerificationResult:
-    """Compare the files of a folder with their digests in its record, and mark it."""
+    """Compare the files of a folder with the digests in its record, and mark the folder."""
     return verify_files(folder, base, _FORMAT)
 
 
 _WEIGHT = ".weight"
 _CHUNK_NUMEL = 2**22
 _SLACK = 2**-6
-"""Rounding of weights, scales and products to bf16, four times 2**-8, relative to the largest weight of a row."""
+"""Rounding of weights, scales and products to bf16, four times 2**-8, relative to a row's largest weight."""
 
 
 @dataclass(frozen=True)
 class _Quantiser:
-    """How the weights of linear layers are stored: by a value of `--dtype`."""
+    """How weights of linear layers are stored, for one value of `--dtype`."""
 
     layout: str
-    """Name of the compressor of the library."""
+    """Name of the library's compressor."""
     weights: QuantizationArgs
     activations: QuantizationArgs | None
     error: float
-    """The largest error of a weight, divided by the largest weight of its row."""
+    """Largest error of a weight, relative to the largest weight of its row."""
 
     @property
     def scheme(self) -> QuantizationScheme:
-        """What the library compresses by."""
+        """The library's description of weights and activations."""
         return QuantizationScheme(targets=["Linear"], weights=self.weights, input_activations=self.activations)
 
     def fits(self, columns: int) -> bool:
-        """Whether rows of this width can be divided into groups."""
+        """Whether rows of this width divide into groups."""
         return columns % (self.weights.group_size or 1) == 0
 
     def compress(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The stored tensors of some rows of a weight, by the ends of their names."""
+        """The stored tensors of some `rows` of a weight, by suffix of their names."""
         groups = rows.view(len(rows), -1, self.weights.group_size or rows.shape[1])
         scales, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), self.weights)
         compressor = BaseCompressor.get_value_from_registry(self.layout)
@@ -102,7 +102,7 @@ _QUANTISERS = {
 
 
 def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
-    """Write the language model of `source` to `out`, some rows of a weight at a time; errors as of `FormatModule`."""
+    """Write the language model of `source` to `out`, some rows of a weight at a time; errors as in `FormatModule`."""
     began, quantiser = time.monotonic(), _QUANTISERS[options.dtype]
     check_out_empty(out)
     with plain_folder(source, out, options.base) as folder, replaced_folder(out) as partial_out:
@@ -140,7 +140,7 @@ def check_model(
 
 
 def _linear_keys(model: PreTrainedModel) -> list[str]:
-    """Published names of the weights of linear layers and routed experts, without the head and routers."""
+    """Published names of the weights of linear layers and routed experts, except head and routers."""
     head, family = model.get_output_embeddings(), family_of(model.config.model_type)
     linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)} - {
         name for name, module in model.named_modules() if module is head
@@ -154,9 +154,9 @@ def _linear_keys(model: PreTrainedModel) -> list[str]:
 
 
 def _quantised_keys(model: PreTrainedModel, hub: HubFolder, quantiser: _Quantiser) -> frozenset[str]:
-    """Weights whose rows can be divided into groups.
+    """Names of the weights to quantise: their rows divide into groups.
 
-    ExportError where there is none, and where those of routed experts cannot, which programs read in one dtype.
+    ExportError where there is none, or where a routed expert's weight does not fit: programs read experts in one dtype.
     """
     keys = _linear_keys(model)
     fitting = frozenset(key for key in keys if quantiser.fits(hub.shapes[key][1]))
@@ -173,7 +173,7 @@ def _quantised_keys(model: PreTrainedModel, hub: HubFolder, quantiser: _Quantise
 def _stored(
     hub: HubFolder, key: str, family: Family, weights: frozenset[str], quantiser: _Quantiser
 ) -> list[HubTensor]:
-    """What is written in place of the published tensor `key`."""
+    """The tensors that are written for the published tensor `key`."""
     shape = hub.shapes[key]
     if key not in weights:
         dtype = torch.float32 if is_kept_in_fp32(key, family) else torch.bfloat16
@@ -190,7 +190,7 @@ def _named(key: str, end: str) -> str:
 def _write_files(
     hub: HubFolder, out: Path, model: PreTrainedModel, weights: frozenset[str], quantiser: _Quantiser
 ) -> list[HubTensor]:
-    """Write weights, configuration and tokenizer; returns what was written."""
+    """Write weights, configuration and tokenizer; returns the tensors written."""
     family = family_of(model.config.model_type)
     tensors = {key: _stored(hub, key, family, weights, quantiser) for key in hub.shapes}
     every = [tensor for parts in tensors.values() for tensor in parts]
@@ -213,7 +213,7 @@ def _write_files(
 def _parts_of(
     hub: HubFolder, key: str, dtype: torch.dtype, quantiser: _Quantiser | None
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Bounded parts of a tensor as they are stored: the end of the name, the first element, and the elements."""
+    """Bounded parts of a tensor as stored: suffix of the name, index of the first element, and the elements."""
     shape = hub.shapes[key]
     columns = math.prod(shape[1:])
     step = max(_CHUNK_NUMEL // columns, 1)
@@ -234,17 +234,17 @@ def _parts_of(
 
 
 def _compare(source: Path, folder: Path, out: Path, dtype: str, weights: frozenset[str]) -> tuple[str, ...]:
-    """Load `out` in plain transformers and compare its weights with those of `folder`, which `source` was exported to,
-    and what it computes.
+    """Load `out` with plain transformers, and compare its weights and loss with those of `folder`, the export of
+    `source`.
 
-    VerificationError where a name is missing, or a weight is farther off than rounding explains.
+    VerificationError where a name is missing, or a weight differs by more than rounding explains.
     """
     show_loading_as_phase()
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, trust_remote_code=False).eval()
     loaded, info = AutoModelForCausalLM.from_pretrained(
         out, dtype=torch.bfloat16, trust_remote_code=False, output_loading_info=True
     )
-    # Its first forward dequantises weights.
+    # Before the comparison of weights, because the first forward dequantises them.
     sizes = [sum(file.stat().st_size for file in each.glob("*.safetensors")) for each in (folder, out)]
     cost = quantisation_loss(dtype, source, plain, loaded.eval(), (sizes[0], sizes[1]))
     family, problems = family_of(plain.config.model_type), [str(key) for key in info["missing_keys"]]

@@ -1,4 +1,4 @@
-"""Convert the tensors of a source to a Hugging Face folder, in pieces of bounded size on several threads."""
+"""Converts the tensors of a source to a Hugging Face folder, in pieces of bounded size on several threads."""
 
 import math
 import os
@@ -23,25 +23,24 @@ from ds_finetune.model.quantised.mxfp4 import PACKED, pack, packed_shapes
 from ds_finetune.model.weights.names import hub_pieces, is_table
 
 CHUNK_NUMEL = 2**20
-"""Elements read, cast and written at a time by each thread: 4 MiB of fp32, which caches still hold when they are cast.
-"""
+"""Elements that a thread reads, casts and writes at a time: 4 MiB of fp32, small enough to stay in CPU caches."""
 
 _COLUMNS = 16 * BLOCK
 """Columns that are quantised at a time."""
 
 _WORKERS_PER_CORE, _MAX_WORKERS = 2, 16
-"""Threads that each hold a piece. While some wait for the disk, others cast; more than the limit do not make one disk
-faster.
+"""Threads, each with one piece: while some wait for the disk, others cast. More than the maximum do not speed up a
+disk.
 """
 
 
 def num_workers() -> int:
-    """Threads of a conversion on this machine."""
+    """Number of threads of a conversion on this machine."""
     return min(_WORKERS_PER_CORE * len(os.sched_getaffinity(0)), _MAX_WORKERS)
 
 
 class BlockCounts:
-    """Counts the FP8 blocks that were written, and those of them copied from a base byte for byte; threads share it."""
+    """Counts FP8 blocks that were written, and how many of them were copied from a base byte for byte; thread-safe."""
 
     def __init__(self) -> None:
         self.written = self.kept = 0
@@ -55,10 +54,10 @@ class BlockCounts:
 
 @dataclass(frozen=True)
 class Conversion:
-    """All tensors of `source` in the dtypes of `parts`, converted by `workers` threads.
+    """All tensors of `source`, converted to the dtypes of `parts` by `workers` threads.
 
-    Tensors are written in `parts.dtype`; those among the source's `fp32_names` in fp32, and linear weights in FP8
-    blocks where `parts.is_fp8`. A block that equals the one in `parts.fp8_base` is copied byte for byte.
+    The dtype is `parts.dtype`, but fp32 for the source's `fp32_names`, and FP8 blocks for linear weights if
+    `parts.is_fp8`. A block that equals the one in `parts.fp8_base` is copied byte for byte.
     """
 
     source: TensorSource
@@ -68,11 +67,11 @@ class Conversion:
 
     @cached_property
     def tensors(self) -> tuple[HubTensor, ...]:
-        """Names, shapes and dtypes of what will be written, in order."""
+        """Names, shapes and dtypes of the tensors to be written, in order."""
         return tuple(tensor for name, shape in self.source.shapes.items() for tensor in self._hub_tensors(name, shape))
 
     def write(self, out: Path, *, max_shard_bytes: int) -> None:
-        """Write all tensors and `parts` to `out`, which appears only when complete; errors as of `copy_to`.
+        """Write all tensors and `parts` to `out`, which appears only when complete; errors as in `copy_to`.
 
         Each thread holds one chunk of `CHUNK_NUMEL` elements or 128 rows, whatever the size of tensors and files.
         """
@@ -82,13 +81,13 @@ class Conversion:
     def copy_to(self, writer: ShardWriter) -> None:
         """Write all tensors.
 
-        ExportError names a tensor that holds NaN or infinity, also where the cast makes one.
+        ExportError names a tensor that holds NaN or infinity, before or after the cast.
         """
         with _torch_on_one_thread():
             _run_in_threads(_Converter(self, writer).convert, self._work_items(), self.workers)
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The dtype of a tensor that is not written in FP8."""
+        """The dtype of a tensor that is not written in FP8 or FP4."""
         if is_table(name):
             return torch.int64
         is_fp32 = name in self.source.fp32_names or self.parts.family.is_in_fp32(name)
@@ -122,8 +121,8 @@ class Conversion:
 class _WorkItem:
     """Elements `start` to `start + numel` of the published tensor `key`.
 
-    The first element of `key` is the element `begin` of the source's tensor `name`. An item with `columns` is a row
-    of blocks that is to be quantised.
+    Element 0 of `key` is element `begin` of the source's tensor `name`. `columns` is not 0 for rows that are to be
+    quantised.
     """
 
     name: str
@@ -135,7 +134,7 @@ class _WorkItem:
 
 
 class _Converter(threading.local):
-    """Reads, casts and writes work items; each thread has its own buffer for the cast."""
+    """Reads, casts and writes work items; each thread has its own cast buffer."""
 
     def __init__(self, conversion: Conversion, writer: ShardWriter) -> None:
         self._conversion, self._writer = conversion, writer
@@ -155,7 +154,7 @@ class _Converter(threading.local):
         self._writer.write(item.key, item.start, cast)
 
     def _pack(self, item: _WorkItem, values: torch.Tensor) -> None:
-        """Write some rows in FP4 and their scales."""
+        """Write some rows in FP4, and their scales."""
         parts, row = self._conversion.parts, item.start // item.columns
         base = parts.fp8_base.fp4(item.key) if parts.fp8_base is not None else None
         packed, scales, kept = pack(values, base.stored_rows(row, row + len(values)) if base is not None else None)
@@ -164,7 +163,7 @@ class _Converter(threading.local):
         self._conversion.blocks.count(scales.numel(), kept)
 
     def _quantise(self, item: _WorkItem, values: torch.Tensor) -> None:
-        """Write a row of blocks [rows, columns] and its scales; only some columns at a time are held in fp32."""
+        """Write a row of FP8 blocks [rows, columns] and its scales; only some columns at a time are held in fp32."""
         row = item.start // item.columns
         base, parts = self._base_blocks(item.key, row, row + len(values)), self._conversion.parts
         quantised, scale = torch.empty(values.shape, dtype=FP8), torch.empty(scale_shape(values.shape)[1])
@@ -184,7 +183,7 @@ class _Converter(threading.local):
         self._conversion.blocks.count(len(scale), kept)
 
     def _base_blocks(self, key: str, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """FP8 values and scales of a row of blocks in the base, where the base has `key` in FP8."""
+        """FP8 values and scales of a row of blocks of the base, if the base has `key` in FP8."""
         base = self._conversion.parts.fp8_base
         return (
             (base.stored_rows(key, first, last), base.scales(key, first, last)[0])
@@ -213,7 +212,7 @@ def _check_finite(item: _WorkItem, flat: torch.Tensor, cast: torch.Tensor) -> No
 
 
 def _run_in_threads(work: Callable[[_WorkItem], None], items: Iterable[_WorkItem], workers: int) -> None:
-    """Call `work` for every item, about in order, with a progress line; an error ends all threads and is raised."""
+    """Call `work` for every item, roughly in order, with a progress line; an error ends all threads and is raised."""
     remaining, lock = deque(items), threading.Lock()
     line = PhaseLine("converting tensors", len(remaining))
 
@@ -244,7 +243,7 @@ def _next(items: deque[_WorkItem]) -> _WorkItem | None:
 
 @contextmanager
 def _torch_on_one_thread() -> Iterator[None]:
-    """Torch operations use only the calling thread, since all cores are busy with items of their own."""
+    """While open, torch uses only the calling thread: all cores are busy with work items."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

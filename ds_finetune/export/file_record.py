@@ -1,4 +1,4 @@
-"""The record of a folder by the digests of its files: every changed byte is found, and the record's own too."""
+"""The record of a folder, with digests of its files: detects every changed byte, also of the record itself."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -17,27 +17,27 @@ from ds_finetune.export.verify.verify import VerificationResult, mark_folder
 
 T = TypeVar("T")
 _SEGMENT_BYTES = MIB
-"""Bytes with a digest of their own, so that a message can name the bytes that changed."""
+"""Bytes that share a digest, so that a message can name the changed range."""
 Runs = list[tuple[int, int]]
-"""First and last byte of ranges of a file."""
+"""Ranges of a file: first and last byte of each."""
 
 
 @dataclass(frozen=True)
 class FileSums:
-    """Size of a file in bytes, and xxh3 of each `_SEGMENT_BYTES` of it."""
+    """Size of a file in bytes, and xxh3 of each `_SEGMENT_BYTES` of the file."""
 
     size: int
     sums: tuple[str, ...]
 
     @classmethod
     def of(cls, path: Path) -> "FileSums":
-        """The digests of the file at `path`; one segment at a time is in memory."""
+        """The digests of the file at `path`; holds one segment at a time in memory."""
         with path.open("rb") as file:
             sums = tuple(xxhash.xxh3_64_hexdigest(piece) for piece in iter(lambda: file.read(_SEGMENT_BYTES), b""))
         return cls(path.stat().st_size, sums)
 
     def differences(self, other: "FileSums") -> Runs:
-        """First and last byte of each run of segments in which `other` differs, or which only one of both has."""
+        """First and last byte of each run of segments that differ from `other`, or that only one of both has."""
         count = max(len(self.sums), len(other.sums))
         changed = [n for n in range(count) if self.sums[n : n + 1] != other.sums[n : n + 1]]
         runs: Runs = []
@@ -55,10 +55,10 @@ def write_file_record(folder: Path, tree: Mapping[str, Any]) -> None:
 
 
 def read_file_record(folder: Path, kind: str, parse: Callable[[Mapping[str, Any]], T]) -> tuple[dict[str, FileSums], T]:
-    """The digests of files by name in the file RECORD of the format `kind`, e.g. `onnx 3`, and what `parse` makes of
-    its tree.
+    """Read the file RECORD of the format `kind`, e.g. `onnx 3`: the digests of files by name, and its tree as `parse`
+    returns it.
 
-    ExportError where there is none, or it is damaged or of another format.
+    ExportError where the record is missing, damaged or of another format.
     """
     try:
         tree = _own_tree(json.loads((folder / RECORD).read_text(encoding="utf-8")), kind)
@@ -82,7 +82,7 @@ def _own_tree(tree: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def check_no_base(base: Path | None, folder: Path) -> None:
-    """ConfigError where a base is named for a folder that is verified against its record only."""
+    """ConfigError where a base is named for a folder that is only compared with its record."""
     if base is not None:
         raise ConfigError(
             f"--base {base} is not valid with `{folder}`", hint="leave it out: the folder's record is enough"
@@ -95,9 +95,9 @@ def verify_files(
     kind: str,
     parts_at: Callable[[Mapping[str, Any], str, Mapping[str, Runs]], list[str]] = lambda *_: [],
 ) -> VerificationResult:
-    """Compare the files of a folder of the format `kind` with their digests in its record, and mark it.
+    """Compare the files of a folder of the format `kind` with the digests in its record, and mark the folder.
 
-    `parts_at` is that of `check_files`, after the tree of the record.
+    `parts_at` is that of `check_files`, with the record's tree as an additional first argument.
     """
     check_no_base(base, folder)
     files, tree = read_file_record(folder, kind, lambda tree: tree)
@@ -110,9 +110,9 @@ def verify_files(
 def check_files(
     folder: Path, files: Mapping[str, FileSums], parts_at: Callable[[str, Mapping[str, Runs]], list[str]]
 ) -> tuple[list[str], list[str]]:
-    """Problems with the files on the disk, and lines that say what was compared.
+    """Problems with the files on the disk, and lines on what was compared.
 
-    `parts_at(name, changed)` names what a changed file holds there; `changed` has the ranges of bytes by file.
+    `parts_at(name, changed)` names the parts of file `name` that changed; `changed` has the ranges of bytes by file.
     """
     present = {name: FileSums.of(path) for name, path in _files(folder)}
     problems = [f"{name} was written and is missing" for name in sorted(files.keys() - present.keys())]
@@ -132,7 +132,7 @@ def _ranges(runs: Runs) -> str:
 
 
 def _files(folder: Path) -> list[tuple[str, Path]]:
-    """Files of the folder and of those below it, with their names from the folder on."""
+    """Files in the folder and its subfolders, with their names relative to the folder."""
     found = [(path.relative_to(folder).as_posix(), path) for path in folder.rglob("*") if path.is_file()]
     return sorted((name, path) for name, path in found if name not in (RECORD, UNVERIFIED))
 

@@ -1,8 +1,8 @@
-"""Tokenizer files of an export, with which a pipeline of transformers makes the tokens of training.
+"""Tokenizer files of an export, changed so that a pipeline of transformers tokenises as training does.
 
 Training ends each text that a decoder classifies with EOS, which few tokenizers add themselves, and begins texts with
-BOS where tokenizer_config.json says `add_bos_token`. transformers 5.23 ignores both settings beside a tokenizer.json,
-and takes the post-processor of tokenizer.json as it is, so the post-processor is replaced.
+BOS where tokenizer_config.json says `add_bos_token`. transformers 5.23 ignores `add_bos_token` and `add_eos_token`
+beside a tokenizer.json, and uses its post-processor unchanged. So the post-processor is replaced.
 """
 
 import itertools
@@ -30,7 +30,7 @@ Encode = Callable[[str, str | None], list[int]]
 """Token ids that training makes of a text, or of a pair of texts."""
 _TOKENIZER = "tokenizer.json"
 _ADDED = ("add_bos_token", "add_eos_token")
-"""Keys of tokenizer_config.json that make some classes of transformers replace the post-processor."""
+"""Keys of tokenizer_config.json with which some tokenizer classes of transformers replace the post-processor."""
 _PROBE = "x"
 _SINGLE = [(text, None) for text in TEXTS]
 _PAIRS = list(itertools.pairwise(TEXTS))
@@ -38,23 +38,23 @@ _PAIRS = list(itertools.pairwise(TEXTS))
 
 @dataclass(frozen=True)
 class FittedTokenizer:
-    """How the tokenizer files of an export differ from those of training, and what they make of texts."""
+    """How an export's tokenizer files differ from those of training, and how they tokenise sample texts."""
 
     changed: Mapping[str, str]
-    """Files in place of those of the same names, as text."""
+    """Text of changed files, by name."""
     texts: tuple[str, ...] = ()
-    """Texts for which a pipeline gives the tokens of training."""
+    """Sample texts that a pipeline tokenises as training does."""
     notes: tuple[str, ...] = ()
-    """Lines for the user where a pipeline gives other tokens."""
+    """Notes for the user where a pipeline tokenises differently."""
 
 
 def fit_tokenizer(
     tokenizer: PreTrainedTokenizerBase, files: Mapping[str, Path], encode: Encode, *, config: Mapping[str, Any]
 ) -> FittedTokenizer:
-    """The tokenizer files `files` (by name) of a decoder, changed so that a pipeline tokenises as `encode` does, and
-    pads with the `pad_token_id` of the model's config.json `config`.
+    """Change the tokenizer `files` (by name) of a decoder so that a pipeline tokenises as `encode`, and pads with the
+    `pad_token_id` of the config.json `config`.
     """
-    # transformers chooses the tokenizer's class by config.json.
+    # transformers chooses the tokenizer class by config.json.
     changed = {CONFIG: json.dumps(config), TOKENIZER_CONFIG: with_padding(files, tokenizer, config["pad_token_id"])}
     texts = _agreeing(files, changed, encode, _SINGLE)
     template = None if texts else _template(tokenizer, encode)
@@ -79,8 +79,8 @@ def fit_beginning(
     *,
     config: Mapping[str, Any],
 ) -> dict[str, str]:
-    """tokenizer.json of a language model with a post-processor that begins texts as training does and ends none, by its
-    name, where that in `files` (by name) does otherwise; empty where it does so. `config` is config.json.
+    """The changed tokenizer.json, by its name, of a language model: its post-processor begins texts as training does
+    and ends none. Empty where that of `files` (by name) does so already. `config` is config.json.
     """
     is_same = tokenizer(_PROBE)["input_ids"] == prompts.text_ids(tokenizer, _PROBE)
     if is_same and not getattr(tokenizer, "add_bos_token", False):
@@ -98,8 +98,8 @@ def fit_beginning(
 def fit_folder(
     files: Sequence[Path], config: Mapping[str, Any]
 ) -> tuple[PreTrainedTokenizerBase, dict[str, str]] | None:
-    """The tokenizer of a folder of which these are the tokenizer files, and what `fit_beginning` makes of it; None
-    where there is none that training would load.
+    """The tokenizer of a folder with the tokenizer `files`, and the changes of `fit_beginning`; None where training
+    would load no tokenizer.
     """
     try:
         tokenizer = load_tokenizer(str(files[0].parent)) if files else None
@@ -114,7 +114,7 @@ def fit_folder(
 def check_tokenizer(
     tokenizer: PreTrainedTokenizerBase, files: Mapping[str, Path], encode: Encode, *, config: Mapping[str, Any]
 ) -> FittedTokenizer:
-    """The tokenizer files `files` of an encoder as they are, with a note where a pipeline gives other tokens."""
+    """The unchanged tokenizer `files` of an encoder, with a note where a pipeline tokenises differently."""
     texts = _agreeing(files, {CONFIG: json.dumps(config)}, encode, _SINGLE)
     notes = [] if len(texts) == len(_SINGLE) else [_note_on_texts(tokenizer, encode, len(texts))]
     return FittedTokenizer({}, tuple(text for text, _ in texts), tuple(notes))
@@ -129,9 +129,9 @@ def _note_on_texts(tokenizer: PreTrainedTokenizerBase, encode: Encode, agreeing:
 
 
 def with_padding(files: Mapping[str, Path], tokenizer: PreTrainedTokenizerBase, pad: int) -> str:
-    """tokenizer_config.json with the padding token, on the right, where it changes nothing of a causal model.
+    """tokenizer_config.json with the padding token, on the right, which changes nothing for a causal model.
 
-    An id without a token is that of a new one, which transformers adds with the first id that is free.
+    If the id `pad` has no token, a new token is named, to which transformers gives the first free id.
     """
     file = files.get(TOKENIZER_CONFIG)
     config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file else {}
@@ -141,7 +141,7 @@ def with_padding(files: Mapping[str, Path], tokenizer: PreTrainedTokenizerBase, 
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, encode: Encode) -> dict[str, list[int]] | None:
-    """Ids that `encode` adds: `before` a text, `between` two texts, `after` the last; None where it does more."""
+    """Ids that `encode` adds before a text, between two texts and after the last; None where it changes more."""
     inner = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
     single = _around(encode(_PROBE, None), inner)
     if single is None:
@@ -153,7 +153,7 @@ def _template(tokenizer: PreTrainedTokenizerBase, encode: Encode) -> dict[str, l
 
 
 def _around(ids: Sequence[int], part: Sequence[int]) -> tuple[list[int], list[int]] | None:
-    """The ids before and after the first place of `part` in `ids`."""
+    """The ids before and after the first occurrence of `part` in `ids`; None without one."""
     starts = (start for start in range(len(ids) - len(part) + 1) if list(ids[start : start + len(part)]) == list(part))
     begin = next(starts, None)
     return None if begin is None else (list(ids[:begin]), list(ids[begin + len(part) :]))
@@ -162,7 +162,7 @@ def _around(ids: Sequence[int], part: Sequence[int]) -> tuple[list[int], list[in
 def _with_template(
     files: Mapping[str, Path], tokenizer: PreTrainedTokenizerBase, template: Mapping[str, list[int]]
 ) -> str:
-    """tokenizer.json with a post-processor that adds the tokens of `template`."""
+    """tokenizer.json with a post-processor that adds the ids of `template`."""
     file = files.get(_TOKENIZER)
     text = file.read_text(encoding="utf-8") if file else tokenizer.backend_tokenizer.to_str()
     tree: dict[str, Any] = json.loads(text)
@@ -192,7 +192,7 @@ def _with_template(
 def _agreeing(
     files: Mapping[str, Path], changed: Mapping[str, str], encode: Encode, samples: Sequence[tuple[str, str | None]]
 ) -> list[tuple[str, str | None]]:
-    """The samples for which plain transformers makes the tokens of `encode` with the changed files."""
+    """The samples that plain transformers, with the changed files, tokenises as `encode` does."""
     with tempfile.TemporaryDirectory() as folder:
         for name, path in files.items():
             if "/" not in name:

@@ -1,7 +1,7 @@
-"""The formats that a model is exported to: one row for each, which every command that deals with a format reads.
+"""The export formats: a row for each, which every command that handles formats reads.
 
-Rows are plain values, so that planning and the command line load no torch. The module of a format is imported at its
-first use.
+Rows are plain values, so that planning and the command line import no torch. A format's module is imported at its first
+use.
 """
 
 import json
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ds_finetune.export.verify.verify import VerificationResult
 
 ENTRY_POINTS = "ds_finetune.formats"
-"""Group of the entry points that refer to rows of other packages."""
+"""Group of entry points by which other packages add rows."""
 
 Scorer = Callable[[Mapping[str, "torch.Tensor"]], "torch.Tensor"]
 """From inputs of a tokenizer, int64 [rows, tokens], to logits fp32 [rows, labels] on the CPU."""
@@ -39,10 +39,10 @@ Scorer = Callable[[Mapping[str, "torch.Tensor"]], "torch.Tensor"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """How a folder is to be written, by the options of `ds-finetune export`."""
+    """Options of `ds-finetune export`."""
 
     dtype: str = ""
-    """Dtype of the weights; empty for the first one of the format's row."""
+    """Dtype of the weights; empty for the first dtype of the format's row."""
     base: Path | None = None
     """Folder of the model that was trained."""
     max_shard_size: str | None = None
@@ -50,7 +50,7 @@ class ExportOptions:
     verify: bool = True
 
     def given(self) -> dict[str, str]:
-        """Options that not every format has: how they were given, by their names on the command line."""
+        """The given options that some formats lack, by name on the command line."""
         size = {} if self.max_shard_size is None else {"--max-shard-size": f"--max-shard-size {self.max_shard_size}"}
         flags = {"--no-cache": not self.with_cache, "--no-verify": not self.verify}
         return size | {name: name for name, is_given in flags.items() if is_given}
@@ -58,17 +58,17 @@ class ExportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportResult:
-    """What was written to `folder`."""
+    """The result of writing `folder`."""
 
     folder: Path
     num_bytes: int
     seconds: float
     num_tensors: int | None = None
-    """Number of tensors; None where they are parts of a graph."""
+    """Number of tensors; None where tensors are parts of a graph."""
     notes: tuple[str, ...] = ()
-    """Lines on what was compared, and on what a user may not expect, e.g. tensors copied from the base."""
+    """Lines on comparisons, and on results that may surprise the user, e.g. tensors copied from the base."""
     verdict: "VerificationResult | None" = None
-    """The result of verifying the folder; None where it was not verified, or in the course of writing."""
+    """The result of verifying the folder; None where it was not verified, or was compared while it was written."""
 
     def lines(self) -> list[str]:
         """Lines for the terminal."""
@@ -81,15 +81,15 @@ class FormatModule(Protocol):
     """The functions of a format's module."""
 
     def write(self, source: Path, out: Path, options: ExportOptions) -> ExportResult:
-        """Convert the run, checkpoint, adapter or model in `source` to the folder `out`, which appears when complete.
+        """Convert the run, checkpoint, adapter or model in `source` to `out`, which appears only when complete.
 
-        OutputError where `out` is not empty or does not fit on the disk; ExportError where the model has no such
-        export; VerificationError where the folder is compared before it gets its name, and differs.
+        OutputError where `out` is not empty or does not fit on the disk; ExportError where the model cannot be exported
+        so; VerificationError where the folder is compared before it gets its name, and differs.
         """
         ...
 
     def verify(self, folder: Path, base: Path | None) -> "VerificationResult":
-        """Compare `folder` with its record, and mark it; `base` is the model that it was trained from, if given."""
+        """Compare `folder` with its record, and mark it; `base` is the model it was trained from, if given."""
         ...
 
     def check_model(
@@ -100,12 +100,12 @@ class FormatModule(Protocol):
 
 
 class EngineModule(FormatModule, Protocol):
-    """The functions of a module whose row has engines: this program computes with its folders, too."""
+    """The functions of a format's module whose folders this program can run."""
 
     def load_model(self, folder: Path, device: str) -> "PreTrainedModel":
         """The causal LM of `folder` for `generate`.
 
-        It is put on `device` (`auto`: all GPUs); where that is empty, on a GPU where there is one.
+        `device` `auto` means all GPUs, and empty a GPU if there is one.
         """
         ...
 
@@ -116,46 +116,46 @@ class EngineModule(FormatModule, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportFormat:
-    """One format: what its folders are, who reads them, and what `ds-finetune export` takes for it."""
+    """A format: its folders, the programs that read them, and its options of `ds-finetune export`."""
 
     name: str
-    """Its name for `--format` and `export.formats`. The record of its folders has a `format` that begins with it."""
+    """Name in `--format` and `export.formats`; `format` in the record of a folder begins with it."""
     title: str
-    """Its name in sentences."""
+    """Name in sentences."""
     module: str
-    """Name of its module, which has the functions of `FormatModule`."""
+    """Name of the format's module, which has the functions of `FormatModule`."""
     weights: tuple[str, ...]
-    """Patterns of the files with weights, by which a folder is recognised."""
+    """Patterns of weight files, by which a folder of the format is recognised."""
     read_by: str
-    """Programs that read its folders."""
+    """Programs that read folders of the format."""
     uses: tuple[str, ...]
-    """Commands that take a folder OUT to these programs, for model cards and the docs."""
+    """Commands that run the folder OUT in these programs, for model cards and docs."""
     dtypes: tuple[str, ...]
     """Values of `--dtype`; the first is the default."""
     engines: tuple[str, ...]
-    """Engines of `ds-finetune serve` that read its folders; `auto` takes the first that can run. There may be none."""
+    """Engines of `ds-finetune serve` that read the folders; `auto` takes the first that can run. May be empty."""
     options: tuple[str, ...] = ()
-    """Options of `ExportOptions.given` that it has."""
+    """Options of `ExportOptions.given` that the format has."""
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """Hints for values of `--dtype` that it does not have, where they say more than which there are."""
+    """Hints for unsupported values of `--dtype`, if listing the supported values is not enough."""
     packages: tuple[str, ...] = ()
-    """Packages that its module needs."""
+    """Packages that the format's module needs."""
     extra: str = ""
-    """The extra of this package that installs them."""
+    """The extra of this package that installs `packages`."""
     has_family: Callable[[Family], bool] = lambda _: True
-    """Whether models of a family can be exported; of an encoder, classifiers."""
+    """Whether models of a family can be exported; for an encoder, whether classifiers can."""
     is_of_model: bool = True
-    """Whether its folders hold a whole model, so that they follow from the export of a run."""
+    """Whether the folders hold a full model, and so can be made from the export of a run."""
     has_card: bool = False
-    """Whether a model card is written into the folder."""
+    """Whether the folder gets a model card."""
 
     @property
     def wheels(self) -> str:
-        """What installs its packages, for pip."""
+        """What pip has to install for `packages`."""
         return f"'ds_finetune[{self.extra}]'" if self.extra else " ".join(self.packages).replace("_", "-")
 
     def resolved(self, options: ExportOptions) -> ExportOptions:
-        """`options` with the default dtype filled in; ConfigError or ExportError for one that this format has not."""
+        """`options` with the default dtype filled in; ConfigError or ExportError for unsupported ones."""
         for name, given in options.given().items():
             if name not in self.options:
                 others = " or ".join(row.name for row in formats() if name in row.options)
@@ -178,7 +178,7 @@ class ExportFormat:
         return replace(options, dtype=options.dtype or self.dtypes[0])
 
     def check_model_type(self, model_type: str) -> Family:
-        """The family of `model_type`; ExportError where its models cannot be exported."""
+        """The family of `model_type`; ExportError where this format does not support the family."""
         family = family_of(model_type)
         if not self.has_family(family):
             decoders, encoders = (", ".join(self.model_types(is_encoder=is_encoder)) for is_encoder in (False, True))
@@ -194,7 +194,7 @@ class ExportFormat:
         return sorted(name for name, row in rows if self.has_family(row) and (row.encoder is not None) == is_encoder)
 
     def check_is_whole(self, config: Mapping[str, Any]) -> None:
-        """ExportError where the config.json `config` is that of a composite model, of which this format has no part."""
+        """ExportError where the config.json `config` is that of a composite model, which this format cannot hold."""
         if is_composite(config) and self is not SAFETENSORS:
             raise ExportError(
                 f"model_type `{config.get('model_type')}` is a model of text and other media, and has no export to "
@@ -203,11 +203,11 @@ class ExportFormat:
             )
 
     def holds_weights(self, folder: Path) -> bool:
-        """Whether `folder` has files with weights in this format."""
+        """Whether `folder` has weight files of this format."""
         return any(any(folder.glob(pattern)) for pattern in self.weights)
 
     def check_runs_here(self, folder: Path) -> None:
-        """ExportError where this program does not run models of `folder`, which is of this format."""
+        """ExportError where this program does not run models of this format, such as that in `folder`."""
         if not self.engines:
             raise ExportError(
                 f"`{folder}` is a {self.title} folder, which {self.read_by} run, and not this program",
@@ -215,7 +215,7 @@ class ExportFormat:
             )
 
     def load(self) -> FormatModule:
-        """Its module; ExportError where a package that it needs is not installed."""
+        """The format's module; ExportError where a package that it needs is not installed."""
         absent = [name for name in self.packages if find_spec(name) is None]
         if absent:
             raise ExportError(
@@ -226,7 +226,7 @@ class ExportFormat:
         return cast(FormatModule, import_module(self.module))
 
     def load_engine(self, folder: Path) -> EngineModule:
-        """Its module, to compute with `folder`; ExportError where this program does not run it."""
+        """The format's module, to run `folder`; ExportError where this program does not run the format."""
         self.check_runs_here(folder)
         return cast(EngineModule, self.load())
 
@@ -314,7 +314,7 @@ COMPRESSED = ExportFormat(
     has_card=True,
 )
 FORMATS = [SAFETENSORS, ONNX, GGUF, COMPRESSED, ADAPTER]
-"""The formats of this package, and after them those that others have registered."""
+"""The formats of this package, followed by those that other packages have registered."""
 ENGINES = ("vllm", "transformers", "onnx")
 """The engines of `ds-finetune serve`."""
 
@@ -327,7 +327,7 @@ def register_format(row: ExportFormat) -> None:
 
 
 def formats() -> list[ExportFormat]:
-    """All formats, those of installed packages too."""
+    """All formats, including those of installed packages."""
     _load_entry_points()
     return FORMATS
 
@@ -339,7 +339,7 @@ def _load_entry_points() -> None:
 
 
 def format_named(name: str, where: str = "format") -> ExportFormat:
-    """The format of this name; ConfigError where there is none, which says `where` the name was given."""
+    """The format of this name; ConfigError, which quotes `where` the name was given, if there is none."""
     row = next((row for row in formats() if row.name == name), None)
     if row is None:
         known = [row.name for row in formats()]
@@ -367,16 +367,13 @@ def formats_of_run(names: Sequence[str]) -> list[ExportFormat]:
 
 
 def format_of(folder: Path) -> ExportFormat:
-    """The format of an exported folder, by its record, or by its weights where it has none.
-
-    It is safetensors where neither says so.
-    """
+    """The format of an exported folder: by its record, else by its weight files, else safetensors."""
     try:
         tree = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         tree = None
     name = str(tree.get("format")).partition(" ")[0] if isinstance(tree, dict) else ""
-    # A folder of another format may have a safetensors file beside its own.
+    # A folder of another format may also have a safetensors file.
     others = (row for row in formats() if row.is_of_model and row.weights != SAFETENSORS.weights)
     rows = [SAFETENSORS, *(row for row in others if row.holds_weights(folder))]
     return next((row for row in formats() if row.name == name), rows[-1])

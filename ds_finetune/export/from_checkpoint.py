@@ -1,4 +1,4 @@
-"""`ds-finetune export`: convert a checkpoint, an adapter or a model on disk to a Hugging Face folder."""
+"""`ds-finetune export`: converts a checkpoint, an adapter or a model on disk to a Hugging Face folder."""
 
 import json
 import shutil
@@ -33,16 +33,16 @@ from ds_finetune.model.weights.names import published_names
 from ds_finetune.system.disk import nearest_existing
 
 COPIED_FILES = (GENERATION, *TOKENIZER_FILES)
-"""Files that are copied beside the weights, where they exist."""
+"""Files that are copied beside the weights, if they exist."""
 FP8 = "fp8"
-"""Linear weights in FP8 blocks as DeepSeek-V3 publishes them, the others in bf16."""
+"""Value of `--dtype`: linear weights in FP8 blocks as published with DeepSeek-V3, others in bf16."""
 
 
 def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int, base: Path | None) -> ExportResult:
-    """Convert the checkpoint or model in `path` to the Hugging Face folder `out` in `dtype`, one of its format's.
+    """Convert the checkpoint or model in `path` to the Hugging Face folder `out` in `dtype`, one of the format's.
 
-    config.json and tokenizer are taken from `base`, else from beside the checkpoint; a model, and a checkpoint whose
-    vocabulary was resized, have their own. Tensors of the base for which transformers' class has no module are copied.
+    config.json and tokenizer are taken from `base`, else from beside the checkpoint; a model, and a checkpoint with a
+    resized vocabulary, have their own. Tensors of the base for which transformers' class has no module are copied.
     ExportError or ModelError where the source cannot be read or does not fit the config's model class; OutputError
     where `out` is not empty or larger than the free space of the disk.
     """
@@ -94,7 +94,7 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
 def _with_base(
     parts: FolderParts, spec: ModelSpec, opened: OpenedSource, named: Path | None, *, without: Collection[str]
 ) -> tuple[FolderParts, list[str]]:
-    """Return `parts` with the tensors that only the base has, except `without`, and its FP8 blocks; and notes."""
+    """Return `parts` with tensors that only the base has, except `without`, and with its FP8 blocks; and notes."""
     folder = named or opened.base
     if parts.is_fp8 and is_composite(parts.config):
         raise ExportError(
@@ -107,10 +107,10 @@ def _with_base(
     if parts.is_fp8 and opened.hub and opened.hub.has_fp8:
         parts = replace(parts, fp8_base=opened.hub)
     if spec.is_classifier:
-        # What only the base has belongs to its language-model head, and to layers that predict tokens with it.
+        # Tensors that only the base has belong to its language-model head, and to multi-token prediction layers.
         return parts, []
     if opened.hub and folder in (None, opened.hub.folder):
-        # Adapters may change embedding and head; copies of these in a multi-token prediction layer must follow.
+        # Adapters may change embedding and head; then their copies in a multi-token prediction layer must change too.
         base = None if opened.is_model else BaseFolder.from_hub(opened.hub, spec)
         return base.with_copies(parts, base.unbuilt) if base else (parts, [])
     if folder is not None and has_weights(folder):
@@ -151,8 +151,8 @@ def _config_file(folders: tuple[Path, ...]) -> Path:
 
 
 def beside_weights(folders: Sequence[Path]) -> list[Path]:
-    """The generation_config.json and the tokenizer's files of `folders`, each of the first folder that has one: files
-    of two tokenizers do not fit together.
+    """The generation_config.json and tokenizer files of `folders`: each set from the first folder that has one, because
+    files of two tokenizers do not fit together.
     """
     generation = _first(folders, GENERATION)
     found = next(filter(None, map(tokenizer_files, folders)), {})
@@ -187,7 +187,7 @@ def _parts(folders: tuple[Path, ...], spec: ModelSpec, opened: OpenedSource, dty
 
 
 def _record_without_logits(folder: Path, opened: OpenedSource, dtype: torch.dtype) -> ExportRecord:
-    """A record without logits, for weights whose logits no run has recorded.
+    """A record for weights whose logits no run has recorded.
 
     The folder is verified against the digests of its tensors; it must load and give finite logits.
     """

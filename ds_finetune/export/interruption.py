@@ -1,4 +1,4 @@
-"""Signals that end a command while exports are verified: none is lost, and unverified folders are named."""
+"""Signals during the verification of exports: no signal is lost, and the error names unverified folders."""
 
 import signal
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from ds_finetune.errors import VerificationError
 class SignalInterruption:
     """A context in which each of `signals` raises KeyboardInterrupt; `name` is the name of the first signal.
 
-    Python prints an exception that a handler raises within a destructor, and continues. DeepSpeed 0.19.8 has a
-    destructor (runtime/engine.py:1236) that runs for most of a second at the end of a run. A signal that is lost there
-    is raised where the context ends, or by `check`. Signals that are ignored, e.g. under nohup, stay ignored.
+    Python prints an exception that a signal handler raises within a destructor, and continues. DeepSpeed 0.19.8 has a
+    destructor (runtime/engine.py:1236) that takes most of a second at the end of a run. A signal lost there is raised
+    at the end of the context, or by `check`. Ignored signals, e.g. under nohup, stay ignored.
     """
 
     def __init__(self, *signals: signal.Signals) -> None:

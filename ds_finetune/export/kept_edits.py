@@ -1,4 +1,4 @@
-"""Files that a user has added to an export of a run, or changed there, are kept when the run replaces the export."""
+"""Keeps files that a user added to an export of a run, or changed there, when the run replaces the export."""
 
 import filecmp
 import json
@@ -15,18 +15,18 @@ from ds_finetune.export.verify.record import UNVERIFIED
 
 CARD = "README.md"
 MARK = "<!-- written by ds_finetune"
-"""A card without this line was edited by a person, and is left as it is."""
+"""First words of generated model cards; a card without them was edited by a person, and is left unchanged."""
 _WEIGHTS = "*model*.safetensors*"
-"""Names of weights and their index."""
+"""Pattern of weight files and their index."""
 _TEXTS = (".json", ".jinja", ".md", ".txt", "")
 
 
 @contextmanager
 def kept_edits(out: Path, say: Say) -> Iterator[None]:
     """While open, the folder `out` is replaced by a newer export of the same run. Files that a user has added or
-    changed are then in a folder `OUT-edits`, which `say` names.
+    changed are afterwards in a folder `OUT-edits`, which `say` names.
 
-    OutputError where they cannot be kept; `out` is then as it was.
+    OutputError where the files cannot be saved; `out` is then unchanged.
     """
     if not out.is_dir():
         yield
@@ -60,7 +60,7 @@ def kept_edits(out: Path, say: Say) -> Iterator[None]:
 
 
 def _not_weights(out: Path) -> Iterator[str]:
-    """Names of the files of an export, without weights, records, and a card that no person has edited."""
+    """Names of the files of an export, except weights, records, and a model card that nobody has edited."""
     recorded = {}
     with suppress(OSError, ValueError, AttributeError):
         recorded = json.loads((out / RECORD).read_text(encoding="utf-8")).get("files", {})

@@ -14,23 +14,23 @@ _HINT = "name an exported folder, e.g. runs/r1/export"
 
 
 def load_exported(folder: Path) -> PreTrainedModel:
-    """The causal LM of `folder`, on a GPU where there is one and its format computes there.
+    """The causal LM of `folder`, on a GPU if there is one and the format's engine supports it.
 
-    ExportError where the folder holds no config.json or no weights, or a classifier, and where packages that its format
-    needs are not installed.
+    ExportError where the folder has no config.json or no weights, has a classifier, or needs packages that are not
+    installed.
     """
     check_generates(folder)
     return format_of(folder).load_engine(folder).load_model(folder, "")
 
 
 def load_scorer(folder: Path) -> Scorer:
-    """The classifier of `folder`, as `load_exported` loads a language model."""
+    """The classifier of `folder`; device and errors as in `load_exported`."""
     check_loadable(folder)
     return format_of(folder).load_engine(folder).load_scorer(folder)
 
 
 def check_generates(folder: Path) -> None:
-    """ExportError where `folder` holds no model that can be loaded, or a classifier, which generates no text."""
+    """ExportError where `folder` has no loadable model, or a classifier, which generates no text."""
     if folder.is_dir():
         check_folder(folder)
     check_loadable(folder)
@@ -43,7 +43,7 @@ def check_generates(folder: Path) -> None:
 
 
 def check_loadable(folder: Path) -> None:
-    """ExportError where `folder` holds no config.json, no weights in a format that is known, or none that run here."""
+    """ExportError where `folder` has no config.json, no weights in a known format, or weights that do not run here."""
     format_of(folder).check_runs_here(folder)
     if not (folder / "config.json").is_file():
         raise ExportError(f"`{folder}` holds no config.json", hint=_HINT)

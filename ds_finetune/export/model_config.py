@@ -1,4 +1,4 @@
-"""The configuration files of an exported folder: the base's keys, and further ones for vLLM and SGLang."""
+"""Configuration files of an exported folder: the base's keys, and more keys for vLLM and SGLang."""
 
 import json
 import re
@@ -15,23 +15,23 @@ from ds_finetune.model.build.hub_folder import check_inside, copy_model_file
 from ds_finetune.model.mtp import PREDICTION_LAYERS
 
 CODE = "auto_map"
-"""Key that names classes in Python files of the same folder, which are not exported."""
+"""Key that names classes in Python files of the folder; such files are not exported."""
 TOKENIZER_CONFIG = "tokenizer_config.json"
 NAMED_TEMPLATES = "additional_chat_templates"
-"""Folder of chat templates beside the default one, such as that for requests with tools."""
+"""Folder with further chat templates, such as one for requests with tools."""
 _KEYS_OF_KINDS = ("layer_types", "mlp_layer_types", "compress_rates")
-"""Keys of transformers 5.23 whose values vLLM's own class of DeepSeek-V4 refuses; the published keys say the same."""
+"""Keys of transformers 5.23 whose values vLLM's class of DeepSeek-V4 rejects; the published keys mean the same."""
 _UNSCALED_KEYS = ("rope_theta", "partial_rotary_factor")
-"""Keys of `rope_parameters` that the older schema has outside of `rope_scaling`."""
+"""Keys of `rope_parameters` that the older schema has at top level, not in `rope_scaling`."""
 
 
 def served_config(config: Mapping[str, Any], family: Family, keys: Collection[str]) -> dict[str, Any]:
-    """The config.json of a folder that holds the tensors `keys` in an unquantised dtype; `config` is the base's.
+    """The config.json of a folder with the tensors `keys` in an unquantised dtype; `config` is the base's.
 
-    It has no `auto_map`: transformers has the class, and the code that `auto_map` names is not exported. Keys that
-    `family` needs are added where they are absent. Rotary settings are written in both schemas.
-    `num_nextn_predict_layers` is the number of multi-token prediction layers among `keys`, where there are any or
-    `config` has the key. That of a composite model has only its `auto_map` left out.
+    `auto_map` is removed: transformers has the class, and the code is not exported. Missing keys that `family` needs
+    are added. Rotary settings are written in both schemas. `num_nextn_predict_layers` is the number of multi-token
+    prediction layers among `keys`, if there are any or `config` has the key. For a composite model only `auto_map` is
+    removed.
     """
     served = dict(config)
     for key in ("quantization_config", "expert_dtype"):
@@ -47,7 +47,7 @@ def served_config(config: Mapping[str, Any], family: Family, keys: Collection[st
             served = {key: value for key, value in served.items() if key not in _KEYS_OF_KINDS}
     numbers = family.expert_keys.number_keys if family.expert_keys is not None else ()
     if given := [served[key] for key in numbers if key in served]:
-        # The published key, which other programs read; transformers writes another one in its place.
+        # The published key, which other programs read; transformers writes another key instead.
         served.setdefault(numbers[0], given[0])
     if not family.is_generic:
         _add_rope_schemas(served)
@@ -58,9 +58,9 @@ def served_config(config: Mapping[str, Any], family: Family, keys: Collection[st
 
 
 def served_tokenizer(file: Path) -> str | None:
-    """The text of a tokenizer_config.json without its `auto_map`; None where it needs no change.
+    """The text of a tokenizer_config.json without `auto_map`; None where the file needs no change.
 
-    It needs none where it names no code, or where transformers has no class in place of the code.
+    No change is needed if it names no code, or if transformers has no class in place of the code.
     """
     config = _config_with_code(file)
     if not config or tokenizer_class_from_name(str(config.get("tokenizer_class"))) is None:
@@ -69,8 +69,8 @@ def served_tokenizer(file: Path) -> str | None:
 
 
 def write_files(folder: Path, files: Iterable[Path], texts: Mapping[str, str]) -> None:
-    """Write copies of tokenizer and generation `files` to `folder`, without code that a tokenizer_config.json names,
-    and `texts` by name, in place of copies of the same names.
+    """Copy tokenizer and generation `files` to `folder`, without the code that a tokenizer_config.json names; write
+    `texts` by name in place of copies with these names.
     """
     for file in (file for file in files if file.name not in texts):
         text = served_tokenizer(check_inside(file)) if file.name == TOKENIZER_CONFIG else None
@@ -85,10 +85,10 @@ def write_files(folder: Path, files: Iterable[Path], texts: Mapping[str, str]) -
 
 
 def config_changes(config: Mapping[str, Any], files: Iterable[Path], keys: Collection[str]) -> list[str]:
-    """Notes on how configuration files will differ from the base's: in the number of multi-token prediction layers,
-    and in `auto_map`.
+    """Notes on how configuration files will differ from the base's: number of multi-token prediction layers,
+    `auto_map`.
 
-    `config` and `files` are the base's config.json and other files; `keys` are the tensors that will be written.
+    `config` and `files` are the base's config.json and other files; `keys` are the tensors to be written.
     """
     configured, written = config.get(PREDICTION_LAYERS), _prediction_layers(config, keys)
     lines = (
@@ -100,7 +100,7 @@ def config_changes(config: Mapping[str, Any], files: Iterable[Path], keys: Colle
 
 
 def _code_changes(config: Mapping[str, Any], files: Iterable[Path]) -> list[str]:
-    """Notes on code that `config`, or a tokenizer_config.json among `files`, names and that is not exported."""
+    """Notes on code that `config` or a tokenizer_config.json among `files` names, and that is not exported."""
     dropped = f"without {CODE}, since transformers has the class and the code is not exported"
     kept = f"{CODE} names code that is not exported, and transformers has no such class; copy it from"
     lines = [f"config.json: {dropped}"] if CODE in config else []
@@ -111,7 +111,7 @@ def _code_changes(config: Mapping[str, Any], files: Iterable[Path]) -> list[str]
 
 
 def remove_code(folder: Path) -> None:
-    """Rewrite the configuration files of `folder` that name code, without the names of the code."""
+    """Remove the names of code from the configuration files of `folder`."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if config.pop(CODE, None) is not None:
         (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -121,23 +121,23 @@ def remove_code(folder: Path) -> None:
 
 
 def _config_with_code(file: Path) -> dict[str, Any]:
-    """The content of a tokenizer_config.json that names code; empty where it does not."""
+    """The content of a tokenizer_config.json that names code; empty for any other file."""
     config = json.loads(file.read_text(encoding="utf-8"))
     return config if isinstance(config, dict) and CODE in config else {}
 
 
 def _prediction_layers(config: Mapping[str, Any], keys: Collection[str]) -> int:
-    """Number of layers that the tensors `keys` have beyond `num_hidden_layers`, or as `mtp.0` and so on (V4)."""
+    """Number of layers that the tensors `keys` have beyond `num_hidden_layers`, or named `mtp.0`, `mtp.1`, ... (V4)."""
     layers = config.get("num_hidden_layers")
     apart = {number[0] for number in (re.match(r"mtp\.\d+\.", key) for key in keys) if number}
     return 0 if layers is None else len({layer for layer in map(layer_of, keys) if layer >= layers} | apart)
 
 
 def _add_rope_schemas(config: dict[str, Any]) -> None:
-    """Add `rope_parameters` where there is only `rope_theta` or `rope_scaling`, and the other way round.
+    """Add `rope_parameters` where only `rope_theta` or `rope_scaling` exists, and vice versa.
 
     transformers 5.23 reads `rope_scaling` first, then `rope_parameters` (modeling_rope_utils.py:775), and writes only
-    the second. vLLM, SGLang and DeepSeek's own code of 2024 read the first; DeepSeek's code expects the key `type`.
+    the latter. vLLM, SGLang and DeepSeek's own code of 2024 read the former; DeepSeek's code expects the key `type`.
     """
     parameters = config.get("rope_parameters")
     if isinstance(parameters, dict) and not any(isinstance(value, dict) for value in parameters.values()):

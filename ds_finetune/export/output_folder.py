@@ -1,4 +1,4 @@
-"""Folders that are written: only empty ones, with a name only when complete; errors of the disk in the user's terms."""
+"""Output folders: written only if empty, named only once complete; disk errors are raised as OutputError."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -9,14 +9,14 @@ from ds_finetune.errors import OutputError
 from ds_finetune.system.whole_file import synchronise
 
 RECORD = "verification.json"
-"""File of an exported folder. It is JSON, since vLLM takes every `*.safetensors` file of a folder for weights."""
+"""Record of an exported folder. A JSON file, because vLLM reads every `*.safetensors` file as weights."""
 _SHOWN = 5
 _PARTIAL = ".ds_finetune-partial"
-"""What comes after the name of a folder until it is complete."""
+"""Suffix of the name of an incomplete folder."""
 
 
 def check_out_empty(out: Path, said: str = "", *, may_hold: Callable[[Path], bool] | None = None) -> None:
-    """OutputError where `out` is a file, or a folder with any entry but those that it `may_hold`.
+    """OutputError where `out` is a file, or a folder with any entry that `may_hold` does not allow.
 
     `said` begins the message in place of "OUT is not empty".
     """
@@ -32,8 +32,8 @@ def check_out_empty(out: Path, said: str = "", *, may_hold: Callable[[Path], boo
 def replaced_folder(out: Path) -> Iterator[Path]:
     """A new folder to be filled, which replaces an older `out` when the context ends without an error.
 
-    Its files are on the disk before that. After an error it is removed, and so is what a killed program has left: no
-    other program uses its name. OutputError where it cannot be made or renamed.
+    Its files are flushed to the disk before that. After an error the new folder is removed. Leftovers of a killed
+    program with the same name are removed too. OutputError where the folder cannot be made or renamed.
     """
     partial = out.with_name(out.name + _PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The Hugging Face folder that a format other than safetensors is made from, and its model without memory."""
+"""The Hugging Face folder from which formats other than safetensors are made, and its model on the meta device."""
 
 import json
 import tempfile
@@ -23,13 +23,13 @@ from ds_finetune.model.loss.score_config import is_classifier
 from ds_finetune.model.weights.load import open_weights
 
 SHARD_BYTES = 5 * 10**9
-"""The largest safetensors file where no option gives another size."""
+"""Largest safetensors file by default."""
 _PLAIN_COPY = "make a bf16 copy of it first, where it is in FP8 blocks by `ds-finetune export SOURCE COPY`"
 
 
 @contextmanager
 def plain_folder(source: Path, out: Path, base: Path | None) -> Iterator[Path]:
-    """`source` itself where it is a Hugging Face folder, else a temporary folder, beside `out`, with its export."""
+    """`source` itself if it is a Hugging Face folder; else its export in a temporary folder beside `out`."""
     if is_model(source) and not is_peft_adapter(source):
         if base is not None:
             raise ExportError(
@@ -46,10 +46,10 @@ def plain_folder(source: Path, out: Path, base: Path | None) -> Iterator[Path]:
 
 
 def plain_model(folder: Path, check: Callable[[PretrainedConfig], None]) -> tuple[PreTrainedModel, HubFolder]:
-    """The model of `folder` on the meta device, without code of the folder, and its weights.
+    """The model of `folder` on the meta device, without running code of the folder, and its weights.
 
-    ExportError where it is unknown or quantised, ModelError where the weights do not fit, and what `check` raises of
-    the configuration.
+    ExportError where the type is unknown or quantised, ModelError where the weights do not fit; also errors that
+    `check` raises for the configuration.
     """
     check_folder(folder)
     try:
@@ -72,7 +72,7 @@ def plain_model(folder: Path, check: Callable[[PretrainedConfig], None]) -> tupl
 
 
 def copy_settings(folder: Path, out: Path) -> None:
-    """Copy the configuration and tokenizer of `folder` to `out`, without the names of code; the tokenizer begins texts
+    """Copy configuration and tokenizer of `folder` to `out`, without names of code; the copied tokenizer begins texts
     as training does.
     """
     files = beside_weights((folder,))

@@ -1,7 +1,7 @@
-"""`export --push-to-hub`: an exported folder becomes a new private repository of the Hugging Face Hub, in one commit.
+"""`export --push-to-hub`: uploads an exported folder to a new private repository of the hub, in one commit.
 
-Files that an interrupted push has stored are not sent again: the hub knows them by their digests, and a repository
-without a commit of ours is filled.
+Files stored by an interrupted push are not sent again: the hub knows them by their digests, and a repository without a
+commit of this program is filled.
 """
 
 from pathlib import Path
@@ -21,11 +21,11 @@ from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.foreign.hub_access import without_password
 
 _MADE_BY_HUB = {".gitattributes"}
-"""Files that a new repository has."""
+"""Files that the hub creates in a new repository."""
 
 
 def check_repository(name: str) -> None:
-    """ConfigError where `name` is not `OWNER/NAME`, before anything is exported."""
+    """ConfigError where `name` is not `OWNER/NAME`; called before the export."""
     try:
         validate_repo_id(name)
     except HFValidationError as wrong:
@@ -35,10 +35,10 @@ def check_repository(name: str) -> None:
 
 
 def push_to_hub(folder: Path, name: str) -> str:
-    """Upload `folder` to the repository `name`, which is made, and private; returns its URL.
+    """Upload `folder` to the repository `name`, which is created as private; returns its URL.
 
-    ExportError where the folder is UNVERIFIED, the hub refuses, or a repository of that name holds files already. No
-    message has the token.
+    ExportError where the folder is UNVERIFIED, the hub refuses, or the repository has files already. No message
+    contains the token.
     """
     check_repository(name)
     if (folder / UNVERIFIED).is_file():
@@ -58,7 +58,7 @@ def push_to_hub(folder: Path, name: str) -> str:
             f"no token for {without_password(api.endpoint)}", hint="`hf auth login`, or set HF_TOKEN"
         ) from None
     except (HfHubHTTPError, RuntimeError, OfflineModeIsEnabled, HTTPError, OSError) as failed:
-        # An upload raises RuntimeError from what has happened (huggingface_hub 2.4, _commit_api.py:530).
+        # An upload wraps errors in a RuntimeError (huggingface_hub 2.4, _commit_api.py:530).
         cause = failed.__cause__ if isinstance(failed, RuntimeError) else failed
         answer = cause.response.status_code if isinstance(cause, HfHubHTTPError) else type(cause).__name__
         raise ExportError(

@@ -1,4 +1,4 @@
-"""What quantising the weights of a language model costs: loss and divergence on rows of its run, or on its own text."""
+"""Cost of quantised weights of a language model: loss and divergence on rows of its run, or on text that it samples."""
 
 import json
 from dataclasses import dataclass
@@ -13,31 +13,31 @@ from ds_finetune.config.units import bytes_text
 from ds_finetune.data.tokenizer_files import load_tokenizer
 
 _ROWS, _LENGTH = 8, 128
-"""Rows of a run, and the tokens that they are cut to."""
+"""Number of rows of a run, and the tokens that each is cut to."""
 _TEXTS, _TEXT_LENGTH, _AT_ONCE = 32, 8, 8
-"""Texts that the model samples, their tokens, and the texts of a forward, since each token has numbers of all ids."""
+"""Number of sampled texts, tokens of each, and texts of one forward, which holds logits [texts, tokens, vocabulary]."""
 Batch = tuple[torch.Tensor, torch.Tensor]
-"""Token ids [rows, length], at most `_LENGTH` of them, and which count."""
+"""Token ids [rows, length], with a length of at most `_LENGTH`, and a mask of the tokens that count."""
 
 
 @dataclass(frozen=True)
 class QuantisationLoss:
-    """What quantising weights has changed."""
+    """Loss before and after quantisation, and the divergence between both models."""
 
     dtype: str
     rows: str
-    """What the tokens are, in words."""
+    """Description of the tokens, for messages."""
     tokens: int
     loss_before: float
-    """Mean negative log-likelihood of a token, in nats."""
+    """Mean negative log-likelihood per token, in nats."""
     loss_after: float
     divergence: float
-    """Mean Kullback-Leibler divergence of a token's distribution from that before, in nats."""
+    """Mean Kullback-Leibler divergence of a token's distribution from that before quantisation, in nats."""
     bytes_before: int
     bytes_after: int
 
     def line(self) -> str:
-        """The result, for the terminal."""
+        """A line with the result, for the terminal."""
         return (
             f"{self.dtype}: loss {self.loss_before:.4f} before and {self.loss_after:.4f} after, KL divergence "
             f"{self.divergence:.1e} nats a token, on {self.tokens} tokens {self.rows}; "
@@ -50,7 +50,7 @@ def quantisation_loss(
 ) -> QuantisationLoss:
     """Compare the models on the first rows of the run that `source` belongs to, else on text that `before` samples.
 
-    `sizes` are the bytes of both.
+    `sizes` are the bytes of both models.
     """
     rows, sums = _rows_of_run(source, before.name_or_path), np.zeros(4)
     said = f"of {len(rows)} rows of the run" if rows else "that the model sampled"
@@ -64,7 +64,7 @@ def quantisation_loss(
 
 
 def _rows_of_run(source: Path, tokenizer_folder: str) -> list[Batch]:
-    """The first tokens of documents that a run has kept as text; none where there is no run, or it streams its rows."""
+    """The first tokens of documents that a run has stored as text; empty without a run, or if it streams its rows."""
     folders = (source, *source.absolute().parents[:2])
     file = next((file for folder in folders if (file := folder / "data.json").is_file()), None)
     samples = [] if file is None else json.loads(file.read_text(encoding="utf-8")).get("samples", [])
@@ -83,11 +83,11 @@ def _rows_of_run(source: Path, tokenizer_folder: str) -> list[Batch]:
 
 
 def _sampled(model: PreTrainedModel) -> list[Batch]:
-    """Texts that the model samples at temperature 1 after a token each, always the same."""
+    """Texts that the model samples at temperature 1, each after one token; the same at each call."""
     with torch.random.fork_rng(devices=()), torch.no_grad():
         torch.manual_seed(0)
         first = torch.randint(model.config.vocab_size, (_TEXTS, 1))
-        # The model's own settings may narrow the choice, or end early.
+        # The model's own settings may restrict sampling, or end early.
         model.generation_config = GenerationConfig(
             do_sample=True,
             top_k=0,
@@ -101,7 +101,7 @@ def _sampled(model: PreTrainedModel) -> list[Batch]:
 
 
 def _log_probabilities(model: PreTrainedModel, ids: torch.Tensor, counts: torch.Tensor) -> NDArray[np.float32]:
-    """Log-probabilities [tokens that count, vocabulary] of the next token before each."""
+    """Log-probabilities [counted tokens, vocabulary] of the next token at each position."""
     with torch.no_grad():
         logits = model(ids, use_cache=False).logits[:, :-1]
         logs: NDArray[np.float32] = logits[counts[:, 1:]].float().log_softmax(-1).numpy()

@@ -35,17 +35,17 @@ SECTION = "quantization_config"
 _SCALE_FORMAT, _POWERS_OF_TWO = "scale_fmt", "ue8m0"
 _SCALE_FORMATS = (None, "float", _POWERS_OF_TWO)
 _NOT_CONVERTED = ("modules_to_not_convert", "ignored_layers")
-"""Keys that list modules whose weights are not in FP8; a config.json has one of them, or none."""
+"""Keys that list modules not in FP8; a config.json has at most one of them."""
 _COPIED_NUMEL = 2**22
-"""Elements of a tensor of another part that are copied at a time."""
+"""Elements copied at a time of tensors of other parts of a composite model."""
 _MATRIX = 2
 _WEIGHT = ".weight"
 
 
 def writable_section(config: Mapping[str, Any], file: Path) -> Mapping[str, Any] | None:
-    """The `quantization_config` of a base's config.json, which was read from `file`; None where it has none.
+    """The `quantization_config` of a base's config.json `config`, which was read from `file`; None where it has none.
 
-    ExportError where it is of a format that is not written.
+    ExportError for a format that cannot be written.
     """
     given = config.get(SECTION)
     if given is None:
@@ -62,11 +62,11 @@ def writable_section(config: Mapping[str, Any], file: Path) -> Mapping[str, Any]
 
 
 def section_for(tensors: Collection[HubTensor], base: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The `quantization_config` of a folder that holds `tensors`; `base` is that of the base.
+    """The `quantization_config` of a folder with `tensors`; `base` is that of the base.
 
-    It is the base's, where that is in FP8. Otherwise it lists each module with a matrix that is not in FP8: servers
-    expect the router of Qwen3's experts, a linear layer to them, in FP8 where it is not listed. A module of the base's
-    list that is written in FP8 is left out.
+    If the base is in FP8, its section is returned, without listed modules that are written in FP8. Otherwise the
+    section lists each module with a matrix that is not in FP8: servers treat the router of Qwen3's experts as a linear
+    layer, and expect it in FP8 if it is not listed.
     """
     if base is None:
         plain = (
@@ -85,7 +85,7 @@ def section_for(tensors: Collection[HubTensor], base: Mapping[str, Any] | None) 
 
 
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
-"""Files with chat templates, by which those of tokenizer_config.json do not count."""
+"""Files with chat templates, which override those of tokenizer_config.json."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -99,60 +99,60 @@ TOKENIZER_FILES = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""Files of a tokenizer, and of what makes images and sound the input of a composite model."""
+"""Files of a tokenizer, and of the processors that prepare images and sound for a composite model."""
 _WEIGHTS = ".safetensors"
 
 
 def tokenizer_files(folder: Path) -> dict[str, Path]:
-    """The files of the tokenizer in `folder`, by their names there."""
+    """The tokenizer files in `folder`, by name."""
     named = (f"{NAMED_TEMPLATES}/{path.name}" for path in sorted((folder / NAMED_TEMPLATES).glob("*.jinja")))
     return {name: folder / name for name in (*TOKENIZER_FILES, *named) if (folder / name).is_file()}
 
 
 Specs = Mapping[str, torch.Tensor]
-"""Tensors on the meta device by the model's name, in order: shapes and dtypes of what will be written."""
+"""Names, shapes and dtypes of the tensors to be written, in order, as tensors on the meta device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FolderParts:
-    """What an exported folder contains besides the model's own tensors, and how the tensors are stored."""
+    """Contents of an exported folder besides the model's tensors, and how tensors are stored."""
 
     family: Family
     config: dict[str, Any]
-    """The base's config.json as it was read, so that the exported one has the same schema."""
+    """The base's config.json as read, so that the exported one has the same schema."""
     architecture: str
     dtype: torch.dtype
-    """Dtype of every tensor, except those that stay in fp32 and, where `is_fp8`, the linear weights."""
+    """Dtype of every tensor, except fp32 tensors and, if `is_fp8`, linear weights."""
     files: tuple[Path, ...]
-    """Files that are copied. Only a tokenizer_config.json that names Python code is changed, since code is not
+    """Files to copy unchanged, except that a tokenizer_config.json loses names of Python code, since code is not
     exported.
     """
     is_fp8: bool = False
     """Whether linear weights are in FP8 blocks."""
     fp8_base: HubFolder | None = None
-    """A folder in FP8: blocks that equal those of this folder are copied byte for byte."""
+    """A folder in FP8: blocks equal to its blocks are copied byte for byte."""
     base_tensors: Iterable["CopiedTensors"] = ()
-    """Tensors of the base for which transformers' class has no module; they are copied after the model's own."""
+    """Tensors of the base for which transformers' class has no module; they are written after the model's tensors."""
     whole: HubFolder | None = None
     """The composite model whose text part is exported: its other parts are copied byte for byte."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Further tensors that are copies of a model tensor: their names, with the name of the original."""
+    """Additional tensors that are copies of a model tensor: their names, each with the name of the original."""
     record: ExportRecord | None = None
-    """What the folder is verified against later; None writes no record."""
+    """What the folder is verified against later; with None, no record is written."""
     texts: dict[str, str] = field(default_factory=dict)
     """Further files as text, by name, e.g. a chat template given in the run file."""
 
     @property
     def other_parts(self) -> list[HubTensor]:
-        """The tensors of the other parts of a composite model."""
+        """Tensors of a composite model's other parts."""
         others = self.whole.others if self.whole is not None else {}
         return [HubTensor(key, stored.shape, stored.dtype) for key, stored in others.items()]
 
     @cached_property
     def base_section(self) -> Mapping[str, Any] | None:
-        """The `quantization_config` of the base; None where it is not in FP8.
+        """The `quantization_config` of the base; None where the base is not in FP8.
 
-        The config.json beside a checkpoint has none, so that it is looked for in the base's folder.
+        The config.json beside a checkpoint lacks the section, so the base's folder is searched for it.
         """
         given: Mapping[str, Any] | None = self.config.get(SECTION)
         if given is not None or self.fp8_base is None:
@@ -162,11 +162,11 @@ class FolderParts:
 
     @property
     def has_scales_of_two(self) -> bool:
-        """Whether the scales of FP8 blocks are powers of two (UE8M0), as those of the base."""
+        """Whether FP8 scales are powers of two (UE8M0), as in the base."""
         return self.is_fp8 and (self.base_section or {}).get(_SCALE_FORMAT) == _POWERS_OF_TWO
 
     def scale_dtype(self, key: str) -> torch.dtype:
-        """The dtype of the scales of an FP8 weight: fp32, or one byte of exponent where the base has it so."""
+        """Dtype of the scales of an FP8 weight: fp32, or one byte of exponent if the base stores it so."""
         base = self.fp8_base
         is_byte = base is not None and base.is_fp8(key) and base.scale_dtype(key) == BYTE_SCALE
         return BYTE_SCALE if is_byte and self.has_scales_of_two else torch.float32
@@ -176,22 +176,22 @@ class FolderParts:
         return key.removesuffix(_WEIGHT) + self.family.fp8_scale
 
     def in_fp4(self, key: str) -> bool:
-        """Whether the tensor `key` is written in FP4, because the base has it so."""
+        """Whether the tensor `key` is written in FP4, as in the base."""
         return self.is_fp8 and self.fp8_base is not None and self.fp8_base.fp4(key) is not None
 
     def in_fp8(self, key: str, shape: tuple[int, ...]) -> bool:
-        """Whether the tensor `key` is written in FP8 blocks: by the family's rule, else as in the base."""
+        """Whether the tensor `key` is written in FP8 blocks: by the family's rule, or without one as in the base."""
         if self.is_fp8 and self.family.fp8_linear is None:
             return self.fp8_base is not None and key in self.fp8_base.shapes and self.fp8_base.is_fp8(key)
         return self.is_fp8 and is_quantised(key, shape, self.family)
 
 
 class CopiedTensors(Protocol):
-    """Tensors that can be copied into a folder that is being written."""
+    """Tensors that can be copied to a folder under construction."""
 
     @property
     def tensors(self) -> Iterable[HubTensor]:
-        """Names, shapes and dtypes of what will be written, in order."""
+        """Names, shapes and dtypes of the tensors to be written, in order."""
         ...
 
     def copy_to(self, writer: ShardWriter) -> None:
@@ -207,10 +207,10 @@ def write_folder(
     *,
     max_shard_bytes: int,
 ) -> None:
-    """Write `tensors` (whole, on the CPU, by the model's name) and `parts` to `out`, which appears only when complete.
+    """Write `tensors` (full, on the CPU, by the model's name) and `parts` to `out`, which appears only when complete.
 
-    `specs` are the names, shapes and dtypes that `tensors` will yield. Every rank consumes `tensors`, which yields
-    None for the tensor on ranks that write nothing. One tensor is held at a time, and no copy of it is made.
+    `specs` has the names, shapes and dtypes of `tensors`. Every rank consumes `tensors`, which yields None for the
+    tensor on ranks that write nothing. Holds one tensor at a time, without a copy.
     """
     with ExitStack() as stack, PhaseLine("exporting tensors", len(specs)) as line:
         writer: ShardWriter | None = None
@@ -220,7 +220,7 @@ def write_folder(
                     folder_writer(_pieces(specs, parts), out, parts, max_shard_bytes=max_shard_bytes)
                 )
                 _write_whole(writer, name, tensor, specs[name], parts)
-            # Released before the next tensor is gathered.
+            # Release the tensor before the next one is gathered.
             del tensor
             line.advance()
 
@@ -254,8 +254,8 @@ def folder_writer(
 ) -> Iterator[ShardWriter]:
     """A writer of `tensors` to `out`, which is complete when the context ends without an error.
 
-    The tensors and files of `parts` are added at the end. An older `out` is replaced then (`replaced_folder`).
-    ExportError where the other parts of a composite model are not known.
+    Tensors and files of `parts` are added at the end; then an older `out` is replaced (`replaced_folder`). ExportError
+    where the other parts of a composite model are unknown.
     """
     if is_composite(parts.config) and parts.whole is None:
         raise ExportError(
@@ -287,7 +287,7 @@ def _copy_other_parts(parts: FolderParts, writer: ShardWriter) -> None:
 
 
 def link_folder(source: Path, out: Path) -> bool:
-    """Make `out` a folder like `source`, with hard links to its weights; False where links are not possible.
+    """Copy the folder `source` to `out`, with hard links to its weights; False where hard links are not possible.
 
     Other files are copied, because they may change later, e.g. the file UNVERIFIED.
     """
@@ -303,7 +303,7 @@ def link_folder(source: Path, out: Path) -> bool:
 
 
 def has_same_weights(folder: Path, other: Path) -> bool:
-    """Whether the weight files of two folders are hard links to the same files, as `link_folder` makes them."""
+    """Whether the weight files of two folders are hard links to the same files, as made by `link_folder`."""
     mine, others = ({file.name: file for file in each.glob(f"*{_WEIGHTS}")} for each in (folder, other))
     if not mine or mine.keys() != others.keys():
         return False

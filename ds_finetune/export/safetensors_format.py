@@ -20,25 +20,25 @@ DEFAULT_SHARD_SIZE = "5GB"
 
 
 def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
-    """Convert `source` to the folder `out`, which is verified later."""
+    """Convert `source` to the folder `out`, without verifying it."""
     max_shard_bytes = parse_bytes(str(options.max_shard_size or DEFAULT_SHARD_SIZE), name="--max-shard-size")
     return export_checkpoint(source, out, dtype=options.dtype, max_shard_bytes=max_shard_bytes, base=options.base)
 
 
 def verify(folder: Path, base: Path | None) -> VerificationResult:
-    """Compare the folder with its record in a fresh process of plain transformers, and mark it."""
+    """Compare the folder with its record in a new process of plain transformers, and mark the folder."""
     return verify_exports([folder], base=base, available_bytes=available_bytes())[0]
 
 
 def check_model(
     config: PretrainedConfig, *, is_classifier: bool, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
-    """Every model that trains is exported."""
+    """Accept any model: every model that can be trained can be exported."""
 
 
 def load_model(folder: Path, device: str) -> PreTrainedModel:
-    """The causal LM or composite model of `folder`, by plain transformers; with an empty `device` on a GPU if there is
-    one.
+    """The causal LM or composite model of `folder`, loaded by plain transformers; an empty `device` means a GPU if
+    there is one.
     """
     show_loading_as_phase()
     placed = {"device_map": device} if device else {}
@@ -48,7 +48,7 @@ def load_model(folder: Path, device: str) -> PreTrainedModel:
 
 
 def load_scorer(folder: Path) -> Scorer:
-    """The classifier of `folder`, by plain transformers, on a GPU where there is one."""
+    """The classifier of `folder`, loaded by plain transformers, on a GPU if there is one."""
     show_loading_as_phase()
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype="auto", trust_remote_code=False).eval()
     model = model.cuda() if torch.cuda.is_available() else model

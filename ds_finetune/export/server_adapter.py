@@ -1,7 +1,7 @@
-"""The format `adapter`: an adapter under the names that vLLM and SGLang look up, one for each routed expert.
+"""The format `adapter`: an adapter with the names that vLLM and SGLang look up, separate for each routed expert.
 
-peft keeps the adapters of fused experts in one tensor, with which `PeftModel.from_pretrained` computes and servers do
-not. All adapters get the largest rank, the missing rows being zero, and alpha / rank is multiplied into B.
+peft stores the adapters of fused experts in one tensor, which `PeftModel.from_pretrained` supports and servers do not.
+All adapters get the largest rank, with zeros as missing rows, and alpha / rank is multiplied into B.
 """
 
 import json
@@ -32,11 +32,11 @@ from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.weights.names import hub_pieces
 
 _FORMAT = "adapter 1"
-"""Format of the record of an adapter folder."""
+"""Format of an adapter folder's record."""
 
 
 def verify(folder: Path, base: Path | None) -> VerificationResult:
-    """Compare the files of a folder with their digests in its record, and mark it."""
+    """Compare the files of a folder with the digests in its record, and mark the folder."""
     return verify_files(folder, base, _FORMAT)
 
 
@@ -44,9 +44,9 @@ _MERGE = "merge it: ds-finetune export ADAPTER OUT --base MODEL"
 
 
 def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
-    """Write the adapter in `source`, or that of the run `source`, to `out`, under the names of published weights.
+    """Write the adapter of the folder or run `source` to `out`, under the names of published weights.
 
-    Errors as of `FormatModule`; ExportError too where `source` has no adapter, or it does not fit its base.
+    Errors as in `FormatModule`; also ExportError where `source` has no adapter, or the adapter does not fit its base.
     """
     began = time.monotonic()
     check_out_empty(out)
@@ -88,14 +88,14 @@ def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
 def check_model(
     config: PretrainedConfig, *, is_classifier: bool, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
-    """ExportError where vLLM's class of the model type has no adapters, or it classifies."""
+    """ExportError where vLLM's class of the model type supports no adapters, or the model is a classifier."""
     ADAPTER.check_model_type(config.model_type)
     if is_classifier:
         raise ExportError(f"{VLLM} adapts no head of {config.model_type} for classification", hint=_MERGE)
 
 
 def check_servable(adapter: PeftAdapter, model_type: str) -> None:
-    """ExportError where vLLM would refuse the adapter, or leave out a part of it."""
+    """ExportError where vLLM would refuse the adapter, or ignore a part of it."""
     ADAPTER.check_model_type(model_type)
     looked_up, family = VLLM_LORA[model_type], family_of(model_type)
     ends = tuple(f".{name}" for name in looked_up)
@@ -129,11 +129,11 @@ def check_servable(adapter: PeftAdapter, model_type: str) -> None:
 
 
 _PROJECTIONS = ("gate", "up", "down")
-"""The weights of a routed expert."""
+"""The three weights of a routed expert."""
 
 
 def served_rank(folder: Path) -> int:
-    """The least `--max-lora-rank` of vLLM for an adapter that `write` has written."""
+    """The smallest `--max-lora-rank` that vLLM needs for an adapter written by `write`."""
     rank = int(json.loads((folder / CONFIG).read_text(encoding="utf-8"))["r"])
     return next(size for size in (1, 8, 16, 32, 64, 128, 256, 320, LARGEST_RANK) if size >= rank)
 
@@ -141,12 +141,12 @@ def served_rank(folder: Path) -> int:
 def _tensors(
     factors: dict[str, Factors], model_type: str, rank: int, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors of the file: a matrix A [rank, in] and B [out, rank] for each published weight."""
+    """Names and tensors of the file: matrices A [rank, in] and B [out, rank] for each published weight."""
     for name, each in factors.items():
         missing = rank - each.a.shape[-2]
         a, b = pad(each.a, (0, 0, 0, missing)), pad(each.b.float() * each.scale, (0, missing))
         for piece in hub_pieces(name, each.shape, family_of(model_type)):
-            # The index of an expert, and the rows of its gate or up; A is the same for both.
+            # `piece.index` is the expert and, for gate or up, a range of rows; gate and up share A.
             key = KEY_PREFIX + piece.key.removesuffix(".weight")
             yield f"{key}.lora_A.weight", a[piece.index[:1]].to(dtype).clone().contiguous()
             yield f"{key}.lora_B.weight", b[piece.index].to(dtype).clone().contiguous()

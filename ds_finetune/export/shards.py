@@ -1,6 +1,6 @@
-"""Safetensors files written in any order, from several threads, with no more in memory than one write holds.
+"""Writes safetensors files in any order, from several threads, with no more in memory than one write holds.
 
-Every header and every offset follows from names, shapes and dtypes, which are known before the first write.
+Headers and offsets follow from names, shapes and dtypes, which are known before the first write.
 """
 
 import json
@@ -23,7 +23,7 @@ from ds_finetune.model.weights.safetensors_file import encode_header
 
 _SHOWN = 5
 _RELEASE_BYTES = 64 * MIB
-"""Bytes written to a file before its pages are removed from the page cache."""
+"""Bytes written to a file before its pages are dropped from the page cache."""
 
 
 @dataclass(frozen=True)
@@ -41,27 +41,27 @@ class HubTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its data."""
+        """Size of the data in bytes."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A file to be written: its name and its tensors."""
+    """A file to be written: name and tensors."""
 
     name: str
     tensors: tuple[HubTensor, ...]
 
     @property
     def data_bytes(self) -> int:
-        """Bytes after the header."""
+        """Bytes of data after the header."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
 
 def plan_shards(tensors: Iterable[HubTensor], max_shard_bytes: int) -> tuple[Shard, ...]:
     """Distribute tensors to files, in order.
 
-    A new file begins where the next tensor would make the current one hold more than `max_shard_bytes`.
+    A new file begins where the next tensor would push the current one above `max_shard_bytes`.
     """
     files: list[list[HubTensor]] = []
     free_bytes = 0
@@ -82,7 +82,7 @@ def plan_shards(tensors: Iterable[HubTensor], max_shard_bytes: int) -> tuple[Sha
 
 @dataclass
 class _TensorProgress:
-    """A tensor's position in its file, and the ranges of its elements that have been written."""
+    """Offset of a tensor in its file, and the ranges of elements written so far."""
 
     tensor: HubTensor
     file: "_ShardFile"
@@ -100,15 +100,15 @@ class _TensorProgress:
         return end == self.tensor.numel
 
     def text(self) -> str:
-        """How many elements have been written, for a message."""
+        """How many elements have been written, as text for a message."""
         return f"{sum(stop - start for start, stop, _ in self.written)} of {self.tensor.numel} elements"
 
 
 class ShardWriter:
-    """The safetensors files of `shards` in `folder`; `write` may be called from several threads and in any order.
+    """The safetensors files `shards` in `folder`; `write` may be called from several threads and in any order.
 
-    A file is created with its header at its first write, and flushed to the disk and closed when it is full, so that
-    few of many files are open at a time. `names` are the published names of tensors that `write` gets by others.
+    A file is created with its header at its first write, and flushed and closed when it is full, so that few files are
+    open at a time. `names` maps names passed to `write` to published names.
     """
 
     def __init__(self, folder: Path, shards: Sequence[Shard], names: Mapping[str, str] | None = None) -> None:
@@ -118,7 +118,7 @@ class ShardWriter:
         self._files = [_ShardFile(folder / shard.name, shard) for shard in self._shards]
         for file in self._files:
             for tensor, begin in file.layout:
-                # ZeRO-3's placeholder of a parameter that was not gathered; [0, width] are no shared experts.
+                # [0]: ZeRO-3's placeholder of a parameter that was not gathered; [0, width]: no shared experts.
                 if tensor.shape == (0,):
                     raise ExportError(
                         f"tensor `{tensor.key}` has shape {tensor.shape}, without an element",
@@ -130,7 +130,7 @@ class ShardWriter:
     def write(self, key: str, start: int, flat: torch.Tensor) -> None:
         """Write `flat` as the elements from `start` of the row-major tensor `key`.
 
-        `flat` is 1-D, contiguous, on the CPU and of the planned dtype. OutputError where the disk takes no more.
+        `flat` is 1-D, contiguous, on the CPU and of the planned dtype. OutputError where the disk is full.
         """
         with as_output_errors(self._folder):
             self._write(self._progress[self._names.get(key, key)], key, start, flat)
@@ -152,7 +152,7 @@ class ShardWriter:
             progress.file.close(is_full=True)
 
     def finish(self) -> None:
-        """Write the index where there are several files; ExportError where a tensor was not written completely once."""
+        """Write the index if there are several files; ExportError where a tensor was not written exactly once."""
         incomplete = [key for key, progress in self._progress.items() if not progress.is_complete()]
         if incomplete:
             shown = ", ".join(f"`{key}` ({self._progress[key].text()})" for key in incomplete[:_SHOWN])
@@ -170,14 +170,14 @@ class ShardWriter:
                 (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def digests(self) -> dict[str, Digest]:
-        """Digests of what was given to `write`, by tensor."""
+        """Digests of the data passed to `write`, by tensor."""
         return {
             key: Digest.of((stop - start, digest) for start, stop, digest in sorted(progress.written))
             for key, progress in self._progress.items()
         }
 
     def close(self) -> None:
-        """Close the files that an error left open."""
+        """Close files that an error left open."""
         for file in self._files:
             file.close()
 
@@ -188,15 +188,15 @@ class _ShardFile:
     def __init__(self, path: Path, shard: Shard) -> None:
         self._path, self._missing, self._unreleased = path, shard.data_bytes, 0
         self._descriptor: int | None = None
-        # Wide dtypes first keeps each tensor at a multiple of its own width, which readers that map the file rely on.
+        # Sorting by dtype size keeps each tensor aligned to its dtype, which readers that map the file rely on.
         ordered = sorted(shard.tensors, key=lambda tensor: -tensor.dtype.itemsize)
         entries = ((tensor.key, tensor.dtype, tensor.shape) for tensor in ordered)
         self._header, begins = encode_header(entries, {"format": "pt"})
         self.layout = list(zip(ordered, begins, strict=True))
-        """Each tensor and the byte of the file where its data begins."""
+        """Each tensor with the byte offset of its data in the file."""
 
     def open(self) -> None:
-        """Create the file with its header and its final size, once."""
+        """Create the file with its header and its final size, unless it exists."""
         if self._descriptor is None:
             assert self._missing, self._path
             self._descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
@@ -204,9 +204,9 @@ class _ShardFile:
             self.write(memoryview(self._header), 0)
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write all of `data` at byte `offset`; the system may take it in several parts.
+        """Write all of `data` at byte `offset`; the system may split the write.
 
-        From time to time, pages that are on the disk are removed from the page cache, and the others are queued for
+        From time to time, pages already on the disk are dropped from the page cache, and the others are queued for
         writing: a model that fills the page cache slows every other program of the machine.
         """
         assert self._descriptor is not None
@@ -219,12 +219,12 @@ class _ShardFile:
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def count(self, num_bytes: int) -> bool:
-        """Count `num_bytes` of written data; true when the file is complete."""
+        """Add `num_bytes` to the bytes written; returns whether the file is complete."""
         self._missing -= num_bytes
         return self._missing == 0
 
     def close(self, *, is_full: bool = False) -> None:
-        """Close, if it is open; where it is full, wait first until the disk has what was written (fsync)."""
+        """Close the file if it is open; a full file is first flushed to the disk (fsync)."""
         if self._descriptor is not None:
             if is_full:
                 os.fsync(self._descriptor)

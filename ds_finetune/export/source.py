@@ -1,4 +1,4 @@
-"""Tensors of a model to be exported, wherever they are stored, and their match with the model's class."""
+"""Sources of a model's tensors for an export, and the check that they match the model's class."""
 
 import json
 import math
@@ -24,23 +24,23 @@ _COMPARED_NUMEL = 2**20
 
 
 class TensorSource(Protocol):
-    """Tensors of a model that can be read in parts, wherever they are stored."""
+    """Tensors of a model, readable in parts, wherever they are stored."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every tensor by the model's name for it."""
+        """Shape of every tensor, by its name in the model."""
         ...
 
     @property
     def fp32_names(self) -> Collection[str]:
-        """Names of tensors that are written in fp32 whatever the dtype of the export, e.g. a router's bias."""
+        """Names of tensors that stay in fp32 whatever the dtype of the export, e.g. a router's bias."""
         ...
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
         """Elements `start` to `start + numel` of the flattened tensor: 1-D, on the CPU, of any floating dtype.
 
-        Called from several threads. The result is valid until the same thread reads again, so that a source may use
-        one buffer for each thread.
+        Called from several threads. The result is valid until the same thread's next read, so that a source may use one
+        buffer per thread.
         """
         ...
 
@@ -54,26 +54,26 @@ class ModelSpec:
     model_type: str
     layers: int
     shapes: Mapping[str, tuple[int, ...]]
-    """Shapes of parameters, tied ones once, and of persistent buffers, in order."""
+    """Shapes of parameters, without tied ones, and of persistent buffers, in order."""
     tied: Mapping[str, str]
-    """Names of tied parameters, with the name of the parameter whose tensor they share."""
+    """Names of tied parameters, each with the name of the parameter whose tensor it shares."""
     is_classifier: bool = False
-    """Whether the class is one for sequence classification."""
+    """Whether the class is for sequence classification."""
 
     def published_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of its tensors in a published checkpoint."""
+        """Names and shapes of the class's tensors in a published checkpoint."""
         family = family_of(self.model_type)
         return {
             piece.key: piece.shape for name, shape in self.shapes.items() for piece in hub_pieces(name, shape, family)
         }
 
     def may_skip(self, key: str) -> bool:
-        """Whether the model may leave the checkpoint tensor `key` out, e.g. of a multi-token prediction layer."""
+        """Whether the model may ignore the checkpoint tensor `key`, e.g. of a multi-token prediction layer."""
         return family_of(self.model_type).may_skip(key, layers=self.layers)
 
 
 def read_model_spec(folder: Path) -> ModelSpec:
-    """The class that `folder`/config.json names, else the causal LM of its model type, built on the meta device without
+    """The class named in `folder`/config.json, else the causal LM of its model type, built on the meta device without
     running code of the folder.
 
     ExportError where transformers has no such class.
@@ -120,7 +120,7 @@ class SelectedTensors:
     source: TensorSource
     shapes: Mapping[str, tuple[int, ...]]
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that are copies of another: their names, with the name of the tensor they are read from."""
+    """Copies of other tensors: their names, each with the name of the tensor that is read."""
 
     @property
     def fp32_names(self) -> Collection[str]:
@@ -128,11 +128,11 @@ class SelectedTensors:
         return self.source.fp32_names
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-        """Elements `start` to `start + numel` of the flattened tensor, as the source gives them."""
+        """Elements `start` to `start + numel` of the flattened tensor, from the source."""
         return self.source.read(self.copies.get(name, name), start, numel)
 
     def with_copies(self, copies: Mapping[str, str]) -> "SelectedTensors":
-        """These tensors with `copies` added, or in place of tensors of the same names."""
+        """These tensors, with `copies` added or replacing tensors of the same names."""
         return replace(
             self,
             shapes={**self.shapes, **{key: self.shapes[original] for key, original in copies.items()}},
@@ -141,11 +141,11 @@ class SelectedTensors:
 
 
 def fit_source(source: TensorSource, spec: ModelSpec, *, label: str) -> SelectedTensors:
-    """The tensors of `spec` in its order, read from `source`, and after them those that the model may leave out.
+    """The tensors of `spec` in its order, read from `source`, followed by tensors that the model may ignore.
 
-    Names may also be those of published checkpoints (transformers 4 names one expert at a time). A tied tensor may be
-    absent; where it is present, it must equal the tensor that it is tied to, and is not selected. ExportError lists
-    tensors that are missing, unexpected or of another shape.
+    Names may also be those of published checkpoints (transformers 4 has a tensor for each expert). A tied tensor may be
+    absent; if present, it must equal the tensor that it is tied to, and is not selected. ExportError lists tensors that
+    are missing, unexpected or of another shape.
     """
     unbuilt = {name: shape for name, shape in source.shapes.items() if name not in spec.tied and spec.may_skip(name)}
     present = {name: shape for name, shape in source.shapes.items() if name not in spec.tied and name not in unbuilt}

@@ -29,14 +29,14 @@ from ds_finetune.model.build.hub_folder import HubFolder
 from ds_finetune.model.loss.score_config import is_classifier
 
 _FORMAT = "gguf 1"
-"""Format of the record of a GGUF folder."""
+"""Format of a GGUF folder's record."""
 
 
 def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
     """Write the language model of `source` to `out` as one GGUF named after `out`, a piece of a tensor at a time.
 
-    `source` is a Hugging Face folder, or another folder that `export_checkpoint` reads. Errors as of `FormatModule`;
-    DataError where there is no tokenizer, which llama.cpp reads from the same file.
+    `source` is a Hugging Face folder, or another folder that `export_checkpoint` reads. Errors as in `FormatModule`;
+    DataError where there is no tokenizer, which a GGUF contains.
     """
     began = time.monotonic()
     check_out_empty(out)
@@ -62,15 +62,15 @@ def _tensors_at(record: Mapping[str, Any], name: str, changed: Mapping[str, Runs
 
 
 def verify(folder: Path, base: Path | None) -> VerificationResult:
-    """Compare the files of a folder with their digests in its record, and mark it."""
+    """Compare the files of a folder with the digests in its record, and mark the folder."""
     return verify_files(folder, base, _FORMAT, _tensors_at)
 
 
 def check_model(
     config: PretrainedConfig, *, is_classifier: bool, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
-    """ExportError where the type, a setting, the tokenizer or its template has no counterpart in llama.cpp, or it
-    classifies.
+    """ExportError where the model type, a setting, the tokenizer or its chat template has no counterpart in llama.cpp,
+    or where the model is a classifier.
     """
     family = GGUF.check_model_type(config.model_type)
     if is_classifier:
@@ -87,8 +87,8 @@ def check_model(
 def _write_file(
     source: Path, folder: Path, file: Path, options: ExportOptions
 ) -> tuple[dict[str, tuple[int, int]], list[str], str]:
-    """Write the model of `folder`, which `source` was exported to, to `file`; first byte and end of each tensor by
-    name, notes, and the text of a Modelfile.
+    """Write the model of `folder`, the export of `source`, to `file`. Returns first byte and end of each tensor by
+    name, notes for the user, and the text of a Modelfile.
     """
     model, hub = plain_model(folder, lambda config: check_model(config, is_classifier=is_classifier(config)))
     config, family = model.config, family_of(model.config.model_type)
@@ -104,7 +104,7 @@ def _write_file(
     add_settings(writer, config, family)
     tokenizer = add_tokenizer(writer, folder, config, source)
     for tensor in tensors:
-        # The writer reads the dtype of an array only where it is not told ggml's type.
+        # The writer derives ggml's type from an array's dtype unless the type is passed.
         fp32 = np.dtype(np.float32)
         writer.add_tensor_info(tensor.name, tensor.shape, fp32, tensor.num_bytes, raw_dtype=tensor.kind)
     try:
@@ -118,10 +118,10 @@ def _write_file(
 def _write_tensors(
     writer: gguf.GGUFWriter, file: Path, tensors: list[GgufTensor], hub: HubFolder
 ) -> dict[str, tuple[int, int]]:
-    """Write header, settings and tensors; first byte and end of each tensor.
+    """Write header, settings and tensors; returns first byte and end of each tensor by name.
 
-    VerificationError where the file holds other bytes than were written. It is not read by gguf's reader, which takes
-    10 s for a vocabulary of 100,000.
+    VerificationError where the file has other bytes than were written. The check does not use gguf's reader, which
+    takes 10 s for a vocabulary of 100,000.
     """
     writer.write_header_to_file(file)
     writer.write_kv_data_to_file()
@@ -144,7 +144,7 @@ def _write_tensors(
 
 
 def _notes(tensors: list[GgufTensor], hub: HubFolder, quantise: str) -> list[str]:
-    """Lines on tensors that are kept in f16 for their width, and on those that are left out."""
+    """Notes on tensors kept in f16 because of their row width, and on tensors left out."""
     kept = [tensor for tensor in tensors if tensor.kind == KINDS["f16"]] if quantise == "q8_0" else []
     notes = [
         f"{len(kept)} tensors are kept in f16, since their rows are no multiple of 32 elements, e.g. {tensor.name} "

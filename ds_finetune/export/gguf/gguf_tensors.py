@@ -1,4 +1,4 @@
-"""The tensors of a GGUF: which published tensors each is made of, and its bytes, a bounded piece at a time."""
+"""The tensors of a GGUF: the published tensors of which each consists, and its bytes, in pieces of bounded size."""
 
 import math
 import re
@@ -19,7 +19,7 @@ from ds_finetune.families.family import Family
 from ds_finetune.model.build.hub_folder import HubFolder
 
 KINDS = {"bf16": Kind.BF16, "f16": Kind.F16, "f32": Kind.F32, "q8_0": Kind.Q8_0}
-"""Values of `--quantise`, which is `--dtype`, with ggml's types."""
+"""ggml's types by the value of `--quantise` (the same as `--dtype`)."""
 _CHUNK_NUMEL = 2**22
 """Elements that are read, cast and written at a time: 16 MiB of fp32."""
 _EXPERT = re.compile(r"^(model\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight$")
@@ -27,32 +27,32 @@ _FP32_WEIGHTS = ("_norm.weight", ".ffn_gate_inp.weight")
 _ROTATED = tuple(f"{name}_proj.{part}" for name in "qk" for part in ("weight", "bias"))
 
 Change = Callable[[torch.Tensor], torch.Tensor]
-"""From rows of a published tensor, [groups, rows of a group, columns], to those of a GGUF."""
+"""Changes rows of a published tensor, [groups, rows of a group, columns], to those of a GGUF tensor."""
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor of a GGUF. `keys` are the published tensors that it consists of, one after the other."""
+    """One tensor of a GGUF: the published tensors `keys`, concatenated."""
 
     name: str
     shape: tuple[int, ...]
-    """In torch's order of dimensions; GGUF lists them the other way round."""
+    """In torch's order of dimensions; GGUF lists dimensions in reverse."""
     kind: Kind
     keys: tuple[str, ...]
     group: int = 1
-    """Rows that are changed together."""
+    """Rows that `change` gets as one group."""
     change: Change | None = None
     values: torch.Tensor | None = None
-    """The tensor itself, where it is not published but follows from the configuration."""
+    """Values of a tensor that is not published but computed from the configuration."""
 
     @property
     def num_bytes(self) -> int:
-        """Its size in the file, without padding."""
+        """Size in the file in bytes, without padding."""
         block, size = gguf.GGML_QUANT_SIZES[self.kind]
         return math.prod(self.shape) // block * size
 
     def pieces(self, hub: HubFolder) -> Iterator[bytes]:
-        """Its bytes in order; ExportError where a value is NaN or infinite, or becomes so in its type."""
+        """The tensor's bytes in order; ExportError for NaN or infinity, in the source or in the tensor's type."""
         for part in self._parts(hub):
             values = part.float().reshape(-1, self.shape[-1]).numpy()
             with np.errstate(over="ignore"):
@@ -79,9 +79,9 @@ class GgufTensor:
 
 
 def gguf_tensors(hub: HubFolder, config: PretrainedConfig, family: Family, kind: Kind) -> list[GgufTensor]:
-    """What a GGUF of `hub` has; weights whose rows are no multiple of the block of `kind` are kept in f16.
+    """The tensors of a GGUF of `hub`; weights whose row width is no multiple of the block of `kind` are kept in f16.
 
-    Left out are a tied head, and layers past the last one. ExportError where llama.cpp has no place for a tensor.
+    A tied head and layers past the last one are left out. ExportError where llama.cpp has no name for a tensor.
     """
     assert family.gguf is not None
     tied = "lm_head.weight" if config.tie_word_embeddings else ""
@@ -106,14 +106,14 @@ def gguf_tensors(hub: HubFolder, config: PretrainedConfig, family: Family, kind:
 
 
 def _kind_of(name: str, shape: Sequence[int], kind: Kind) -> Kind:
-    """llama.cpp reads vectors, biases, and weights of norms and routers in fp32 only (conversion/base.py)."""
+    """The type of a tensor: llama.cpp reads vectors, biases, norms and routers only in fp32 (conversion/base.py)."""
     if len(shape) == 1 or name.endswith(_FP32_WEIGHTS) or not name.endswith(".weight"):
         return Kind.F32
     return kind if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0 else Kind.F16
 
 
 def _experts_together(keys: Sequence[str], family: Family) -> dict[str, list[str]]:
-    """The keys of all experts in order under one key of transformers' names; every other key under itself."""
+    """Published keys by the name of a GGUF tensor: all experts of a projection, in order, share one name."""
     names = family.published_mlp
     projections = {names.gate: "gate_proj", names.up: "up_proj", names.down: "down_proj"}
     together: dict[str, list[str]] = {}
@@ -130,11 +130,11 @@ def _expert_number(key: str) -> int:
 
 
 _View = tuple[str, tuple[int, ...], int, Change | None]
-"""A part of a published tensor that GGUF has: the name that `gguf` looks up, shape, `group` and `change`."""
+"""A tensor of a GGUF made from a published one: the name that `gguf` looks up, shape, `group` and `change`."""
 
 
 def _views(key: str, shape: tuple[int, ...], config: PretrainedConfig, family: Family) -> list[_View]:
-    """The parts of a published tensor that GGUF has."""
+    """The GGUF tensors made from a published tensor."""
     assert family.gguf is not None
     module, _, leaf = key.rpartition(".self_attn.")
     if leaf == "kv_b_proj.weight":
@@ -148,7 +148,7 @@ def _views(key: str, shape: tuple[int, ...], config: PretrainedConfig, family: F
 
 
 def _keys_and_values(place: str, shape: tuple[int, ...], config: PretrainedConfig) -> list[_View]:
-    """llama.cpp multiplies queries by the keys' half, so that it is stored transposed, and each head by itself."""
+    """kv_b_proj as two tensors, per head: llama.cpp applies the key part to queries, and so stores it transposed."""
     nope, rank = config.qk_nope_head_dim, shape[1]
     both = nope + config.v_head_dim
     heads = shape[0] // both
@@ -159,7 +159,7 @@ def _keys_and_values(place: str, shape: tuple[int, ...], config: PretrainedConfi
 
 
 def _outputs_first(key: str, shape: tuple[int, ...]) -> list[_View]:
-    """Experts stored as [experts, inputs, outputs], and biases [experts, outputs], with gate and up in turns."""
+    """Experts stored as [experts, inputs, outputs], with biases [experts, outputs] and interleaved gate and up."""
     start, bias, _ = key.partition("_bias")
     turns = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
     views: list[_View] = []
@@ -171,11 +171,11 @@ def _outputs_first(key: str, shape: tuple[int, ...]) -> list[_View]:
 
 
 def _outputs(rows: torch.Tensor, part: slice) -> torch.Tensor:
-    """Some outputs [groups, outputs, inputs] of experts [groups, inputs, outputs]."""
+    """The outputs `part` of experts [groups, inputs, outputs], as [groups, outputs, inputs]."""
     return rows[..., part].mT
 
 
 def _pairs(heads: torch.Tensor) -> torch.Tensor:
-    """Rows of heads with those next to each other that are rotated together, which are half a head apart before."""
+    """Rows of heads whose rotated pairs, half a head apart before, become neighbours."""
     groups, rows, columns = heads.shape
     return heads.view(groups, 2, rows // 2, columns).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""What llama.cpp's template engine lacks of a chat template: its server does not start with a template that uses it."""
+"""Features of chat templates that llama.cpp's template engine lacks: its server does not start with such a template."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -19,9 +19,9 @@ _WORDS: Mapping[type[nodes.Node], str] = {
     **{nodes.FromImport: "from", nodes.With: "with", nodes.ScopedEvalContextModifier: "autoescape"},
     **{nodes.Pow: "**", nodes.FloorDiv: "//"},
 }
-"""What the server of xllamacpp 2026.10 does not start with, of all that Jinja 3.1 has."""
+"""Jinja 3.1 features with which the server of xllamacpp 2026.10 does not start."""
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
-"""Marks of transformers around what the model writes; llama.cpp passes over them."""
+"""transformers' marks around the model's answers, which llama.cpp ignores."""
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -23,7 +23,7 @@ _PROBE = (
     "''''''```````\"\"\"\"......!!!!!!?????? I've been 'told he's there, 'RE you sure? 'M not sure I'll make it, 'D "
     "you like some tea? We'Ve a'lL"
 )
-"""The text by whose ids llama.cpp's converter recognises a tokenizer (conversion/base.py, get_vocab_base_pre)."""
+"""The text by whose token ids llama.cpp's converter recognises tokenizers (conversion/base.py, get_vocab_base_pre)."""
 _SPLITTERS = {
     "0ef9807a4087ebef797fc749390439009c3b9eda9ad1a097abbe738f486c01e5": "llama-bpe",
     "c136ed14d01c2745d4f60a9596ae66800e2b61fa45643e72436041855ad4089d": "smaug-bpe",
@@ -42,21 +42,21 @@ _SPLITTERS = {
     "9d032fcbd5501f4a38150912590928bfb36091efb5df11b8e2124b0390e3fb1e": "falcon3",
     "3ce83efda5659b07b1ad37ca97ca5797ea4285d9b9ab0dc679e4a720c9da7454": "gpt-2",
 }
-"""Names of llama.cpp's rules for splitting text into words, by sha256 of the ids of `_PROBE`: those that its converter
-lists for tokenizers of the exported families.
+"""Names of llama.cpp's pre-tokenizer rules, which split text into words, by sha256 of the ids of `_PROBE`; its
+converter lists them for tokenizers of the exported families.
 """
 
 
 def splitting(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Name of llama.cpp's rules for splitting text into words; None for SentencePiece's BPE with bytes, which has none.
+    """Name of llama.cpp's pre-tokenizer rules; None for SentencePiece's BPE with byte fallback, which needs none.
 
-    ExportError where llama.cpp has no such rules.
+    ExportError where llama.cpp has no rules for the tokenizer.
     """
     core = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     if core["type"] == "BPE" and core["byte_fallback"]:
         return None
     ids = [tokenizer(_PROBE, add_special_tokens=special)["input_ids"] for special in (True, False)]
-    # As published, it may have added a token that it no longer adds: transformers 5.23 saves no `add_bos_token`.
+    # As published, the tokenizer may begin texts with BOS: transformers 5.23 saves no `add_bos_token`.
     ids.append([tokenizer.bos_token_id, *ids[-1]])
     sums = [sha256(str(each).encode()).hexdigest() for each in ids]
     for each in sums:
@@ -73,10 +73,10 @@ def splitting(tokenizer: PreTrainedTokenizerBase) -> str | None:
 def add_tokenizer(
     writer: gguf.GGUFWriter, folder: Path, config: PretrainedConfig, source: Path
 ) -> PreTrainedTokenizerBase:
-    """Add the tokenizer of `folder`, which `source` was exported to, to `writer`, for a model of `config`; returns it.
+    """Add the tokenizer of `folder`, the export of `source`, to `writer`, for a model of `config`; returns it.
 
-    DataError where the folder has none; ExportError as of `splitting` and `check_template`, and where it has more
-    tokens than the model.
+    DataError where the folder has no tokenizer. ExportError as in `splitting` and `check_template`, and where the
+    tokenizer has more tokens than the model.
     """
     tokenizer, vocab_size = load_tokenizer(str(folder)), int(config.vocab_size)
     tokenizer.name_or_path = str(source)
@@ -93,7 +93,7 @@ def add_tokenizer(
     writer.add_tokenizer_model("gpt2" if rules else "llama")
     writer.add_tokenizer_pre(rules or "default")
     if rules:
-        # A space within a part of a merge is written as byte-level tokens write it.
+        # A space within a merge's part is written as byte-level tokens write it.
         writer.add_token_merges([" ".join(part.replace(" ", "Ġ") for part in pair) for pair in core["merges"]])
     else:
         # The score of a token is the negative rank of the first merge that makes it.
@@ -115,16 +115,16 @@ def _type_of(text: str | None, added: Mapping[str, Any] | None, core: Mapping[st
     if text == core["unk_token"]:
         return Type.UNKNOWN
     if added is not None:
-        # llama.cpp's converter reads such texts as control tokens too (does_token_look_special).
+        # llama.cpp's converter treats such texts as control tokens too (does_token_look_special).
         is_control = added["special"] or re.match(r"^<[|｜].*[|｜]>$", text)  # noqa: RUF001
         return Type.CONTROL if is_control else Type.USER_DEFINED
     return Type.BYTE if core["byte_fallback"] and re.match(r"^<0x[0-9A-F]{2}>$", text) else Type.NORMAL
 
 
 def _add_special(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> None:
-    """Special ids, whether the tokenizer adds them to a text, and the chat template, which is only text.
+    """Add special ids, whether the tokenizer adds them to a text, and the text of the chat template.
 
-    llama.cpp ends an answer at the tokens `eos`, `eot` and `eom`, and at those whose text it knows as an end.
+    llama.cpp ends an answer at the tokens `eos`, `eot` and `eom`, and at tokens whose text it knows as an end.
     """
     ids = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk", "pad")}
     others = [number for number in ends if number != tokenizer.eos_token_id]

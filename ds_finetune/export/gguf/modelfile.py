@@ -1,4 +1,4 @@
-"""The Modelfile of a GGUF folder: Ollama renders prompts by a template of Go, not by the chat template in the GGUF."""
+"""The Modelfile of a GGUF folder: Ollama renders prompts by a Go template, not by the chat template in the GGUF."""
 
 import json
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def modelfile(name: str, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
 
 
 def _go_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The chat template in Go for dialogues without tools; empty where a message changes what surrounds others."""
+    """The chat template in Go for dialogues without tools; empty if text around a message depends on other messages."""
     given = tokenizer.chat_template
     try:
         template = ChatTemplate(tokenizer, given["default"] if isinstance(given, dict) else given)
@@ -54,7 +54,7 @@ def _go_template(tokenizer: PreTrainedTokenizerBase) -> str:
     before_system, after_system = with_system[:2]
     bos = tokenizer.bos_token
     if bos and tokenizer("x")["input_ids"][:1] == [tokenizer.bos_token_id]:
-        # Ollama's tokenizer adds it.
+        # Ollama's tokenizer adds BOS.
         start, before_system = start.removeprefix(bos), before_system.removeprefix(bos)
     before_user = (
         f"{_IS % ('if', '$last', '')}{_literal(start)}{_IS % ('else if', '$last', 'system')}{_literal(after_system)}"
@@ -69,7 +69,7 @@ def _go_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _around(template: ChatTemplate, messages: Messages) -> list[str]:
-    """The texts before, between and behind those of `messages`, up to where an answer begins."""
+    """The template's texts before, between and after `messages`, up to the beginning of an answer."""
     parts = template.render(messages, None, opens=True).split(placeholder("text"))
     if len(parts) != len(messages) + 1:
         raise RenderingError
@@ -77,5 +77,5 @@ def _around(template: ChatTemplate, messages: Messages) -> list[str]:
 
 
 def _literal(text: str) -> str:
-    """A text as an action of Go's templates, so that none of it is read as an action."""
+    """`text` as a Go template action that prints it, so that no part of it is read as an action."""
     return f"{{{{ {json.dumps(text, ensure_ascii=False)} }}}}" if text else ""

@@ -14,7 +14,8 @@ from ds_finetune.families.family import Family
 _SCALED = {"linear": RopeScalingType.LINEAR, "yarn": RopeScalingType.YARN}
 _LATENT_EPS = 1e-6
 """Epsilon of the norms of latents, which transformers 5.23 does not read from config.json
-(deepseek_v3/modeling_deepseek_v3.py:392)."""
+(deepseek_v3/modeling_deepseek_v3.py:392).
+"""
 
 
 def check_settings(config: PretrainedConfig, family: Family) -> None:
@@ -26,11 +27,11 @@ def check_settings(config: PretrainedConfig, family: Family) -> None:
     values = [(name, getattr(config, name, usual[0]), usual) for name, usual in allowed.items()]
     values.append(("rope_type", rope["rope_type"], kinds))
     if hasattr(config, "kv_lora_rank") and rope["rope_type"] == "yarn":
-        # llama.cpp scales scores as by mscale_all_dim, and cosines and sines not at all.
+        # llama.cpp scales attention scores by mscale_all_dim, and does not scale cosines and sines.
         ratio = _yarn_factor(config) if rope.get("mscale_all_dim") else None
         values.append(("the ratio of YaRN's mscale and mscale_all_dim", ratio, (1.0,)))
     if rope["rope_type"] == "yarn":
-        # llama.cpp rounds the limits of YaRN's ramp: logits of gpt_oss differ by up to 0.9.
+        # llama.cpp rounds the limits of YaRN's ramp: logits of gpt_oss would differ by up to 0.9.
         values.append(("YaRN's truncate", rope.get("truncate", True), (True,)))
     for name, value, usual in values:
         if value not in usual:
@@ -46,7 +47,7 @@ def check_settings(config: PretrainedConfig, family: Family) -> None:
 
 
 def notes_on(config: PretrainedConfig) -> list[str]:
-    """What llama.cpp computes a little differently from transformers."""
+    """Notes on small differences between llama.cpp and transformers."""
     notes = []
     if hasattr(config, "kv_lora_rank") and config.rms_norm_eps != _LATENT_EPS:
         notes.append(
@@ -57,12 +58,12 @@ def notes_on(config: PretrainedConfig) -> list[str]:
 
 
 def head_dim(config: PretrainedConfig) -> int:
-    """Columns of a query's head."""
+    """Width of a query head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def rope_factors(config: PretrainedConfig) -> torch.Tensor | None:
-    """What llama.cpp divides frequencies by, fp32 [pairs], for the scaling of Llama 3; None for other kinds."""
+    """llama.cpp's divisors of rotary frequencies, fp32 [pairs], for the scaling of Llama 3; None for other kinds."""
     if config.rope_parameters["rope_type"] != "llama3":
         return None
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
@@ -97,10 +98,10 @@ def _heads(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _latent_heads(config: PretrainedConfig) -> dict[str, Any]:
-    """Latent attention is one head of keys and values, as wide as what the cache holds."""
+    """Settings of latent attention: in llama.cpp, one key/value head as wide as the cached latent."""
     return {
         "head_count_kv": 1,
-        # Without it llama.cpp reads models of 26, 27 and 48 layers only (src/models/deepseek2.cpp, is_lite).
+        # Without this key llama.cpp reads only models of 26, 27 and 48 layers (src/models/deepseek2.cpp, is_lite).
         "q_lora_rank": config.q_lora_rank or 0,
         "kv_lora_rank": config.kv_lora_rank,
         "key_length": config.kv_lora_rank + config.qk_rope_head_dim,
@@ -125,7 +126,7 @@ def _rope(config: PretrainedConfig) -> dict[str, Any]:
         "rope_scaling_yarn_beta_slow": rope.get("beta_slow") or 1.0,
     }
     if hasattr(config, "kv_lora_rank"):
-        # A tenth of it, which llama.cpp undoes (src/models/deepseek2.cpp, TAG_DEEPSEEK2_YARN_LOG_MUL_FIX).
+        # A tenth, which llama.cpp undoes (src/models/deepseek2.cpp, TAG_DEEPSEEK2_YARN_LOG_MUL_FIX).
         return base | {"rope_scaling_yarn_log_mul": 0.1 * rope["mscale_all_dim"]}
     # llama.cpp multiplies it by YaRN's own (src/llama-context.cpp, yarn_attn_factor).
     own = 0.1 * math.log(max(rope["factor"], 1.0)) + 1.0
@@ -133,7 +134,7 @@ def _rope(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _yarn_factor(config: PretrainedConfig) -> float:
-    """What transformers multiplies cosines and sines by."""
+    """YaRN's factor of cosines and sines in transformers."""
     return float(ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))[1])
 
 
@@ -152,7 +153,7 @@ def _experts(config: PretrainedConfig, family: Family) -> dict[str, Any]:
         "leading_dense_block_count": config.first_k_dense_replace,
         "expert_shared_count": config.n_shared_experts,
         "expert_weights_scale": config.routed_scaling_factor,
-        # transformers 5.23 never norms those of softmax (deepseek_v2/modeling_deepseek_v2.py:97-116).
+        # transformers 5.23 never normalises weights of softmax routers (deepseek_v2/modeling_deepseek_v2.py:97-116).
         "expert_weights_norm": is_sigmoid and config.norm_topk_prob,
         "expert_gating_func": ExpertGatingFuncType.SIGMOID if is_sigmoid else ExpertGatingFuncType.SOFTMAX,
     }

@@ -1,4 +1,4 @@
-"""ONNX Runtime compared with plain transformers: batch sizes, lengths, padding, a growing cache, greedy decoding."""
+"""Compares ONNX Runtime with plain transformers: batch sizes, lengths, padding, a growing cache, greedy decoding."""
 
 import gc
 from collections.abc import Iterator, Mapping
@@ -23,14 +23,14 @@ from ds_finetune.model.loss.score_config import is_classifier
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 TOLERANCES = {np.dtype(np.float32): 1e-4, np.dtype(np.float16): 2e-2}
-"""Difference of logits, divided by the largest logit of the case, up to which they count as equal; by graph dtype."""
+"""By graph dtype: largest difference of equal logits, relative to the largest logit of the case."""
 FLIPPED_SHARE = 0.1
-"""Share of positions that may exceed the tolerance in fp16 models with routed experts, whose choice rounding may
-change.
+"""Share of positions that may exceed the tolerance in fp16 models with routed experts, because rounding may change the
+choice of experts.
 """
 NEW_TOKENS = 8
 _PRODUCT_NUMEL = 2**22
-"""Elements of a matrix that are in fp32 at a time."""
+"""Elements of a matrix that are cast to fp32 at a time."""
 GENERATED = (
     ((0,), 1, (1,)),
     ((0, 3), 9, (9,)),
@@ -38,11 +38,11 @@ GENERATED = (
     ((0,), 12, (8, 4)),
     ((2, 0), 21, (1, 9, 1, 1, 4, 1, 4)),
 )
-"""Cases of a language model: padding tokens at the start of each row, tokens of a row with padding, and the sizes of
-the pieces in which tokens are fed; the cache carries over from piece to piece.
+"""Cases of a language model: padding tokens at the start of each row, tokens of a row with padding, and sizes of the
+pieces in which tokens are fed, with the cache of earlier pieces.
 """
 PROMPTS = ((0, 4, 1, 7), 11)
-"""The prompts of greedy decoding: padding tokens at the start of each row, and tokens of a row with padding."""
+"""Prompts of greedy decoding: padding tokens at the start of each row, and tokens of a row with padding."""
 SCORED = (
     ((0,), 1, "right"),
     ((0,), 23, "right"),
@@ -50,15 +50,15 @@ SCORED = (
     ((0, 11, 5), 33, "right"),
     ((2, 0), 12, "left"),
 )
-"""Cases of a classifier: padding tokens of each row, tokens of a row with padding, and the side of the padding."""
+"""Cases of a classifier: padding tokens of each row, tokens of a row with padding, and the padding side."""
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """Rows of random tokens, and what plain transformers computes from them in fp32."""
+    """Rows of random tokens, with the fp32 results of plain transformers."""
 
     name: str
-    """The case in messages."""
+    """Name of the case in messages."""
     ids: Ints
     """Token ids [rows, length]."""
     mask: Ints
@@ -66,16 +66,16 @@ class Case:
     chunks: tuple[int, ...] = ()
     """Sizes of the pieces in which the tokens are fed to a language model."""
     logits: Floats = field(default_factory=lambda: np.zeros((0, 0), dtype=np.float32))
-    """[tokens without padding, vocabulary], or [rows, labels] of a classifier. Those where `is_sampled` is true for
-    `stride` are compared.
+    """[tokens without padding, vocabulary], or [rows, labels] of a classifier. Only logits that `is_sampled` selects
+    with `stride` are compared.
     """
     stride: int = 1
     """Distance between the sampled logits of a position."""
     largest: float = 0.0
-    """Largest |logit|, of those too that are not sampled."""
+    """Largest |logit|, including logits that are not sampled."""
 
     def inputs(self) -> dict[str, Ints]:
-        """The inputs of a classifier by name, with types of tokens 0 and 1."""
+        """The inputs of a classifier by name, with token types 0 and 1."""
         length = self.ids.shape[1]
         types = (np.arange(length) >= length // 2) * self.mask
         return {"input_ids": self.ids, "attention_mask": self.mask, "token_type_ids": types}
@@ -83,24 +83,24 @@ class Case:
 
 @dataclass(frozen=True)
 class Reference:
-    """What plain transformers computes in fp32."""
+    """The fp32 results of plain transformers."""
 
     cases: tuple[Case, ...]
     experts: str
-    """How many of the routed experts the tokens reach, for messages."""
+    """For messages: how many routed experts the tokens reach."""
     tokens: Ints | None = None
     """Prompts and the tokens that `generate` greedily adds, [rows, length + NEW_TOKENS]; None for a classifier."""
     leads: Floats | None = None
     """For each new token, (best - second best logit) / largest |logit|, [rows, NEW_TOKENS]."""
     chosen: Ints | None = None
-    """The best token at the place of each new token, [rows, NEW_TOKENS]; a quantised graph may choose others."""
+    """The best token at the position of each new token, [rows, NEW_TOKENS]; a quantised graph may choose others."""
     program: str = "transformers"
-    """What has computed it, for messages."""
+    """Name, in messages, of the program that computed the results."""
 
 
 @dataclass(frozen=True)
 class OnnxComparison:
-    """How far ONNX Runtime is from the reference. Distances are divided by the largest logit of the case."""
+    """Distance between ONNX Runtime and the reference, relative to the largest logit of the case."""
 
     positions: int
     """Tokens whose logits were compared, or texts of a classifier."""
@@ -110,21 +110,21 @@ class OnnxComparison:
     """Largest distance."""
     tolerance: float
     allowed_share: float
-    """Share of positions, and of new tokens, that may be beyond the tolerance."""
+    """Share of positions, and of new tokens, that may exceed the tolerance."""
     new_tokens_differing: int | None
-    """None for a classifier, which generates no tokens."""
+    """Greedy tokens that differ; None for a classifier, which generates none."""
     experts: str
     program: str
     failures: tuple[str, ...]
-    """Differences that are not allowed."""
+    """Lines on differences that are not allowed."""
 
     @property
     def unit(self) -> str:
-        """What a position is."""
+        """Name of a position in messages."""
         return "texts" if self.new_tokens_differing is None else "positions"
 
     def line(self) -> str:
-        """What was compared, and how near it is, for the terminal."""
+        """A line for the terminal on what was compared and how close it is."""
         reached = f", reaching {self.experts}" if self.experts else ""
         flipped = f", {self.beyond} beyond it by a router's near tie" if self.beyond else ""
         greedy = "" if self.new_tokens_differing is None else f", {self.new_tokens_differing} greedy tokens differ"
@@ -135,7 +135,7 @@ class OnnxComparison:
 
 
 def is_sampled(shape: tuple[int, ...], stride: int) -> np.ndarray:
-    """Mask of `shape` [positions, width]; of position n, logits n % stride, n % stride + stride, ... are sampled."""
+    """Mask of `shape` [positions, width] that selects logits n % stride, n % stride + stride, ... of position n."""
     positions, width = shape
     return (np.arange(width) - np.arange(positions)[:, None]) % stride == 0  # type: ignore[no-any-return]
 
@@ -159,14 +159,14 @@ def make_reference(folder: Path) -> Reference:
             decoded = tokens, leads_of(logits), tokens[:, -NEW_TOKENS:]
         cases = [with_logits(case, model) for case in cases]
     reference = Reference(tuple(cases), _experts_text(model, reached), *decoded)
-    # Modules refer to each other, so that they stay until then.
+    # Modules refer to each other, so only the garbage collector frees the model.
     del model
     gc.collect()
     return reference
 
 
 class _ProductsInFp32(TorchFunctionMode):
-    """Matrices of fewer bits are multiplied in fp32, and cast some rows at a time, so that they stay in their files."""
+    """Multiplies 16-bit matrices in fp32 and casts some rows at a time, so that weights stay in memory-mapped files."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - every function of torch
         if function is not functional.linear or args[1].dtype == torch.float32:
@@ -174,7 +174,7 @@ class _ProductsInFp32(TorchFunctionMode):
             return out.float() if function is functional.embedding else out
         inputs, weight, bias = (*args, None)[:3]
         out, first = inputs.new_empty(*inputs.shape[:-1], len(weight)), 0
-        # One buffer for all parts: the heap would keep what lies between others that are freed.
+        # One buffer for all parts: with a new one for each, the heap would fragment.
         buffer = torch.empty(max(_PRODUCT_NUMEL // weight.shape[1], 1), weight.shape[1])
         for part in weight.split(len(buffer)):
             out[..., first : first + len(part)] = function(inputs, buffer[: len(part)].copy_(part))
@@ -183,14 +183,14 @@ class _ProductsInFp32(TorchFunctionMode):
 
 
 def generated_case(vocab: int, pads: tuple[int, ...], length: int, chunks: tuple[int, ...]) -> Case:
-    """Rows for a language model with padding first; the same tokens at each call."""
+    """Rows for a language model, with left padding; the same tokens at each call."""
     mask = np.array([[0] * count + [1] * (length - count) for count in pads], dtype=np.int64)
     ids = np.random.default_rng([len(pads), length]).integers(0, vocab, size=mask.shape, dtype=np.int64) * mask
     return Case(f"{len(pads)} rows of {length} with {pads} pads, fed in pieces of {chunks}", ids, mask, chunks)
 
 
 def scored_case(config: PretrainedConfig, pads: tuple[int, ...], length: int, side: str) -> Case:
-    """Rows without the padding token, but for their padding, so that transformers finds the last token of each."""
+    """Rows for a classifier. Only padding has the padding token, so that transformers finds the last token of a row."""
     rng, pad = np.random.default_rng([len(pads), length]), config.pad_token_id
     if pad is None:
         pads = pads[:1]
@@ -205,10 +205,10 @@ def scored_case(config: PretrainedConfig, pads: tuple[int, ...], length: int, si
 
 
 def compare(folder: Path, reference: Reference) -> OnnxComparison:
-    """Run folder/model.onnx on every case of `reference` in ONNX Runtime on the CPU.
+    """Run the graph of `folder` on every case of `reference` in ONNX Runtime on the CPU.
 
-    Every position must be within the tolerance. With routed experts in fp16, a share of `FLIPPED_SHARE` may be beyond
-    it: where two experts' scores are nearly equal, rounding may choose the other expert than in fp32.
+    Every position must be within the tolerance. In fp16 with routed experts, a share of `FLIPPED_SHARE` may exceed it:
+    where two experts have nearly equal scores, rounding may choose another expert than in fp32.
     """
     engine = None if reference.tokens is None else OnnxCausalLM.from_pretrained(folder, is_mapped=True)
     model = OnnxScorer(folder) if engine is None else engine.runtime
@@ -238,16 +238,16 @@ def _distances(model: OnnxModel | OnnxScorer, case: Case) -> np.ndarray:
         logits = model.logits(case.inputs())
     else:
         logits = model.logits(case.ids, case.mask, case.chunks)[case.mask.astype(bool)].astype(np.float32)
-    # NaN and infinity count also where they are not sampled.
+    # NaN and infinity count even if they are not sampled.
     is_compared = is_sampled(case.logits.shape, case.stride) | ~np.isfinite(logits)
     gaps = np.where(is_compared, np.abs(logits - case.logits), 0).max(axis=-1)
     return gaps / case.largest  # type: ignore[no-any-return]
 
 
 def _differing_tokens(engine: OnnxCausalLM, reference: Reference, tolerance: float) -> int:
-    """Number of the reference's new tokens that the engine of `ask` and `serve`, with its cache, would not choose
-    greedily after the same tokens. 0 means that greedy decoding gives the same tokens. A token whose lead over the
-    second best is within the tolerance is not counted.
+    """Number of the reference's new tokens that the engine of `ask` and `serve`, with its cache, does not choose
+    greedily after the same tokens; 0 means equal greedy decoding. A token whose lead over the second best is within the
+    tolerance is not counted.
     """
     assert reference.tokens is not None
     assert reference.leads is not None
@@ -270,17 +270,17 @@ def with_logits(case: Case, model: PreTrainedModel) -> Case:
 
 
 def generate_tokens(model: PreTrainedModel, tokens: Ints | None = None) -> tuple[Ints, torch.Tensor]:
-    """PROMPTS with NEW_TOKENS more, [rows, length + NEW_TOKENS], and logits before each of these, [rows, NEW_TOKENS,
-    vocabulary], by `generate` of `model`: the best tokens, or those of `tokens`.
+    """PROMPTS with NEW_TOKENS more tokens [rows, length + NEW_TOKENS], and the logits before each new token [rows,
+    NEW_TOKENS, vocabulary], by `generate` of `model`. New tokens are the best ones, or those of `tokens`.
     """
     prompts = generated_case(model.config.vocab_size, *PROMPTS, chunks=(PROMPTS[1],))
     settings = GenerationConfig(
         do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=0, return_dict_in_generate=True, output_logits=True
     )
     settings.use_cache = model.generation_config.use_cache
-    # The model's own settings may sample or end early; the best token of every step is compared.
+    # The model's own settings may sample or end early; here the best token of every step is compared.
     model.generation_config = settings
-    # Logits are those before other tokens are excluded.
+    # The returned logits are those before `forced` excludes all other tokens.
     forced = None if tokens is None else lambda row, ids: [tokens[row, len(ids)]]
     inputs = {"attention_mask": torch.from_numpy(prompts.mask), "prefix_allowed_tokens_fn": forced}
     out: Any = model.generate(torch.from_numpy(prompts.ids), **inputs)
@@ -288,14 +288,14 @@ def generate_tokens(model: PreTrainedModel, tokens: Ints | None = None) -> tuple
 
 
 def leads_of(logits: torch.Tensor) -> Floats:
-    """`leads` of a Reference."""
+    """`Reference.leads` of `logits`."""
     best = logits.topk(2).values
     leads: Floats = ((best[..., 0] - best[..., 1]) / logits.abs().amax(dim=-1)).numpy()
     return leads
 
 
 def _experts_text(model: PreTrainedModel, reached: Mapping[str, set[int]]) -> str:
-    """How many experts of a layer tokens chose; empty where there are none."""
+    """How many experts of a layer the tokens chose, as text; empty without experts."""
     counts = [len(experts) for experts in reached.values()]
     routers = (model.get_submodule(name) for name in reached)
     return f"{min(counts)} to {max(counts)} of {len(next(routers).weight)} experts a layer" if counts else ""
@@ -303,7 +303,7 @@ def _experts_text(model: PreTrainedModel, reached: Mapping[str, set[int]]) -> st
 
 @contextmanager
 def _recorded_experts(model: PreTrainedModel) -> Iterator[dict[str, set[int]]]:
-    """The sets of experts that tokens choose within the context, by the name of the router."""
+    """While open, record the sets of experts that tokens choose, by name of the router."""
     routers = {name: module for name, module in model.named_modules() if name.endswith("mlp.gate")}
     experts: dict[str, set[int]] = {name: set() for name in routers}
 

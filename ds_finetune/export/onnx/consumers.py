@@ -1,4 +1,4 @@
-"""What programs other than ONNX Runtime read beside the graph: settings of ONNX Runtime GenAI and transformers.js."""
+"""Settings that ONNX Runtime GenAI and transformers.js read beside the graph."""
 
 import json
 from pathlib import Path
@@ -11,14 +11,14 @@ from ds_finetune.families.table import family_of
 
 
 def write_settings(folder: Path, config: PretrainedConfig, *, dtype: str, with_cache: bool) -> list[str]:
-    """Write genai_config.json, and what transformers.js reads from config.json; returns notes for the user."""
+    """Write genai_config.json, and the settings of transformers.js in config.json; returns notes for the user."""
     _tell_transformers_js(folder, dtype)
     if not with_cache:
         return []
     graph = family_of(config.model_type).onnx
     assert graph is not None
     if graph.attention == "latent":
-        # It makes keys and values of one width, `head_size` (src/models/kv_cache.cpp).
+        # ONNX Runtime GenAI allocates keys and values of one width, `head_size` (src/models/kv_cache.cpp).
         return [
             "no genai_config.json: ONNX Runtime GenAI has no latent attention, whose keys and values differ in width"
         ]
@@ -31,7 +31,7 @@ def write_settings(folder: Path, config: PretrainedConfig, *, dtype: str, with_c
 
 
 def _tell_transformers_js(folder: Path, dtype: str) -> None:
-    """Whether weights are in a file of their own, and the dtype of the cache, by keys of its own in config.json."""
+    """Write keys of transformers.js to config.json: whether weights are in a data file, and the cache's dtype."""
     told: dict[str, Any] = {"use_external_data_format": 1} if (folder / DATA).is_file() else {}
     told |= {"kv_cache_dtype": "float16"} if dtype == "fp16" else {}
     if told:
@@ -66,13 +66,13 @@ def _genai_config(folder: Path, config: PretrainedConfig) -> dict[str, Any]:
         },
     }
     model = {
-        # The type of a decoder with a plain cache; it does not say how the graph computes.
+        # The type of a decoder with a standard cache; it does not affect how the graph computes.
         "type": "llama",
         "vocab_size": config.vocab_size,
         "context_length": config.max_position_embeddings,
         **({} if ids["bos"] is None else {"bos_token_id": ids["bos"]}),
         "eos_token_id": ids["eos"],
-        # Answers that have ended are filled with it.
+        # Finished answers are padded with this token.
         "pad_token_id": end if ids["pad"] is None else ids["pad"],
         "decoder": decoder,
     }

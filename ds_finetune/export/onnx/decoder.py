@@ -13,13 +13,13 @@ from ds_finetune.export.onnx.graph import BATCH, LENGTH, Graph, GraphEnds, value
 from ds_finetune.export.onnx.layers import Layers, Mask, Read, Rotary, parts_of, token_places
 
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embedding whose frequencies do not depend on the length of the input, so that they are constants."""
+"""Kinds of rotary embedding whose frequencies are constants: they do not depend on the input's length."""
 _PAST, _TOTAL = "past_sequence_length", "total_sequence_length"
 
 
 @dataclass(frozen=True)
 class Cache:
-    """Shape of the two tensors that a layer caches: heads, and width of each."""
+    """Shape of the two tensors that a layer caches: number of heads, and width of each tensor."""
 
     heads: int
     key_width: int
@@ -45,7 +45,7 @@ def decoder_graph(model: PreTrainedModel, read: Read, *, dtype: np.dtype, with_c
 
 
 def scoring_graph(model: PreTrainedModel, read: Read, *, dtype: np.dtype) -> tuple[Graph, GraphEnds]:
-    """The graph of the classifier `model`, which scores the last token that the attention mask has.
+    """The graph of the classifier `model`, which scores the last token that the attention mask allows.
 
     Inputs, int64 [batch, length]: input_ids, and attention_mask with 0 for padding. Output: logits [batch, labels].
     """
@@ -64,7 +64,7 @@ def scoring_graph(model: PreTrainedModel, read: Read, *, dtype: np.dtype) -> tup
 
 
 def _last_hidden_states(layers: Layers, positions: str, *, with_cache: bool) -> str:
-    """Normed hidden states after the last layer, [batch, length, width], of tokens at `positions` [batch, length]."""
+    """Hidden states after the final norm, [batch, length, width]; `positions` is [batch, length]."""
     graph, config = layers.graph, layers.model.config
     attention, _ = ATTENTION[parts_of(config).attention](config)
     mask, rotary = _mask(graph), _rotary(graph, layers.model, positions)
@@ -86,7 +86,7 @@ def _last_hidden_states(layers: Layers, positions: str, *, with_cache: bool) -> 
 
 
 def check_config(config: PretrainedConfig) -> None:
-    """ExportError where the type, activation, rotary embedding or attention of the model has no graph."""
+    """ExportError where no graph exists for the type, activation, rotary embedding or attention of the model."""
     parts = parts_of(config)
     if parts.attention not in ATTENTION:
         raise ExportError(
@@ -126,7 +126,7 @@ def check_config(config: PretrainedConfig) -> None:
 
 
 CacheUpdate = Callable[[str, str], tuple[str, str]]
-"""From a layer's new key and value to those of all tokens, the cached ones included."""
+"""From a layer's new keys and values to those of all tokens, including cached ones."""
 
 
 def _without_cache(key: str, value_: str) -> tuple[str, str]:
@@ -142,7 +142,7 @@ def _append_to_cache(graph: Graph, number: int) -> CacheUpdate:
 
 @dataclass(frozen=True)
 class _AttentionScope:
-    """What attention needs, apart from its input."""
+    """Inputs of attention besides hidden states."""
 
     layers: Layers
     config: PretrainedConfig
@@ -177,10 +177,9 @@ def _grouped_query(config: PretrainedConfig) -> tuple[Callable[[_AttentionScope,
 def _latent(config: PretrainedConfig) -> tuple[Callable[[_AttentionScope, str, str], str], Cache]:
     """Multi-head latent attention on the cached latents themselves (DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
 
-    The cache is that of transformers 5.23: the normed latent as key and the rotated shared key as value, one head
-    each. kv_b_proj is not applied to the cache: its key part is applied to the query and its value part to the
-    output. A decoded token then costs heads x (2 x rank + rope) per cached position instead of
-    rank x heads x (nope + value).
+    The cache is that of transformers 5.23: the normed latent as key and the rotated shared key as value, one head each.
+    kv_b_proj is not applied to the cache: its key part is applied to the query and its value part to the output. A
+    decoded token then costs heads x (2 x rank + rope) per cached position instead of rank x heads x (nope + value).
     """
     heads, rank, rope = config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
     nope, width = config.qk_nope_head_dim, config.v_head_dim
@@ -230,11 +229,11 @@ ATTENTION: Mapping[str, Callable[[PretrainedConfig], tuple[Callable[[_AttentionS
     "latent": _latent,
     "grouped_query": _grouped_query,
 }
-"""Attention and its cache, by the kind that a family's `OnnxGraph` names."""
+"""Attention and its cache shape, by the kind named in a family's `OnnxGraph`."""
 
 
 def _mask(graph: Graph) -> Mask:
-    """Causal mask over past and new tokens, without those that attention_mask excludes."""
+    """Causal mask over past and new tokens, without tokens that attention_mask excludes."""
     total, length = graph.op("Shape", "attention_mask", start=1, end=2), graph.op("Shape", "input_ids", start=1, end=2)
     end, past = (graph.op("Squeeze", size, graph.ints(0)) for size in (total, graph.op("Sub", total, length)))
     keys = graph.op("Range", graph.scalar(0, np.int64), end, graph.scalar(1, np.int64))
@@ -245,9 +244,9 @@ def _mask(graph: Graph) -> Mask:
 
 
 def _rotary(graph: Graph, model: PreTrainedModel, position_ids: str) -> Rotary:
-    """The rotary embedding of this config, by transformers' own class."""
+    """The rotary embedding of the model's config, with the frequencies of transformers' own class."""
     config = model.config
-    # A new one from the config, since the model's may be on the meta device.
+    # A new embedding from the config, because the model's may be on the meta device.
     embedding = type(model.model.rotary_emb)(config)
     is_interleaved = parts_of(config).is_rotary_interleaved
     frequencies, scaling = embedding.inv_freq.to(torch.float32).numpy(), float(embedding.attention_scaling)
@@ -259,7 +258,7 @@ def _rotary(graph: Graph, model: PreTrainedModel, position_ids: str) -> Rotary:
 def _head(layers: Layers, x: str, config: PretrainedConfig) -> None:
     graph = layers.graph
     if config.tie_word_embeddings:
-        # Gemm reads the embedding as it is stored; ONNX Runtime would keep a transposed copy of it.
+        # Gemm reads the embedding as stored; for MatMul, ONNX Runtime would allocate a transposed copy.
         rows = graph.op("Reshape", x, graph.ints(-1, config.hidden_size))
         logits = graph.op("Gemm", rows, "model.embed_tokens.weight", transB=1)
         sizes = graph.op("Concat", graph.op("Shape", "input_ids"), graph.ints(config.vocab_size), axis=0)

@@ -34,7 +34,7 @@ def encoder_graph(model: PreTrainedModel, read: Read, *, dtype: np.dtype) -> tup
 
 
 def check_encoder_config(config: PretrainedConfig) -> None:
-    """ExportError where an activation of the encoder, or its rotary embedding, has no graph."""
+    """ExportError where no graph exists for an activation or the rotary embedding of the encoder."""
     names = [name for name in ("hidden_act", "hidden_activation", "classifier_activation") if hasattr(config, name)]
     wrong = [f"{name} `{getattr(config, name)}`" for name in names if getattr(config, name) != _GELU]
     kinds = {each["rope_type"] for each in (getattr(config, "rope_parameters", None) or {}).values() if each}
@@ -48,7 +48,7 @@ def check_encoder_config(config: PretrainedConfig) -> None:
 
 @dataclass(frozen=True)
 class _EncoderModules:
-    """The modules of an encoder and its configuration."""
+    """An encoder's modules and configuration, with the operations of its layers."""
 
     layers: Layers
     config: PretrainedConfig
@@ -56,15 +56,15 @@ class _EncoderModules:
 
     @property
     def graph(self) -> Graph:
-        """The graph that is built."""
+        """The graph under construction."""
         return self.layers.graph
 
     def embed(self, name: str, ids: str) -> str:
-        """Rows of the embedding `name`."""
+        """The rows `ids` of the embedding `name`."""
         return self.graph.op("Gather", self.layers.weight(f"{name}.weight"), ids, axis=0)
 
     def norm(self, x: str, name: str) -> str:
-        """LayerNorm over the last dimension, computed in fp32; without a bias where the module has none."""
+        """LayerNorm over the last dimension in fp32; without a bias if the module has none."""
         module, graph = self.layers.module(name), self.graph
         weight = self.layers.weight(f"{name}.weight")
         bias = [] if module.bias is None else [self.layers.weight(f"{name}.bias")]
@@ -80,7 +80,7 @@ class _EncoderModules:
         return graph.cast(y, graph.dtype) if graph.is_half() else y
 
     def attend(self, parts: tuple[str, str, str], mask: Mask) -> str:
-        """Attention of query, key and value [batch, heads, length, width] in both directions: [batch, length, all]."""
+        """Bidirectional attention of query, key and value [batch, heads, length, width]: [batch, length, all heads]."""
         query, key, states = parts
         heads = self.config.num_attention_heads
         scale = self.graph.scalar((self.config.hidden_size // heads) ** -0.5)
@@ -88,12 +88,12 @@ class _EncoderModules:
         return self.layers.merge_heads(mixed)
 
     def heads(self, x: str) -> str:
-        """[batch, length, width] as [batch, heads, length, width of a head]."""
+        """[batch, length, heads * width] as [batch, heads, length, width]."""
         count = self.config.num_attention_heads
         return self.layers.heads_first(self.layers.heads(x, count, self.config.hidden_size // count))
 
     def mask(self, *, window: int | None = None) -> Mask:
-        """The mask without padding, and with a `window` without tokens that are more than `window` away."""
+        """The mask without padding; with a `window`, also without tokens that are more than `window` away."""
         graph = self.graph
         total = graph.op("Shape", "input_ids", start=1, end=2)
         allowed = graph.op("Unsqueeze", graph.cast("attention_mask", np.bool_), graph.ints(1, 2))
@@ -110,10 +110,10 @@ class _EncoderModules:
 
 
 def _post_norm(encoder: _EncoderModules) -> str:
-    """Scores by layers that normalise after attention and MLP (Devlin et al., BERT, arXiv 1810.04805)."""
+    """Scores by layers with norms after attention and MLP (Devlin et al., BERT, arXiv 1810.04805)."""
     graph, layers = encoder.graph, encoder.layers
     if encoder.kind.positions_follow_padding:
-        # They count tokens other than the padding token (transformers 5.23, roberta/modeling_roberta.py:142-156).
+        # Positions count the tokens that are not padding (transformers 5.23, roberta/modeling_roberta.py:142-156).
         pad = graph.scalar(encoder.config.pad_token_id, np.int64)
         is_token = graph.cast(graph.op("Not", graph.op("Equal", "input_ids", pad)), np.int64)
         counted = graph.op("Mul", graph.op("CumSum", is_token, graph.scalar(1, np.int64)), is_token)
@@ -149,7 +149,7 @@ def _post_norm_states(encoder: _EncoderModules, positions: str, token_types: str
 
 
 def _pre_norm(encoder: _EncoderModules) -> str:
-    """Scores by layers that normalise before attention and MLP, some with a window (ModernBERT, arXiv 2412.13663)."""
+    """Scores by layers with norms before attention and MLP, some with a window (ModernBERT, arXiv 2412.13663)."""
     graph, layers, config = encoder.graph, encoder.layers, encoder.config
     kinds = sorted(set(config.layer_types))
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
@@ -180,7 +180,7 @@ def _pre_norm(encoder: _EncoderModules) -> str:
 
 
 def _mean(encoder: _EncoderModules, hidden: str) -> str:
-    """Mean of the tokens that are not padding, in fp32, [batch, width]."""
+    """Mean of the tokens that are not padding, summed in fp32, [batch, width]."""
     graph = encoder.graph
     wide = graph.cast(hidden, np.float32) if graph.is_half() else hidden
     mask = graph.cast(graph.op("Unsqueeze", "attention_mask", graph.ints(2)), np.float32)
@@ -190,7 +190,7 @@ def _mean(encoder: _EncoderModules, hidden: str) -> str:
 
 
 def _layer_rotary(encoder: _EncoderModules, kind: str) -> Rotary:
-    """The rotary embedding of one kind of layer, by transformers' own class."""
+    """The rotary embedding of a kind of layer, with the frequencies of transformers' own class."""
     graph = encoder.graph
     embedding = type(encoder.layers.module("model.rotary_emb"))(encoder.config)
     frequencies = getattr(embedding, f"{kind}_inv_freq").float().numpy()
@@ -198,4 +198,4 @@ def _layer_rotary(encoder: _EncoderModules, kind: str) -> Rotary:
 
 
 ENCODER_GRAPHS: Mapping[str, Callable[[_EncoderModules], str]] = {"post_norm": _post_norm, "pre_norm": _pre_norm}
-"""Graphs by the kind of layers that a family's `OnnxGraph` names."""
+"""Graphs by the kind of layers named in a family's `OnnxGraph`."""

@@ -1,4 +1,4 @@
-"""Routers and routed experts in an ONNX graph: a loop over the experts that tokens choose."""
+"""Routers and routed experts in an ONNX graph: a loop over the experts that tokens chose."""
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
@@ -16,11 +16,11 @@ _FP32 = np.dtype(np.float32)
 
 
 Routing = tuple[str, str]
-"""Experts of each token [tokens, k] int64, and their weights [tokens, k] fp32."""
+"""Expert indices of each token [tokens, k] int64, and their routing weights [tokens, k] fp32."""
 
 
 def moe(layers: Layers, x: str, name: str, config: PretrainedConfig) -> str:
-    """x [batch, length, hidden] through the routed and the shared experts of the module `name`: the same shape."""
+    """x [batch, length, hidden] through the routed and shared experts of the module `name`; keeps the shape."""
     graph = layers.graph
     flat = graph.op("Reshape", x, graph.ints(-1, config.hidden_size))
     matrix = layers.weight(f"{name}.gate.weight", torch.t, dtype=_FP32)
@@ -34,7 +34,7 @@ def moe(layers: Layers, x: str, name: str, config: PretrainedConfig) -> str:
 
 
 def _route_sigmoid(layers: Layers, logits: str, name: str, config: PretrainedConfig) -> Routing:
-    """Sigmoid scores; only the choice is biased, and groups are ranked by their two best experts.
+    """Sigmoid scores. The bias affects only the choice, and groups are ranked by their two best experts.
 
     As in transformers 5.23, modeling_deepseek_v3.py:133-158.
     """
@@ -66,7 +66,7 @@ def _route_grouped_softmax(layers: Layers, logits: str, name: str, config: Pretr
 
 
 def _route_softmax(layers: Layers, logits: str, name: str, config: PretrainedConfig) -> Routing:
-    """The best softmax scores, divided by their sum where the router's `norm_topk_prob` says so or it has none.
+    """The best softmax scores, divided by their sum if the router's `norm_topk_prob` is true or missing.
 
     As in transformers 5.23, modeling_qwen3_moe.py:257-266, modeling_olmoe.py:326-335 and modeling_mixtral.py:107-114.
     """
@@ -82,7 +82,7 @@ ROUTERS: Mapping[str, Callable[[Layers, str, str, PretrainedConfig], Routing]] =
     "softmax": _route_softmax,
     "sigmoid": _route_sigmoid,
 }
-"""How experts are chosen from router logits [tokens, experts] fp32, by the name in a family's `OnnxGraph`."""
+"""Choice of experts from router logits [tokens, experts] fp32, by the name in a family's `OnnxGraph`."""
 
 
 def _top(graph: Graph, x: str, k: int) -> list[str]:
@@ -94,7 +94,7 @@ def _in_groups(graph: Graph, scores: str, groups: int, experts: int) -> str:
 
 
 def _in_best_groups(graph: Graph, group_scores: str, config: PretrainedConfig, experts: int) -> str:
-    """Whether each expert is in one of its token's best `topk_group` groups, [tokens, experts].
+    """Whether each expert is in one of its token's `topk_group` best groups, [tokens, experts].
 
     `group_scores` is [tokens, groups].
     """
@@ -108,11 +108,11 @@ def _in_best_groups(graph: Graph, group_scores: str, config: PretrainedConfig, e
 
 
 def _experts(layers: Layers, x: str, routing: Routing, name: str) -> str:
-    """The weighted sum of each token's experts, [tokens, hidden]; summed in fp32, in the graph's dtype.
+    """The weighted sum of each token's experts [tokens, hidden], summed in fp32, in the graph's dtype.
 
-    A Loop runs once for each expert that a token chose: it takes the expert's weights out of the stack, applies them to
-    the tokens that chose it, and adds the results to their rows. Only routed tokens are multiplied, as in training;
-    the cost beyond that is one copy of the weights of each expert in use.
+    A Loop runs once for each expert that a token chose: it takes the expert's weights from the stack, applies them to
+    the expert's tokens, and adds the results to their rows. Only routed tokens are multiplied, as in training; the only
+    additional cost is a copy of the weights of each expert in use.
     """
     graph, module = layers.graph, layers.module(name)
     stacks = _stacks(layers, name)
@@ -139,7 +139,7 @@ def _experts(layers: Layers, x: str, routing: Routing, name: str) -> str:
 
 
 def _one_expert(graph: Graph, x: str, weights: str, stacks: tuple[str, str], state: tuple[str, str]) -> str:
-    """`state[1]` [tokens, hidden] with the output of expert `state[0]` added to the rows of its tokens."""
+    """`state[1]` [tokens, hidden] plus the weighted output of expert `state[0]` in the rows of its tokens."""
     expert, summed = state
     gate_up, down = (graph.op("Gather", stack, expert, axis=0) for stack in stacks)
     column = graph.op("Gather", weights, expert, axis=1)
@@ -156,7 +156,7 @@ def _one_expert(graph: Graph, x: str, weights: str, stacks: tuple[str, str], sta
 def _stacks(layers: Layers, name: str) -> tuple[str, str]:
     """Weights of all experts: gate and up [experts, hidden, 2 x inner], and down [experts, inner, hidden].
 
-    One expert at a time is read.
+    Experts are read one at a time.
     """
     graph, module = layers.graph, layers.module(name)
     experts, hidden, inner = module.num_experts, module.hidden_dim, module.intermediate_dim

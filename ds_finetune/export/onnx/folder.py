@@ -1,4 +1,4 @@
-"""`ds-finetune export --format onnx`: a folder for ONNX Runtime, which has its final name only once it is verified."""
+"""`ds-finetune export --format onnx`: a folder for ONNX Runtime, which gets its name only after verification."""
 
 import json
 import shutil
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from ds_finetune.export.onnx.comparison import OnnxComparison, Reference
 
 INLINE_BYTES = 256 * MIB
-"""Weights of more bytes than this are in a file of their own: a protobuf message must stay below 2 GiB and is held
-in memory.
+"""Weights of more bytes than this are stored in a file of their own: a protobuf message must be smaller than 2 GiB and
+is held in memory.
 """
 _NUMBERS = {"fp32": "float32", "fp16": "float16", "int8": "float32", "int4": "float32"}
-"""The dtype of activations, and of weights that are not quantised, by the value of `--dtype`."""
+"""Dtype of activations and unquantised weights, by the value of `--dtype`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxExportResult(ExportResult):
-    """What was written, and how it compares with plain transformers."""
+    """What was written, and the comparison with plain transformers."""
 
     comparison: "OnnxComparison"
 
@@ -73,7 +73,7 @@ def write(source: Path, out: Path, options: ExportOptions) -> OnnxExportResult:
 
 
 def verify(folder: Path, base: Path | None) -> VerificationResult:
-    """Compare the folder with its record, which holds results of plain transformers, and mark it."""
+    """Compare the folder with its record, which has results of plain transformers, and mark the folder."""
     from ds_finetune.export.onnx.record import verify_onnx_folder
 
     check_no_base(base, folder)
@@ -83,7 +83,7 @@ def verify(folder: Path, base: Path | None) -> VerificationResult:
 def check_model(
     config: PretrainedConfig, *, is_classifier: bool, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
-    """ExportError where the type, activation, rotary embedding or attention of the model has no graph."""
+    """ExportError where no graph exists for the type, activation, rotary embedding or attention of the model."""
     from ds_finetune.export.onnx.decoder import check_config
     from ds_finetune.export.onnx.encoders import check_encoder_config
 
@@ -92,7 +92,7 @@ def check_model(
 
 
 def load_model(folder: Path, device: str) -> PreTrainedModel:
-    """The causal LM of `folder` in ONNX Runtime, which computes on the CPU whatever `device` is."""
+    """The causal LM of `folder` in ONNX Runtime on the CPU, whatever `device` is."""
     from ds_finetune.export.onnx.runtime import OnnxCausalLM
 
     return OnnxCausalLM.from_pretrained(folder)
@@ -154,7 +154,7 @@ def _unverified(out: Path) -> Path:
 def _for_consumers(
     folder: Path, config: PretrainedConfig, reference: "Reference", options: ExportOptions, source: Path
 ) -> tuple["Reference", list[str]]:
-    """Quantise the graph that has been compared, where asked for, and write what other programs read beside it.
+    """Quantise the compared graph if requested, and write settings that other programs read.
 
     Returns the reference for later checks, and notes for the user.
     """

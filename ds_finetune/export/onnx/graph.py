@@ -17,13 +17,13 @@ from ds_finetune.export.onnx import DATA, MODEL
 OPSET, IR_VERSION = 18, 8
 """The newest operators in use are of opset 18, which ONNX Runtime supports on every device since 1.14."""
 _ALIGNMENT = 4096
-"""Weights in the data file begin at a page boundary, so that programs can map them."""
+"""Alignment in bytes of weights in the data file: a page, so that programs can map them."""
 
 Pieces = Callable[[], Iterator[np.ndarray]]
 GraphEnds = tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]
 """The inputs and outputs of a graph."""
 BATCH, LENGTH = "batch_size", "sequence_length"
-"""Names of the axes of input ids."""
+"""Names of the axes of input_ids."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Weight:
 
 @dataclass
 class Graph:
-    """Nodes in order, and the constants and weights that they refer to. A subgraph shares these with its graph."""
+    """Nodes in order, with the constants and weights that they use, which a subgraph shares."""
 
     dtype: np.dtype
     """Dtype of weights and activations: float32 or float16."""
@@ -53,15 +53,15 @@ class Graph:
     numbers: "count[int]" = field(default_factory=count)
 
     def subgraph(self) -> "Graph":
-        """A graph for the body of a loop, whose nodes may use values of this graph by their names."""
+        """A graph for the body of a loop; its nodes may use values of this graph by name."""
         return Graph(self.dtype, [], self.constants, self.weights, self.numbers)
 
     def op(self, kind: str, *inputs: str, name: str = "", **attributes: Any) -> str:  # noqa: ANN401 - what ONNX has as attributes
-        """Add a node with one output; returns the output's name, `name` where one is given."""
+        """Add a node with one output; returns the output's name, which is `name` if given."""
         return self.ops(kind, *inputs, names=(name or self.new_name(kind),), **attributes)[0]
 
     def ops(self, kind: str, *inputs: str, names: Sequence[str] | int, **attributes: Any) -> list[str]:  # noqa: ANN401
-        """Add a node with several outputs, given by their names or their number; returns the names."""
+        """Add a node with several outputs, given by names or number; returns their names."""
         outputs = [self.new_name(kind) for _ in range(names)] if isinstance(names, int) else list(names)
         self.nodes.append(helper.make_node(kind, inputs, outputs, name=f"{kind}_{next(self.numbers)}", **attributes))
         return outputs
@@ -71,7 +71,7 @@ class Graph:
         return self.constant(np.array(values, dtype=np.int64))
 
     def scalar(self, value: float, dtype: np.dtype | type | None = None) -> str:
-        """A constant without dimensions, of the graph's dtype unless another is given."""
+        """A constant scalar, of the graph's dtype unless another is given."""
         return self.constant(np.array(value, dtype=dtype or self.dtype))
 
     def constant(self, values: np.ndarray) -> str:
@@ -92,7 +92,7 @@ class Graph:
         return self.op("Cast", value, to=helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
 
     def is_half(self) -> bool:
-        """Whether activations are float16, so that sums need a cast to float32."""
+        """Whether activations are float16, so that sums need a cast to fp32."""
         return bool(self.dtype == np.float16)
 
     def new_name(self, kind: str) -> str:
@@ -103,8 +103,8 @@ class Graph:
 def write_model(graph: Graph, ends: GraphEnds, folder: Path, *, inline_bytes: int) -> None:
     """Write `graph` with its inputs and outputs `ends` to the file MODEL of `folder`.
 
-    Weights of more than `inline_bytes` together are written to the file DATA, one piece at a time, since a protobuf
-    message must stay below 2 GiB.
+    Weights larger than `inline_bytes` in total are written to the file DATA, one piece at a time, because a protobuf
+    message must be smaller than 2 GiB.
     """
     (folder / MODEL).parent.mkdir(parents=True, exist_ok=True)
     is_external = sum(weight.num_bytes for weight in graph.weights.values()) > inline_bytes
@@ -123,7 +123,7 @@ def write_model(graph: Graph, ends: GraphEnds, folder: Path, *, inline_bytes: in
 
 
 def value(name: str, dtype: np.dtype | type, shape: Sequence[int | str | None]) -> onnx.ValueInfoProto:
-    """An input or output; each dimension is a size, the name of a size that varies, or None."""
+    """An input or output; each dimension is a size, the name of a variable size, or None."""
     return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), shape)
 
 

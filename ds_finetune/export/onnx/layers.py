@@ -1,4 +1,4 @@
-"""Layers of decoders, added to an ONNX graph from transformers' own modules and a folder's tensors."""
+"""Decoder layers, added to an ONNX graph from transformers' modules and a folder's tensors."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from ds_finetune.families.table import family_of
 from ds_finetune.model.weights.names import published_name
 
 Read = Callable[[str], torch.Tensor]
-"""Reads the tensor of a published name, as a whole, on the CPU."""
+"""Reads the full tensor with a published name, on the CPU."""
 _LAST = -1
 _PIECE_NUMEL = 2**22
 """Elements of a weight that are cast and written at a time."""
 
 
 def parts_of(config: PretrainedConfig) -> OnnxGraph:
-    """The `OnnxGraph` of this model's family; ExportError where it has none."""
+    """The `OnnxGraph` of the model's family; ExportError where the family has none."""
     parts = ONNX.check_model_type(config.model_type).onnx
     assert parts is not None
     return parts
@@ -33,7 +33,7 @@ def parts_of(config: PretrainedConfig) -> OnnxGraph:
 class Layers:
     """Adds modules of `model`, which may be on the meta device, to `graph`.
 
-    Sizes and constants are those of the modules.
+    Sizes and constants are taken from the modules.
     """
 
     graph: Graph
@@ -42,7 +42,7 @@ class Layers:
 
     @property
     def family(self) -> Family:
-        """The model's row of the table."""
+        """The row of the model's family."""
         return family_of(self.model.config.model_type)
 
     def module(self, name: str) -> Any:  # noqa: ANN401 - each class of transformers has attributes of its own
@@ -52,7 +52,7 @@ class Layers:
     def linear(self, x: str, name: str) -> str:
         """The Linear `name` of x [..., in]: [..., out].
 
-        The weight is stored as [in, out], as MatMul and tools that quantise it expect.
+        The weight is stored as [in, out], which MatMul and quantisation tools expect.
         """
         weight = self.weight(f"{name}.weight", torch.t, name=f"{name}.weight_transposed")
         y = self.graph.op("MatMul", x, weight)
@@ -68,8 +68,8 @@ class Layers:
     ) -> str:
         """The model's tensor `key` after `change`, as the weight `name` of the graph (by default `key`).
 
-        It has the graph's dtype unless another is given: transformers computes routers in fp32. It is no tensor of
-        fused experts.
+        It has the graph's dtype unless another is given, e.g. fp32 for routers as in transformers. Not for fused
+        experts.
         """
         module, _, leaf = key.rpartition(".")
         shape, stored = tuple(change(getattr(self.module(module), leaf)).shape), published_name(key, self.family)
@@ -83,7 +83,7 @@ class Layers:
         return self.graph.weight(name or key, shape, pieces, dtype)
 
     def norm(self, x: str, name: str) -> str:
-        """RMSNorm over the last dimension, in fp32 as transformers does; the epsilon is the module's own."""
+        """RMSNorm over the last dimension in fp32, as in transformers, with the module's epsilon."""
         graph, module = self.graph, self.module(name)
         wide = graph.cast(x, np.float32) if graph.is_half() else x
         square = graph.op("Pow", wide, graph.scalar(2, np.float32))
@@ -114,7 +114,7 @@ class Layers:
 
 
 def array_of(tensor: torch.Tensor, dtype: np.dtype, key: str) -> np.ndarray:
-    """`tensor` in row-major order as `dtype`; ExportError where that gives NaN or infinity, as beyond fp16's 65504."""
+    """`tensor` in row-major order as `dtype`; ExportError where the cast gives NaN or infinity (fp16: above 65504)."""
     cast = tensor.to(torch.float16 if dtype == np.float16 else torch.float32).contiguous()
     low, high = torch.aminmax(cast)
     if not (torch.isfinite(low) and torch.isfinite(high)):
@@ -132,7 +132,7 @@ def silu(graph: Graph, x: str) -> str:
 
 
 def token_places(graph: Graph) -> str:
-    """0, 1, ... for each token of a row of input_ids, int64 [length]."""
+    """Position 0, 1, ... of each token in a row of input_ids, int64 [length]."""
     length = graph.op("Squeeze", graph.op("Shape", "input_ids", start=1, end=2), graph.ints(0))
     return graph.op("Range", graph.scalar(0, np.int64), length, graph.scalar(1, np.int64))
 
@@ -141,8 +141,8 @@ def token_places(graph: Graph) -> str:
 class Rotary:
     """Rotary embedding: cosines and sines of every position [batch, 1, length, width / 2] in the graph's dtype.
 
-    The dimensions of a rotated pair are (i, i + width / 2), or (2i, 2i + 1): in the input where `pairs_in`, in the
-    result where `pairs_out`.
+    A rotated pair is dimensions (i, i + width / 2), or (2i, 2i + 1) in the input if `pairs_in` and in the result if
+    `pairs_out`.
     """
 
     graph: Graph
@@ -154,7 +154,7 @@ class Rotary:
 
     @classmethod
     def of(cls, graph: Graph, positions: str, frequencies: np.ndarray, scaling: float = 1.0, **pairs: bool) -> "Rotary":
-        """From `positions` int64 [rows, 1, length, 1], by transformers' frequencies and scaling, computed in fp32."""
+        """The embedding of `positions` int64 [rows, 1, length, 1]; fp32, with transformers' frequencies and scaling."""
         angles = graph.op("Mul", graph.cast(positions, np.float32), graph.constant(frequencies))
         tables = [graph.op(kind, angles) for kind in ("Cos", "Sin")]
         if scaling != 1:
@@ -176,9 +176,7 @@ class Rotary:
         return graph.op("Reshape", stacked, graph.ints(0, 0, 0, self.width))
 
     def rotate_first(self, x: str, width: int) -> str:
-        """x [batch, heads, length, width] with its first dimensions rotated, as many as there are angles for, and the
-        others as they are.
-        """
+        """x [batch, heads, length, width] with the first `self.width` dimensions rotated, and the others unchanged."""
         if width == self.width:
             return self.rotate(x)
         graph = self.graph
@@ -204,9 +202,9 @@ class Mask:
     def attend(self, query: str, key: str, value: str, *, heads: int, key_heads: int) -> str:
         """Attention [batch, heads, length, e] of a scaled query [batch, heads, length, d].
 
-        `key` is [batch, key_heads, total, d], `value` [..., e]. Heads that share a key are rows of one product, so that
-        keys are never repeated. A row that may attend to nothing, which is padding, gets the mean of all values rather
-        than NaN. Softmax is computed in fp32.
+        `key` is [batch, key_heads, total, d], `value` [..., e]. Query heads that share a key are rows of one matrix
+        product, so keys are never repeated. A fully masked row, which is padding, gets the mean of all values instead
+        of NaN. Softmax is computed in fp32.
         """
         graph = self.graph
         grouped = graph.op("Reshape", query, graph.ints(0, key_heads, -1, 0)) if heads != key_heads else query

@@ -1,4 +1,4 @@
-"""Weights of linear layers in 8 or 4 bits by ONNX Runtime's own quantiser, and what they cost in loss."""
+"""Weights of linear layers in 8 or 4 bits by ONNX Runtime's quantiser, and the loss that quantisation costs."""
 
 import logging
 import math
@@ -21,19 +21,19 @@ from ds_finetune.export.onnx.runtime import OnnxCausalLM, OnnxModel
 from ds_finetune.export.quantisation_loss import QuantisationLoss, quantisation_loss
 
 BITS = {"int8": 8, "int4": 4}
-"""Bits of a weight by the value of `--dtype`."""
+"""Bits per weight by the value of `--dtype`."""
 _ROUTER = ".gate.weight"
 _PIECE_NUMEL = 2**22
 """Elements that are read and quantised at a time."""
 _BLOCK = 32
-"""Rows of a column with a scale and a zero point of their own."""
+"""Rows of a column that share a scale and a zero point."""
 
 
 def quantise_weights(folder: Path, dtype: str, source: Path, *, inline_bytes: int) -> QuantisationLoss:
-    """Replace the graph in `folder`, which `source` was exported to, by one with weights of linear layers in `dtype`.
+    """Replace the graph in `folder`, the export of `source`, by one with linear weights in `dtype`.
 
-    Blocks have 32 weights. Embeddings and the weights of routed experts stay as they are: they are not constants of a
-    MatMul. ExportError where there is no other weight.
+    Blocks have 32 weights. Embeddings and routed experts are not quantised: their weights are not constants of a
+    MatMul. ExportError where no weight is left.
     """
     new = _quantise(folder, BITS[dtype], inline_bytes)
     before = OnnxCausalLM.from_pretrained(folder, is_mapped=True)
@@ -46,9 +46,9 @@ def quantise_weights(folder: Path, dtype: str, source: Path, *, inline_bytes: in
 
 
 def own_reference(folder: Path, reference: Reference) -> Reference:
-    """`reference` with what the graph in `folder` computes itself, so that a later check finds what has changed.
+    """`reference` with results of the quantised graph in `folder` itself, so that a later check finds changes.
 
-    Of two cases, since weights of 8 bits are unpacked at each use.
+    Has two cases only, because 8-bit weights are unpacked at each use.
     """
     assert reference.tokens is not None
     model = OnnxCausalLM.from_pretrained(folder, is_mapped=True)
@@ -59,9 +59,9 @@ def own_reference(folder: Path, reference: Reference) -> Reference:
 
 
 def _quantise(folder: Path, bits: int, inline_bytes: int) -> Path:
-    """Write the graph again, a piece of a weight at a time, to a folder in `folder`: constant matrices in `bits` bits.
+    """Write the graph with constant matrices in `bits` bits to a new folder in `folder`, a piece of a weight at a time.
 
-    Routers keep theirs: a token's experts depend on small differences.
+    Routers are not quantised: a token's experts depend on small differences.
     """
     model, quantizer = onnx.load(folder / MODEL, load_external_data=False), _quantizer(bits)
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -89,12 +89,12 @@ def _quantise(folder: Path, bits: int, inline_bytes: int) -> Path:
 
 
 def _is_linear(tensor: onnx.TensorProto) -> bool:
-    """Whether it is a matrix, which those of each head of latent attention are not, and not a router's."""
+    """Whether `tensor` is a matrix other than a router's; weights per head of latent attention are 3-D."""
     return len(tensor.dims) == 2 and not tensor.name.endswith(_ROUTER)
 
 
 def _quantizer(bits: int) -> Any:  # noqa: ANN401 - the library has no types
-    # It sets up the root logger when it is imported.
+    # The import configures the root logger.
     level, handlers = logging.root.level, [*logging.root.handlers]
     from onnxruntime.quantization import matmul_nbits_quantizer as library
 
@@ -112,11 +112,11 @@ class _Matrix:
     read: Callable[[], np.ndarray]
     quantizer: Any
     rest: tuple[list[np.ndarray], list[np.ndarray]] = field(default_factory=lambda: ([], []))
-    """Scales and zero points of the columns that have been quantised."""
+    """Scales and zero points of the columns quantised so far."""
     names: list[str] = field(default_factory=list)
 
     def weights(self, name: str) -> list[Weight]:
-        """What is written in its place, in this order: numbers, scales and zero points."""
+        """The weights that replace the matrix, in the order of the file: numbers, scales and zero points."""
         (rows, columns), bits = self.read().shape, self.quantizer.config.bits
         blocks, kind = -(-rows // _BLOCK), np.dtype(np.uint8)
         self.names = [f"{name}_Q{bits}", f"{name}_scales", f"{name}_zero_points"]
@@ -137,7 +137,7 @@ class _Matrix:
             yield packed
 
     def node(self, node: onnx.NodeProto) -> onnx.NodeProto:
-        """The product in place of `node`."""
+        """The node MatMulNBits that replaces the MatMul `node`."""
         (rows, columns), bits = self.read().shape, self.quantizer.config.bits
         sizes = {"K": rows, "N": columns, "bits": bits, "block_size": _BLOCK}
         inputs = [node.input[0], *self.names]
@@ -147,7 +147,7 @@ class _Matrix:
 
 
 def _values(tensor: onnx.TensorProto, file: Path) -> np.ndarray:
-    """An initializer; one that is in a file of its own is mapped anew, so that it does not stay in memory."""
+    """The values of an initializer; one in the data file is mapped anew, so that it does not stay in memory."""
     if not tensor.external_data:
         return numpy_helper.to_array(tensor)
     begin = int({entry.key: entry.value for entry in tensor.external_data}["offset"])
@@ -156,7 +156,7 @@ def _values(tensor: onnx.TensorProto, file: Path) -> np.ndarray:
 
 
 def _kept(folder: Path, tensor: onnx.TensorProto) -> Weight:
-    """An initializer as it is."""
+    """An initializer, unchanged."""
     read = partial(_values, tensor, folder / DATA)
 
     def pieces() -> Iterator[np.ndarray]:

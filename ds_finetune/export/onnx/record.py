@@ -14,15 +14,15 @@ from ds_finetune.export.onnx.comparison import Case, Reference, compare, is_samp
 from ds_finetune.export.verify.verify import VerificationResult, mark_folder
 
 FORMAT = "onnx 3"
-"""Format of the record of an ONNX folder."""
+"""Format of an ONNX folder's record."""
 _SAMPLED_LOGITS = 1024
-"""Minimum number of logits recorded for each position; more where the longest case would leave out rows of the head."""
+"""Minimum number of logits recorded for each position; more if the longest case would miss rows of the head."""
 
 
 def write_record(folder: Path, reference: Reference, about: Mapping[str, Any]) -> None:
-    """Write the file RECORD into a folder that has just been written and compared.
+    """Write the file RECORD into a folder that was just written and compared.
 
-    `about` is the result of the comparison, and versions of packages, for people who read the file.
+    `about` has the result of the comparison and versions of packages, for people who read the file.
     """
     longest = max(len(case.logits) for case in reference.cases)
     arrays = {"tokens": reference.tokens, "leads": reference.leads, "chosen": reference.chosen}
@@ -38,9 +38,9 @@ def write_record(folder: Path, reference: Reference, about: Mapping[str, Any]) -
 
 
 def read_record(folder: Path) -> tuple[dict[str, FileSums], Reference]:
-    """The digests of files by name, and the reference, in the file RECORD.
+    """The digests of files by name, and the reference, from the file RECORD.
 
-    ExportError where there is none, or it is damaged or of another format.
+    ExportError where the record is missing, damaged or of another format.
     """
     return read_file_record(folder, FORMAT, _reference_of)
 
@@ -55,9 +55,9 @@ def _reference_of(tree: Mapping[str, Any]) -> Reference:
 def verify_onnx_folder(folder: Path) -> VerificationResult:
     """Compare an ONNX folder with its record and mark it: the file UNVERIFIED is removed, or says what is wrong.
 
-    Its files are compared with what was written. Where they are the same, logits and greedy tokens of ONNX Runtime are
-    compared with the recorded ones of plain transformers, for tokens given at once and onto a growing cache.
-    ExportError where there is no record that can be read.
+    Files are compared with what was written. If they are equal, logits and greedy tokens of ONNX Runtime are compared
+    with the recorded ones of plain transformers, for tokens given at once and for a growing cache. ExportError without
+    a readable record.
     """
     files, reference = read_record(folder)
     problems, lines = check_files(folder, files, partial(_weights_at, folder))
@@ -70,7 +70,7 @@ def verify_onnx_folder(folder: Path) -> VerificationResult:
 
 
 def _weights_at(folder: Path, name: str, changed: Mapping[str, Runs]) -> list[str]:
-    """Names of the graph's weights that have bytes in one of the changed ranges of the file `name`."""
+    """Names of the graph's weights with bytes in a changed range of the file `name`."""
     import onnx
 
     if changed.get(MODEL) or not (folder / MODEL).is_file():
@@ -85,7 +85,7 @@ def _weights_at(folder: Path, name: str, changed: Mapping[str, Runs]) -> list[st
 
 
 def _case_tree(case: Case, longest: int) -> dict[str, Any]:
-    """A case with its sampled logits, flat, in order of positions, in fp32; those of a classifier are all recorded.
+    """A case as JSON, with its sampled logits in fp32, flat in order of positions; all logits of a classifier.
 
     `longest` is the number of positions of the longest case, which samples every row of the head.
     """
@@ -103,7 +103,7 @@ def _case_tree(case: Case, longest: int) -> dict[str, Any]:
 
 
 def _case_from(tree: Mapping[str, Any]) -> Case:
-    """The case of `_case_tree`; logits that were not recorded are 0."""
+    """The inverse of `_case_tree`; logits that were not recorded are 0."""
     logits = np.zeros(tree["shape"], dtype=np.float32)
     logits[is_sampled(logits.shape, tree["stride"])] = np.frombuffer(base64.b64decode(tree["logits"]), dtype="<f4")
     ids, mask = (np.array(tree[name], dtype=np.int64) for name in ("ids", "mask"))

@@ -1,4 +1,4 @@
-"""Run an ONNX folder in ONNX Runtime on the CPU, also as a model of transformers for its `generate` and its server."""
+"""Runs an ONNX folder in ONNX Runtime on the CPU, also as a transformers model for `generate` and its server."""
 
 import os
 from collections.abc import Mapping
@@ -22,9 +22,9 @@ _PAST = "past_key_values."
 def open_session(folder: Path, *, is_mapped: bool = False) -> tuple[onnxruntime.InferenceSession, np.dtype]:
     """The graph of `folder` in ONNX Runtime, on all CPU cores of this process, and the dtype of its logits.
 
-    Where it `is_mapped`, weights stay in the file, which is slower and takes little memory: none is copied to the order
-    in which products read it fastest, or cast before it is needed. Weights of few bits are copied, which are unpacked
-    at each use otherwise, unless an embedding is the head, and would be copied too.
+    If `is_mapped`, weights stay in the file, which is slower and takes little memory: they are neither reordered for
+    faster products nor cast ahead of use. Weights of few bits would be unpacked at each use, so they are copied, unless
+    the embedding is also the head and would be copied too.
     """
     # Earlier versions wrote the graph beside config.json.
     file = folder / MODEL if (folder / MODEL).is_file() else folder / "model.onnx"
@@ -32,7 +32,7 @@ def open_session(folder: Path, *, is_mapped: bool = False) -> tuple[onnxruntime.
     options.intra_op_num_threads = len(os.sched_getaffinity(0))
     if is_mapped:
         options.enable_cpu_mem_arena = options.enable_mem_pattern = False
-        # The next level casts all weights of a graph in fp16 at once, and the usual order before the first layer.
+        # The next level would cast all fp16 weights at once; the default order, all before the first layer.
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
         graph = file.read_bytes()
@@ -56,11 +56,11 @@ class OnnxModel:
 
     @property
     def has_cache(self) -> bool:
-        """Whether the graph has inputs for past keys and values."""
+        """Whether the graph has inputs for cached keys and values."""
         return bool(self._caches)
 
     def empty_cache(self, rows: int) -> list[np.ndarray]:
-        """Keys and values without tokens, in the order of the graph's inputs."""
+        """Empty keys and values, in the order of the graph's inputs."""
         return [np.zeros((rows, heads, 0, width), dtype=self.dtype) for _, heads, _, width in self._caches.values()]
 
     def run(
@@ -68,8 +68,8 @@ class OnnxModel:
     ) -> tuple[np.ndarray, list[np.ndarray]]:
         """Logits [rows, length, vocabulary] of `ids` [rows, length], and the cache with these tokens added.
 
-        `mask` [rows, total] is the attention mask of all tokens, those in `cache` and then `ids`.
-        `positions` of `ids` are counted in it by default.
+        `mask` [rows, total] is the attention mask of cached tokens and `ids`. By default `positions` of `ids` are
+        counted in `mask`.
         """
         if positions is None:
             positions = np.maximum(mask.cumsum(axis=1) - 1, 0)[:, -ids.shape[1] :]
@@ -82,7 +82,7 @@ class OnnxModel:
     def logits(self, ids: np.ndarray, mask: np.ndarray, chunks: tuple[int, ...]) -> np.ndarray:
         """Logits [rows, length, vocabulary] of `ids`, fed in pieces of `chunks` tokens.
 
-        The cache carries over from one piece to the next.
+        Each piece uses the cache of the pieces before it.
         """
         cache, parts, end = self.empty_cache(len(ids)), [], 0
         for size in chunks:
@@ -101,7 +101,7 @@ class OnnxScorer:
         self.names = [entry.name for entry in self._session.get_inputs()]
 
     def logits(self, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Logits [rows, labels] as fp32 of inputs int64 [rows, tokens]; others than the graph's are ignored."""
+        """Logits [rows, labels] in fp32 of `inputs` int64 [rows, tokens]; inputs that the graph lacks are ignored."""
         (found,) = self._session.run(["logits"], {name: inputs[name] for name in self.names})
         return found.astype(np.float32)  # type: ignore[no-any-return]
 
@@ -109,8 +109,8 @@ class OnnxScorer:
 class OnnxCausalLM(PreTrainedModel, GenerationMixin):
     """An ONNX folder as a causal LM of transformers, without parameters: `generate` samples and streams as usual.
 
-    Keys and values are kept in a DynamicCache as ONNX Runtime returns them, without copies from step to step. A folder
-    without a cache computes all tokens at each step.
+    Keys and values stay in a DynamicCache as ONNX Runtime returns them, without copies between steps. A folder without
+    a cache computes all tokens at each step.
     """
 
     def __init__(self, config: PretrainedConfig, runtime: OnnxModel) -> None:
@@ -121,7 +121,7 @@ class OnnxCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, is_mapped: bool = False, **_: Any) -> "OnnxCausalLM":  # noqa: ANN401 - devices, dtypes and revisions of transformers' callers
-        """The model of an ONNX folder, with its generation config where it has one; other arguments are ignored."""
+        """The model of an ONNX folder, with its generation config if it has one; other arguments are ignored."""
         folder = Path(folder)
         model = cls(AutoConfig.from_pretrained(folder, trust_remote_code=False), OnnxModel(folder, is_mapped=is_mapped))
         if (folder / "generation_config.json").is_file():
@@ -131,7 +131,7 @@ class OnnxCausalLM(PreTrainedModel, GenerationMixin):
 
     @property
     def device(self) -> torch.device:
-        """The CPU, where inputs must be."""
+        """The CPU, on which inputs must be."""
         return torch.device("cpu")
 
     @property
@@ -146,8 +146,8 @@ class OnnxCausalLM(PreTrainedModel, GenerationMixin):
         position_ids: torch.Tensor | None = None,
         **others: Any,  # noqa: ANN401 - a cache, and what does not change the logits
     ) -> CausalLMOutputWithPast:
-        """Logits [rows, length, vocabulary] in fp32 of `input_ids` [rows, length], after those in the cache.
-        TypeError for an argument that would change them.
+        """Logits [rows, length, vocabulary] in fp32 of `input_ids` [rows, length], which follow the cached tokens.
+        TypeError for an argument that would change the logits.
         """
         cached = take_cache(others)
         if unknown := others.keys() - {"use_cache", "return_dict"}:
@@ -171,7 +171,7 @@ class OnnxCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def _replace_states(cache: Cache, new_cache: list[np.ndarray]) -> None:
-    """Replace the keys and values in `cache` by `new_cache`, which holds those of all tokens."""
+    """Replace the keys and values in `cache` by `new_cache`, which has those of all tokens."""
     for layer, (keys, values) in zip(cache.layers, zip(new_cache[::2], new_cache[1::2], strict=True), strict=True):
         states = torch.from_numpy(keys), torch.from_numpy(values)
         layer.lazy_initialization(*states)

@@ -1,4 +1,4 @@
-"""The sum of adapters with the weights of a base folder, read a bounded piece at a time."""
+"""Adapters merged into the weights of a base folder, read a bounded piece at a time."""
 
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property, lru_cache
@@ -15,8 +15,8 @@ from ds_finetune.model.weights.names import hub_pieces
 class MergedSource:
     """A base's tensors with adapters added in fp32, as a TensorSource.
 
-    `factors` gives the adapter of a weight; those of the last few weights are kept in memory. Tensors of `whole` take
-    the place of the base's; those of the base that are in `without` are left out.
+    `factors` gives the adapter of a weight; those of the last few weights are cached. Tensors of `whole` replace the
+    base's; tensors of the base that are in `without` are left out.
     """
 
     def __init__(  # noqa: PLR0913
@@ -61,7 +61,7 @@ class MergedSource:
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of the base's tensors without those left out, and of those that were trained whole."""
+        """Shapes of the base's tensors, except those left out, and of the fully trained tensors."""
         kept = {name: shape for name, shape in self._base.shapes.items() if name not in self._without}
         return {**kept, **{key: shape for key, (_, _, shape) in self._trained.items()}}
 
@@ -71,7 +71,7 @@ class MergedSource:
         return self._base.fp32_names
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-        """Elements of the base; where the tensor is adapted, in fp32 with the adapter added."""
+        """Elements of the base's tensor; an adapted tensor is returned in fp32 with the adapter added."""
         if self._whole is not None and name in self._trained:
             own, begin, _ = self._trained[name]
             return self._whole.read(own, begin + start, numel)

@@ -1,8 +1,8 @@
 """Checkpoints in DeepSpeed's own format (`engine.save_checkpoint`), ZeRO stages 0 to 3, read without DeepSpeed.
 
 The format is that of DeepSpeed 0.19.8: runtime/engine.py:4319-4361 (file names), 5017-5038 (model states),
-runtime/zero/stage_1_and_2.py:3358-3403 and stage3.py:3431-3447 (optimizer states), utils/zero_to_fp32.py (how the
-parts of ranks are joined).
+runtime/zero/stage_1_and_2.py:3358-3403 and stage3.py:3431-3447 (optimizer states), utils/zero_to_fp32.py (how
+partitions of ranks are joined).
 """
 
 import math
@@ -24,7 +24,7 @@ from ds_finetune.model.weights.safetensors_file import DataFile
 
 
 class Inert:
-    """Replaces an object of another program's class; ignores its state."""
+    """Replaces an object of a class of another program; ignores the object's state."""
 
     def __init__(self, *_: object) -> None:
         pass
@@ -40,8 +40,8 @@ class InertInt(int):
 def load_values(path: Path, stand_ins: Sequence[tuple[Any, str]]) -> dict[str, Any]:
     """The dictionary in the file `path`, with tensors on the meta device; `span_of` finds their data in the file.
 
-    Only classes of torch's own allow-list are made, and those of `stand_ins`: pairs of an inert class and the name in
-    the pickle that it is made for. ExportError for any other name; nothing of the pickle is executed then.
+    Unpickling constructs only classes of torch's own allow-list and those of `stand_ins`: pairs of an inert class and
+    the pickled name that it replaces. ExportError for any other name, before anything of the pickle is executed.
     """
     try:
         with safe_globals(list(stand_ins)):
@@ -75,7 +75,7 @@ class FileSpan:
     dtype: torch.dtype
 
     def read_into(self, view: memoryview, start: int) -> None:
-        """Fill the bytes of `view` with the elements from `start`; ExportError where the file is too short."""
+        """Fill `view` with the bytes of the elements from `start`; ExportError where the file is too short."""
         try:
             self.file.read_into(view, self.offset + start * self.dtype.itemsize)
         except EOFError as short:
@@ -83,7 +83,7 @@ class FileSpan:
 
 
 def span_of(tensor: torch.Tensor, file: DataFile) -> FileSpan:
-    """The data, in `file`, of a tensor that `load_values(file.path)` gave; ExportError where it is not contiguous.
+    """The data in `file` of a tensor that `load_values(file.path)` returned; ExportError where it is not contiguous.
 
     The storage of a tensor loaded to the meta device has its offset in the file (torch 2.13, serialization.py:2098).
     """
@@ -98,7 +98,7 @@ def span_of(tensor: torch.Tensor, file: DataFile) -> FileSpan:
 
 
 class FlatVector:
-    """Runs of one dtype, also of several files, joined to one vector of `numel` elements."""
+    """Spans of one dtype, possibly of several files, joined to one vector of `numel` elements."""
 
     def __init__(self, runs: Sequence[FileSpan]) -> None:
         self._runs = [run for run in runs if run.numel]
@@ -108,7 +108,7 @@ class FlatVector:
         assert all(run.dtype == self.dtype for run in self._runs)
 
     def read_into(self, view: memoryview, start: int) -> None:
-        """Fill the bytes of `view` with the elements from `start`."""
+        """Fill `view` with the bytes of the elements from `start`."""
         size = self.dtype.itemsize
         assert start >= 0
         assert start + len(view) // size <= self.numel
@@ -124,7 +124,7 @@ class FlatVector:
 class Slices:
     """A tensor of `numel` elements in slices of `share` elements: slice i begins at element `offset` of `vectors[i]`.
 
-    The last slice may be padded.
+    The last slice may have padding.
     """
 
     vectors: Sequence[FlatVector]
@@ -138,7 +138,7 @@ class Slices:
         return self.vectors[0].dtype
 
     def read_into(self, view: memoryview, start: int) -> None:
-        """Fill the bytes of `view` with the tensor's elements from `start`."""
+        """Fill `view` with the bytes of the tensor's elements from `start`."""
         size = self.dtype.itemsize
         while view:
             index, skipped = divmod(start, self.share)
@@ -153,7 +153,7 @@ _STAND_INS = (
     (Inert, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (InertInt, "deepspeed.runtime.zero.config.ZeroStageEnum"),
 )
-"""Classes of DeepSpeed that its files name, each with the inert class that replaces it."""
+"""DeepSpeed classes named in its files, each with the inert class that replaces it."""
 _RANK_FILE = re.compile(
     r"(?P<bf16>bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?(?P<kind>model|optim)_states\.pt"
 )
@@ -169,7 +169,7 @@ _UNSUPPORTED_LAYOUTS = (
     (re.compile(r"offloaded_tensors"), "the optimizer was offloaded to NVMe, and its values are in .swp files"),
     (re.compile(r"zero"), "it is a universal checkpoint"),
 )
-"""File names of layouts that are not read, and what they mean."""
+"""File names of unsupported layouts, and their meaning."""
 _MODEL_KEYS, _OPTIM_KEYS = ("module", "buffer_names", "dp_world_size"), ("optimizer_state_dict",)
 _AUTOEP_KEYS = ("ds_autoep_layers", "autoep_layers")
 _PREFIXES = ("module.", "lm.")
@@ -179,7 +179,7 @@ _PREFIXES = ("module.", "lm.")
 class DeepSpeedCheckpoint:
     """The weights and persistent buffers of a checkpoint by the model's names, as a TensorSource.
 
-    Weights are the optimizer's fp32 masters, or the stored ones where there are no masters.
+    Weights are the optimizer's fp32 master weights, or the stored weights where there are none.
     """
 
     slices: Mapping[str, Slices]
@@ -195,7 +195,7 @@ class DeepSpeedCheckpoint:
 
 
 def is_deepspeed_checkpoint(folder: Path) -> bool:
-    """Whether `folder` is a checkpoint that DeepSpeed wrote: it has the file `latest`, or state files."""
+    """Whether `folder` is a checkpoint written by DeepSpeed: it has the file `latest`, or state files."""
     return (folder / "latest").is_file() or any(folder.glob("*_states.pt"))
 
 
@@ -228,14 +228,14 @@ def read_deepspeed_checkpoint(folder: Path) -> DeepSpeedCheckpoint:
 
 @dataclass(frozen=True)
 class _States:
-    """A file of states, and its values with tensors on the meta device."""
+    """A file of states: its values, with tensors on the meta device."""
 
     file: DataFile
     values: dict[str, Any]
 
     @classmethod
     def read(cls, path: Path, *, keys: Collection[str]) -> "_States":
-        """ExportError where one of `keys` is not in the file."""
+        """Read the file at `path`; ExportError where one of `keys` is missing in it."""
         values = load_values(path, _STAND_INS)
         absent = sorted(set(keys) - values.keys())
         if absent:
@@ -262,7 +262,7 @@ def _step_folder(folder: Path) -> Path:
 
 
 def _rank_files(step: Path, kind: str) -> dict[int, Path]:
-    """Files of a kind by data-parallel rank."""
+    """State files of a kind by data-parallel rank."""
     matches = ((path, _RANK_FILE.fullmatch(path.name)) for path in step.iterdir())
     return {int(match["dp"]): path for path, match in matches if match and match["kind"] == kind}
 
@@ -279,7 +279,7 @@ def _all_ranks(step: Path, files: Mapping[int, Path], count: int, kind: str) -> 
 
 
 def _read_model_states(step: Path) -> list[_States]:
-    """The one file of ZeRO stages 0 to 2, or the files of all ranks of stage 3."""
+    """The one file of ZeRO stages 0 to 2, or the files of all ranks at stage 3."""
     whole = [path for path in sorted(step.iterdir()) if _MODEL_FILE.fullmatch(path.name)]
     if whole:
         return [_States.read(whole[0], keys=_MODEL_KEYS)]
@@ -295,7 +295,7 @@ def _read_model_states(step: Path) -> list[_States]:
 
 
 def _read_optim_states(step: Path, model: Sequence[_States]) -> list[_States]:
-    """The files of all ranks; none at ZeRO stage 0, where the model states hold whole tensors."""
+    """The files of all ranks; none at ZeRO stage 0, where the model states have full tensors."""
     files = _rank_files(step, "optim")
     if not files and model[0].values.get("param_shapes") is None:
         return []
@@ -332,7 +332,7 @@ def _trained_weights(step: Path, model: Sequence[_States], optim: Sequence[_Stat
 def _stage_3_weights(
     step: Path, groups: Sequence[Mapping[str, Sequence[int]]], optim: Sequence[_States]
 ) -> Iterator[_NamedSlices]:
-    """Each rank has one slice of every parameter; all are in order in its flat vector, which is cut into sub-groups."""
+    """Each rank has a slice of every parameter, in order, in its flat vector, which is cut into sub-groups."""
     vectors = [FlatVector([states.span(flat) for flat in _zero(states)["fp32_flat_groups"]]) for states in optim]
     offset = 0
     for name, shape in ((name, tuple(shape)) for group in groups for name, shape in group.items()):
@@ -345,7 +345,7 @@ def _stage_3_weights(
 def _stage_1_and_2_weights(
     step: Path, groups: Sequence[Mapping[str, Sequence[int]]], optim: Sequence[_States]
 ) -> Iterator[_NamedSlices]:
-    """The ranks' partitions of a group, joined, hold its parameters in order, with the paddings given in the file."""
+    """The joined partitions of a group hold its parameters in order; the state file gives the paddings."""
     paddings = _zero(optim[0]).get("param_alignment_paddings") or [[0] * len(group) for group in groups]
     flats = [_zero(states)["single_partition_of_fp32_groups"] for states in optim]
     _check_count(
@@ -379,7 +379,7 @@ def _check_count(step: Path, present: Sequence[int], expected: Sequence[int], un
 def _frozen_weights(model: Sequence[_States]) -> Iterator[_NamedSlices]:
     """Parameters that the optimizer does not have.
 
-    They are slices at ZeRO stage 3, else whole tensors; stage 1 has them only in `module`.
+    At ZeRO stage 3 they are slices, else full tensors; stage 1 has them only in `module`.
     """
     values = model[0].values
     sliced = values.get("frozen_param_fragments") or {}
@@ -403,7 +403,7 @@ def _whole(states: _States, tensor: torch.Tensor) -> tuple[tuple[int, ...], Slic
 
 
 def _common_prefix(names: Collection[str]) -> str:
-    """The prefix that wrappers of the model gave to all names."""
+    """The prefix that model wrappers added to all names."""
     prefix = ""
     while more := next((p for p in _PREFIXES if names and all(name.startswith(prefix + p) for name in names)), ""):
         prefix += more

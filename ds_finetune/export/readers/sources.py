@@ -39,7 +39,7 @@ from ds_finetune.model.weights.names import is_adapter, weight_of
 
 
 class CheckpointSource:
-    """The fp32 weights and the buffers of a checkpoint, as a TensorSource."""
+    """The fp32 weights and the buffers of a checkpoint of a run, as a TensorSource."""
 
     def __init__(self, folder: Path) -> None:
         manifest = Manifest.read(folder)
@@ -54,12 +54,12 @@ class CheckpointSource:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every parameter and persistent buffer by the model's name for it."""
+        """Shape of every parameter and persistent buffer, by its name in the model."""
         return {name: shape_in_model(chunks[0][1].shape) for name, chunks in self._chunks.items()}
 
     @property
     def weights(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of the parameters by the model's name for them."""
+        """Shape of every parameter, by its name in the model."""
         return {
             name: shape for name, shape in self.shapes.items() if self._chunks[name][0][1].key.startswith(f"{WEIGHT}/")
         }
@@ -76,7 +76,7 @@ class CheckpointSource:
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
         """Elements `start` to `start + numel` of the flattened tensor, 1-D.
 
-        CheckpointError where some of them are in no part.
+        CheckpointError where elements are in no part of the checkpoint.
         """
         item = self._chunks[name][0][1]
         out = torch.empty(numel, dtype=item.dtype)
@@ -100,21 +100,22 @@ class OpenedSource:
     folders: tuple[Path, ...]
     """Folders that are searched in this order for config.json and tokenizer files."""
     trained: Path | None = None
-    """The folder with tokenizer and generation_config.json as the run exports them, whatever --base has."""
+    """Folder with the tokenizer and generation_config.json that the run exports; takes precedence over --base."""
     record: ExportRecord | None = None
-    """The record of the run's own export of the same weights, where there is one."""
+    """The record of the run's own export of these weights, if there is one."""
     hub: HubFolder | None = None
-    """The folder of the model itself, or of the model that adapters are added to; None for other sources."""
+    """The folder of the model itself, or of the base model of adapters; None for other sources."""
     base: Path | None = None
-    """The folder of the model that the source was trained from, where it is known and on this machine."""
+    """Folder of the model that the source was trained from, if known and on this machine."""
     why_no_base: str = "no --base was given"
     has_own_config: bool = False
-    """Whether only its own config.json and tokenizer fit: its vocabulary may be larger than the base's, or it is a
-    classifier."""
+    """Whether only the source's own config.json and tokenizer fit: its vocabulary may be larger than the base's, or it
+    is a classifier.
+    """
 
     @property
     def is_model(self) -> bool:
-        """Whether it is a complete model with its own config.json and tokenizer."""
+        """Whether the source is a complete model with its own config.json and tokenizer."""
         return self.hub is not None and self.hub.folder == self.folders[0]
 
 
@@ -128,16 +129,16 @@ class SourceKind:
 
 
 def open_deepspeed(path: Path, _: Path | None) -> OpenedSource:
-    """A checkpoint in DeepSpeed's own format; the Hugging Face Trainer writes config.json beside it."""
+    """Open a checkpoint in DeepSpeed's own format; the Hugging Face Trainer writes config.json beside it."""
     return OpenedSource(
         read_deepspeed_checkpoint(path), (path,) if (path / "latest").is_file() else (path, path.absolute().parent)
     )
 
 
 def open_checkpoint(path: Path, base: Path | None) -> OpenedSource:
-    """A checkpoint of a run, or the newest complete one of a run; its files are verified before they are read.
+    """Open a checkpoint of a run, or a run's newest complete one, and verify its files first.
 
-    Adapters are added to `base`, or to the model that the run file names.
+    Adapters are merged into `base`, or into the model that the run file names.
     """
     folder = find_checkpoint(path)
     check_folder(folder)
@@ -162,7 +163,7 @@ def open_checkpoint(path: Path, base: Path | None) -> OpenedSource:
     lora, dtype = LoraConfig.model_validate(state.config["lora"] or {}), PRECISION_DTYPES[train["precision"]]
 
     def factors(weight: str) -> Factors:
-        """Rounded to the training dtype, as the model computed with them."""
+        """The adapter of `weight`, rounded to the training dtype, in which the model computed."""
         a, b = (
             source.read(name, 0, prod(source.shapes[name])).view(source.shapes[name]).to(dtype)
             for name in (sides[weight, s] for s in "AB")
@@ -178,7 +179,7 @@ def open_checkpoint(path: Path, base: Path | None) -> OpenedSource:
 
 
 def _base_of_run(state: RunState) -> tuple[Path | None, str]:
-    """The folder of published weights that a run began from; where there is none, None and why."""
+    """The folder of published weights from which a run started; or None and the reason."""
     model = state.config["model"]
     if model["weights"] == "random":
         return None, "its weights were initialised at random"
@@ -186,9 +187,9 @@ def _base_of_run(state: RunState) -> tuple[Path | None, str]:
 
 
 def open_model(path: Path, _: Path | None) -> OpenedSource:
-    """A folder of published weights with its config.json.
+    """Open a folder of published weights with its config.json.
 
-    ModelError where a file is missing or damaged; ExportError where it is quantised in a format that is not read.
+    ModelError where a file is missing or damaged; ExportError for an unsupported quantised format.
     """
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
@@ -204,12 +205,12 @@ def open_model(path: Path, _: Path | None) -> OpenedSource:
 
 
 def is_model(path: Path) -> bool:
-    """Whether `path` holds published weights beside a config.json."""
+    """Whether `path` has published weights and a config.json."""
     return (path / "config.json").is_file() and has_weights(path)
 
 
 def open_adapter(path: Path, base: Path | None) -> OpenedSource:
-    """An adapter in peft's format, added to `base`, or to the model that its configuration names."""
+    """Open an adapter in peft's format, merged into `base`, or into the model that its configuration names."""
     adapter = PeftAdapter.open(path)
     base_folder = _resolve_base(str(base or adapter.config.get("base_model_name_or_path") or ""), path)
     check_base(adapter.base, base_folder, label=str(path))
@@ -244,7 +245,7 @@ def _resolve_base(name: str, path: Path) -> Path:
 
 
 def check_base(digest: str, folder: Path, *, label: str) -> None:
-    """ExportError where the weights of `folder` are not those with `digest`; an empty digest fits any weights."""
+    """ExportError where the weights of `folder` have another `digest`; an empty digest fits any weights."""
     if digest and (actual := weights_digest(folder)) != digest:
         raise ExportError(
             f"{label} was trained on weights with digest {digest}, and those of `{folder}` have {actual}",
@@ -254,7 +255,7 @@ def check_base(digest: str, folder: Path, *, label: str) -> None:
 
 @dataclass(frozen=True)
 class _Adapters:
-    """The adapted weights of a model, their adapters, and the weights that were trained whole, if any."""
+    """Names of adapted weights, their adapters, and the fully trained weights, if any."""
 
     names: Collection[str]
     factors: Callable[[str], Factors]
@@ -266,7 +267,7 @@ def _open_merged(base: Path, adapters: _Adapters, *, beside: Path, label: str) -
     is_own = holds_classifier(beside)
     without: set[str] = set()
     if is_own:
-        # The language-model head, and layers that predict further tokens with it.
+        # The language-model head, and multi-token prediction layers.
         spec = read_model_spec(beside)
         without = hub.shapes.keys() - spec.shapes.keys() - spec.published_shapes().keys()
     source = MergedSource(
@@ -282,12 +283,12 @@ def _open_merged(base: Path, adapters: _Adapters, *, beside: Path, label: str) -
 
 
 def is_peft_adapter(path: Path) -> bool:
-    """Whether `path` holds an adapter that peft, or a run, has written."""
+    """Whether `path` has an adapter written by peft or by a run."""
     return (path / ADAPTER_CONFIG).is_file()
 
 
 def _record_of_run(checkpoint: Path) -> ExportRecord | None:
-    """The record of an export that the same run wrote at the step of `checkpoint`."""
+    """The record of an export that the same run wrote at the step of `checkpoint`; None without one."""
     run = checkpoint.absolute().parent.parent
     records = (
         ExportRecord.read(folder) for folder in (run / "export", run / "export-best") if (folder / RECORD).is_file()
@@ -298,7 +299,7 @@ def _record_of_run(checkpoint: Path) -> ExportRecord | None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is a complete checkpoint of a run, or holds some."""
+    """Whether `path` is a complete checkpoint of a run, or a folder with some."""
     return (path / MANIFEST).is_file() or any(complete_steps(folder) for folder in (path, path / CHECKPOINTS))
 
 
@@ -311,7 +312,7 @@ KINDS = (
 
 
 def open_source(path: Path, base: Path | None = None) -> OpenedSource:
-    """Open the checkpoint, adapter or model in `path`; `base` is the model that was trained, where it is known.
+    """Open the checkpoint, adapter or model in `path`; `base` is the model that was trained, if known.
 
     ExportError where the folder is none of `KINDS`.
     """

@@ -1,4 +1,4 @@
-"""Exported folders loaded by plain transformers in a process without ds_finetune, and their logits compared."""
+"""Loads exported folders with plain transformers in a process without ds_finetune, and compares their logits."""
 
 import json
 import os
@@ -22,29 +22,29 @@ _LIMIT_16_BIT, _NOISE_FACTOR, _HIGHEST_LIMIT = 1e-3, 3.0, 0.05
 _NOISE_FACTOR_FP8, _HIGHEST_LIMIT_FP8 = 2.0, 0.15
 _QUANTILE = 0.9
 _PADDED_LIMIT = 1e-4
-"""Deviation in fp32 of one padded batch from the same texts alone, for classifiers."""
+"""Allowed fp32 deviation, for classifiers, of a padded batch from the same texts one by one."""
 _POLL_SECONDS = 0.5
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class LoadedFolder:
-    """What plain_transformers.py found of a folder: its report and sampled logits, or why it failed."""
+    """Results of plain_transformers.py for a folder: report and sampled logits, or why it failed."""
 
     report: Mapping[str, Any] = field(default_factory=dict)
     logits: Floats | None = None
-    """In the folder's dtype; of an FP8 folder in bf16."""
+    """In the folder's dtype; in bf16 for an FP8 folder."""
     fp32: Floats | None = None
-    """Logits of the same weights in fp32, where the folder is not in fp32."""
+    """Logits of the same weights in fp32, if the folder is not in fp32."""
     perturbed: Floats | None = None
-    """Logits of an FP8 folder, in fp32, with each FP8 number moved within its rounding."""
+    """Logits of an FP8 folder in fp32, with each FP8 number moved at random within its rounding."""
     padded: Floats | None = None
-    """Logits of a classifier, in fp32, from one padded batch of all prompts."""
+    """Logits of a classifier in fp32, from one padded batch of all prompts."""
     failure: str = ""
 
     @classmethod
     def read(cls, results: Path, number: int) -> "LoadedFolder":
-        """The results for folder `number` in the folder `results`."""
+        """The results for folder `number`, from the folder `results`."""
         report = json.loads((results / f"{number}.json").read_text(encoding="utf-8"))
         assert not report["ours"], report["ours"]
         files = {name: results / f"{number}.{name}.npy" for name in ("logits", "fp32", "perturbed", "padded")}
@@ -52,9 +52,9 @@ class LoadedFolder:
 
 
 def load_folders(folders: Sequence[Path]) -> Iterator[tuple[Path, LoadedFolder]]:
-    """Load each folder in another process, with plain transformers, without ds_finetune and without access to the hub.
+    """Load each folder with plain transformers, in another process without ds_finetune and without access to the hub.
 
-    One process loads all folders, one after another. Where it fails on one, another process loads the rest.
+    One process loads all folders, one after another. If it fails on one, another process loads the rest.
     """
     environ = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
     environ["HF_HUB_OFFLINE"] = "1"
@@ -75,7 +75,7 @@ def load_folders(folders: Sequence[Path]) -> Iterator[tuple[Path, LoadedFolder]]
 
 
 def _run(command: list[str], environ: dict[str, str], line: PhaseLine) -> subprocess.CompletedProcess[str]:
-    """The ended process and its output; `line` is kept up to date while it runs."""
+    """Run a process, and keep `line` up to date meanwhile; returns the process with its output."""
     with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         while True:
             try:
@@ -89,7 +89,7 @@ def _run(command: list[str], environ: dict[str, str], line: PhaseLine) -> subpro
 
 
 def compare_logits(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str], list[str]]:
-    """Problems with the logits of a folder, and lines that say what was compared."""
+    """Differences of the logits of a folder from the record, and lines on what was compared."""
     report, logits = loaded.report, loaded.logits
     assert logits is not None
     name = f"{report['versions']} in {report['dtype']} on {report['device']}, without ds_finetune"
@@ -117,9 +117,9 @@ def compare_logits(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str
 
 
 def compare_padding(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str], list[str]]:
-    """Problems of a classifier with padded batches, and lines that say what was compared.
+    """Differences of a classifier's padded batch from single texts, and lines on what was compared.
 
-    transformers takes the last token that is not the padding token, so padding that may end a text gives other logits.
+    transformers takes the last token that is not padding, so a padding token that may end a text changes logits.
     """
     alone = loaded.logits if loaded.fp32 is None else loaded.fp32
     assert alone is not None
@@ -131,7 +131,7 @@ def compare_padding(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[st
 
 
 def compare_tokens(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str], list[str]]:
-    """Problems with the token ids that the folder's tokenizer gives for the record's texts, and what was compared."""
+    """Differences of the folder's tokenizer from the record's token ids, and lines on what was compared."""
     count = len(record.texts)
     if not count:
         return [], []
@@ -157,7 +157,7 @@ def compare_tokens(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str
 
 
 def _compare_with_run(record: ExportRecord, expected: Floats, loaded: LoadedFolder, logits: Floats) -> tuple[bool, str]:
-    """Whether nine tenths of the positions are within the limit, and a line that says so."""
+    """Whether nine tenths of the positions are within the limit, and a line on it."""
     compared = logits if loaded.perturbed is None or loaded.fp32 is None else loaded.fp32
     deviation, limit = deviations(compared, expected, record.lengths()), _limit(record, loaded, logits)
     high = float(np.quantile(deviation, _QUANTILE))
@@ -169,7 +169,7 @@ def _compare_with_run(record: ExportRecord, expected: Floats, loaded: LoadedFold
 
 
 def _limit(record: ExportRecord, loaded: LoadedFolder, logits: Floats) -> float:
-    """The deviation that nine tenths of the positions may have."""
+    """The deviation that nine tenths of the positions must not exceed."""
     lengths, fp32 = record.lengths(), logits if loaded.fp32 is None else loaded.fp32
     rounding = deviations(logits, fp32, lengths)
     if loaded.perturbed is not None:
@@ -181,9 +181,10 @@ def _limit(record: ExportRecord, loaded: LoadedFolder, logits: Floats) -> float:
 
 
 def deviations(logits: Floats, expected: Floats, lengths: Sequence[int]) -> NDArray[np.float64]:
-    """How far the logits of each position deviate, [positions]; position i has `lengths[i]` of the flat `logits`.
+    """Deviation of the logits of each position, [positions]; position i has `lengths[i]` of the flat `logits`.
 
-    It is the root mean square of `logits - expected` over the position's logits, divided by the largest |expected|.
+    A deviation is the root mean square of `logits - expected` over the position's logits, divided by the largest
+    |expected|.
     """
     ends = np.cumsum(lengths)
     squares = (logits.astype(np.float64) - expected) ** 2

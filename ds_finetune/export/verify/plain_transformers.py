@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    # Before the imports, which take seconds: PR_SET_PDEATHSIG of prctl(2), so that this process ends with the one that
-    # started it.
+    # Before the slow imports: PR_SET_PDEATHSIG of prctl(2) ends this process with the process that started it.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(sys.argv[1]):
         sys.exit("the process that started this one has ended")
@@ -49,17 +48,17 @@ from transformers import (
 )
 
 _GPU_FACTOR, _GPU_FACTOR_FP8 = 2.2, 4.4
-"""Times the size of the files that a GPU must have free: the 16-bit weights, the model in fp32, some activations."""
+"""Free memory that a GPU must have, relative to the files: 16-bit weights, the model in fp32, some activations."""
 _BLOCK, _SCALE, _FP8 = 128, "_scale_inv", torch.float8_e4m3fn
 _E2M1, _GROUP = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), 32
 _GROUPED, _EAGER = "grouped_mm", "eager"
 _MANTISSA, _SMALLEST_STEP = 3, 2.0**-9
-"""Bits of the mantissa of E4M3, and the distance between its smallest numbers."""
+"""Mantissa bits of E4M3, and the distance between its smallest numbers."""
 
 
 def main() -> None:
     """Load every folder and write its results."""
-    # The limit in fp32 is that of fp32 and not of TF32, which NVIDIA's containers allow.
+    # The limit in fp32 holds for fp32 and not for TF32, which NVIDIA's containers enable.
     torch.set_float32_matmul_precision("highest")
     out, built_as, folders = Path(sys.argv[2]), json.loads(sys.argv[3]), map(Path, sys.argv[4:])
     for number, folder in enumerate(folders):
@@ -110,9 +109,9 @@ def _inspect_folder(folder: Path, config: PretrainedConfig) -> tuple[dict[str, A
 
 
 def _choose_experts(model: PreTrainedModel, record: dict[str, Any]) -> str:
-    """Switch to the eager experts where the grouped product of torch refuses this model; returns why, or an empty text.
+    """Switch to eager experts if torch's grouped product does not support the model; returns why, or an empty text.
 
-    torch 2.13 requires rows of a multiple of 16 bytes (aten, GroupedMMUtils.h). The weights are right all the same.
+    torch 2.13 requires rows of a multiple of 16 bytes (aten, GroupedMMUtils.h). Weights can be verified all the same.
     """
     if getattr(model.config, "_experts_implementation", None) != _GROUPED:
         return ""
@@ -128,7 +127,7 @@ def _choose_experts(model: PreTrainedModel, record: dict[str, Any]) -> str:
 def _load_plain(folder: Path, config: PretrainedConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
     settings = {"dtype": "auto", "local_files_only": True, "trust_remote_code": False}
     kind = AutoModelForSequenceClassification if _is_classifier(config) else AutoModelForCausalLM
-    # Of a model of text and other media, AutoModelForCausalLM loads some whole, of some the text part, and some not.
+    # Of composite models, AutoModelForCausalLM loads some in full, of some the text part, and others not at all.
     kind = AutoModelForMultimodalLM if hasattr(config, "text_config") else kind
     return kind.from_pretrained(folder, config=config, output_loading_info=True, **settings)
 
@@ -140,9 +139,9 @@ def _is_classifier(config: PretrainedConfig) -> bool:
 def _load_dequantised(
     folder: Path, config: PretrainedConfig, *, perturbed: bool = False
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model of a folder in FP8 blocks as if it had been published in bf16, and what transformers reported.
+    """The model of a folder in FP8 blocks, dequantised to bf16, and transformers' loading report.
 
-    Where it is `perturbed`, every FP8 number is moved at random by up to half the distance to the next one.
+    If `perturbed`, every FP8 number is moved at random by up to half the distance to the next one.
     """
     config = copy.deepcopy(config)
     del config.quantization_config
@@ -164,7 +163,7 @@ def _load_dequantised(
 
 
 def _dequantise(values: torch.Tensor, scale: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """FP8 `values` times the scale of their block, in bf16; a generator moves each by up to half a step of E4M3."""
+    """FP8 `values` times their blocks' scales, in bf16; a generator moves each value by up to half a step of E4M3."""
     plain = values.float()
     if generator is not None:
         step = (
@@ -178,8 +177,8 @@ def _dequantise(values: torch.Tensor, scale: torch.Tensor, generator: torch.Gene
 
 
 def _dequantise_fp4(packed: torch.Tensor, scale: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """Two numbers E2M1 in each byte, the lower half first, times the scale of their 32, in bf16; a generator moves each
-    by up to half a step.
+    """Dequantise bytes of two E2M1 numbers each, the lower half first, with a scale for 32 numbers, to bf16. With a
+    generator, each number moves by up to half a step.
     """
     numbers = torch.tensor([*_E2M1, *(-number for number in _E2M1)])
     plain = numbers[torch.stack([packed & 15, packed >> 4 & 15], dim=-1).flatten(-2).long()]
@@ -195,8 +194,8 @@ def _choose_device(folder: Path, factor: float) -> str:
 
 
 def _tokenise(folder: Path, config: PretrainedConfig, record: dict[str, Any]) -> dict[str, list[list[int]]]:
-    """Ids that the folder's tokenizer gives for the record's texts as a pipeline would call it: as they are, and where
-    the record has their ids as a user's words, in the chat template.
+    """Ids that the folder's tokenizer gives for the record's texts as a pipeline calls it: plain, and if the record has
+    such ids, as a user's message in the chat template.
     """
     texts = record.get("texts") or []
     if not texts:
@@ -211,7 +210,7 @@ def _tokenise(folder: Path, config: PretrainedConfig, record: dict[str, Any]) ->
 
 
 def _logits(model: PreTrainedModel, record: dict[str, Any]) -> np.ndarray:
-    """The logits of the record's prompts that are compared, flat."""
+    """The compared logits of the record's prompts, flat."""
     if not record.get("num_labels"):
         return _sampled_logits(model, record)
     rows = [torch.tensor([prompt], device=model.device) for prompt in record["prompts"]]
@@ -221,7 +220,7 @@ def _logits(model: PreTrainedModel, record: dict[str, Any]) -> np.ndarray:
 
 
 def _padded_logits(model: PreTrainedModel, prompts: list[list[int]]) -> np.ndarray:
-    """Logits of one batch of all prompts, padded on the right, flat."""
+    """Logits of one batch of all prompts with right padding, flat."""
     longest = max(map(len, prompts))
     ids = torch.full((len(prompts), longest), model.config.pad_token_id, device=model.device)
     mask = torch.zeros_like(ids)
@@ -244,7 +243,7 @@ def _sampled_logits(model: PreTrainedModel, record: dict[str, Any]) -> np.ndarra
 
 
 def _count_reached_experts(model: PreTrainedModel) -> list[tuple[set[int], int]]:
-    """For each layer of routed experts, the set of those that tokens reach from now on, and how many there are.
+    """For each layer of routed experts: the set of experts that tokens reach from now on, and the number of experts.
 
     Fused experts are [experts, rows, columns] in transformers 5.
     """

@@ -21,11 +21,11 @@ from ds_finetune.errors import ExportError
 from ds_finetune.export.output_folder import RECORD
 
 UNVERIFIED = "UNVERIFIED"
-"""File of an exported folder that is not verified, or not yet; it says why."""
+"""File of an exported folder that is not (yet) verified, with the reason."""
 PROMPT_TOKENS = 32
 """Maximum number of tokens of a prompt."""
 _SAMPLED_LOGITS = 512
-"""Approximate number of logits recorded for each position. 512 positions then reach every row of a head of 260,000."""
+"""Approximate number of logits recorded per position. 512 positions then sample every row of a head of 260,000."""
 _FORMAT = 1
 TEXTS = (
     "The capital of France is Paris, and the capital of Italy is",
@@ -37,23 +37,23 @@ TEXTS = (
     "It was the best of times, it was the worst of times, it was the age of wisdom",
     "Человек должен верить, что непонятное можно понять; иначе он не стал бы",
 )
-"""The texts of the prompts."""
+"""Texts that become prompts."""
 
 Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class Digest:
-    """Digest of a tensor's bytes, made of the digests of the segments in which it was written."""
+    """Digest of a tensor's bytes, computed from digests of the segments in which it was written."""
 
     runs: tuple[tuple[int, int], ...]
-    """Lengths of the segments in order: (elements, number of consecutive segments of that length)."""
+    """Lengths of the segments in order: (elements, number of consecutive segments with that length)."""
     value: str
-    """xxh3 of the segments' own xxh3."""
+    """xxh3 of the segments' xxh3."""
 
     @classmethod
     def of(cls, segments: Iterable[tuple[int, int]]) -> "Digest":
-        """From (elements, xxh3 of their bytes) of each segment, in order."""
+        """The digest of segments, given as (elements, xxh3 of their bytes), in order."""
         runs: list[tuple[int, int]] = []
         total = xxhash.xxh3_64()
         for numel, value in segments:
@@ -68,36 +68,36 @@ class Digest:
 
 @dataclass(frozen=True)
 class ExportRecord:
-    """What was exported: digests of its tensors, and sampled logits of fixed prompts.
+    """The record of an export: digests of its tensors, and sampled logits of fixed prompts.
 
-    Position n, counted over all prompts, has the logits n % stride, n % stride + stride, ..., so that every row of
-    the head is sampled.
+    Position n, counted over all prompts, has the logits n % stride, n % stride + stride, ..., so that every row of the
+    head is sampled.
     """
 
     base: str
     """Folder of the model that was trained."""
     dtype: str
-    """Dtype of the model that gave the logits."""
+    """Dtype of the model that computed the logits."""
     vocab_size: int
     prompts: tuple[tuple[int, ...], ...]
     """Token ids."""
     step: int | None = None
-    """Optimizer steps that the model was trained for."""
+    """Optimizer steps for which the model was trained."""
     logits: Floats | None = None
-    """Sampled logits of all positions, in order, flat; None where no running model gave them."""
+    """Sampled logits of all positions, in order, flat; None if no run recorded them."""
     digests: Mapping[str, Digest] | None = None
-    """By the name of the tensor in the files."""
+    """Digests by name of the tensor in the files."""
     num_labels: int | None = None
-    """Number of outputs of a classifier, whose logits are all recorded, once for each prompt; None for other models."""
+    """Outputs of a classifier, whose logits are all recorded, one row per prompt; None for other models."""
     texts: tuple[str, ...] = ()
-    """Texts of the last prompts of a classifier, or those of `text_ids`: the folder's tokenizer must make these ids."""
+    """Texts that the folder's tokenizer must map to given ids: the last prompts of a classifier, else `text_ids`."""
     text_ids: tuple[tuple[int, ...], ...] = ()
-    """Ids that a language model was trained to read for `texts`."""
+    """Token ids of `texts` as a language model was trained to read them."""
     chat_ids: tuple[tuple[int, ...], ...] = ()
-    """Ids that it was trained to read for `texts` as a user's words, up to the answer."""
+    """Token ids of `texts` as a user's message, up to the answer, as the model was trained to read them."""
 
     def with_tokens(self, prompts: PromptFormat, tokenizer: PreTrainedTokenizerBase) -> "ExportRecord":
-        """This record of a language model with the ids of some texts, as `prompts` writes them."""
+        """This record of a language model, with the token ids of sample texts as `prompts` formats them."""
         texts = tuple(PROBES.values())
         chats = tuple(tuple(prompts.chat_ids(tokenizer, text)) for text in texts)
         return replace(
@@ -114,7 +114,7 @@ class ExportRecord:
 
     @property
     def num_positions(self) -> int:
-        """Positions of all prompts that have logits: every token, or the one token that a classifier scores."""
+        """Number of positions with logits: all tokens of the prompts, or the scored token of each classifier prompt."""
         return len(self.prompts) if self.num_labels else sum(len(prompt) for prompt in self.prompts)
 
     def lengths(self) -> list[int]:
@@ -124,7 +124,7 @@ class ExportRecord:
         return [len(range(number % self.stride, self.vocab_size, self.stride)) for number in range(self.num_positions)]
 
     def write(self, folder: Path) -> None:
-        """Write the file RECORD into `folder`, and mark it as not verified yet."""
+        """Write the file RECORD into `folder`, and mark the folder as not yet verified."""
         tree = asdict(replace(self, logits=None, digests=None))
         logits = None if self.logits is None else base64.b64encode(self.logits.astype("<f4").tobytes()).decode()
         digests = {key: [digest.runs, digest.value] for key, digest in (self.digests or {}).items()}
@@ -136,7 +136,7 @@ class ExportRecord:
 
     @classmethod
     def read(cls, folder: Path) -> "ExportRecord":
-        """Read the file RECORD; ExportError where there is none, or it is damaged or of another format."""
+        """Read the file RECORD; ExportError where it is missing, damaged or of another format."""
         try:
             tree: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
             return cls._of(tree)
@@ -174,9 +174,9 @@ def sampling_stride(vocab_size: int) -> int:
 
 
 def fixed_prompts(vocab_size: int, tokenizer: PreTrainedTokenizerBase | None) -> tuple[tuple[int, ...], ...]:
-    """Eight prompts of `PROMPT_TOKENS` random ids, the same each time, and the first tokens of eight short texts.
+    """Eight prompts of `PROMPT_TOKENS` random ids, the same at each call, and the first tokens of eight short texts.
 
-    A text that the tokenizer turns into no tokens, e.g. in a script that it does not know, is left out.
+    A text that the tokenizer maps to no tokens, e.g. in an unknown script, is left out.
     """
     texts = [] if tokenizer is None else tokenizer(list(TEXTS))["input_ids"]
     return (*_drawn_prompts(vocab_size), *(tuple(ids[:PROMPT_TOKENS]) for ids in texts if ids))
@@ -188,15 +188,15 @@ def _drawn_prompts(vocab_size: int) -> list[tuple[int, ...]]:
 
 
 def classifier_prompts(vocab_size: int, *, pad: int | None, ending: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The same random prompts for a classifier: of different lengths, without `pad`, and with the tokens `ending` that
-    texts end with in training.
+    """The random prompts of `fixed_prompts` for a classifier: of different lengths, without `pad`, followed by the
+    tokens `ending` that end texts in training.
     """
     drawn = (prompt[: PROMPT_TOKENS - 3 * number] for number, prompt in enumerate(_drawn_prompts(vocab_size)))
     return tuple((*(token for token in prompt if token != pad), *ending) for prompt in drawn)
 
 
 def sampled_logits(logits: Iterable[torch.Tensor], prompts: Sequence[Sequence[int]], vocab_size: int) -> Floats:
-    """The sampled ones of `logits`, flat and in order; `logits` has one [tokens, vocabulary] tensor for each prompt."""
+    """The sampled logits, flat and in order; `logits` has one [tokens, vocabulary] tensor per prompt."""
     stride = sampling_stride(vocab_size)
     starts = accumulate((len(prompt) for prompt in prompts), initial=0)
     parts: list[Floats] = []

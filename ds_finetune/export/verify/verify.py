@@ -1,6 +1,4 @@
-"""Verifies that an exported folder is what was trained: compares its bytes, its names with the base's, and its
-logits.
-"""
+"""Verifies that an exported folder is what was trained: compares bytes, tensor names with the base's, and logits."""
 
 import json
 import os
@@ -34,7 +32,7 @@ _NUMBER = re.compile(r"(?<=\.)(?:0|[1-9]\d*)(?=\.)")
 
 @dataclass(frozen=True)
 class TensorInFile:
-    """Where a tensor is stored: row-major, from byte `begin` of `file`."""
+    """Location of a tensor: row-major, from byte `begin` of `file`."""
 
     file: Path
     begin: int
@@ -43,9 +41,9 @@ class TensorInFile:
 
 
 def read_tensor_table(folder: Path) -> dict[str, TensorInFile]:
-    """Every tensor of a folder's safetensors files by name; ExportError where a header is damaged.
+    """The location of every tensor in a folder's safetensors files; ExportError where a header is damaged.
 
-    A file may be shorter than its header says: then the digests of its tensors differ.
+    A file may be shorter than its header says; then digests of its tensors differ.
     """
     return {key: tensor for file in sorted(folder.glob("*.safetensors")) for key, tensor in _tensors_in(file)}
 
@@ -59,7 +57,7 @@ def _tensors_in(file: Path) -> Iterator[tuple[str, TensorInFile]]:
 
 
 def changed_tensors(tensors: Mapping[str, TensorInFile], record: ExportRecord) -> list[str]:
-    """A line for each way in which `tensors` differ from what was written according to `record`."""
+    """A line for each difference of `tensors` from what was written according to `record`."""
     digests = record.digests or {}
     absent = sorted(digests.keys() - tensors.keys())
     added = sorted(tensors.keys() - digests.keys())
@@ -77,9 +75,9 @@ def changed_tensors(tensors: Mapping[str, TensorInFile], record: ExportRecord) -
 
 
 def digest_of(data: NDArray[np.uint8], tensor: TensorInFile, *, like: Digest) -> Digest:
-    """The digest of a tensor whose file holds the bytes `data`, over the same segments as `like`.
+    """The digest of a tensor in a file with the bytes `data`, over the same segments as `like`.
 
-    Where the file is too short, only the bytes that it has are digested.
+    If the file is too short, only its existing bytes are digested.
     """
     begin, segments = tensor.begin, []
     for numel in like.lengths():
@@ -92,7 +90,7 @@ def digest_of(data: NDArray[np.uint8], tensor: TensorInFile, *, like: Digest) ->
 def compare_with_base(
     tensors: Mapping[str, TensorInFile], base_tensors: Mapping[str, TensorInFile], base: Path
 ) -> list[str]:
-    """A line for each way in which names, shapes and dtypes differ from those of the base; one line where none does."""
+    """A line for each difference of names, shapes and dtypes from the base; if there is none, a line that says so."""
     if not base_tensors:
         return [f"names are not compared with the base's: `{base}` has no safetensors weights here"]
     common = sorted(tensors.keys() & base_tensors.keys())
@@ -116,9 +114,9 @@ def compare_with_base(
 
 
 def in_ranges(names: Sequence[str]) -> list[str]:
-    """All of `names`; those that differ only in their numbers are written as one, e.g. `experts.{0-255}.up_proj`.
+    """`names`, with names that differ only in numbers joined to one, e.g. `experts.{0-255}.up_proj`.
 
-    Names are joined only where the ranges describe exactly those names.
+    Names are joined only if the ranges describe exactly these names.
     """
     by_pattern: dict[str, list[tuple[int, ...]]] = {}
     for name in names:
@@ -141,8 +139,8 @@ def first_names(names: Sequence[str]) -> str:
 
 
 _MEMORY_FP8, _MEMORY_FP32, _MEMORY_16_BIT = 6.0, 1.2, 2.4
-"""Times the size of its files that loading a folder takes: FP8 weights are dequantised to fp32 and joined as bf16,
-16-bit ones are loaded and then cast to fp32.
+"""Memory for loading a folder, relative to the size of its files: FP8 weights are dequantised to fp32 and joined as
+bf16; 16-bit weights are loaded and then cast to fp32.
 """
 
 
@@ -154,43 +152,42 @@ class VerificationResult:
     problems: tuple[str, ...] = ()
     """Differences from what was trained."""
     lines: tuple[str, ...] = ()
-    """What was compared."""
+    """Lines on what was compared."""
     skipped: str = ""
-    """Why the folder could not be loaded here; empty where it was."""
+    """Why the folder could not be loaded here; empty if it was loaded."""
 
     @property
     def is_verified(self) -> bool:
-        """Whether everything was compared and nothing differs."""
+        """Whether everything was compared without a difference."""
         return not self.problems and not self.skipped
 
 
 def verify_exports(
     folders: Sequence[Path], *, base: Path | None = None, available_bytes: int | None = None
 ) -> list[VerificationResult]:
-    """Compare each exported folder with its record and mark it: the file UNVERIFIED is removed, or says what is
-    wrong.
+    """Compare each exported folder with its record and mark it: the file UNVERIFIED is removed, or says what is wrong.
 
-    The bytes of its tensors are compared with the digests of what was written; names, shapes and dtypes with those
-    of `base` (by default the base in the record). Then one process without ds_finetune loads each folder with plain
+    The bytes of its tensors are compared with the digests of what was written; names, shapes and dtypes with those of
+    `base` (by default the base in the record). Then one process without ds_finetune loads each folder with plain
     transformers, and its logits are compared with the recorded ones.
 
     A position's deviation is the root mean square of the difference over its sampled logits, divided by the largest
-    recorded logit of all positions. Nine tenths of the positions must be within the limit; the other tenth allows
-    for routers, which rounding can make choose another of two experts with nearly equal scores. The limit in fp32 is
-    1e-5. In bf16 and fp16 it is 1e-3, or three times what the logits of plain transformers in that dtype deviate
-    from its logits in fp32 where that is more, at most 0.05.
+    recorded logit of all positions. Nine tenths of the positions must be within the limit. The others are allowed for
+    routers: rounding can make them choose another of two experts with nearly equal scores. The limit in fp32 is 1e-5.
+    In bf16 and fp16 it is 1e-3, or, if larger, three times the deviation of plain transformers in that dtype from
+    itself in fp32; at most 0.05.
 
-    Weights in FP8 are dequantised by that process, and its logits in fp32 are compared. The limit is twice what
-    rounding explains: the deviation of bf16 from fp32, plus that of the model whose FP8 numbers are each moved at
-    random within their rounding. It is at most 0.15.
+    FP8 weights are dequantised by that process, and its logits in fp32 are compared. The limit is twice what rounding
+    explains: the deviation of bf16 from fp32, plus that of the model whose FP8 numbers are each moved at random within
+    their rounding. It is at most 0.15.
 
-    Folders that need more than `available_bytes` of memory (None: no limit) are skipped. ExportError where a folder
-    has no record; VerificationError after SIGINT or SIGTERM, which names the folders that are unverified.
+    Folders that need more than `available_bytes` of memory (None: no limit) are skipped. ExportError where a folder has
+    no record; VerificationError after SIGINT or SIGTERM, which names the unverified folders.
     """
     results: list[VerificationResult] = []
     with SignalInterruption(signal.SIGINT, signal.SIGTERM) as interruption:
         try:
-            # One at a time, so that an interruption keeps the results before it.
+            # One folder at a time, so that an interruption keeps earlier results.
             for result in _verify_each(folders, base, available_bytes):
                 results.append(result)
         except KeyboardInterrupt:
@@ -201,7 +198,7 @@ def verify_exports(
 
 
 def mark_folder(result: VerificationResult) -> None:
-    """Remove the file UNVERIFIED from a verified folder; in another one write why it is not verified."""
+    """Remove the file UNVERIFIED of a verified folder; otherwise write the reason to it."""
     marker = result.folder / UNVERIFIED
     if result.is_verified:
         marker.unlink(missing_ok=True)
@@ -274,6 +271,6 @@ def _compare(folder: Path, record: ExportRecord, loaded: LoadedFolder, base: Pat
 
 
 def _may_leave(folder: Path, key: str) -> bool:
-    """Whether a model of this kind may leave the tensor `key` out, as transformers does with multi-token prediction."""
+    """Whether a model of this type may ignore the tensor `key`, e.g. of a multi-token prediction layer."""
     config = text_tree(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     return family_of(config["model_type"]).may_skip(key, layers=config["num_hidden_layers"])
