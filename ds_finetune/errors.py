@@ -1,15 +1,15 @@
-"""The errors of this program: `FinetuneError` and a subclass per stage, which `cli` turns into an exit code."""
+"""The errors of this program: `FinetuneError` with a subclass per stage; `cli` maps them to exit codes."""
 
 USER_ERROR_EXIT_CODE = 2
-"""Exit code for invalid input: configuration, data, model folder, hostfile, output folder."""
+"""Exit code for invalid input: configuration, data, model folder, hostfile or output folder."""
 RUN_ERROR_EXIT_CODE = 1
 """Exit code of a run that failed after it had started."""
 INTERRUPTED_EXIT_CODE = 3
-"""Exit code of a run that a signal ended after it had saved; the same command resumes it."""
+"""Exit code of a run that saved and ended after a signal; the same command resumes it."""
 
 
 class FinetuneError(Exception):
-    """An error for the user: `message` says what went wrong with which values, and `hint` what to do."""
+    """An error for the user: `message` says what is wrong with which values, and `hint` what to do."""
 
     exit_code = USER_ERROR_EXIT_CODE
 
@@ -19,16 +19,16 @@ class FinetuneError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        """Message and hint on one line each."""
+        """Message and hint, each on its own line."""
         return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
 
 
 class ConfigError(FinetuneError):
-    """The run file, an override, a DeepSpeed JSON or a launcher's environment is invalid, or two contradict."""
+    """The run file, an override, a DeepSpeed JSON or a launcher's environment is invalid, or two of them conflict."""
 
 
 class DependencyError(FinetuneError):
-    """An installed package is outside its tested range, or differs where this program patches it."""
+    """An installed package is outside its tested range, or its source differs where this program patches it."""
 
 
 class LaunchError(FinetuneError):
@@ -56,17 +56,17 @@ class ExportError(FinetuneError):
 
 
 class VerificationError(ExportError):
-    """An exported model, loaded again, computes other values than the trained one."""
+    """An exported model, after reloading, computes other values than the trained one."""
 
     exit_code = RUN_ERROR_EXIT_CODE
 
 
 class ServeError(FinetuneError):
-    """A server cannot be started, or it has ended without being told to."""
+    """A server cannot be started, or ended unexpectedly."""
 
 
 class RewardError(FinetuneError):
-    """A reward, and not the answer that it should score, is at fault; or a record lacks what a reward needs."""
+    """A reward is at fault, not the answer that it should score; or a record lacks a field that a reward needs."""
 
     exit_code = RUN_ERROR_EXIT_CODE
 

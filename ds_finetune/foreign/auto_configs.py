@@ -1,7 +1,6 @@
-"""transformers' Auto classes that need no torch. They also know the model types of the table of families that
-transformers does not.
+"""transformers' Auto classes that need no torch, with additional model types from the table of families.
 
-Import them from here, so that every process of this program can read such models.
+Import them from this module, so that every process of this program can read such models.
 """
 
 from functools import cache, wraps
@@ -20,8 +19,9 @@ _CONVERSIONS = Foreign("transformers", "conversion_mapping.py:2560-2592")
 
 
 def register_config(name: str, *, built_as: str) -> None:
-    """Let `AutoConfig` and `AutoTokenizer` read the model type `name`, which transformers does not know, as its type
-    `built_as`. Configurations keep the name.
+    """Let `AutoConfig` and `AutoTokenizer` read the model type `name`, unknown to transformers, as its type `built_as`.
+
+    Configurations keep the name.
     """
     if name not in CONFIG_MAPPING:
         title = name.title().replace("_", "")
@@ -29,9 +29,9 @@ def register_config(name: str, *, built_as: str) -> None:
 
 
 def register_models(name: str, *, built_as: str) -> None:
-    """Let the Auto classes of models, causal LMs and classifiers build and load the model type `name` as `built_as`.
+    """Let the Auto classes for models, causal LMs and classifiers build and load the model type `name` as `built_as`.
 
-    How a checkpoint's names follow from those of a model is looked up by the model type (conversion_mapping.py:2606).
+    transformers looks up the renaming of checkpoint tensors by model type (conversion_mapping.py:2606).
     """
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, conversion_mapping
 
@@ -44,7 +44,7 @@ def register_models(name: str, *, built_as: str) -> None:
     if _CONVERSIONS.attribute(conversion_mapping, "_checkpoint_conversion_mapping_cache") is not None:
         _add_conversions(conversion_mapping, name, built_as)
         return
-    # Runs do not read it, and making it compiles 900 expressions.
+    # Runs do not read the mapping, and building it compiles 900 expressions.
     build = _CONVERSIONS.attribute(conversion_mapping, "_build_checkpoint_conversion_mapping")
 
     @wraps(build)
@@ -58,8 +58,8 @@ def register_models(name: str, *, built_as: str) -> None:
 
 @cache
 def renamings(model_type: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """How transformers renames the tensors of a checkpoint of a causal LM while it loads them, and while it saves them:
-    objects whose `rename_source_key` gives a name. None where it also merges or splits tensors.
+    """transformers' renaming rules for the tensors of a causal LM's checkpoint, for loading and for saving: objects
+    whose `rename_source_key` returns the new name. Both empty if transformers also merges or splits tensors.
     """
     from transformers import conversion_mapping
     from transformers.core_model_loading import WeightRenaming

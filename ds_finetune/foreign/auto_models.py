@@ -1,6 +1,4 @@
-"""transformers' Auto classes of models. They also know the model types of the table of families that transformers does
-not.
-"""
+"""transformers' Auto classes for models, with additional model types from the table of families."""
 
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSequenceClassification
 

@@ -8,10 +8,10 @@ _PACKING = Foreign("bitsandbytes", "nn/modules.py:573, 613")
 
 
 def without_cpu_packing(linear: Any) -> None:  # noqa: ANN401 - a Linear4bit
-    """Keep the weights of a Linear4bit as they are quantised.
+    """Keep the quantised weights of a Linear4bit unchanged on a CPU.
 
-    On a CPU with AVX512-BF16 bitsandbytes packs them anew at the first evaluation, and what it computes with packed
-    weights has no gradient (autograd/_functions.py:422).
+    On a CPU with AVX512-BF16, bitsandbytes repacks them at the first evaluation, and products with repacked weights
+    have no gradient (autograd/_functions.py:422).
     """
     _PACKING.attribute(linear, "support_avx512bf16_for_cpu")
     linear.support_avx512bf16_for_cpu = False

@@ -1,4 +1,4 @@
-"""Foreign code that patches change: its location, checks of what a patch expects, and temporary replacements."""
+"""Foreign code that patches change: its location, checks of a patch's assumptions, and temporary replacements."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -17,14 +17,14 @@ TESTED = {
     "torch": "2.13.0",
     "transformers": "5.23.0",
 }
-"""The version of each package whose source the patches were written for, and with which the tests run."""
+"""By package: the version for whose source the patches were written, and with which the tests run."""
 Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]
-"""From a name and a function to a function that does the same and more."""
+"""From a function and its name to a function that wraps it."""
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """Code of `package` at `location`, its file and lines in the tested version."""
+    """Code of `package` at `location`: file and lines in the tested version."""
 
     package: str
     location: str
@@ -66,7 +66,7 @@ def installed_version(package: str) -> str:
 
 @contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """While this is open, `owner` (a module, class or object) has `value` as `name`; restored after errors too."""
+    """While open, the attribute `name` of `owner` (a module, class or object) is `value`; restored after errors too."""
     is_own = name in vars(owner)
     before = vars(owner).get(name)
     setattr(owner, name, value)

@@ -1,4 +1,4 @@
-"""Tests once, within seconds, whether the Hugging Face hub can be reached."""
+"""Checks once, within seconds, whether the Hugging Face hub can be reached."""
 
 import importlib
 import re
@@ -13,7 +13,7 @@ from ds_finetune.foreign.guard import Foreign, replaced
 
 _REQUEST_SECONDS = 5.0
 _PROBE_SECONDS = 8.0
-"""Longest time of the probe; the timeout of a request does not limit the lookup of a host name."""
+"""Time limit of the probe; the timeout of a request does not limit the lookup of a host name."""
 
 
 def hub_problem() -> str:
@@ -28,7 +28,7 @@ def hub_problem() -> str:
 
 
 def without_password(error: object) -> str:
-    """A text, or that of an error, with `***` for the names and passwords of its URLs, as HF_ENDPOINT may have them."""
+    """The text of an error, with `***` for user names and passwords in URLs, such as those of HF_ENDPOINT."""
     return re.sub(r"(?<=://)[^/\s]*@", "***@", str(error))
 
 
@@ -39,7 +39,7 @@ def _probe(endpoint: str) -> str:
 
     def probe() -> None:
         session = get_session()
-        # The client comes from httpx or its successor, depending on the version of huggingface_hub.
+        # The client is from httpx or its successor, depending on the version of huggingface_hub.
         library = importlib.import_module(type(session).__module__.partition(".")[0])
         try:
             session.head(endpoint, timeout=_REQUEST_SECONDS)
@@ -59,7 +59,7 @@ _OFFLINE = Foreign("datasets", "config.py (HF_HUB_OFFLINE), load.py")
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """While this is open, datasets uses only its cache and does not ask the hub; it has no argument for that."""
+    """While open, datasets uses only its cache and does not contact the hub; datasets has no argument for that."""
     from datasets import config
 
     _OFFLINE.attribute(config, "HF_HUB_OFFLINE")

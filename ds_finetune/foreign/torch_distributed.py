@@ -1,4 +1,4 @@
-"""torch.distributed: its default timeout, calls of its collectives, and its record of them."""
+"""torch.distributed: its default timeout, hooks around collectives, and NCCL's flight recorder."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,10 +17,10 @@ _GROUP = Foreign("torch", "_C/_distributed_c10d.pyi:381-640")
 
 @contextmanager
 def default_timeout(timeout: timedelta) -> Iterator[None]:
-    """While this is open every new process group has `timeout` where its maker passes none.
+    """While open, every new process group has `timeout` unless its creator passes one.
 
-    DeepSpeed passes none (0.19.8, comm/torch.py:539), and torch then takes its own default and not that of the first
-    group: 10 minutes with NCCL, 30 with gloo. Device meshes call the same function.
+    DeepSpeed passes none (0.19.8, comm/torch.py:539). torch then takes its own default, not the first group's timeout:
+    10 minutes with NCCL, 30 with gloo. Device meshes call the same function.
     """
     c10d = dist.distributed_c10d
     _TIMEOUT.parameters(_TIMEOUT.attribute(c10d, "_get_default_timeout"), "backend")
@@ -29,20 +29,18 @@ def default_timeout(timeout: timedelta) -> Iterator[None]:
 
 
 def abort_groups() -> None:
-    """End all process groups at once; `destroy_process_group` waits under NCCL for every collective that was started,
-    for ever where another rank does not take part in it (ProcessGroupNCCL::shutdown).
+    """Abort all process groups. With NCCL, `destroy_process_group` waits for every collective that was started, forever
+    if another rank does not take part in it (ProcessGroupNCCL::shutdown).
     """
     _ABORT.attribute(dist.distributed_c10d, "_abort_process_group")()
 
 
 @contextmanager
 def wrapped_group_calls(names: Sequence[str], wrap: Wrap) -> Iterator[None]:
-    """While this is open, `wrap(name, function)` replaces those methods `names` that process groups have, and
-    `Work.wait`.
+    """While open, `wrap(name, function)` replaces the methods of process groups in `names`, and `Work.wait`.
 
-    torch offers no hook that is called before a collective starts and after it ends on every backend. Every function of
-    torch.distributed ends in one of these methods, whoever has kept a reference to it: `isend`, `irecv` and collectives
-    of objects too.
+    torch has no hook that runs before and after collectives on every backend. Every function of torch.distributed ends
+    in one of these methods, even if called by a saved reference: also `isend`, `irecv` and collectives of objects.
     """
     group, work = dist.ProcessGroup, dist.Work
     _GROUP.attribute(group, "allreduce")
@@ -54,8 +52,8 @@ def wrapped_group_calls(names: Sequence[str], wrap: Wrap) -> Iterator[None]:
 
 
 def flight_record() -> bytes:
-    """The last collectives of this process, 2,000 by default, from NCCL's flight recorder, in the format of
-    `torchfrtrace`; empty where torch is built without NCCL.
+    """The last collectives of this process (2,000 by default) from NCCL's flight recorder, in the format of
+    `torchfrtrace`; empty if torch is built without NCCL.
     """
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
     return b"" if dump is None else dump()

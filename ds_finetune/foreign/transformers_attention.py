@@ -24,17 +24,17 @@ _LATENT = Foreign("transformers", "models/deepseek_v3/modeling_deepseek_v3.py:31
 _INDEXED = Foreign("transformers", "models/deepseek_v32/modeling_deepseek_v32.py:296-478")
 _COMPRESSED = Foreign("transformers", "models/deepseek_v4/modeling_deepseek_v4.py:361-872")
 _ORIGINAL = SimpleNamespace(**vars(modeling_deepseek_v4))
-"""Its class of layers is replaced while models are built."""
+"""DeepSeek-V4's module as imported: while models are built, its class of layers is replaced."""
 _PROJECTIONS = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
 _CACHE_NAMES = ("cache", "past_key_values")
 CACHE: str = next(
     name for name in _CACHE_NAMES if name in inspect.signature(masking_utils.create_causal_mask).parameters
 )
-"""Keyword with which transformers passes a cache to models and layers: `cache` since 5.24, `past_key_values` before."""
+"""Keyword by which transformers passes a cache to models and layers: `cache` since 5.24, `past_key_values` before."""
 
 
 def take_cache(arguments: dict[str, Any]) -> Cache | None:
-    """Remove the cache from a forward's keyword arguments, whatever its keyword, and return it; None without one."""
+    """Remove the cache from a forward's keyword arguments, under either keyword; returns it, or None."""
     names = [name for name, value in arguments.items() if isinstance(value, Cache) or name in _CACHE_NAMES]
     caches = [cache for cache in map(arguments.pop, names) if cache is not None]
     assert len(caches) <= 1, names
@@ -42,9 +42,9 @@ def take_cache(arguments: dict[str, Any]) -> Cache | None:
 
 
 def register_attention(name: str, attend: Callable[..., Any]) -> None:
-    """Register `attend` as the attention `name`, for the life of the process.
+    """Register `attend` as the attention implementation `name`, for the life of the process.
 
-    Its mask is FlashAttention's: none for rows without masked tokens, and the mask itself otherwise.
+    It gets masks like FlashAttention: none for rows without masked tokens, otherwise the attention mask itself.
     """
     _REGISTRY.parameters(flash_attention_mask, "attention_mask")
     for registry, function in ((AttentionInterface, attend), (AttentionMaskInterface, flash_attention_mask)):
@@ -52,14 +52,14 @@ def register_attention(name: str, attend: Callable[..., Any]) -> None:
 
 
 def wrap_attention(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Register transformers' own attention `name` anew as `wrap` makes it, for the life of the process."""
+    """Replace transformers' attention implementation `name` by `wrap` of it, for the life of the process."""
     _REGISTRY.attribute(AttentionInterface, "register")(name, wrap(ALL_ATTENTION_FUNCTIONS[name]))
 
 
 @contextmanager
 def without_search_for_documents() -> Iterator[None]:
-    """While this is open transformers does not search positions for packed documents when it makes masks, for whose
-    result the host would wait for the device; a row counts as one document. For attention that knows its documents.
+    """While open, transformers does not search positions for packed documents when it makes masks, which makes the host
+    wait for the device; a row counts as one document. For attention that gets document boundaries itself.
     """
     _MASKS.attribute(masking_utils, "find_packed_sequence_indices")
     _check_masks()
@@ -69,26 +69,26 @@ def without_search_for_documents() -> Iterator[None]:
 
 @cache
 def _check_masks() -> None:
-    """Once, because reading source takes milliseconds and masks are made in every forward."""
+    """Check transformers' source once: reading it takes milliseconds, and masks are made in every forward."""
     _MASKS.source(masking_utils._preprocess_mask_arguments, "= find_packed_sequence_indices(position_ids)")
 
 
 def attention_function(name: str) -> Callable[..., Any]:
-    """The attention implementation `name` of latent attention, `eager` included."""
+    """The attention implementation `name` (or `eager`) for latent attention."""
     eager = _LATENT.attribute(modeling_deepseek_v3, "eager_attention_forward")
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)  # type: ignore[no-any-return]
 
 
 def rotate(turn: str, *given: Any) -> Any:  # noqa: ANN401 - untyped
-    """Turn queries and keys [rows, heads, tokens, width] by cosines and sines: `pairs` of neighbouring columns, or the
-    first of the `halves` against the second.
+    """Rotate queries and keys [rows, heads, tokens, width] by cosines and sines. `turn` `pairs` rotates neighbouring
+    columns, `halves` columns half the width apart.
     """
     name = {"pairs": "apply_rotary_pos_emb_interleave", "halves": "apply_rotary_pos_emb"}[turn]
     return _LATENT.attribute(modeling_deepseek_v3, name)(*given)
 
 
 def replace_forward(attention: nn.Module, mixin: type[nn.Module]) -> None:
-    """Let latent attention with an indexer run the forward of `mixin` instead of its own, in place."""
+    """Let a latent attention module with an indexer run the forward of `mixin` instead of its own, in place."""
     kind = type(attention)
     _INDEXED.parameters(kind.forward, "hidden_states", "position_embeddings", "attention_mask", CACHE)
     for name in (*_PROJECTIONS, "expand_kv", "scaling", "layer_idx"):
@@ -103,12 +103,12 @@ def compressed_classes() -> tuple[type[nn.Module], ...]:
 
 
 def hyper_head(config: Any) -> nn.Module:  # noqa: ANN401 - a configuration of DeepSeek-V4
-    """What makes one stream of all residual streams."""
+    """DeepSeek-V4's module that merges all residual streams into one."""
     return _COMPRESSED.attribute(modeling_deepseek_v4, "DeepseekV4HyperHead")(config)  # type: ignore[no-any-return]
 
 
 def stream_classes() -> tuple[type[nn.Module], ...]:
-    """What weighs the residual streams of DeepSeek-V4, what makes one of all after the last layer, and layers."""
+    """DeepSeek-V4's hyper-connection, its head that merges all residual streams after the last layer, and its layer."""
     names = ("HyperConnection", "HyperHead", "DecoderLayer")
     mixing, last, layer = (_COMPRESSED.attribute(_ORIGINAL, f"DeepseekV4{name}") for name in names)
     _COMPRESSED.source(mixing.forward, "post = 2 * torch.sigmoid(post_w * post_scale + post_b)")
@@ -118,7 +118,7 @@ def stream_classes() -> tuple[type[nn.Module], ...]:
 
 
 def replace_compressed(module: nn.Module, mixin: type[nn.Module]) -> None:
-    """Let a module of DeepSeek-V4's attention run the forward of `mixin` first, in place."""
+    """Let a module of DeepSeek-V4's attention run the forward of `mixin`, which may call its own, in place."""
     kind = type(module)
     _COMPRESSED.parameters(kind.forward, "hidden_states", "position_ids", CACHE)
     module.__class__ = type(f"{mixin.__name__}{kind.__name__}", (mixin, kind), {})

@@ -1,4 +1,4 @@
-"""transformers' norms, rotary embeddings and gated MLPs: which modules have which formula, by their source."""
+"""transformers' norms, rotary embeddings and gated MLPs: finds the formula of a module from its source."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -31,15 +31,15 @@ _ROTARY = {
     "q_embed = torch.cat([q1 * cos - q2 * sin, q2 * cos + q1 * sin], dim=-1)": "pairs",
     "torch.view_as_complex(xq.float()": "complex pairs",
 }
-"""What functions for rotary embeddings contain, and how they turn columns: those half the width apart, with cosines as
-wide or half as wide, or in fp32; or neighbours, by cosines and sines or by complex numbers.
+"""Source text of rotary functions, and the kind of rotation: columns half the width apart, with cosines as wide, half
+as wide (short) or in fp32 (wide); or neighbouring pairs, by cosines and sines or by complex numbers.
 """
 
 
 @cache
 def rounds_last(kind: type[nn.Module]) -> bool | None:
-    """Whether an RMSNorm of class `kind` rounds after the product with its weight (gpt_oss), not before; None for other
-    modules. DependencyError where it has another formula.
+    """Whether an RMSNorm of class `kind` rounds after the product with its weight (gpt_oss), or before it; None for
+    other modules. DependencyError for an unknown formula.
     """
     if not kind.__name__.endswith("RMSNorm") or kind.__name__.endswith("UnweightedRMSNorm"):
         return None
@@ -52,7 +52,7 @@ def rounds_last(kind: type[nn.Module]) -> bool | None:
 
 
 def norm_classes() -> tuple[type[nn.Module], type[nn.Module]]:
-    """The norms of DeepSeek-V4 with a weight and without."""
+    """DeepSeek-V4's classes of norms with a weight and without."""
     weighted, plain = (
         _NORMS.attribute(modeling_deepseek_v4, f"DeepseekV4{name}") for name in ("RMSNorm", "UnweightedRMSNorm")
     )
@@ -63,7 +63,7 @@ def norm_classes() -> tuple[type[nn.Module], type[nn.Module]]:
 
 @cache
 def computes(method: Callable[..., Any] | None, texts: tuple[str, ...]) -> bool:
-    """Whether `method`, the forward of an MLP or the gate of experts, contains `texts`."""
+    """Whether the source of `method`, the forward of an MLP or the gate of experts, contains all `texts`."""
     return method is not None and all(text in inspect.getsource(method) for text in texts)
 
 
@@ -74,15 +74,15 @@ def is_silu(module: Any) -> bool:  # noqa: ANN401 - an MLP or experts of any fam
 
 
 def has_plain_gate(experts: Any) -> bool:  # noqa: ANN401 - routed experts of any family
-    """Whether routed experts compute act(gate) * up from both side by side."""
+    """Whether routed experts compute act(gate) * up from concatenated gate and up."""
     plain = _EXPERTS.attribute(moe, "_default_apply_gate")
     return getattr(type(experts), "_apply_gate", None) is plain
 
 
 @cache
 def rotary_functions(kind: type[nn.Module]) -> dict[str, str]:
-    """Functions for rotary embeddings that the forward of class `kind` calls, by name, and how they turn columns; none
-    where it is not attention. DependencyError where it calls none that is known.
+    """The rotary functions that the forward of class `kind` calls, by name, and their kind of rotation; empty for a
+    class other than attention. DependencyError if attention calls no known function.
     """
     if not kind.__name__.endswith("Attention"):
         return {}
@@ -98,13 +98,13 @@ def rotary_functions(kind: type[nn.Module]) -> dict[str, str]:
 
 @cache
 def returns_complex(kind: type[nn.Module]) -> bool:
-    """Whether `kind` is a rotary embedding that gives attention complex numbers."""
+    """Whether `kind` is a rotary embedding that returns complex numbers."""
     return kind.__name__.endswith("RotaryEmbedding") and "torch.polar(" in inspect.getsource(kind.forward)
 
 
 def with_functions(forward: Any, functions: Mapping[str, Callable[..., Any]]) -> Any:  # noqa: ANN401
-    """The function `forward`, without wrappers for renamed keywords, with other global functions, by their names. The
-    module that it is from keeps its own, for reference models in the same process.
+    """A copy of the function `forward`, without decorators for renamed keywords, that sees `functions` as globals by
+    name. The original module is unchanged, for reference models in the same process.
     """
     forward = inspect.unwrap(forward)
     changed = FunctionType(

@@ -15,16 +15,16 @@ _EXPERTS = Foreign("transformers", "the experts class of each model file")
 _KEPT = Foreign("transformers", "modeling_utils.py:1112, 1303")
 
 LayerFactory = Callable[[type[nn.Module], PretrainedConfig, int], nn.Module]
-"""From the class of decoder layers, the configuration and a layer's index to a layer, or what takes its place."""
+"""From the class of decoder layers, the configuration and a layer index to a layer, or a module in its place."""
 ConfigChange = Callable[[Any], Any]
-"""From a configuration to the one that experts are constructed with."""
+"""From a configuration to the configuration with which experts are constructed."""
 
 
 @contextmanager
 def replaced_layers(model_class: type[PreTrainedModel], factory: LayerFactory) -> Iterator[None]:
-    """While this is open models of `model_class` get their decoder layers from `factory`.
+    """While open, models of `model_class` get their decoder layers from `factory`.
 
-    transformers builds every layer; a pipeline stage holds some of them and would need memory for all.
+    transformers builds every layer; a pipeline stage holds only some, and would need memory for all.
     """
     module = sys.modules[model_class.__module__]
     names = [name for name in model_class._no_split_modules or () if name.endswith("DecoderLayer")]
@@ -42,10 +42,10 @@ def replaced_layers(model_class: type[PreTrainedModel], factory: LayerFactory) -
 def changed_experts(
     model_class: type[PreTrainedModel], name: str, change: ConfigChange, *, after: Callable[[nn.Module], None]
 ) -> Iterator[None]:
-    """While this is open experts modules (class `name`) of `model_class` are constructed with a changed configuration
-    and then passed to `after`.
+    """While open, experts modules (class `name`) of `model_class` are constructed with a changed configuration and then
+    passed to `after`.
 
-    transformers builds all experts of a layer; under expert parallelism a rank holds some of them.
+    transformers builds all experts of a layer; under expert parallelism a rank holds only some.
     """
     experts_class = _EXPERTS.attribute(sys.modules[model_class.__module__], name)
     constructor = experts_class.__init__
@@ -60,8 +60,8 @@ def changed_experts(
 
 
 def keep_in_fp32(model: PreTrainedModel, names: Collection[str]) -> None:
-    """Let buffers of `model` whose name contains one of `names` stay in fp32 under DeepSpeed, which reads the list
-    (0.19.8, runtime/keep_in_fp32.py) and casts what is not in it.
+    """Keep buffers of `model` whose name contains one of `names` in fp32 under DeepSpeed, which casts all buffers that
+    are not in this list (0.19.8, runtime/keep_in_fp32.py).
     """
     listed = _KEPT.attribute(model, "_keep_in_fp32_modules_strict")
     model._keep_in_fp32_modules_strict = {*(listed or ()), *names}

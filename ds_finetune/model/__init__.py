@@ -1,1 +1,1 @@
-"""Models: their modules, weights, adapters and shards, and the loss, which is computed chunk by chunk."""
+"""Models: their modules, weights, adapters and parallel shards, and the loss, which is computed in chunks."""

@@ -1,14 +1,13 @@
-"""Less memory for activations: the inputs of recomputed layers in host memory, and MLPs that take some tokens at
-a time.
+"""Less memory for activations: inputs of recomputed layers in host memory, and MLPs that compute tokens in tiles.
 
-With recomputation the inputs of layers, [rows, tokens, width] for each layer, are all that a forward keeps of its
-layers. They leave the device in forward and come back in backward. Weights and all other tensors stay where they are.
-Copies have the same bits, so results do not change.
+With recomputation, layer inputs [rows, tokens, width] are all that a forward saves of its layers. They move to host
+memory in forward and return in backward. Weights and other tensors stay on the device. Copies are bit-exact, so results
+do not change.
 
-MLPs take the tokens of a forward tile by tile, so that what lies between their matrices is never held for all. Forward
-keeps only the inputs. Backward computes each tile again, and sums its gradients of the weights in fp32. All tiles use
-the weights of one gather under ZeRO-3. Tokens do not depend on each other within an MLP, nor do the rows of routed
-experts, so outputs are the same but for the order in which kernels add up.
+MLPs compute the tokens of a forward tile by tile, so that intermediate activations exist for one tile only. Forward
+saves only the inputs. Backward recomputes each tile, and sums the tiles' weight gradients in fp32. Under ZeRO-3 all
+tiles use one gather of the weights. Tokens are independent within an MLP, and rows within routed experts, so outputs
+are the same except for the order in which kernels sum.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,24 +26,24 @@ from ds_finetune.model.parallel.expert import ExpertParallelExperts
 
 
 def recompute_layers(lm: PreTrainedModel, *, is_selective: bool) -> None:
-    """Compute the layers of `lm` again in backward, in place, with the experts that forward chose; `is_selective` keeps
-    some outputs too (kept_outputs.py).
+    """Recompute the layers of `lm` in backward, in place, with the experts chosen in forward; with `is_selective`, some
+    outputs are saved too (kept_outputs.py).
 
-    Without dropout nothing in a layer is random, and the state of the random numbers is not kept: torch would read it
-    from the device for each layer, and the host would wait.
+    Without dropout nothing in a layer is random, and the random state is not saved: torch would read it from the device
+    for each layer, and the host would wait.
     """
     drops = is_random(lm.config) or any(getattr(module, "lora_dropout", 0) for module in lm.modules())
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": drops}
     lm.gradient_checkpointing_enable(options | {"context_fn": partial(layer_contexts, is_selective=is_selective)})
     for module in _choosing_modules(lm):
         keep_choices(module)
-    # transformers gives outputs of frozen embeddings a gradient, for which layers before the first adapter would be
-    # computed again; only reentrant checkpoints need it.
+    # transformers makes outputs of frozen embeddings require a gradient, so layers before the first adapter would be
+    # recomputed; only reentrant checkpointing needs that.
     lm.disable_input_require_grads()
 
 
 def _choosing_modules(lm: PreTrainedModel) -> list[nn.Module]:
-    """Routers of `lm`; in model types without a known router all parts of the layers with experts of `run_experts`."""
+    """Routers of `lm`; for a type without a known router, all children of layers whose experts run `run_experts`."""
     router = family_of(lm.config.model_type).router
     if router is not None:
         return [module for name, module in lm.named_modules() if name.endswith(f".{router.module}")]
@@ -54,14 +53,14 @@ def _choosing_modules(lm: PreTrainedModel) -> list[nn.Module]:
 
 
 def is_random(hf_config: PretrainedConfig) -> bool:
-    """Whether layers of a model draw random numbers in training: dropout of any kind, or noise in routers."""
+    """Whether layers of a model use random numbers in training: dropout of any kind, or noise in routers."""
     values = {key: value for key, value in hf_config.to_dict().items() if "drop" in key or "jitter" in key}
     return family_of(hf_config.model_type).is_generic or any(values.values())
 
 
 def offload_layer_inputs(lm: PreTrainedModel) -> None:
-    """Keep the inputs of the layers of `lm` in pinned host memory, but that of the last one, which backward needs
-    first; recomputation must have been turned on, for all layers alike.
+    """Store the inputs of all layers of `lm` in pinned host memory, except the last layer's, which backward needs
+    first. Recomputation must be on for all layers.
     """
     layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
     assert layers
@@ -76,11 +75,11 @@ def _checkpoint_on_host(
     hidden: torch.Tensor,
     *others: Any,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
-    """torch's `checkpoint` of a layer whose input `hidden` alone is kept by torch's `save_on_cpu`: copies to and from
-    pinned memory are queued in the stream that computes, so nothing is read before it is there.
+    """torch's `checkpoint` of a layer, whose input `hidden` alone is saved by torch's `save_on_cpu`. Copies to and from
+    pinned memory are enqueued in the compute stream, so nothing is read before it has arrived.
     """
     copies = save_on_cpu(pin_memory=True)
-    # Autograd keeps the hooks until backward, which must not keep the input.
+    # Autograd keeps the hooks until backward, so they must not reference the input.
     place = _place(hidden)
 
     def pack(saved: torch.Tensor) -> Any:  # noqa: ANN401
@@ -103,7 +102,7 @@ _SHARED = (".shared_experts", ".shared_expert")
 
 
 class _TokensInTiles(torch.autograd.Function):
-    """`forward(*tensors)` over parts of the first dimension of all tensors, which its result has too."""
+    """`forward(*tensors)` over tiles of the first dimension, which all tensors and the result share."""
 
     @staticmethod
     def forward(
@@ -115,7 +114,7 @@ class _TokensInTiles(torch.autograd.Function):
     ) -> torch.Tensor:
         tensors = tensors_and_weights[:num_tensors]
         ctx.forward, ctx.tiles = forward, tiles
-        # Under ZeRO-3 a weight has other contents when backward has gathered it: autograd must not compare versions.
+        # Under ZeRO-3 a weight is gathered again for backward: autograd must not compare its version.
         ctx.weights = tensors_and_weights[num_tensors:]
         ctx.save_for_backward(*tensors)
         out: torch.Tensor | None = None
@@ -158,13 +157,13 @@ def _tiles(tensors: Sequence[torch.Tensor], tiles: int) -> Iterator[tuple[torch.
 def _run_in_tiles(module: nn.Module, tiles: int, *tensors: torch.Tensor) -> torch.Tensor:
     """The forward of an MLP [..., width] or of routed experts, whose tensors have a row for each token.
 
-    Without gradients nothing within it is kept, and all tokens are computed at once.
+    Without gradients no activations are saved, so all tokens are computed at once.
     """
     forward = partial(type(module).forward, module)
     if not torch.is_grad_enabled():
         return forward(*tensors)
     rows = [tensor.flatten(0, -2) for tensor in tensors]
-    # Expert parallel ranks communicate in each tile, and those with few tokens have empty ones.
+    # Expert parallel ranks communicate in each tile, so ranks with few tokens have empty tiles.
     number = tiles if isinstance(module, ExpertParallelExperts) else min(tiles, len(rows[0]))
     out: torch.Tensor = _TokensInTiles.apply(forward, number, len(rows), *rows, *module.parameters())
     return out.view(*tensors[0].shape[:-1], out.shape[-1])
@@ -181,9 +180,9 @@ def tiled_modules(lm: PreTrainedModel) -> list[nn.Module]:
 
 
 def install_tiled_mlps(lm: PreTrainedModel, *, tiles: int) -> list[nn.Module]:
-    """Let the MLPs of `lm` take tokens in this number of tiles, in place; returns them.
+    """Let the MLPs of `lm` compute tokens in this number of tiles, in place; returns the MLPs.
 
-    The number is the same on all ranks, since tensor and expert parallel ranks communicate in each tile.
+    The number must be the same on all ranks, since tensor and expert parallel ranks communicate in each tile.
     """
     modules = tiled_modules(lm)
     for module in modules:

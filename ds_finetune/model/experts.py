@@ -1,12 +1,12 @@
-"""The forward of routed experts: rows are sorted by expert, multiplied by all experts in one product, and summed.
+"""The forward of routed experts: rows are sorted by expert, multiplied in one grouped product, and summed by token.
 
-Sorting and summing are gathers, and so are their gradients, since the inverse of the permutation is known. Autograd's
-own gradient of `hidden[index]` adds up rows by `index_put`, which sorts the index on a GPU. The sum over a token's
-experts is taken in fp32 and rounded once; `index_put` rounds after each summand, in the order of experts. In fp32
-results differ by the order of a sum of `k` numbers, and are equal for k up to 2.
+Sorting and summing are gathers, and so are their gradients, since the inverse permutation is known. Autograd's gradient
+of `hidden[index]` adds rows with `index_put`, which sorts the index on a GPU. The sum over a token's experts is
+computed in fp32 and rounded once; `index_put` rounds after each summand, in the order of experts. In fp32, results
+differ by the order of a sum of `k` numbers, and are equal for k up to 2.
 
-The routing weight multiplies the input of the down projection, which is linear: gradients of weights then need no
-output of experts, and products with weights have the experts' width, not the model's.
+The routing weight multiplies the input of the down projection, which is linear. So gradients of routing weights need no
+expert outputs, and products with routing weights have the experts' width, not the model's.
 """
 
 from collections.abc import Callable
@@ -23,21 +23,21 @@ from ds_finetune.model.weights.names import is_table
 from ds_finetune.plan.forward import product_of_experts
 
 Project = Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
-"""From rows [rows, in] sorted by expert, the ends of experts in them and the name of a fused weight to [rows, out]."""
+"""From rows [rows, in] sorted by expert, ends of the experts' rows and a fused weight's name to [rows, out]."""
 
 
 _options = {"has_triton": True}
 
 
 def choose_product(*, has_triton: bool) -> None:
-    """Let this program's kernel multiply where it can, or leave it to torch's and the loop, for the whole process."""
+    """Use this program's Triton kernel where possible, or torch's kernel and the loop, for the whole process."""
     _options["has_triton"] = has_triton
     _is_own_kernel.cache_clear()
 
 
 @cache
 def _is_own_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this program's kernel multiplies by all experts on this device, not torch's or a loop."""
+    """Whether this program's kernel computes grouped products on this device, not torch's kernel or a loop."""
     if device.type != "cuda":
         return False
     precision = next((name for name, known in PRECISION_DTYPES.items() if known == dtype), "")
@@ -45,8 +45,8 @@ def _is_own_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def multiply(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, is_transposed: bool = False) -> Any:  # noqa: ANN401 - untyped
-    """`rows` [rows, in], sorted by expert and ending at `ends`, times `weight` [experts, out, in]: [rows, out];
-    `weight` is [experts, in, out] where it `is_transposed`.
+    """Grouped product of `rows` [rows, in], sorted by expert and ending at `ends`, with `weight` [experts, out, in]:
+    [rows, out]. With `is_transposed`, `weight` is [experts, in, out].
     """
     if not _is_own_kernel(weight.device, weight.dtype):
         return _grouped_linear(rows, weight, ends, is_transposed=is_transposed)
@@ -59,18 +59,18 @@ _kept_multiply = kept(multiply)
 
 
 def rows_up_to(experts: torch.Tensor, number: int) -> torch.Tensor:
-    """How many of the sorted `experts`, int64 [rows], are at most each of `number` experts, int32 [number].
+    """Number of the sorted `experts` int64 [rows] that are at most expert 0, 1, ..., int32 [number].
 
-    Unlike `torch.bincount` it does not make a GPU wait for its largest number.
+    Unlike `torch.bincount`, this does not make the host wait for the largest value.
     """
     return torch.searchsorted(experts, torch.arange(number, device=experts.device), right=True, out_int32=True)
 
 
 class _Gather(torch.autograd.Function):
-    """Sums of the `k` rows each of `source` at `index`; backward sums the `k_back` rows of the gradient at `back`.
+    """Sums of `k` rows each of `source[index]`; backward sums `k_back` rows each of the gradient at `back`.
 
-    With `is_last` its node holds `back`. As a saved tensor it would be the last of a layer that backward needs, and
-    recomputation, which ends with the last, would compute the down projection only to reach it.
+    With `is_last` the autograd node holds `back`. As a saved tensor it would be the layer's last one, and
+    recomputation, which stops at the last saved tensor, would compute the down projection only to reach it.
     """
 
     @staticmethod
@@ -91,8 +91,8 @@ def _sums(rows: torch.Tensor, k: int) -> torch.Tensor:
 
 
 class _Weigh(torch.autograd.Function):
-    """`rows` times a number of each, which is fp32 where they are 16 bits: the product is rounded where it is computed,
-    and no copy of all rows in fp32 is made.
+    """`rows` times one weight per row, which is fp32 where rows are 16 bits. The product is rounded in the kernel,
+    without an fp32 copy of all rows.
     """
 
     @staticmethod
@@ -108,21 +108,21 @@ class _Weigh(torch.autograd.Function):
 
 
 class SortedRows(NamedTuple):
-    """The rows of tokens for their chosen experts, sorted by expert."""
+    """The rows of tokens, one for each chosen expert, sorted by expert."""
 
     experts: torch.Tensor
     """The expert of each row, int64 [tokens x k]."""
     choices: torch.Tensor
-    """Which of the choices of all tokens each row is, int64 [tokens x k]."""
+    """Index of each row in the flattened choices [tokens, k], int64 [tokens x k]."""
     places: torch.Tensor
-    """The row of each choice: the inverse."""
+    """Inverse of `choices`: the row of each choice."""
     tokens: torch.Tensor
     """The token of each row, int32."""
     k: int
 
     @classmethod
     def of(cls, top_k_index: torch.Tensor) -> "SortedRows":
-        """The sorted rows of the chosen experts `top_k_index` [tokens, k]."""
+        """The sorted rows for the chosen experts `top_k_index` [tokens, k]."""
         experts, choices = top_k_index.reshape(-1).sort(stable=True)
         places = torch.empty_like(choices)
         places[choices] = torch.arange(len(choices), device=choices.device)
@@ -144,8 +144,8 @@ class SortedRows(NamedTuple):
 
 
 def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, leaf: str, **options: bool) -> Any:  # noqa: ANN401 - untyped
-    """`rows` [rows, in] through the fused `weight` named `leaf`. The output of the first projection is kept where
-    layers are recomputed selectively; no gradient needs that of the second.
+    """Grouped product of `rows` [rows, in] with the fused `weight` named `leaf`. Selective recomputation saves the
+    output of the first projection; no gradient needs that of the second.
     """
     return (_kept_multiply if leaf == "gate_up_proj" else multiply)(rows, weight, ends, **options)
 
@@ -163,7 +163,7 @@ def run_experts(
     project: Project | None = None,
 ) -> torch.Tensor:
     """[tokens, width], chosen experts [tokens, k] and their weights -> [tokens, width]; `project` multiplies rows by
-    the weights of `module`, or by what takes their place.
+    the weights of `module`, or by adapted ones.
     """
     if not module.has_gate or module.has_post_expert_norm or module._is_expert_parallel:
         return grouped_mm_experts_forward(module, hidden, top_k_index, top_k_weights)  # type: ignore[no-any-return]
@@ -175,22 +175,22 @@ def run_experts(
     rows = project(chosen.rows_of(hidden), ends, "gate_up_proj")
     if module.has_bias:
         of_row = (chosen.experts[:, None] == torch.arange(module.num_experts, device=rows.device)).to(rows.dtype)
-        # A local name would keep the biases of all rows until the end.
+        # A local variable would keep the biases of all rows alive until the end.
         if current_outputs() is None:
             rows.add_(of_row @ module.gate_up_proj_bias)
         else:
             rows = rows + of_row @ module.gate_up_proj_bias
     inner = module._apply_gate(rows)
     weighted = inner * weights if weights.dtype == inner.dtype else _Weigh.apply(inner, weights)
-    # Before the down projection, at which recomputation ends: gradients need what is multiplied with the bias.
+    # Before the down projection, where recomputation stops: gradients need the factor of the bias.
     added = chosen.sums_of((of_row * weights).to(inner.dtype)) @ module.down_proj_bias if module.has_bias else None
     out = chosen.sums_of(project(weighted, ends, "down_proj"))
     return out if added is None else out + added
 
 
 def spread_ids(lm: nn.Module, experts: int) -> None:
-    """Let tables of token ids name all `experts` by turns, in place. They are zeros in a model without weights: one
-    expert, as often as a token is sent to some.
+    """Let tables of token ids name all `experts` in turn, in place. In a model without weights tables are zeros: they
+    would name one expert k times for each token.
     """
     for name, table in lm.named_buffers():
         if is_table(name):
@@ -199,7 +199,7 @@ def spread_ids(lm: nn.Module, experts: int) -> None:
 
 
 def with_whole_tables(lm: nn.Module, vocabulary: int) -> None:
-    """Let tables of token ids that were built for a shard of the vocabulary have all ids, in place."""
+    """Replace tables of token ids that were built for a shard of the vocabulary by tables of all ids, in place."""
     for name, table in list(lm.named_buffers()):
         if is_table(name):
             module, _, leaf = name.rpartition(".")

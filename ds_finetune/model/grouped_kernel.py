@@ -1,8 +1,8 @@
-"""The product of rows sorted by expert with the weights of all experts, as Triton kernels, for GPUs and dtypes for
-which torch has none: it would multiply expert by expert, and the host would wait for their numbers of rows.
+"""Grouped product of rows sorted by expert with experts' weights, as Triton kernels, for GPUs and dtypes for which
+torch has none: torch would multiply expert by expert, and the host would wait for the numbers of rows.
 
-The ends of experts stay on the device. There are as many programs as tiles of rows could be needed; each finds its
-expert from the ends, and those beyond the last tile return. Products are summed in fp32. Importing this needs triton.
+The ends of experts' rows stay on the device. The grid has as many programs as row tiles could be needed; each finds its
+expert from the ends, and those beyond the last tile return. Products are summed in fp32. The import needs triton.
 """
 
 # ruff: noqa: ANN001, ANN202, N803, PLR0913 - kernels of Triton
@@ -14,13 +14,14 @@ import triton
 import triton.language as tl
 
 _ROWS, _COLUMNS, _DEPTH = 64, 128, 32
-"""Rows and columns of a tile of a result, and summands of its products that are loaded at a time: 12 KiB of 16-bit
-numbers, of which three stages fit into the shared memory of any GPU with compute capability 8.x."""
+"""Rows and columns of an output tile, and summands loaded at a time: 12 KiB of 16-bit numbers, of which three pipeline
+stages fit into the shared memory of any GPU with compute capability 8.x.
+"""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _tile(ends, number, experts, PADDED: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The expert of a tile of rows, its first row, and where the expert ends; PADDED for a tile that does not exist."""
+    """The expert of a row tile, its first row, and the end of the expert's rows; PADDED if there is no such tile."""
     index = tl.arange(0, PADDED)
     is_expert = index < experts
     stop = tl.load(ends + index, mask=is_expert, other=0)
@@ -83,7 +84,7 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """A tile of [rows, depth].T @ [rows, columns] over the rows of one expert, zeros where it has none."""
+    """A tile of [rows, depth].T @ [rows, columns] over the rows of one expert; zeros for an expert without rows."""
     expert = tl.program_id(2)
     end = tl.load(ends + expert)
     start = tl.load(ends + expert - 1, expert > 0, 0)
@@ -103,13 +104,13 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("ds_finetune::grouped_product", mutates_args=())
 def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """`rows` [rows, in], sorted by expert, times `weight` [experts, in, out]: [rows, out] in their dtype.
+    """Grouped product of `rows` [rows, in], sorted by expert, with `weight` [experts, in, out]: [rows, out].
 
-    `ends` int32 [experts] are the ends of experts in the rows, on their device; the last is the number of rows.
+    `ends` int32 [experts] are the ends of experts' rows, on the same device; the last is the number of rows.
     """
     (number, depth), (experts, _, columns) = rows.shape, weight.shape
     rows, out = rows.contiguous(), rows.new_empty(number, columns)
-    # Each expert has at most one tile that is not full.
+    # Each expert has at most one partial tile.
     grid = (triton.cdiv(number, _ROWS) + experts, triton.cdiv(columns, _COLUMNS))
     tiles = {"PADDED": triton.next_power_of_2(experts), "ROWS": _ROWS, "COLUMNS": _COLUMNS, "DEPTH": _DEPTH}
     _product_kernel[grid](rows, weight, out, ends, experts, depth, columns, *weight.stride(), **tiles)
@@ -140,7 +141,7 @@ def _(_: torch.Tensor, __: torch.Tensor, ___: torch.Tensor, weight: torch.Tensor
 def _keep(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:  # noqa: ANN401
     rows, weight, ends = inputs
     of_rows, of_weight = ctx.needs_input_grad[:2]
-    # Frozen experts need no rows. Their gradient needs the shape and the strides of the weight.
+    # With frozen experts rows are not needed. The gradient of rows or weight needs the weight's shape and strides.
     ctx.save_for_backward(rows if of_weight else None, weight if of_rows or of_weight else None, ends)
 
 

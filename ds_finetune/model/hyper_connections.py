@@ -1,8 +1,8 @@
-"""Hyper-connections of DeepSeek-V4 (arXiv 2512.24880): the weights that make one hidden state of the residual streams
-of a token, and streams of what a sublayer makes of it.
+"""Hyper-connections of DeepSeek-V4 (arXiv 2512.24880): weights that merge a token's residual streams into one hidden
+state, and distribute a sublayer's output to the streams.
 
-Autograd would keep a copy of all streams in fp32, and a small matrix of each token for each of some forty divisions.
-Here only the streams, which the layer keeps anyway, and the products of a token are kept.
+Autograd would save an fp32 copy of all streams, and a small matrix per token for each of some forty divisions. Here
+only the streams, which the layer saves anyway, and the products of a token are saved.
 """
 
 from collections.abc import Callable
@@ -19,14 +19,14 @@ _Backward = Callable[..., torch.Tensor]
 class _StreamSizes(NamedTuple):
     streams: int
     times: int
-    """How often columns and rows are divided by their sums."""
+    """Divisions of `comb` by its column sums; there is one less by its row sums."""
     eps: float
     norm_eps: float
 
 
 class _Mixing(torch.autograd.Function):
-    """Streams [batch, tokens, streams, width] to one hidden state of all; and where `fn` has columns for them, the
-    weights `post`, and the streams mixed by the transposes of `comb`.
+    """Streams [batch, tokens, streams, width] to one hidden state. If `fn` has columns for them, also the weights
+    `post`, and the streams mixed by the transposed `comb`.
     """
 
     @staticmethod
@@ -72,8 +72,8 @@ class _Mixing(torch.autograd.Function):
 
 
 class _Adding(torch.autograd.Function):
-    """The streams after a sublayer, in place of the mixed ones [batch, tokens, streams, width] of which they are a sum
-    with what it gives [batch, tokens, width], by the weights `post`.
+    """The streams after a sublayer, [batch, tokens, streams, width]: mixed streams plus the sublayer's output [batch,
+    tokens, width] times the weights `post`. Overwrites the mixed streams.
     """
 
     @staticmethod
@@ -90,18 +90,18 @@ class _Adding(torch.autograd.Function):
 
 
 def _columns(sizes: _StreamSizes) -> list[int]:
-    """Columns of `pre`, `post` and `comb`."""
+    """Number of columns of `pre`, `post` and `comb`."""
     return [sizes.streams, sizes.streams, sizes.streams**2]
 
 
 def _by_column(scale: torch.Tensor, sizes: _StreamSizes) -> torch.Tensor:
-    """The scale of each column, from one for each kind of weight."""
+    """The scale of each column, expanded from one scale per kind of weight."""
     return torch.cat([factor.expand(columns) for factor, columns in zip(scale, _columns(sizes), strict=False)])
 
 
 def _weights(sums: torch.Tensor, sizes: _StreamSizes) -> tuple[tuple[torch.Tensor, ...], _Backward]:
     """`pre` and `post` [tokens, streams] and `comb` [tokens, streams, streams] of transformers 5.23
-    (deepseek_v4/modeling_deepseek_v4.py:966-994), or `pre` alone; and what makes the gradient of `sums` of theirs.
+    (deepseek_v4/modeling_deepseek_v4.py:966-994), or `pre` alone; and a function for the gradient of `sums`.
     """
     number, eps = sizes.streams, sizes.eps
     pre = sums[:, :number].sigmoid()
@@ -121,10 +121,9 @@ def _weights(sums: torch.Tensor, sizes: _StreamSizes) -> tuple[tuple[torch.Tenso
 
 
 def _balanced(matrices: torch.Tensor, sizes: _StreamSizes) -> tuple[torch.Tensor, _Backward]:
-    """Matrices [rows, columns, tokens] whose columns and then rows are divided by their sums, by turns, beginning and
-    ending with columns; and what makes their gradient, once. Both are changed in place: backward multiplies by the
-    sums again, so that caches of a processor hold all it needs. With the tokens last, each operation goes through
-    memory in order.
+    """Matrices [rows, columns, tokens] divided alternately by their column and row sums, beginning and ending with
+    columns; and a function that computes their gradient once. Both change matrices in place: backward multiplies by the
+    sums again, so that all data fits into CPU caches. With tokens last, each operation reads memory in order.
     """
     sums = []
     for number in range(2 * sizes.times - 1):
@@ -141,7 +140,7 @@ def _balanced(matrices: torch.Tensor, sizes: _StreamSizes) -> tuple[torch.Tensor
 
 
 class MixedStreams(nn.Module):
-    """Mixed into transformers' hyper-connections."""
+    """Mixin of transformers' hyper-connections."""
 
     fn: nn.Parameter
     base: nn.Parameter
@@ -152,13 +151,13 @@ class MixedStreams(nn.Module):
     input_norm: Any
 
     def forward(self, hidden_streams: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """One hidden state of all streams, `post`, and the streams mixed by `comb`."""
+        """One hidden state of all streams, the weights `post`, and the streams mixed by `comb`."""
         sizes = _StreamSizes(self.hc_mult, self.hc_sinkhorn_iters, self.hc_eps, self.input_norm.eps)
         return _Mixing.apply(hidden_streams, self.fn, self.base, self.scale, sizes)  # type: ignore[no-any-return]
 
 
 class LastStreams(nn.Module):
-    """Mixed into transformers' module that makes one hidden state after the last layer."""
+    """Mixin of transformers' module that merges the streams after the last layer."""
 
     hc_fn: nn.Parameter
     hc_base: nn.Parameter
@@ -168,13 +167,13 @@ class LastStreams(nn.Module):
     input_norm: Any
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As transformers' own."""
+        """The merged hidden state, as in transformers."""
         sizes = _StreamSizes(self.hc_mult, 0, self.eps, self.input_norm.eps)
         return _Mixing.apply(x, self.hc_fn, self.hc_base, self.hc_scale, sizes)[0]  # type: ignore[no-any-return]
 
 
 class StreamLayer(nn.Module):
-    """Mixed into transformers' decoder layers."""
+    """Mixin of transformers' decoder layers of DeepSeek-V4."""
 
     attn_hc: nn.Module
     self_attn: nn.Module
@@ -184,7 +183,7 @@ class StreamLayer(nn.Module):
     post_attention_layernorm: nn.Module
 
     def forward(self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None, **given: Any) -> torch.Tensor:  # noqa: ANN401
-        """As transformers' own (5.23, deepseek_v4/modeling_deepseek_v4.py:1175-1199)."""
+        """The streams after the layer, as in transformers (5.23, deepseek_v4/modeling_deepseek_v4.py:1175-1199)."""
         one, post, mixed = self.attn_hc(hidden_states)
         out, _ = self.self_attn(self.input_layernorm(one), **given)
         one, post, mixed = self.ffn_hc(_Adding.apply(mixed, out, post))
@@ -193,7 +192,7 @@ class StreamLayer(nn.Module):
 
 
 def install_hyper_connections(lm: nn.Module) -> None:
-    """Let the hyper-connections of a model keep no more than their inputs, in place."""
+    """Let the hyper-connections of a model save only their inputs, in place."""
     mixins = dict(zip(stream_classes(), (MixedStreams, LastStreams, StreamLayer), strict=True))
     for module in lm.modules():
         kind = type(module)

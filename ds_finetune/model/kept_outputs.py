@@ -1,18 +1,18 @@
-"""What a layer that is computed again in backward keeps of its forward: the experts that its router chose, and with
-selective recomputation the outputs of some operations.
+"""Outputs that a recomputed layer saves in forward: the experts chosen by its router and, with selective recomputation,
+the outputs of some operations.
 
-Recomputation need not have forward's bits: ranks that add up in another order each time, as NCCL's do on NVLink
-switches, change hidden states by a rounding, and for some tokens the experts. Backward would then take the order of
-rows, outputs and exchanges of forward for those of other choices. So experts are chosen once, and their weights, which
-have a gradient, come from the recomputed scores of the chosen.
+Recomputation need not be bit-identical to forward: NCCL on NVLink switches may sum in another order each time, which
+changes hidden states by a rounding, and the experts of some tokens. Backward would then combine rows, outputs and
+exchanges of forward with other choices. So experts are chosen once. Their weights, which have a gradient, are taken
+from the recomputed scores of the chosen experts.
 
-Attention and the products of routed experts take most of a forward's time for each byte of their outputs, and the
-exchange of rows between ranks makes them wait for each other. The outputs of these are kept.
+Attention and the products of routed experts take most time per byte of output, and the exchange of rows between ranks
+makes ranks wait for each other. So the outputs of these operations are saved.
 
-torch has such contexts (torch 2.13, utils/checkpoint.py:1470, create_selective_checkpoint_contexts), but they demand
-that recomputation runs the same operations as forward, in the same order. Under ZeRO-3 it does not: weights are
-gathered by hooks, and whether a gather is needed depends on what was fetched before. Here an operation is asked for at
-the place where it is called, and others are not seen.
+torch has such contexts (torch 2.13, utils/checkpoint.py:1470, create_selective_checkpoint_contexts), but requires that
+recomputation runs the same operations as forward, in the same order. Under ZeRO-3 it does not: hooks gather weights,
+and whether a gather is needed depends on what was fetched before. Here operations are intercepted only where they are
+called by name, and others are not seen.
 """
 
 import threading
@@ -44,14 +44,14 @@ KEPT_OPERATIONS = frozenset(
         "ds_finetune::grouped_product",
     }
 )
-"""Operations whose outputs are kept. Attention by several operations, which torch takes where no kernel fits, is not
-among them: its backward needs all of their outputs.
+"""Operations whose outputs are saved. Attention made of several operations, which torch uses where no kernel fits, is
+not among them: its backward needs all of their outputs.
 """
 
 
 class KeptOutputs(TorchDispatchMode):
-    """What one layer keeps of one forward. As a mode of torch it records operations in forward; in recomputation it
-    returns what they gave, in the same order, and does not run them.
+    """Saved outputs of one forward of one layer. As a torch dispatch mode it records operations in forward; in
+    recomputation it returns the saved outputs, in the same order, without running the operations.
     """
 
     def __init__(self, outputs: deque[Any], *, is_recomputing: bool, is_selective: bool) -> None:
@@ -59,7 +59,7 @@ class KeptOutputs(TorchDispatchMode):
         self._outputs, self._is_recomputing, self.is_selective = outputs, is_recomputing, is_selective
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        """Called by torch for each operation while the mode is on."""
+        """Called by torch for each operation while the mode is active."""
 
         def compute() -> Any:  # noqa: ANN401
             return func(*args, **(kwargs or {}))
@@ -67,7 +67,7 @@ class KeptOutputs(TorchDispatchMode):
         return self.keep(compute) if func.name() in KEPT_OPERATIONS else compute()
 
     def keep(self, compute: Callable[[], T]) -> T:
-        """What `compute` returns, or in recomputation what it returned in forward. Its tensors have no history."""
+        """The result of `compute`, or when recomputing its saved result. Its tensors have no autograd history."""
         if self._is_recomputing:
             return tree_map_only(_Kept, _Kept.unchanged, self._outputs.popleft())  # type: ignore[no-any-return]
         result = compute()
@@ -76,30 +76,30 @@ class KeptOutputs(TorchDispatchMode):
 
 
 class _KeptChoices(TorchDispatchMode):
-    """Lets `topk` choose once, in forward; recomputation takes the values of what it chose."""
+    """Lets `topk` choose only in forward; recomputation gathers the values at the saved choices."""
 
     def __init__(self, kept: KeptOutputs) -> None:
         super().__init__()
         self._kept = kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        """Called by torch for each operation while the mode is on."""
+        """Called by torch for each operation while the mode is active."""
         given = kwargs or {}
         if func is not torch.ops.aten.topk.default:
             return func(*args, **given)
         scores, dim = args[0], args[2] if len(args) > 2 else given.get("dim", -1)
         small = torch.int16 if scores.shape[dim] <= 2**15 else torch.int32
-        # Below autograd: as in forward, the gradient of values goes to the scores at `chosen`.
+        # This runs below autograd: as in forward, the gradient of the values flows to the scores at `chosen`.
         chosen = self._kept.keep(lambda: func(*args, **given)[1].to(small)).long()
         return scores.gather(dim, chosen), chosen
 
 
 class _Kept:
-    """A tensor with the number of changes in place that it had."""
+    """A tensor with its version: the number of its in-place changes."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # Autograd gives the tensor itself a history, which would keep this alive. Below autograd, where modes run, only
-        # this key lets both count the same changes (torch 2.13, utils/checkpoint.py, `_maybe_detach`).
+        # Autograd attaches a history to the tensor itself, which would keep this object alive. Below autograd, where
+        # modes run, only this key makes both share a version (torch 2.13, utils/checkpoint.py, `_maybe_detach`).
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             self._tensor, self._version = tensor.detach(), tensor._version
 
@@ -109,7 +109,7 @@ class _Kept:
 
 
 class _Current(threading.local):
-    """Backward has threads of its own."""
+    """The current layer's saved outputs, per thread: backward has threads of its own."""
 
     kept: KeptOutputs | None = None
 
@@ -129,7 +129,7 @@ class _InLayer(AbstractContextManager[None]):
 
 
 def layer_contexts(*, is_selective: bool) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of a layer's forward and of its recomputation, as `context_fn` of torch's `checkpoint` makes them."""
+    """Contexts of a layer's forward and of its recomputation, for `context_fn` of torch's `checkpoint`."""
     outputs: deque[Any] = deque()
     forward, again = (
         KeptOutputs(outputs, is_recomputing=is_again, is_selective=is_selective) for is_again in (False, True)
@@ -138,15 +138,15 @@ def layer_contexts(*, is_selective: bool) -> tuple[AbstractContextManager[None],
 
 
 def current_outputs() -> KeptOutputs | None:
-    """Where a layer that is recomputed selectively keeps outputs now; None elsewhere, and where no gradient is wanted,
-    as within a tile of an MLP, which is computed again as a whole.
+    """The saved outputs of the current layer if it is recomputed selectively; None elsewhere, and without gradients, as
+    in a tile of an MLP, which is recomputed in full.
     """
     kept = _current.kept
     return kept if kept is not None and kept.is_selective and torch.is_grad_enabled() else None
 
 
 def keep_choices(module: nn.Module) -> None:
-    """Let `topk` within `module`, a router or what contains one, choose once where layers are recomputed, in place."""
+    """Let `topk` within `module`, a router or a parent of one, choose only in forward, in recomputed layers."""
     forward = module.forward
 
     @wraps(forward)
@@ -159,11 +159,10 @@ def keep_choices(module: nn.Module) -> None:
 
 
 def kept(compute: Callable[P, T]) -> Callable[P, T]:
-    """`compute`, whose operations among `KEPT_OPERATIONS` keep their outputs in layers that are recomputed
-    selectively.
+    """Wrap `compute` so that its operations in `KEPT_OPERATIONS` save their outputs in selectively recomputed layers.
 
-    Attention with dropout is computed again: were it not, later dropouts of the layer would draw the random numbers
-    that it drew in forward.
+    Attention with dropout is recomputed; otherwise later dropouts of the layer would use the random numbers that
+    attention used in forward.
     """
 
     @wraps(compute)

@@ -1,10 +1,10 @@
 """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): a decoder layer after the last one that predicts
 the token after the next from a hidden state of the model and the embedding of the next token.
 
-The layer is built as `model.layers.N` of the model itself, where N is `num_hidden_layers`, so its tensors have their
-published names, and parallel modules, ZeRO and checkpoints treat it like the others. The model's own forward does not
-reach it (transformers 5.23 runs `layers[: config.num_hidden_layers]`, deepseek_v3/modeling_deepseek_v3.py:621).
-DeepSeek-V4 runs all layers: there the layer is a module of one that returns what it gets.
+The layer is `model.layers.N` of the model itself, with N = `num_hidden_layers`. So its tensors have their published
+names, and parallel modules, ZeRO and checkpoints treat it like other layers. The model's own forward skips it
+(transformers 5.23 runs `layers[: config.num_hidden_layers]`, deepseek_v3/modeling_deepseek_v3.py:621). DeepSeek-V4's
+forward runs all layers: there the layer is wrapped in a module that returns its input.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,46 +22,44 @@ from ds_finetune.foreign.transformers_attention import hyper_head
 from ds_finetune.foreign.transformers_models import replaced_layers
 
 _BUILT = "ds_finetune_mtp_layers"
-"""Attribute of a configuration from which a model with such layers is built; never written to a config.json."""
+"""Attribute of a configuration with the number of such layers to build; never written to a config.json."""
 PREDICTION_LAYERS = "num_nextn_predict_layers"
 """Key of the number of multi-token prediction layers after the last layer (DeepSeek-V3's config.json)."""
 _PER_LAYER: Mapping[str, str | None] = {"layer_types": None, "mlp_layer_types": None, "indexer_types": "full"}
-"""Lists of a config.json with an entry for each layer, and the entry of a multi-token prediction layer; None for that
-of the last layer. It has an indexer of its own in published checkpoints, whatever the last layer has.
+"""Per-layer lists of a config.json, with the entry of a multi-token prediction layer; None repeats the last layer's
+entry. In published checkpoints the layer has its own indexer, even if the last layer has none.
 """
 _COMPRESSED: Mapping[str, str | int] = {
     "layer_types": "sliding_attention",
     "mlp_layer_types": "moe",
     "compress_ratios": 0,
 }
-"""The entries of a multi-token prediction layer of DeepSeek-V4, whose tensors have no compressor and no table of token
-ids.
-"""
+"""The same for DeepSeek-V4, whose multi-token prediction layer has no compressor and no table of token ids."""
 
 
 def set_mtp_layers(hf_config: PretrainedConfig, layers: int) -> None:
-    """Let models of `hf_config` be built with this number of multi-token prediction layers."""
+    """Let models of `hf_config` be built with `layers` multi-token prediction layers."""
     setattr(hf_config, _BUILT, layers)
 
 
 def mtp_layers(hf_config: PretrainedConfig) -> range:
-    """Numbers of the multi-token prediction layers that models of `hf_config` are built with.
+    """Indices of the multi-token prediction layers with which models of `hf_config` are built.
 
-    The `num_mtp_layers` of transformers' configurations is no guide: it is 1 where config.json says nothing.
+    `num_mtp_layers` of transformers' configurations cannot be used: it is 1 if config.json does not set it.
     """
-    # Some types that have no such layers count their layers by another name (transformers 5.23, BltConfig).
+    # Some types without such layers name their number of layers otherwise (transformers 5.23, BltConfig).
     first = getattr(hf_config, "num_hidden_layers", 0)
     return range(first, first + getattr(hf_config, _BUILT, 0))
 
 
 def is_mtp_tensor(name: str, hf_config: PretrainedConfig) -> bool:
-    """Whether the model's tensor `name` belongs to such a layer."""
+    """Whether the model's tensor `name` belongs to a multi-token prediction layer."""
     return layer_of(name) in mtp_layers(hf_config)
 
 
 def published_copies(hf_config: PretrainedConfig) -> dict[str, str]:
-    """Names of published tensors of these layers that are copies of the model's embedding and head, which the layers
-    use here, with the names of those.
+    """Published tensors of multi-token prediction layers that copy the model's embedding and head, by name, each with
+    the name of the original, which the layers use here.
     """
     return {
         f"model.layers.{layer}.{copy}": original
@@ -75,9 +73,7 @@ def published_copies(hf_config: PretrainedConfig) -> dict[str, str]:
 
 @contextmanager
 def more_layers(hf_config: PretrainedConfig, number: int) -> Iterator[None]:
-    """While this is open, `hf_config` is that of a model with so many more layers, which are like its last one but have
-    indexers of their own.
-    """
+    """While open, `hf_config` has `number` more layers, which are like the last one but have their own indexers."""
     layers, given = hf_config.num_hidden_layers, vars(hf_config)
     if family_of(hf_config.model_type).compresses:
         longer = {k: [*given[k][:layers], *[kind] * number] for k, kind in _COMPRESSED.items() if given.get(k)}
@@ -95,7 +91,7 @@ def more_layers(hf_config: PretrainedConfig, number: int) -> Iterator[None]:
 
 @contextmanager
 def build_mtp_layers(model_class: type[PreTrainedModel], hf_config: PretrainedConfig) -> Iterator[None]:
-    """A model of `hf_config` built inside gets its multi-token prediction layers."""
+    """While open, a model of `hf_config` is built with its multi-token prediction layers."""
     layers = mtp_layers(hf_config)
     if not layers:
         yield
@@ -113,19 +109,19 @@ def build_mtp_layers(model_class: type[PreTrainedModel], hf_config: PretrainedCo
 
 
 class PassedLayer(nn.Module):
-    """Has the multi-token prediction layer `mtp` of a model whose own forward runs all layers, and passes it by."""
+    """Holds the multi-token prediction layer `mtp` of a model whose own forward runs all layers, and skips it."""
 
     def __init__(self, mtp: nn.Module) -> None:
         super().__init__()
         self.mtp = mtp
 
     def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:  # noqa: ANN401
-        """The hidden states."""
+        """Returns the hidden states unchanged."""
         return hidden
 
 
 def add_mtp_modules(layer: Any, config: PretrainedConfig) -> None:  # noqa: ANN401 - a decoder layer of any family
-    """Add what a multi-token prediction layer has beside a decoder layer, under the published names."""
+    """Add the modules that a multi-token prediction layer has besides a decoder layer, under the published names."""
     width, norm_class = config.hidden_size, type(layer.input_layernorm)
     layer.enorm = norm_class(width, eps=config.rms_norm_eps)
     layer.hnorm = norm_class(width, eps=config.rms_norm_eps)
@@ -140,9 +136,9 @@ def add_mtp_modules(layer: Any, config: PretrainedConfig) -> None:  # noqa: ANN4
 
 
 def mtp_layer_inputs(layer: Any, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-    """The input [rows, tokens, width] of the decoder layer from the embeddings of the next tokens and hidden states of
-    the model after its final norm, [rows, tokens, width] each. With several residual streams of a token, the input has
-    them too, and `hidden` are those after the last layer, [rows, tokens, streams, width].
+    """The input [rows, tokens, width] of the decoder layer, from embeddings of the next tokens and the model's hidden
+    states after the final norm, [rows, tokens, width] each. With several residual streams per token, the input has
+    streams too, and `hidden` are the streams after the last layer, [rows, tokens, streams, width].
 
     The published weights take the embedding first (transformers 5.23, modeling_layers.py:357; vLLM and SGLang too),
     though the paper writes the hidden state first (eq. 21).
@@ -161,8 +157,8 @@ def run_mtp_layer(
     position_ids: torch.Tensor,
     **arguments: Any,  # noqa: ANN401 - what attention takes
 ) -> torch.Tensor:
-    """States [rows, tokens, width] of such a layer of `lm` before its head, from its input; it is run as the model runs
-    its own layers.
+    """Hidden states [rows, tokens, width] of a multi-token prediction layer of `lm` before the head, from its input;
+    the layer runs like the model's own layers.
     """
     if family_of(lm.config.model_type).compresses:
         return _run_compressed_layer(lm, layer, joined, position_ids, arguments)
@@ -183,7 +179,7 @@ def run_mtp_layer(
         use_cache=False,
         **arguments,
     )
-    # Layers that hand chosen tokens on return them too.
+    # Layers that pass their indexer's choice to the next layer return a tuple.
     normed: torch.Tensor = layer.shared_head.norm(states[0] if isinstance(states, tuple) else states)
     return normed
 
@@ -195,7 +191,7 @@ def _run_compressed_layer(
     position_ids: torch.Tensor,
     arguments: dict[str, Any],
 ) -> torch.Tensor:
-    """States of a layer of DeepSeek-V4, whose attention is by document: other kinds are refused."""
+    """Hidden states of a multi-token prediction layer of DeepSeek-V4; only attention by document is supported."""
     rotary: Any = lm.base_model.rotary_emb
     states = layer(
         joined,

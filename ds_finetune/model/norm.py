@@ -1,4 +1,4 @@
-"""RMSNorm of DeepSeek-V4, with a weight or without, that keeps its input and a number for each row."""
+"""RMSNorm of DeepSeek-V4, with or without a weight, that saves only its input and one number per row."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ds_finetune.foreign.transformers_elementwise import norm_classes
 
 
 class _WideNorm(torch.autograd.Function):
-    """Rows [..., width] over their root mean squares, times a weight [width] or none; in fp32, rounded at the end."""
+    """RMSNorm of rows [..., width] with a weight [width] or none; in fp32, rounded at the end."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:  # noqa: ANN401
@@ -28,7 +28,7 @@ class _WideNorm(torch.autograd.Function):
         of_scale = products.sum(-1) if weight is None else products @ weight.float()
         root = of_scale[..., None] * scale**2 / -wide.shape[-1]
         if ctx.needs_input_grad[1]:
-            # A product with a row is several times as fast on a CPU as a sum over rows.
+            # On a CPU, a matrix product with a row is several times faster than a sum over rows.
             of_weight = (scale.flatten() @ products.flatten(0, -2)).to(weight.dtype)
         return (
             torch.addcmul(grad if weight is None else grad * weight, wide, root).mul_(scale).to(rows.dtype),
@@ -38,7 +38,7 @@ class _WideNorm(torch.autograd.Function):
 
 
 def install_norms(lm: nn.Module) -> None:
-    """Let norms of DeepSeek-V4 keep their inputs only, in place."""
+    """Let norms of DeepSeek-V4 save little more than their inputs for backward, in place."""
     weighted, plain = norm_classes()
     forwards = {
         weighted: lambda self, x: _WideNorm.apply(x, self.weight, self.variance_epsilon),

@@ -1,5 +1,5 @@
-"""Routers of experts: which experts they choose for the tokens of each document, their choices over all ranks in a
-step, and the update of biases that follows.
+"""Routers of experts: collects their choices for the tokens of each document, sums choices over all ranks and a step,
+and updates router biases.
 """
 
 from collections.abc import Iterator
@@ -20,11 +20,11 @@ from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.routers import RouterPlan
 
 _MARKS = 2**15
-"""Marks of sets of experts are smaller."""
+"""Marks, which are hashes of sets of experts, are less than this number."""
 
 
 class RouterOutput(NamedTuple):
-    """What the router of a layer gives for the tokens of the flattened rows."""
+    """Output of a layer's router for the tokens of the flattened rows."""
 
     logits: torch.Tensor
     """[tokens, experts]."""
@@ -33,25 +33,23 @@ class RouterOutput(NamedTuple):
 
 
 class RouterCollector:
-    """Collects the outputs of this rank's routers in each forward, and counts the choices of a step.
+    """Collects the outputs of this rank's routers in each forward, and counts their choices in a step.
 
     Hooks are installed after DeepSpeed's, so that at ZeRO stage 3 a gradient of the logits gathers the weights.
     """
 
     counts: torch.Tensor
-    """How often each expert was chosen since `clear` for tokens that are no padding, int64 [layers, experts]."""
+    """Choices of each expert since `clear`, without padding, int64 [layers, experts]."""
     entropy: torch.Tensor
-    """Sum over the same tokens of the entropy in nats of the shares of the scores, fp64 [layers]."""
+    """Sum over these tokens of the entropy (nats) of score shares, fp64 [layers]."""
     keeps_outputs: bool = False
-    """Whether the outputs of a forward are needed after it: they take [tokens, experts] numbers of each layer."""
+    """Whether outputs stay available after a forward: they take [tokens, experts] numbers per layer."""
     num_tokens: torch.Tensor
-    """Number of these tokens, int64 scalar."""
+    """Number of tokens since `clear`, without padding, int64 scalar."""
     compared: torch.Tensor
-    """Tokens of sampled answers whose experts are not those of sampling, and all that were compared, int64 [layers,
-    2].
-    """
+    """Tokens of sampled answers whose experts differ from those of sampling, and tokens compared, int64 [layers, 2]."""
     marks: NDArray[np.int16]
-    """Marks of the experts of the tokens that `watch` was about, [tokens, layers]."""
+    """Marks of the experts of the tokens passed to `watch`, [tokens, layers]."""
 
     def __init__(self, lm: nn.Module, plan: RouterPlan, *, device: torch.device) -> None:
         self.plan, self._device = plan, device
@@ -70,12 +68,12 @@ class RouterCollector:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Numbers of the layers of this rank that have a router, in the order of `counts`."""
+        """Indices of this rank's layers with a router, in the order of `counts`."""
         return tuple(self.modules)
 
     @property
     def outputs(self) -> tuple[RouterOutput, ...]:
-        """Outputs of the balanced routers that ran in the latest forward, in the order of `layers`, until `release`."""
+        """Outputs of balanced routers in the latest forward, in the order of `layers`; dropped by `release`."""
         return tuple(self._outputs[layer] for layer in self.modules if layer in self._outputs)
 
     @property
@@ -85,7 +83,7 @@ class RouterCollector:
         return self._tokens
 
     def clear(self) -> None:
-        """Forget what was counted."""
+        """Reset all counts."""
         size = (len(self.modules), self.plan.experts)
         self.counts = torch.zeros(size, dtype=torch.int64, device=self._device)
         self.entropy = torch.zeros(size[0], dtype=torch.float64, device=self._device)
@@ -94,7 +92,7 @@ class RouterCollector:
 
     @contextmanager
     def watch(self, tokens: torch.Tensor | None) -> Iterator[None]:
-        """Set `marks` of these tokens of the flattened rows of the forward inside, or of all."""
+        """Set `marks` for the given (or all) tokens of the flattened rows of the forward inside."""
         keeps, self.keeps_outputs, self._is_listening, self._is_counting = self.keeps_outputs, True, True, False
         try:
             yield
@@ -105,17 +103,17 @@ class RouterCollector:
         self._outputs.clear()
 
     def _mark(self, chosen: torch.Tensor) -> torch.Tensor:
-        """A number of each set of experts, int16 [...] from their numbers int64 [..., chosen]; two sets have the same
-        one in 1 of 32,768 cases.
+        """Hash each set of experts, given as indices int64 [..., chosen], to int16 [...]; two sets collide in 1 of
+        32,768 cases.
         """
         return (self._marks[chosen].sum(-1) % _MARKS).to(torch.int16)
 
     @contextmanager
     def listen(self, rows: ForwardRows, *, is_counting: bool, counts_tokens: bool = True) -> Iterator[None]:
-        """Collect the outputs of the forward of `rows` that runs inside; with `is_counting` add its choices to the
-        counts, and with `counts_tokens` too its tokens, which count once where several forwards run parts of a model.
+        """Collect the outputs of the forward of `rows` that runs inside. `is_counting` adds its choices to `counts`,
+        and `counts_tokens` its tokens to `num_tokens`; tokens count once if several forwards run parts of a model.
 
-        Backward runs outside, so what activation checkpointing computes again is not collected.
+        Backward runs outside, so recomputed forwards are not collected.
         """
         assert rows.real is not None, "the rows do not say where padding begins"
         self._tokens = rows.real
@@ -160,7 +158,7 @@ class RouterCollector:
 
 
 def score_shares(logits: torch.Tensor, scores: str) -> torch.Tensor:
-    """Each expert's share of the scores of a token, fp32 [tokens, experts], which sum to 1."""
+    """Share of each expert in the sum of a token's scores, fp32 [tokens, experts]."""
     if scores == "softmax":
         return logits.float().softmax(dim=-1)
     found = functional.softplus(logits.float()).sqrt() if scores == "sqrtsoftplus" else logits.float().sigmoid()
@@ -169,33 +167,33 @@ def score_shares(logits: torch.Tensor, scores: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RouterChoices:
-    """What all routers of the model chose for the tokens of a global batch, the same on every rank.
+    """Choices of all routers of the model for the tokens of a global batch, the same on every rank.
 
     Tensors are on the CPU.
     """
 
     layers: tuple[int, ...]
-    """Numbers of the layers that have a router."""
+    """Indices of the layers with a router."""
     counts: torch.Tensor
-    """How often each expert was chosen, int64 [layers, experts]; padding is not counted."""
+    """Choices of each expert, without padding, int64 [layers, experts]."""
     entropy: torch.Tensor
-    """Mean over tokens of the entropy in nats of the shares of the scores, fp64 [layers]."""
+    """Mean over tokens of the entropy (nats) of score shares, fp64 [layers]."""
     num_tokens: int
     mismatch: float | None = None
-    """Share of the tokens of sampled answers, as a mean over layers, whose set of experts is not that of sampling; None
-    where none were compared.
+    """Share of sampled answers' tokens whose set of experts differs from that of sampling, as a mean over layers; None
+    if none were compared.
     """
 
 
 def table_of_choices(routers: RouterCollector, mesh: Mesh) -> torch.Tensor:
-    """What this rank's routers counted, fp64 [layers of the model, experts + 4]: choices of experts, what was compared
-    with sampling, the sum of the entropy, and tokens. The sum over all ranks has every choice once.
+    """Counts of this rank's routers, fp64 [layers of the model, experts + 4]: choices of experts, tokens that differ
+    from sampling and tokens compared, sum of the entropy, and tokens. The sum over all ranks has every choice once.
     """
     plan = routers.plan
     # Counts are exact in fp64 up to 2**53.
     table = torch.zeros(len(plan.layers), plan.experts + 4, dtype=torch.float64, device=routers.counts.device)
     if mesh.place("tp") == 0:
-        # Tensor parallel ranks count the same tokens, pipeline stages other layers.
+        # Tensor parallel ranks count the same tokens; pipeline stages count different layers.
         for number, layer in enumerate(routers.layers):
             row = table[plan.layers.index(layer)]
             row[:-4], row[-4:-2] = routers.counts[number], routers.compared[number]
@@ -204,7 +202,7 @@ def table_of_choices(routers: RouterCollector, mesh: Mesh) -> torch.Tensor:
 
 
 def choices_of(table: torch.Tensor, plan: RouterPlan) -> RouterChoices:
-    """The choices in such a table of all ranks, which is on the CPU."""
+    """The choices in the `table_of_choices` summed over all ranks, which is on the CPU."""
     counts, tokens, (differing, compared) = (
         table[:, :-4].long(),
         table[:, -1].long(),
@@ -215,7 +213,7 @@ def choices_of(table: torch.Tensor, plan: RouterPlan) -> RouterChoices:
 
 
 def check_each_counted(choices: RouterChoices, plan: RouterPlan, *, num_tokens: int) -> None:
-    """Each router of the model saw each of the `num_tokens` tokens of the global batch once, and chose the same number
+    """Assert that each router saw each of the `num_tokens` tokens of the global batch once, and chose the same number
     of experts for it.
     """
     found = dict(zip(choices.layers, choices.counts.sum(dim=1).tolist(), strict=True))
@@ -227,8 +225,8 @@ def check_each_counted(choices: RouterChoices, plan: RouterPlan, *, num_tokens: 
 def finish_step(
     routers: RouterCollector, choices: RouterChoices, table: torch.Tensor, *, num_tokens: int, is_skipped: bool
 ) -> None:
-    """Check `choices` of the `num_tokens` tokens of the global batch; biases are updated by them unless the step was
-    skipped. `table` has the same numbers on the device.
+    """Check `choices` for the `num_tokens` tokens of the global batch, and update biases unless the step was skipped.
+    `table` has the same counts on the device.
     """
     check_each_counted(choices, routers.plan, num_tokens=num_tokens)
     if routers.plan.section.bias_update and not is_skipped:
@@ -237,16 +235,16 @@ def finish_step(
 
 @torch.no_grad()
 def update_biases(routers: RouterCollector, table: torch.Tensor) -> None:
-    """Lower the bias of each expert with more choices than the mean of its layer by `router.bias_update`, and raise
-    that of each expert with fewer (arXiv 2408.15664, algorithm 1); in fp32. `table` is that of all ranks, on the device
-    of the biases.
+    """Lower the bias of experts with more choices than their layer's mean by `router.bias_update`, and raise that of
+    experts with fewer (arXiv 2408.15664, algorithm 1), in fp32. `table` has the counts of all ranks, on the device of
+    the biases.
     """
     kind, rate = routers.plan.kind, routers.plan.section.bias_update
     assert kind.bias is not None
     for layer in (layer for layer in routers.plan.balanced if layer in routers.modules):
         module = routers.modules[layer]
         counts = table[routers.plan.layers.index(layer), :-4].long()
-        # In integers, so that a load equal to the mean moves nothing.
+        # In integers, so that the sign is exactly 0 for a load equal to the mean.
         above = torch.sign(counts * len(counts) - counts.sum())
         bias = module.get_buffer(kind.bias)
         assert bias.dtype == torch.float32, (layer, bias.dtype)

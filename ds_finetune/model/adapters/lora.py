@@ -32,7 +32,7 @@ _CHUNK_NUMEL = 2**20
 
 
 class _Adapted(nn.Module):
-    """Mixed into a module that has adapters."""
+    """Mixin of modules with adapters."""
 
     lora_scale: float
 
@@ -43,7 +43,7 @@ class _LowRankLinear(_Adapted):
 
     lora_dropout: float
     lora_columns: tuple[int, int]
-    """The first of the columns of the inputs that this rank holds, and their number on all ranks."""
+    """First input column that this rank holds, and number of input columns on all ranks."""
 
     def _low_rank(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.training and self.lora_dropout:
@@ -51,8 +51,8 @@ class _LowRankLinear(_Adapted):
         return functional.linear(functional.linear(hidden, self.lora_A), self.lora_B).mul_(self.lora_scale)
 
     def _mask(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The factors 0 or 1 / (1 - dropout) of inputs; tensor parallel ranks draw all columns, so that each takes its
-        part of the same mask.
+        """Dropout factors of inputs, 0 or 1 / (1 - dropout). Tensor parallel ranks sample all columns, so that each
+        takes its part of the same mask.
         """
         start, columns = self.lora_columns
         mask = functional.dropout(hidden.new_ones(*hidden.shape[:-1], columns), self.lora_dropout)
@@ -66,10 +66,10 @@ class _AdaptedLinear(_LowRankLinear):
 
 
 class _AdaptedParallelLinear(_LowRankLinear):
-    """The adapted form of a `ParallelLinear`: its communication goes around weight and adapter together."""
+    """A `ParallelLinear` with an adapter: its communication surrounds the sum of weight and adapter."""
 
     def multiply(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What this rank computes of the product, without communication."""
+        """This rank's part of the product, without communication."""
         return self._low_rank(hidden).add_(super().multiply(hidden))  # type: ignore[misc]
 
 
@@ -79,9 +79,9 @@ class _AdaptedRouter(_Adapted):
     lora_B: torch.Tensor  # noqa: N815
 
     def forward(self, *args: Any) -> Any:  # noqa: ANN401 - the family's own
-        """The family's own forward, which reads `self.weight`. The weight is small enough to merge in each forward."""
+        """The family's own forward with the merged weight, which is small enough to merge in each forward."""
         merged = self.weight + (self.lora_B @ self.lora_A) * self.lora_scale
-        # Python finds this attribute first; nn.Module.__getattr__ returns the parameter only where there is none.
+        # Python finds this attribute before it asks nn.Module.__getattr__, which returns the parameter.
         self.__dict__["weight"] = merged
         try:
             return super().forward(*args)
@@ -96,17 +96,15 @@ class _LowRankExperts(_Adapted):
     def _run(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """[tokens, width], chosen experts [tokens, k] and their weights -> [tokens, width].
 
-        peft instead merges a copy of all experts in each forward, and needs a gradient of that size.
+        peft instead merges adapters into a copy of all experts in each forward, and needs a gradient of that size.
         """
         return run_experts(self, hidden, top_k_index, top_k_weights, self._project)
 
     def _project(self, rows: torch.Tensor, ends: torch.Tensor, leaf: str) -> torch.Tensor:
-        """`rows` [rows, in], sorted by expert and ending at `ends`, through each expert's weight `leaf` and its
-        adapter.
-        """
+        """`rows` [rows, in], sorted by expert and ending at `ends`, times each expert's weight `leaf` and adapter."""
         low = multiply(rows, getattr(self, f"{leaf}_lora_A"), ends)
         low = multiply(low, getattr(self, f"{leaf}_lora_B"), ends)
-        # In place: of products as wide as gate and up only two exist at a time.
+        # In place: at most two products as wide as gate and up exist at a time.
         return low.mul_(self.lora_scale).add_(grouped_product(rows, getattr(self, leaf), ends, leaf=leaf))  # type: ignore[no-any-return]
 
 
@@ -117,10 +115,10 @@ class _AdaptedExperts(_LowRankExperts):
 
 
 class _AdaptedLocalExperts(_LowRankExperts):
-    """The adapted form of `ExpertParallelExperts`, which sends tokens to their experts' ranks and back."""
+    """`ExpertParallelExperts` with adapters, which sends tokens to their experts' ranks and back."""
 
     def run_experts(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """The experts that this rank holds, without communication."""
+        """The experts of this rank, without communication."""
         return self._run(hidden, top_k_index, top_k_weights)
 
 
@@ -134,32 +132,32 @@ def _adapted_class(module: nn.Module, kind: str) -> type[_Adapted]:
 
 @dataclass(frozen=True)
 class AdapterPlacement:
-    """Where the adapters of a model lie: which part of them this rank holds, and how it is partitioned."""
+    """How the adapters of a model are distributed: which part this rank holds, and how ZeRO partitions it."""
 
     where: Where
     model_shard: ModelShard = UNSHARDED
     tp_group: RankGroup | None = None
-    """Tensor parallel ranks; None for one."""
+    """Tensor parallel ranks; None for a single rank."""
     mark_expert: MarkParameter | None = None
     """Called with each parameter of experts that only some ranks hold."""
     share: Callable[[list[nn.Parameter]], None] = lambda _: None
-    """Called with the new parameters of one module at a time, to partition them; below stage 3 they stay whole."""
+    """Partitions the new parameters of one module; below ZeRO stage 3 they stay full tensors."""
 
     def prepare(self, param: nn.Parameter, shard: TensorShard, *, of: TensorShard) -> None:
-        """Let the gradient of an adapter's parameter be summed over the right ranks, and counted once in the norm.
+        """Let an adapter parameter's gradient be summed over the right ranks, and count once in the gradient norm.
 
-        `shard` says which part of the parameter this rank holds, and `of` which part of the adapted weight.
+        `shard` is this rank's part of the parameter, and `of` its part of the adapted weight.
         """
-        # DeepSpeed 0.19.8 counts other parameters once in norms (runtime/utils.py:134).
+        # DeepSpeed 0.19.8 counts parameters without this attribute once in norms (runtime/utils.py:134).
         param.model_parallel = shard.dim is not None  # type: ignore[attr-defined]
         if shard.is_expert_parallel and self.mark_expert is not None:
             self.mark_expert(param)
         if self.tp_group is not None and of.dim is not None and shard.dim is None:
-            # Each rank computes the gradient of the whole side from its shard of the other one.
+            # Each rank computes the gradient of the full side from its shard of the other side.
             param.register_hook(self.tp_group.all_reduce)
 
     def set_full(self, name: str, param: nn.Parameter, values: torch.Tensor) -> None:
-        """Let the parameter `name` have its part of the full tensor `values`."""
+        """Set the parameter `name` to its part of the full tensor `values`."""
         fragment = self.where(param)
         part = self.model_shard.tensor_shard(name, fragment.shape).slice(values)[fragment.start : fragment.end]
         with fragment.opened() as flat:
@@ -167,7 +165,7 @@ class AdapterPlacement:
 
 
 Initial = Callable[[str, Shape], Mapping[str, torch.Tensor]]
-"""Returns A [..., rank, in] and B [..., out, rank] of a weight by its name and shape, as they are before training."""
+"""Returns initial A [..., rank, in] and B [..., out, rank] of a weight by its name and shape."""
 
 
 def install_lora(  # noqa: PLR0913
@@ -179,11 +177,11 @@ def install_lora(  # noqa: PLR0913
     placement: AdapterPlacement,
     start: Initial | None = None,
 ) -> None:
-    """Freeze `lm` and add adapters to each of `targets` that it has, in the dtype of its weight: those of `start`, else
-    A is random and B zero. Pipeline stages have the targets of their own layers.
+    """Freeze `lm` and add adapters to each of `targets` that it has, in the dtype of the weight: those of `start`, else
+    random A and zero B. A pipeline stage has only targets of its own layers.
 
-    A is uniform within 1 / sqrt(in), which is kaiming_uniform with a = sqrt(5) (peft 0.21, tuners/lora/layer.py,
-    reset_lora_parameters), with a seed from `seed` and its name.
+    A is uniform within 1 / sqrt(in), as kaiming_uniform with a = sqrt(5) (peft 0.21, tuners/lora/layer.py,
+    reset_lora_parameters). Its seed depends on `seed` and the weight's name.
     """
     lm.requires_grad_(False)
     here, initial = dict(lm.named_modules()), start or partial(initial_factors, rank=lora.rank, seed=seed)
@@ -226,7 +224,7 @@ def _adapt(
 
 
 def initial_factors(name: str, shape: Shape, rank: int, seed: int) -> dict[str, torch.Tensor]:
-    """A [..., rank, in] and B [..., out, rank] of the weight `name` of `shape` before the first step, fp32."""
+    """Random A [..., rank, in] and zero B [..., out, rank] in fp32 for the weight `name` of `shape`."""
     *experts, out, width = shape
     bound = width**-0.5
     generator = torch.Generator().manual_seed(seed_of(seed, f"{name}.lora_A"))
@@ -238,7 +236,7 @@ def initial_factors(name: str, shape: Shape, rank: int, seed: int) -> dict[str, 
 
 @contextmanager
 def adapters_off(lm: nn.Module) -> Iterator[None]:
-    """While this is open, `lm` computes what it would without its adapters, exactly.
+    """While open, `lm` computes exactly what it would compute without its adapters.
 
     Their scale is 0. All modules still run, so ZeRO-3 fetches the same parameters in the same order.
     """
@@ -264,12 +262,12 @@ class Factors:
 
     @property
     def shape(self) -> Shape:
-        """Shape of the weight."""
+        """Shape of the adapted weight."""
         return (*self.b.shape[:-1], self.a.shape[-1])
 
     def delta(self, start: int, numel: int) -> torch.Tensor:
-        """Elements `start` to `start + numel` of the flattened scale x B A, fp32 [numel]; computes only the rows that
-        they are in.
+        """Elements `start` to `start + numel` of the flattened scale x B A, fp32 [numel]; computes only the rows
+        needed.
         """
         rows, width = self.b.shape[-2], self.a.shape[-1]
         first, last = start // width, -(-(start + numel) // width)
@@ -283,7 +281,7 @@ class Factors:
 
 
 def factors_of(adapters: Mapping[str, torch.Tensor], scale: float) -> dict[str, Factors]:
-    """Adapters by the weight that they adapt, from the adapters' parameters by name."""
+    """Adapters by name of the adapted weight, from the adapters' parameters by name."""
     sides = {weight_of(name): tensor for name, tensor in adapters.items()}
     return {
         weight: Factors(tensor, sides[weight, "B"], scale) for (weight, side), tensor in sides.items() if side == "A"
@@ -293,8 +291,8 @@ def factors_of(adapters: Mapping[str, torch.Tensor], scale: float) -> dict[str, 
 def merge_adapters(
     tensors: Iterator[tuple[str, torch.Tensor | None]], factors: Mapping[str, Factors]
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield `tensors` (whole, on the CPU, by name) with their adapters added in fp32 and cast back. Copies one tensor
-    at a time.
+    """Yield `tensors` (full, on the CPU, by name) with their adapters added in fp32 and cast back. Copies one tensor at
+    a time.
     """
     for name, tensor in tensors:
         yield name, tensor if tensor is None or name not in factors else _sum(tensor, factors[name])

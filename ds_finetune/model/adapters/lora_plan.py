@@ -1,4 +1,4 @@
-"""Which modules of a model LoRA adapts and which weights it holds in four bits, worked out once."""
+"""Plans LoRA for a model: which modules are adapted, and which weights are stored in four bits."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -34,23 +34,23 @@ from ds_finetune.plan.name_patterns import last_part
 
 @dataclass(frozen=True)
 class LoraPlan:
-    """The `lora` section of the run file applied to a model; a `LoraTarget` is a module that can have adapters."""
+    """The `lora` section of the run file applied to a model; a `LoraTarget` is an adaptable module."""
 
     section: LoraConfig
     adaptable: tuple[LoraTarget, ...]
-    """Every module that can be adapted, in the model's order."""
+    """Every adaptable module, in the model's order."""
     targets: tuple[LoraTarget, ...]
     """The modules that are adapted."""
     quantised: tuple[LoraTarget, ...]
-    """The modules whose frozen weights are held in four bits, adapted or not; none without `lora.quantize`."""
+    """The modules whose frozen weights are stored in four bits, adapted or not; empty without `lora.quantize`."""
     model_params: int
-    """Parameters of the model without adapters."""
+    """Number of parameters of the model without adapters."""
     whole: Mapping[str, FullTensor] = field(default_factory=dict)
-    """The parameters that are trained whole beside the adapters, by name."""
+    """Fully trained parameters, besides adapters, by name."""
 
     @property
     def num_params(self) -> int:
-        """Parameters that are trained: of all adapters, and of what is trained whole."""
+        """Number of trained parameters: of adapters and of fully trained tensors."""
         return sum(target.num_params(self.section.rank) for target in self.targets) + self._whole_params
 
     @property
@@ -59,11 +59,11 @@ class LoraPlan:
 
     @property
     def quantised_shapes(self) -> tuple[Shape, ...]:
-        """Shapes of the weights in four bits."""
+        """Shapes of the weights stored in four bits."""
         return tuple(shape for target in self.quantised for shape in target.shapes.values())
 
     def lines(self) -> list[tuple[str, str]]:
-        """Name and text of what is adapted, kind by kind, as the plan prints it."""
+        """Name and text of the plan's lines on adapted modules, kind by kind."""
         lora = self.section
         modules = Counter(target.kind for target in self.adaptable)
         text = f"rank {lora.rank}, alpha {lora.alpha:g}{', rslora' if lora.rslora else ''}"
@@ -81,7 +81,7 @@ class LoraPlan:
         return rows if lora.quantize is None else [*rows, self._quantised_line()]
 
     def _quantised_line(self) -> tuple[str, str]:
-        """What is held in four bits and in how many bytes, and what is not."""
+        """The plan's line on weights in four bits: which, their bytes, and which are not quantised."""
         shapes = self.quantised_shapes
         numel, size = sum(map(prod, shapes)), sum(map(nf4_bytes, shapes))
         experts = [target for target in self.adaptable if target.kind == ROUTED]
@@ -96,10 +96,10 @@ class LoraPlan:
 
 
 def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causal_lm") -> LoraPlan:
-    """The modules that `lora` adapts (those that its patterns name, or all but routers) and quantises.
+    """The modules that `lora` adapts (those that its patterns match, or all but routers) and quantises.
 
-    ConfigError where a pattern names no module (with the legal names) or one that cannot be adapted, experts
-    are given a rank that grouped products cannot take, or no weight fits four bits.
+    ConfigError where a pattern matches no module (with the legal names) or one that cannot be adapted, experts get a
+    rank that grouped products do not support, or no weight fits four bits.
     """
     tensors = read_tensors(hf_config, task)
     every = targets_of(tensors)
@@ -126,7 +126,7 @@ def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causa
 
 
 def _check_droppable(targets: Sequence[LoraTarget], family: Family) -> None:
-    """ConfigError where peft holds adapted weights as parameters, of which it cannot drop inputs."""
+    """ConfigError for dropout on modules whose weights peft adapts as parameters, without access to their inputs."""
     held = {
         last_part(target.name)
         for target in targets
@@ -141,7 +141,7 @@ def _check_droppable(targets: Sequence[LoraTarget], family: Family) -> None:
 
 
 def _check_all_linear(hf_config: PretrainedConfig, task: Task, every: Sequence[LoraTarget]) -> None:
-    """ConfigError where the model has linear layers, other than its head, that cannot be adapted."""
+    """ConfigError where the model has linear layers, besides its head, that cannot be adapted."""
     lm = build_meta_model(hf_config, task)
     linear = {name for name, each in lm.named_modules() if isinstance(each, nn.Linear) and each is not head_of(lm)}
     if others := sorted({last_part(name) for name in linear - {target.name for target in every}}):
@@ -153,7 +153,7 @@ def _check_all_linear(hf_config: PretrainedConfig, task: Task, every: Sequence[L
 
 
 def check_stages(lora: LoraPlan, stages: Sequence[StageLayers | None], *, ep_size: int) -> None:
-    """ConfigError where a pipeline stage trains nothing, or none of a kind that others train."""
+    """ConfigError where a pipeline stage trains nothing, or lacks a kind of parameters that other stages train."""
     sides = {f"{each.name}.weight": FullTensor((1, 1), is_routed=each.kind == ROUTED) for each in lora.targets}
     given = f"lora.target_modules {list(lora.section.target_modules or ())}"
     given += f" and modules_to_save {list(lora.section.modules_to_save)}" if lora.section.modules_to_save else ""

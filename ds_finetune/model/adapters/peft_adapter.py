@@ -1,4 +1,4 @@
-"""Reads a folder with an adapter in peft's format; `export/adapter.py` writes them, and explains its tensors."""
+"""Reads an adapter folder in peft's format; `export/adapter.py` writes such folders and documents the tensors."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 KEY_PREFIX = "base_model.model."
 """Prefix that peft adds to the name of a module."""
 BASE_DIGEST = "base_weights"
-"""Key, in the metadata of the adapter's file, of the digest of the weights that it was trained on."""
+"""Metadata key of the adapter's file: the digest of the weights on which the adapter was trained."""
 DOWN, GATE_UP = "down_proj", "gate_up_proj"
 """The two weights of fused experts."""
 _KEY = re.compile(rf"^{re.escape(KEY_PREFIX)}(?P<module>.+?)(?P<inner>\.base_layer)?\.lora_(?P<side>[AB])\.weight$")
@@ -31,33 +31,33 @@ _READ = {
     *("exclude_modules", "target_parameters", "modules_to_save", "layers_to_transform", "layers_pattern"),
     *("lora_dropout", "runtime_config", "eva_config", "megatron_core", "qalora_group_size"),
 }
-"""Settings of peft's LoraConfig that are read here, or that do not change the weights an adapter is added to."""
+"""Settings of peft's LoraConfig that are read here, or that do not change the base's weights."""
 _ONLY_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
 }
-"""Settings of which only these values leave the base as it is: PiSSA, OLoRA, CorDA, LoRA-GA and LoftQ take their first
-adapter, or an error of rounding, off the base's weights. A setting that is named neither here nor in `_READ` has to be
-empty, as new ones of peft are by default.
+"""Settings that leave the base unchanged only with these values: PiSSA, OLoRA, CorDA, LoRA-GA and LoftQ subtract the
+initial adapter or a rounding error from the base's weights. A setting neither here nor in `_READ` must be empty, as new
+settings of peft are by default.
 """
 
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """A folder with an adapter in peft's format; it is checked when it is opened, and its tensors are read later."""
+    """A folder with an adapter in peft's format; checked when opened, with tensors read later."""
 
     folder: Path
     config: Mapping[str, Any]
     keys: Mapping[tuple[str, str], str]
-    """Key in the file by weight and side."""
+    """Key in the file, by name of the weight and side (`A`, `B`)."""
     base: str
-    """Digest of the weights that it was trained on; empty where another program trained it."""
+    """Digest of the weights on which the adapter was trained; empty if another program trained it."""
     whole: Mapping[str, str]
-    """Key in the file by name of a weight that was trained whole (`modules_to_save`), such as a classifier's head."""
+    """Key in the file, by name of a fully trained weight (`modules_to_save`), such as a classifier's head."""
 
     @classmethod
     def open(cls, folder: Path) -> "PeftAdapter":
-        """ExportError where the folder is damaged, is not LoRA, or has settings that are not supported."""
+        """Open and check `folder`; ExportError where it is damaged, is not LoRA, or has unsupported settings."""
         try:
             config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
             with safe_open(folder / WEIGHTS, framework="pt") as file:
@@ -100,11 +100,11 @@ class PeftAdapter:
 
     @property
     def names(self) -> list[str]:
-        """Names of the weights that are adapted."""
+        """Names of the adapted weights."""
         return [name for name, side in self.keys if side == "A"]
 
     def rank_and_scale(self, name: str) -> tuple[int, float]:
-        """The rank of the adapter of a weight, and the number that its product is multiplied by."""
+        """Rank of a weight's adapter, and the scale of its product B A."""
         # peft looks patterns up by the weight's name for parameters, by the module's for modules
         # (tuners/tuners_utils.py).
         rank = int(self._value("rank_pattern", "r", name))
@@ -112,13 +112,13 @@ class PeftAdapter:
         return rank, alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def shape(self, name: str) -> Shape:
-        """Rows and columns of a weight, or of each expert's."""
+        """Shape of a weight, for fused experts of each expert's: rows and columns."""
         with safe_open(self.folder / WEIGHTS, framework="pt") as file:
             a, b = (file.get_slice(self.keys[name, side]).get_shape() for side in "AB")
         return (b[0], a[-1])
 
     def factors(self, name: str) -> Factors:
-        """The adapter of a weight, read as a whole."""
+        """The adapter of a weight, read in full."""
         with safe_open(self.folder / WEIGHTS, framework="pt") as file:
             a, b = (file.get_tensor(self.keys[name, side]) for side in "AB")
         is_fused, (rank, scale) = not name.endswith(".weight"), self.rank_and_scale(name)
@@ -138,23 +138,23 @@ class PeftAdapter:
         return Factors(a, b, scale)
 
     def digest(self) -> str:
-        """A digest of its file."""
+        """A digest of the adapter's file."""
         with (self.folder / WEIGHTS).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def initial(self, name: str, shape: Shape) -> dict[str, torch.Tensor]:
-        """Both sides of the adapter of a weight of `shape`, from which training begins."""
+        """Both sides of the adapter of a weight of `shape`, as initial values of training."""
         found = self.factors(name)
         assert found.shape == shape, (name, found.shape, shape)
         return {"A": found.a, "B": found.b}
 
     def full_tensor(self, name: str) -> torch.Tensor:
-        """A weight that was trained whole."""
+        """A fully trained weight."""
         with safe_open(self.folder / WEIGHTS, framework="pt") as file:
             return file.get_tensor(self.whole[name])
 
     def _value(self, patterns: str, default: str, name: str) -> Any:  # noqa: ANN401 - a number of the file
-        # peft looks patterns up by its own name, which is longer for the text part of a composite model.
+        # peft matches patterns with its own name of the weight, which is longer for the text part of a composite model.
         match = _KEY.match(self.keys[name, "A"])
         assert match is not None
         name = f"{match['module']}{'' if name.endswith('.weight') else '.' + name.rpartition('.')[2]}"
@@ -166,7 +166,7 @@ class PeftAdapter:
 
 
 def _is_whole(key: str, modules: Sequence[str]) -> bool:
-    """Whether `key` belongs to one of `modules`, named by the end of the module's name as peft does."""
+    """Whether `key` belongs to one of `modules`, given by suffixes of module names as in peft."""
     module = key.removeprefix(KEY_PREFIX).rpartition(".")[0]
     parts = [module[: match.start()] for match in re.finditer(r"\.|$", module)]
     return any(part == name or part.endswith(f".{name}") for part in parts for name in modules)
@@ -175,8 +175,8 @@ def _is_whole(key: str, modules: Sequence[str]) -> bool:
 def _weight(module: str, inner: str | None, outer: str) -> str:
     """Name of the weight that a key adapts, in the text part of a composite model.
 
-    It is the module's `weight`, except for the two weights of fused experts: a key with `base_layer` (`inner`) adapts
-    the first, any other key the one named `outer`.
+    This is the module's `weight`, except for the two weights of fused experts: a key with `base_layer` (`inner`) adapts
+    the first weight, any other key the weight named `outer`.
     """
     leaf = GATE_UP if inner else outer if module.endswith(".experts") else "weight"
     return text_name(f"{module}.{leaf}") or f"{module}.{leaf}"

@@ -1,1 +1,1 @@
-"""What a run builds of a model: its plan, its skeleton, and checks of model types without a row in the table."""
+"""Builds a run's model: plan, modules without weights, and checks of model types outside the table of families."""

@@ -3,7 +3,7 @@
 import torch
 
 PRECISION_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""By the name in run files and options."""
+"""Dtypes by their names in run files and options."""
 SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -19,10 +19,10 @@ SAFETENSORS_DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Dtypes of safetensors files that are read and written, by the names in their headers."""
+"""Supported dtypes of safetensors files, by the names in file headers."""
 SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name in a config.json, e.g. `bfloat16`."""
+    """The name of a dtype in a config.json, e.g. `bfloat16`."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Encoders: positions and token types of their rows, and the scores of documents by transformers' own heads."""
+"""Encoders: position ids and token types of their inputs, and document scores by transformers' own heads."""
 
 from collections.abc import Collection
 
@@ -13,16 +13,16 @@ from ds_finetune.objectives.objective import Examples
 
 
 def encoder_of(hf_config: PretrainedConfig) -> Encoder | None:
-    """How the encoder of a configuration works; None for causal models."""
+    """Properties of the encoder of a configuration; None for causal models."""
     return family_of(hf_config.model_type).encoder
 
 
 def check_encoder(hf_config: PretrainedConfig, *, attention: str, objective: str) -> None:
-    """ModelError where an encoder would not be trained as one: with another `objective` than classification, with an
-    `attention` that does not separate documents and padding, or with causal attention.
+    """ModelError where an encoder would not be trained as one: with an `objective` other than classification, an
+    `attention` that does not separate documents and padding, or causal attention.
 
-    transformers 5.23 makes the masks of encoders without positions (masking_utils.py:1076), so that with its own
-    attention packed documents would see each other.
+    transformers 5.23 makes masks of encoders without positions (masking_utils.py:1076), so with its own attention
+    packed documents would attend to each other.
     """
     if encoder_of(hf_config) is None:
         return
@@ -53,10 +53,10 @@ def max_positions(hf_config: PretrainedConfig) -> int | None:
 
 
 def published_name(key: str, expected: Collection[str], prefix: str) -> str:
-    """The name in the model of the checkpoint tensor `key`, as transformers 5.23 finds it.
+    """The model's name for the checkpoint tensor `key`, as transformers 5.23 determines it.
 
-    `prefix` is missing where the checkpoint was saved without a head (core_model_loading.py:1567), and old checkpoints
-    call the parameters of norms gamma and beta (conversion_mapping.py:1777). `expected` are the names in the model.
+    `prefix` is missing in a checkpoint saved without a head (core_model_loading.py:1567), and old checkpoints name the
+    parameters of norms gamma and beta (conversion_mapping.py:1777). `expected` are the model's names.
     """
     name = key.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
     whole = f"{prefix}.{name}"
@@ -66,8 +66,8 @@ def published_name(key: str, expected: Collection[str], prefix: str) -> str:
 def encoder_inputs(
     hf_config: PretrainedConfig, position_ids: torch.Tensor, token_types: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
-    """The arguments of an encoder besides its token ids: `position_ids` (0 at the start of each document) and
-    `token_types`, int64 [rows, tokens] each, as its model type wants them.
+    """Arguments of an encoder besides token ids, as its model type expects: `position_ids` (0 at the start of each
+    document) and `token_types`, int64 [rows, tokens] each.
     """
     encoder = encoder_of(hf_config)
     assert encoder is not None
@@ -80,8 +80,8 @@ def encoder_inputs(
 def encoder_scores(lm: PreTrainedModel, hidden: torch.Tensor, examples: Examples) -> torch.Tensor:
     """Outputs of the classification head for each document, fp32 [documents, outputs].
 
-    `hidden` [rows, tokens, width] are the last hidden states. The modules of the head take the first of some tokens, so
-    each document is given to them as one token.
+    `hidden` [rows, tokens, width] are the last hidden states. The head's modules take the first token of a sequence, so
+    each document is passed as a sequence of one token.
     """
     encoder = encoder_of(lm.config)
     assert encoder is not None
@@ -96,7 +96,7 @@ def encoder_scores(lm: PreTrainedModel, hidden: torch.Tensor, examples: Examples
 def _mean_states(hidden: torch.Tensor, examples: Examples) -> torch.Tensor:
     """Mean hidden state of each document, [documents, width], summed in fp32."""
     index = examples.index.flatten()
-    # Padding has a line of its own behind the documents, so that a GPU need not wait for the number of other tokens.
+    # Padding is summed into an additional last row, so that a GPU need not wait for the number of other tokens.
     documents = index.where(index >= 0, len(examples.starts))
     zeros = hidden.new_zeros(len(examples.starts) + 1, hidden.shape[-1], dtype=torch.float32)
     sums = zeros.index_add(0, documents, hidden.flatten(0, 1).float())[:-1]

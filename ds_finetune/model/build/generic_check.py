@@ -1,7 +1,7 @@
-"""Tests a model type without a row in the table of families on a tiny copy before it is trained.
+"""Tests a model type outside the table of families on a tiny copy before it is trained.
 
-Three results are compared: two documents in one row with each alone, a padded row with an unpadded one, and the loss
-with that of the model's own logits. Each is a relative difference, about 1e-6 in fp32 where the results agree.
+Three pairs of results are compared: two documents in one row and each alone, a padded and an unpadded row, and the loss
+here and from the model's own logits. Each difference is relative, and about 1e-6 in fp32 for equal results.
 """
 
 import copy
@@ -41,22 +41,22 @@ from ds_finetune.plan.tested_layouts import ROW_BYTES, WEIGHT_BYTES, wider
 
 _LANGUAGE_MODEL = TokenObjective("sft")
 LIMIT = 1e-4
-"""Relative difference above which two results disagree; rounding errors are a hundredth of it."""
+"""Relative difference above which two results count as different; rounding errors are a hundredth of it."""
 _NO_PACKING = "set data.packing: false"
 _NO_PAIRS = "both answers of a pair are in one row; train pairs with a model of another type"
 _LENGTHS = (27, 21)
-"""Tokens of the two documents; more than the attention window of a tiny model."""
+"""Tokens of the two documents; more than a tiny model's attention window."""
 _PADDING, _LAST = 11, 4
 _SEEN = 1e-3
-"""Minimum relative difference of hidden states after different earlier tokens."""
+"""Minimum relative difference of hidden states when earlier tokens differ."""
 _SEED = 5
 _HEADS = (4, 2, 1, 8)
-"""Numbers of attention heads that a tiny model may have, the likeliest to fit first."""
+"""Numbers of attention heads that a tiny model may have; the likeliest to fit come first."""
 _MORE_LAYERS = (1, 3)
-"""Multiples of the layers that include one of each kind; some models share weights between layers and need more."""
+"""Multiples of the layers that include one of each kind; models that share weights may need more layers."""
 _NOISE, _HEAD_GAIN = 0.1, 8.0
 _MAX_PARAMETERS = 60_000_000
-"""Parameters of a tiny model; with more the trial takes longer than it is worth."""
+"""Maximum parameters of a tiny model; with more, the test takes too long."""
 _EXPERTS = re.compile(r"\.experts\.(gate_up_proj|up_proj|gate_proj|down_proj)$")
 _FAILURES = (
     RuntimeError,
@@ -68,16 +68,16 @@ _FAILURES = (
     ArithmeticError,
     ImportError,
 )
-"""Errors that models raise when they are built or run in a way that they do not support."""
+"""Errors of models that are built or run in an unsupported way."""
 
 
 @dataclass(frozen=True)
 class Trial:
     """Relative differences (fp32) between results that should be equal, or why there are none.
 
-    `packed`: two documents in a row against each alone. `padded`: a document followed by padding against the same
-    without. `loss`: the loss against that of the model's own logits. `adapters`: loss, gradients and logits with
-    adapters against those with weights to which they are added.
+    `packed`: two documents in a row and each alone. `padded`: a document with and without padding after it. `loss`: the
+    loss here and from the model's own logits. `adapters`: loss, gradients and logits with adapters and with merged
+    weights.
     """
 
     packed: float = 0.0
@@ -99,10 +99,10 @@ def check_generic_type(  # noqa: PLR0913
 ) -> tuple[str, ...]:
     """ModelError where a generic model type would be trained wrongly on such rows; otherwise lines on what was tested.
 
-    A pair is two documents of one row also without packing. `adapted` are last parts of the names of modules with
+    Without packing, a pair is still two documents of one row. `adapted` are last parts of the names of modules with
     adapters or weights in four bits.
 
-    Families of the table are not tested here: the test suite compares their steps with plain loops.
+    Families of the table are not tested here: the test suite compares their steps with reference loops.
     """
     kind = hf_config.model_type
     if not family_of(kind).is_generic:
@@ -126,7 +126,7 @@ def check_generic_type(  # noqa: PLR0913
 
 
 def _check_expert_widths(hf_config: PretrainedConfig, precision: str, task: Task) -> None:
-    """ModelError where torch's grouped product rejects widths of experts; `plan.tested_layouts` checks the families."""
+    """ModelError for expert widths that torch's grouped product rejects; `plan.tested_layouts` checks the families."""
     lm = build_meta_model(hf_config, task)
     if lm.config._experts_implementation != "grouped_mm":
         return
@@ -140,8 +140,8 @@ def _check_expert_widths(hf_config: PretrainedConfig, precision: str, task: Task
 
 
 def check_trial(kind: str, trial: Trial, *, packing: bool, hint: str = _NO_PACKING) -> None:
-    """ModelError where `trial` shows that rows (packed or padded) are trained wrongly, or where packed rows could
-    not be tested; `hint` is that of errors on packed rows.
+    """ModelError where `trial` shows that packed or padded rows are trained wrongly, or could not test packed rows;
+    `hint` is that of errors on packed rows.
     """
     subject = f"model_type `{kind}`"
     if trial.loss > LIMIT:
@@ -186,7 +186,7 @@ def try_model_type(
     objective: Objective = _LANGUAGE_MODEL,
     adapted: Collection[str] = (),
 ) -> Trial:
-    """Build a small model with a layer of each kind of the configured one, and compare results that should be equal.
+    """Build a small model with a layer of each kind in the configured model, and compare results that should be equal.
 
     ModelError where transformers cannot build the configured model.
     """
@@ -232,7 +232,7 @@ def _build(config: PretrainedConfig, attention: str, task: Task, *, device: str)
 
 
 def _build_initialised(config: PretrainedConfig, attention: str, task: Task) -> PreTrainedModel:
-    """A model with initial weights, enlarged so that differences show: most initial values are small or zero."""
+    """A model with initial weights, enlarged so that differences show: many initial values are small or zero."""
     lm = _build(config, attention, task, device="cpu")
     initialise_weights(lm, seed=_SEED)
     generator = torch.Generator().manual_seed(_SEED)
@@ -250,14 +250,14 @@ def _build_initialised(config: PretrainedConfig, attention: str, task: Task) -> 
 
 @torch.no_grad()
 def _compare(lm: PreTrainedModel, eager: PreTrainedModel, objective: Objective) -> Trial:
-    """Compare results of `lm`, and its loss with that of the logits of the same model with eager attention.
+    """Compare results of `lm`, and its loss with the loss of the same model's logits with eager attention.
 
     ModelError where `lm` does not run in the way it is trained.
     """
     first, second = _documents(lm)
     logits = eager(input_ids=first, position_ids=_positions(first), use_cache=False).logits[0].float()
     scored = objective if is_of_scores(objective) else None
-    # The sum over the tokens after the first.
+    # Sum of the losses of all tokens but the first.
     wanted = logits if scored else functional.cross_entropy(logits[:-1], first[0, 1:], reduction="sum")
     model = TrainedModel(lm)
     try:
@@ -279,8 +279,8 @@ def _compare(lm: PreTrainedModel, eager: PreTrainedModel, objective: Objective) 
 
 
 def _adapter_difference(lm: PreTrainedModel, names: Collection[str]) -> float:
-    """The largest relative difference of loss, gradients and logits of a model whose modules of these last names have
-    adapters, from those of the same model with merged weights: whatever reads a weight gets the merged one.
+    """Largest relative difference of loss, gradients and logits between a model with adapters on modules with these
+    last names and the same model with merged weights, which reach any code that reads a weight.
     """
     shapes = ((name, tuple(param.shape)) for name, param in lm.named_parameters())
     targets = [each for each in linear_targets(shapes, linear_weights(lm)) if last_part(each.name) in names]
@@ -352,7 +352,7 @@ def _score(model: TrainedModel, objective: ScoreObjective, ids: torch.Tensor) ->
 
 
 def _check_earlier_tokens_matter(model: TrainedModel, first: torch.Tensor, second: torch.Tensor) -> None:
-    """ArithmeticError where earlier tokens hardly change later ones, so that comparisons would detect nothing."""
+    """ArithmeticError where earlier tokens hardly affect later ones, so that comparisons would detect nothing."""
     same_end = [torch.cat([document[:, :_LAST], first[:, -_LAST:]], dim=1) for document in (first, second)]
     ends = [model.hidden(ids, _positions(ids), None)[0, -_LAST:] for ids in same_end]
     if _difference(*ends) < _SEEN:
@@ -360,7 +360,7 @@ def _check_earlier_tokens_matter(model: TrainedModel, first: torch.Tensor, secon
 
 
 def _documents(lm: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two documents [1, tokens] without special tokens."""
+    """Two documents [1, tokens] of random tokens that are not special."""
     generator = torch.Generator().manual_seed(_SEED)
     vocabulary = lm.get_input_embeddings().weight.shape[0]
     tokens = (vocabulary // 16, vocabulary * 3 // 4)
@@ -369,7 +369,7 @@ def _documents(lm: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _packed_hidden(model: TrainedModel, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Hidden states of two rows that have both documents, one row for each order."""
+    """Hidden states of two rows with both documents, one row for each order."""
     orders = (_LENGTHS, _LENGTHS[::-1])
     ids = torch.cat([torch.cat([first, second], dim=1), torch.cat([second, first], dim=1)])
     return model.hidden(

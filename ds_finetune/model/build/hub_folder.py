@@ -1,9 +1,9 @@
-"""A model folder: checked before its files are read, since it may come from anywhere and must not make this program
-hang or run out of memory; and its safetensors, read by tensor name, a bounded piece of a tensor at a time, with FP8,
+"""A model folder and its safetensors. The folder may come from anywhere, so it is checked before its files are read: it
+must not make this program hang or run out of memory. Tensors are read by name, a bounded piece at a time, with FP8,
 MXFP4 and FP4 dequantised.
 
 Files are read, not memory-mapped as by safetensors' own reader (0.6, `safe_open`): mapped pages count as memory of this
-process, and if another process shortened a mapped file, a signal would kill this one.
+process, and if another process shortened a mapped file, a signal would kill this process.
 """
 
 import json
@@ -45,18 +45,18 @@ from ds_finetune.model.weights.safetensors_file import (
 from ds_finetune.plan.config_json import check_sizes
 
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.codes", "additional_chat_templates/*.jinja")
-"""Files that are copied to checkpoints and exports, or whose content tokenizers and configurations repeat there."""
+"""Files that are copied to checkpoints and exports, or whose content tokenizers and configurations reproduce there."""
 _INDEX = ".index.json"
-"""Ending of the lists of weight files."""
+"""Suffix of indexes of weight files."""
 
 
 def check_folder(folder: Path) -> None:
-    """ModelError where `folder` holds something that is neither file nor folder, a link out of it in place of a file
-    that is copied, implausible sizes, or two sets of weights.
+    """ModelError where `folder` has an entry that is neither file nor folder, a link out of the folder in place of a
+    file to copy, implausible sizes, or two sets of weights.
 
-    Reading a FIFO would wait forever. A chat template, vocabulary or configuration that is a link out of the folder
-    would render, and export, a private file of this machine. Weights and their index may be links. The sizes are the
-    number of layers and the lengths of safetensors headers.
+    Reading a FIFO would hang. A chat template, vocabulary or configuration that links out of the folder would render
+    and export a private file of this machine. Weights and their index may be links. Sizes checked are the number of
+    layers and the lengths of safetensors headers.
     """
     special = [
         entry.name
@@ -87,8 +87,8 @@ def check_folder(folder: Path) -> None:
 
 
 def check_inside(file: Path, folder: Path | None = None) -> Path:
-    """The path of `file` without links; ModelError where it is neither in `folder` (default: its own) nor in the blobs
-    of the same model in the hub's cache.
+    """The path of `file` with links resolved; ModelError where it is outside `folder` (default: its own) and outside
+    the same model's blobs in the hub's cache.
     """
     real, target = (folder or file.parent).resolve(), file.resolve()
     blobs = [above.parent / "blobs" for above in real.parents if above.name == "snapshots"]
@@ -112,25 +112,25 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, FP8)
 _SHOWN = 10
 _COMPARED_NUMEL = 2**20
-"""Elements that are compared at a time."""
+"""Elements compared at a time."""
 _OF_TRANSFORMERS = "model.hc_head.hc_fn"
-"""A tensor of a DeepSeek-V4 that transformers saved, by other names than the published ones."""
+"""A tensor name in a DeepSeek-V4 saved by transformers, whose names differ from the published ones."""
 
 
 class HubFolder:
-    """The tensors of a folder of published weights by name. `shapes` has quantised weights as the model has them, and
-    does not contain their scales.
+    """The tensors of a folder of published weights by name. `shapes` has quantised weights with their shapes in the
+    model, without their scales.
 
-    Of a composite model these are the tensors of its text part, by their names in a model of the text part alone.
+    For a composite model, the tensors are those of its text part, with their names in a model of the text part alone.
 
-    `rename` gives the names that the model has for them. ModelError where the folder has no safetensors, a file is
-    missing, incomplete or outside the folder, and where a quantised weight has no scale, or a scale has no weight.
+    `rename` maps stored names to the model's. ModelError where the folder has no safetensors, a file is missing,
+    incomplete or outside the folder, a quantised weight has no scale, or a scale no weight.
     """
 
     others: Mapping[str, StoredTensor]
-    """The tensors of the other parts of a composite model by their published names."""
+    """Tensors of a composite model's other parts, by published name."""
     published: Mapping[str, str]
-    """Published names of the tensors of the text part of a composite model."""
+    """Published names of the tensors of a composite model's text part."""
 
     def __init__(self, folder: Path, *, rename: Callable[[str], str] | None = None) -> None:
         self.folder = folder
@@ -169,12 +169,12 @@ class HubFolder:
         return key in self._scaled
 
     def fp4(self, key: str) -> Fp4Matrix | None:
-        """The tensor as it is stored in FP4; None where it is not."""
+        """The tensor if it is stored in FP4, else None."""
         found = self._packed.get(key)
         return found if isinstance(found, Fp4Matrix) else None
 
     def dtype(self, key: str) -> torch.dtype:
-        """Dtype of what is read: the stored one, or fp32 for FP8, MXFP4 and FP4."""
+        """Dtype returned by `read`: the stored one, or fp32 for FP8, MXFP4 and FP4."""
         return torch.float32 if self.is_quantised(key) else self._stored[key].dtype
 
     def is_quantised(self, key: str) -> bool:
@@ -196,7 +196,7 @@ class HubFolder:
     def rows(self, key: str, first: int, last: int, within: tuple[slice, ...] = ()) -> torch.Tensor:
         """Rows `first` to `last`, [rows, ...], valid until the same thread's next read.
 
-        With `within`, consecutive ranges of the next dimensions, only these are dequantised and returned.
+        `within` selects consecutive ranges of the next dimensions; only these are dequantised and returned.
         """
         if key in self._packed:
             return self._packed[key].rows(first, last, within)
@@ -207,7 +207,7 @@ class HubFolder:
         return dequantise(values, self.scales(key, first, last)[:, begin // BLOCK :], row=first, column=begin)
 
     def whole(self, key: str) -> torch.Tensor:
-        """The whole tensor in new memory."""
+        """The full tensor in new memory."""
         rows = self.shapes[key][0] if self.shapes[key] else 1
         if key in self._packed:
             return self._packed[key].rows(0, rows)
@@ -228,9 +228,9 @@ class HubFolder:
         return self._stored[key].rows(first, last)
 
     def left_over(self, expected: Mapping[str, Shape], *, model: str, may_be: Callable[[str], bool]) -> list[str]:
-        """Names of tensors that are not `expected` and that `may_be` allows to be left over, sorted.
+        """Sorted names of tensors that are not `expected`, all of which `may_be` must allow.
 
-        ModelError lists what is missing, unexpected, of another shape, or not of a floating dtype.
+        ModelError lists tensors that are missing, unexpected, of another shape, or not of a floating dtype.
         """
         left = [key for key in sorted(self.shapes.keys() - expected.keys()) if may_be(key)]
         wrong = differences(expected, {key: shape for key, shape in self.shapes.items() if key not in set(left)})
@@ -243,7 +243,7 @@ class HubFolder:
         return left
 
     def check_dtypes(self, *, besides: Iterable[str] = ()) -> None:
-        """ModelError where a tensor has a dtype that weights do not have; tensors in `besides` may have any."""
+        """ModelError where a tensor's dtype is none that weights have; tensors in `besides` may have any dtype."""
         read = self.shapes.keys() - self._packed.keys() - set(besides)
         dtypes = {key: self._stored[key].dtype for key in read}
         others = [f"`{key}` is {kind}" for key, kind in dtypes.items() if not _may_be(key, kind)]
@@ -254,7 +254,7 @@ class HubFolder:
             )
 
     def is_same(self, key: str, other: str) -> bool:
-        """Whether two tensors have the same shape and values; reads some rows of both at a time."""
+        """Whether two tensors have equal shape and values; reads some rows of both at a time."""
         shape = self.shapes[key]
         if shape != self.shapes[other]:
             return False
@@ -264,7 +264,7 @@ class HubFolder:
 
 
 def _config_of(folder: Path) -> Mapping[str, Any]:
-    """The config.json of a folder; empty where there is none, which others report."""
+    """The config.json of a folder; empty without one, which other checks report."""
     try:
         tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -277,8 +277,8 @@ def _may_be(key: str, dtype: torch.dtype) -> bool:
 
 
 def check_index(folder: Path) -> None:
-    """ModelError where transformers 5.23 cannot load `folder`, since it reads `metadata` of an index
-    (utils/hub.py:969), and other programs need none.
+    """ModelError where transformers 5.23 cannot load `folder`, because it requires `metadata` in an index
+    (utils/hub.py:969), unlike other programs.
     """
     index = folder / INDEX
     if index.is_file() and '"metadata"' not in index.read_text(encoding="utf-8"):
@@ -291,7 +291,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def _renamed(stored: Mapping[str, StoredTensor], rename: Callable[[str], str], folder: Path) -> dict[str, StoredTensor]:
-    """The tensors by their new names; ModelError where two have the same."""
+    """The tensors by new names; ModelError where two get the same name."""
     tensors: dict[str, StoredTensor] = {}
     for key, tensor in stored.items():
         name = rename(key)
@@ -306,7 +306,7 @@ def _renamed(stored: Mapping[str, StoredTensor], rename: Callable[[str], str], f
 
 
 def _with_usual_scales(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors with `X.scale` of a quantised `X.weight`, as DeepSeek-V4 names it, by the name of V3."""
+    """The tensors, with the scale `X.scale` of a quantised `X.weight`, as in DeepSeek-V4, renamed as in V3."""
     of_weights = {f"{key.removesuffix('.weight')}.scale": key for key, t in stored.items() if t.dtype in (FP8, PACKED)}
     return {f"{of_weights[key]}{SCALE}" if key in of_weights else key: tensor for key, tensor in stored.items()}
 
@@ -325,7 +325,7 @@ def _read_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def bin_conversion(folder: Path) -> str:
-    """A hint with the command that adds safetensors to a folder whose weights are pytorch_model*.bin; else empty.
+    """A hint with the command that adds safetensors to a folder with pytorch_model*.bin weights; otherwise empty.
 
     Such files are pickles. The command lets transformers read them with `weights_only`, so that they run no code.
     """
@@ -335,7 +335,7 @@ def bin_conversion(folder: Path) -> str:
         named = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
     except (OSError, ValueError, LookupError, TypeError):
         named = None
-    # The user copies the command to a shell, so that nothing of config.json but a name of transformers may be in it.
+    # The user copies the command to a shell, so it takes from config.json only a class name of transformers.
     kind = named if named in dir(transformers) else "AutoModelForCausalLM"
     code = (
         f"from transformers import {kind} as M; p = {str(folder)!r}; "
@@ -345,7 +345,7 @@ def bin_conversion(folder: Path) -> str:
 
 
 def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of all files that the index names, which must lie in the folder itself."""
+    """The tensors of all files named in the index, which must be in the folder itself."""
     index = folder / INDEX
     try:
         weight_map = {
@@ -381,7 +381,7 @@ def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _merge_files(files: Iterable[Path], weight_map: Mapping[str, str]) -> dict[str, StoredTensor]:
-    """The tensors of all files; where two files have the same name, `weight_map` decides."""
+    """The tensors of all files; if two files have the same name, `weight_map` decides."""
     tensors: dict[str, StoredTensor] = {}
     for path in files:
         file = SafetensorsFile(path)
@@ -397,7 +397,7 @@ def _merge_files(files: Iterable[Path], weight_map: Mapping[str, str]) -> dict[s
 
 
 def _read_header(path: Path) -> Header:
-    """The header of one file; ModelError where it does not describe all of it, as safetensors demands."""
+    """The header of one file; ModelError where header and data do not cover the file, as safetensors requires."""
     try:
         return read_header(path)
     except (OSError, ValueError) as broken:

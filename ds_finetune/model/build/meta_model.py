@@ -1,4 +1,4 @@
-"""The names and shapes of a model's tensors, read off its modules on torch's meta device, where they take no memory."""
+"""Names and shapes of a model's tensors, read from its modules on torch's meta device, where they need no memory."""
 
 from functools import partial
 
@@ -38,7 +38,7 @@ def read_tensors(hf_config: PretrainedConfig, task: Task = "causal_lm") -> Model
 
 
 def linear_weights(lm: PreTrainedModel) -> tuple[str, ...]:
-    """Names of the weights of the linear modules of a model but its head."""
+    """Names of the weights of a model's linear modules, except its head."""
     modules = ((name, each) for name, each in lm.named_modules() if isinstance(each, nn.Linear))
     return tuple(f"{name}.weight" for name, each in modules if each is not head_of(lm))
 
@@ -46,7 +46,7 @@ def linear_weights(lm: PreTrainedModel) -> tuple[str, ...]:
 def described(
     hf_config: PretrainedConfig, task: Task = "causal_lm", *, teacher: PretrainedConfig | None = None
 ) -> DescribedModel:
-    """The model of `hf_config` and a live teacher."""
+    """The model of `hf_config`, with its live teacher if there is one."""
     return DescribedModel(
         hf_config.to_dict(),
         partial(read_tensors, hf_config, task),
@@ -57,5 +57,5 @@ def described(
 def layers_of_stages(
     hf_config: PretrainedConfig, parallel: ParallelConfig, task: Task = "causal_lm"
 ) -> tuple[StageLayers | None, ...]:
-    """`stages_of` a model that is built from `hf_config`; (None,) without pipeline parallelism."""
+    """`stages_of` the model of `hf_config`; (None,) without pipeline parallelism."""
     return stages_of(read_tensors(hf_config, task), parallel) if parallel.pp > 1 else (None,)

@@ -1,4 +1,4 @@
-"""The model that a run builds, worked out once from its config.json and the run file."""
+"""The plan of a run's model, computed once from its config.json and the run file."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,59 +25,59 @@ from ds_finetune.plan.routers import RouterPlan
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlan:
-    """What the engine builds: where the weights are, and which parts of the model are split, adapted and quantised."""
+    """The model that the engine builds: where weights are, and which parts are split, adapted and quantised."""
 
     path: str
     """Folder or hub id of the model."""
     hf_config: PretrainedConfig = field(repr=False)
-    """The configuration of the model as it is trained, with the vocabulary it has then."""
+    """Configuration of the model as trained, with the size of the trained vocabulary."""
     attention: str
     has_random_weights: bool
     resizes_vocabulary: bool
     published_vocab_size: int
-    """Tokens of the vocabulary in the published config.json; fewer than are trained where rows are added."""
+    """Vocabulary size in the published config.json; less than the trained size if rows are added."""
     stages: tuple[StageLayers | None, ...]
-    """Layers of each pipeline rank; one None where a rank holds all."""
+    """Layers of each pipeline stage; (None,) where a rank holds all layers."""
     objective: Objective
     features: Mapping[str, Any] = field(default_factory=dict)
-    """What each feature that is on has planned, by its name; of other packages' features, their settings."""
+    """Plan of each enabled feature, by name; for features of other packages, their settings."""
     mlp_tiles: int = 1
-    """Parts of the tokens of a forward that MLPs compute by turns; 1 where they compute all at once."""
+    """Tiles of tokens that MLPs compute in turn; 1 for all tokens at once."""
     context: ContextPlan | None = None
-    """How many tokens the run file wants positions for; None where it does not say."""
+    """Context length that the run file sets; None where it sets none."""
     padding: str = ""
-    """A text on the padding token of a classifier, for people."""
+    """Text for the user on a classifier's padding token."""
     without_noise: tuple[str, ...] = ()
-    """Dropouts of config.json that are off in training, because the objective compares the model with a reference."""
+    """Dropouts of config.json that training turns off, because the objective compares the model with a reference."""
 
     @property
     def lora(self) -> LoraPlan | None:
-        """The adapters; None where every weight is trained."""
+        """The LoRA plan; None where every weight is trained."""
         return self.features.get("adapters")
 
     @property
     def freezing(self) -> FreezePlan | None:
-        """What `train.only` and `train.freeze` leave as it is; None without them."""
+        """The parameters that `train.only` and `train.freeze` freeze; None without these keys."""
         return self.features.get("freezing")
 
     @property
     def mtp(self) -> MtpConfig | None:
-        """How the multi-token prediction layer is trained; None where it is not."""
+        """How the multi-token prediction layer is trained; None where it is not trained."""
         return self.features.get("mtp")
 
     @property
     def router(self) -> RouterPlan | None:
-        """The routers of experts; None where there are none."""
+        """The plan of expert routers; None for a model without routers."""
         return self.features.get("routers")
 
     @property
     def indexer(self) -> IndexerPlan | None:
-        """The indexers that are trained; None where none is."""
+        """The plan of trained indexers; None where none is trained."""
         return self.features.get("indexer")
 
     @property
     def teacher(self) -> TeacherPlan | None:
-        """The live teacher; None where there is none."""
+        """The plan of the live teacher; None without one."""
         return self.features.get("teacher")
 
     @property
@@ -87,12 +87,12 @@ class ModelPlan:
 
     @cached_property
     def described(self) -> DescribedModel:
-        """The model with the names and shapes of its tensors, and its live teacher."""
+        """Names and shapes of the model's tensors, and its live teacher."""
         return described(self.hf_config, self.task, teacher=None if self.teacher is None else self.teacher.hf_config)
 
     def is_untrained(self, name: str) -> bool:
-        """Whether no loss of the run reaches the parameter `name`: it is an indexer's, or none where they are trained
-        alone.
+        """Whether no loss of the run reaches the parameter `name`: an indexer's, or if only indexers are trained, any
+        other.
         """
         is_of_indexer = family_of(self.hf_config.model_type).is_of_indexer(name)
         if self.indexer is None:
@@ -101,15 +101,15 @@ class ModelPlan:
 
     @property
     def head_outputs(self) -> int:
-        """Outputs of the head: scores of a document, or the tokens of the vocabulary."""
+        """Outputs of the head: scores of a document, or the size of the vocabulary."""
         return self.objective.num_outputs or int(self.hf_config.vocab_size)
 
     @property
     def quantised(self) -> tuple[str, ...]:
-        """Full names of the modules whose weights are held in four bits."""
+        """Full names of the modules with weights in four bits."""
         return tuple(target.name for target in self.lora.quantised) if self.lora is not None else ()
 
 
 def task_of(objective: Objective | ObjectiveConfig) -> Task:
-    """What a model that is trained for the objective computes."""
+    """The task of a model trained for the objective: causal LM or sequence classification."""
     return "sequence_classification" if objective.num_outputs else "causal_lm"

@@ -1,5 +1,5 @@
-"""The model of a run that is only planned: its config.json, and the names and shapes of its tensors from a file that an
-earlier plan has written, since torch and transformers, with which they are read off the model, take seconds to import.
+"""The model of a run that is only planned: its config.json, with names and shapes of its tensors from a cache file of
+an earlier plan. torch and transformers, which read them from the model, take seconds to import.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from ds_finetune.system.whole_file import replace_file
 
 
 def model_of_run(run: RunSettings) -> DescribedModel:
-    """The model of a run and its live teacher; ModelError where a config.json is not that of a model that can be
+    """The model of a run, with its live teacher; ModelError where a config.json is not that of a model that can be
     built.
     """
     objective, folder = run.objective, Path(run.data.cache_dir, "tensors")
@@ -34,7 +34,7 @@ def model_of_run(run: RunSettings) -> DescribedModel:
 def _read(
     path: str, folder: Path, *, mtp_layers: int = 0, scores: int = 0
 ) -> tuple[dict[str, Any], Callable[[], ModelTensors]]:
-    """The configuration of a model as transformers completes it, and what gives the model's tensors."""
+    """The configuration of a model as transformers completes it, and a function that returns the model's tensors."""
     packages = [source_version(), version("torch"), version("transformers")]
     text = json.dumps([read_config_json(path), mtp_layers, scores, packages], sort_keys=True)
     file = folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
@@ -54,7 +54,7 @@ def _read(
         hf_config.num_labels = scores or hf_config.num_labels
         found = read_tensors(hf_config, "sequence_classification" if scores else "causal_lm")
         with suppress(OSError):
-            # A file that cannot be written is only slow.
+            # If the cache cannot be written, planning is only slower.
             folder.mkdir(parents=True, exist_ok=True)
             replace_file(
                 file, json.dumps([config, found.by_name, found.is_tied, found.num_predictions, list(found.linears)])

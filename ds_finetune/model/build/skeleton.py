@@ -1,4 +1,4 @@
-"""Builds a model without weights: its configuration, its modules, and the fragment of each tensor on this rank."""
+"""Builds a model without weights: configuration, modules, and the fragment of each tensor on this rank."""
 
 import json
 import math
@@ -37,13 +37,13 @@ from ds_finetune.model.quantised.quantisation import check_no_other_format, chec
 from ds_finetune.plan.config_json import check_model_path
 
 Task = Literal["causal_lm", "sequence_classification"]
-"""What a model computes: the logits of the next token, or scores of a document."""
+"""What a model computes: logits of the next token, or scores of a document."""
 TOKENIZER_PATTERNS = ("*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt")
-"""Files of a hub repository that a tokenizer is read from."""
+"""Files of a hub repository from which a tokenizer is read."""
 HUB_FILES = (*TOKENIZER_PATTERNS, "*.safetensors")
-"""Files of a hub repository that a model is read from; `*` matches `/` as well."""
+"""Files of a hub repository from which a model is read; `*` also matches `/`."""
 IGNORED_HUB_FILES = ("*/*.safetensors",)
-"""Weights in folders of a repository, which are never read; gpt-oss has all of its weights again in `original/`."""
+"""Weights in subfolders of a repository, which are never read; gpt-oss repeats all weights in `original/`."""
 _LOGIT_TRANSFORMS = (
     "final_logit_softcapping",
     "logits_scaling",
@@ -62,8 +62,8 @@ class Fragment:
     """The part of a tensor that this rank holds: elements `start` to `start + numel` of the row-major flattened tensor
     of `shape`.
 
-    It may reach past the end of the tensor, where ZeRO-3 pads. `opened()` gives those elements (1-D) to read and write.
-    Written values are stored when the context closes, so that a fragment on disk needs memory only while it is open.
+    The range may exceed the tensor where ZeRO-3 pads. `opened()` returns the elements (1-D) for reading and writing.
+    Written values are stored when the context closes, so a fragment on disk needs memory only while it is open.
     """
 
     start: int
@@ -73,12 +73,12 @@ class Fragment:
 
     @property
     def end(self) -> int:
-        """End of the fragment's elements in the flattened tensor, without padding."""
+        """End of the fragment in the flattened tensor, without padding."""
         return min(self.start + self.numel, math.prod(self.shape))
 
 
 Where = Callable[[torch.Tensor], Fragment]
-"""Returns, for a tensor of the model, the fragment that this rank holds."""
+"""Returns the fragment of a model tensor that this rank holds."""
 
 
 def in_memory(flat: torch.Tensor, *, start: int, shape: tuple[int, ...]) -> Fragment:
@@ -87,12 +87,12 @@ def in_memory(flat: torch.Tensor, *, start: int, shape: tuple[int, ...]) -> Frag
 
 
 def whole(tensor: torch.Tensor) -> Fragment:
-    """The fragment of a tensor that this rank holds entirely."""
+    """The fragment of a tensor that this rank holds in full."""
     return in_memory(tensor.data.view(-1), start=0, shape=tuple(tensor.shape))
 
 
 def resolve_folder(path: str, *, files: Sequence[str] = HUB_FILES) -> Path:
-    """The folder of a model or tokenizer: a local one, or the hub's cache after downloading `files` of a hub id."""
+    """The folder of a model or tokenizer: local, or in the hub's cache after downloading `files` of a hub id."""
     folder = Path(path)
     if folder.is_dir():
         check_folder(folder)
@@ -120,11 +120,11 @@ def resolve_folder(path: str, *, files: Sequence[str] = HUB_FILES) -> Path:
 
 
 def read_hf_config(path: str, *, files: Sequence[str] = HUB_FILES, task: Task = "causal_lm") -> PretrainedConfig:
-    """The transformers configuration of a model folder or hub id, of a composite model that of its text part;
-    ModelError where there is none, or transformers has no model of its type for the `task`.
+    """The transformers configuration of a model folder or hub id; for a composite model, that of its text part.
+    ModelError where there is none, or transformers has no model of its type for `task`.
 
-    `quantization_config` is removed, since quantised weights are dequantised when they are read. ModelError where it
-    is of a kind that cannot be read.
+    `quantization_config` is removed, because quantised weights are dequantised when read. ModelError for a quantised
+    format that cannot be read.
     """
     folder = resolve_folder(path, files=files)
     if not (folder / "config.json").is_file():
@@ -191,7 +191,7 @@ def _check_names(config: PretrainedConfig, label: str) -> None:
 
 
 def check_vocabulary(config: PretrainedConfig, label: str) -> None:
-    """ModelError for a multimodal model, whose vocabulary size is in the configuration of its text part."""
+    """ModelError for a composite model, whose vocabulary size is in its text part's configuration."""
     if not hasattr(config, "vocab_size"):
         raise ModelError(
             f"{label}: model_type `{config.model_type}` has no vocab_size of its own: it is a model of text and "
@@ -212,7 +212,7 @@ def check_logits(config: PretrainedConfig, label: str) -> None:
 
 
 def _check_balance_loss(config: PretrainedConfig, task: Task, label: str) -> None:
-    """ModelError where the model would add a load balancing loss of its experts, which is not implemented here."""
+    """ModelError where the model would add a load balancing loss of its experts, which is not supported."""
     weight = next((getattr(config, key) for key in _BALANCE_WEIGHTS if hasattr(config, key)), 1.0)
     has_loss = hasattr(sys.modules[model_class(config, task).__module__], "load_balancing_loss_func")
     if getattr(config, "output_router_logits", False) and weight and has_loss:
@@ -225,12 +225,12 @@ def _check_balance_loss(config: PretrainedConfig, task: Task, label: str) -> Non
 
 
 def model_class(hf_config: PretrainedConfig, task: Task = "causal_lm") -> type[PreTrainedModel]:
-    """The model that transformers builds from a configuration for the task."""
+    """transformers' model class for a configuration and a task."""
     return _FACTORIES[task]._model_mapping[type(hf_config)]  # type: ignore[no-any-return]
 
 
 def head_of(lm: PreTrainedModel) -> Any:  # noqa: ANN401 - mostly a linear layer, whose class its users change
-    """What comes after the last hidden states: the language-model head, or the score head of a classifier."""
+    """The module after the last hidden states: the language-model head, or the score head of a classifier."""
     head = lm.get_output_embeddings()
     if head is not None:
         return head
@@ -273,12 +273,12 @@ def build_skeleton(  # noqa: PLR0913
     task: Task = "causal_lm",
     init_context: AbstractContextManager[object] | None = None,
 ) -> PreTrainedModel:
-    """The modules of a model with uninitialised parameters in `dtype` on `device`; buffers have their values.
+    """A model's modules with uninitialised parameters in `dtype` on `device`, and initialised buffers.
 
-    The model is constructed inside `init_context`, e.g. one that partitions each parameter as it is made. With an
-    `attention` of OWN_ATTENTIONS, the families of the table use attention by document. Experts use the grouped
-    implementation. The cache is off, since transformers separates packed documents
-    only without it (transformers 5.23, masking_utils.py:873).
+    The model is constructed inside `init_context`, e.g. one that partitions each parameter at construction. With an
+    `attention` of OWN_ATTENTIONS, families of the table use attention by document. Experts use the grouped
+    implementation. The cache is off, because only without it transformers separates packed documents (transformers
+    5.23, masking_utils.py:873).
     """
     check_attention(hf_config, attention, task)
     hf_config.use_cache = False
@@ -317,7 +317,7 @@ def build_skeleton(  # noqa: PLR0913
 
 
 def _set_dtypes(model: PreTrainedModel, dtype: torch.dtype, device: str) -> None:
-    """Give parameters `dtype`, whatever it was in construction: transformers 5.24 builds some in fp32
+    """Set the `dtype` of parameters: transformers 5.24 constructs some in fp32
     (deepseek_v3/modeling_deepseek_v3.py:126). Tensors that a family keeps in fp32 become fp32 buffers.
 
     These include untrained parameters (transformers 5.23, ernie4_5_moe/modeling_ernie4_5_moe.py:281): DeepSpeed 0.19.8

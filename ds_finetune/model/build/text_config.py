@@ -1,4 +1,4 @@
-"""The transformers configuration of the text part of a composite model, and what of it is refused."""
+"""The transformers configuration of a composite model's text part, and the unsupported kinds of such models."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,8 +19,8 @@ _QUANTISATION = "quantization_config"
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The configuration of the language model of `config`: that of its text part, tied and with token ids as the
-    composite model is, or `config` where it has no such part.
+    """Configuration of the language model of `config`: its text part's, with the composite model's token ids and tied
+    embeddings; `config` itself without such a part.
     """
     text = getattr(config, TEXT_CONFIG, None)
     if not isinstance(text, PretrainedConfig):
@@ -34,8 +34,8 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def check_text_part(config: PretrainedConfig, tree: Mapping[str, Any], task: str, label: str) -> None:
-    """ModelError where `config`, read from the config.json `tree`, is that of a composite model whose text part is not
-    trained for `task`.
+    """ModelError where `config`, read from the config.json `tree`, is that of a composite model whose text part cannot
+    be trained for `task`.
     """
     text = text_config(config)
     if text is config:
@@ -67,9 +67,7 @@ def check_text_part(config: PretrainedConfig, tree: Mapping[str, Any], task: str
 
 
 def text_module(folder: Path) -> str:
-    """Name of the module of the composite model in `folder`, in transformers' class, that is `model` in the text part
-    alone.
-    """
+    """Name, in transformers' class, of the composite model's module that is `model` in the text part alone."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForMultimodalLM.from_config(config, trust_remote_code=False)

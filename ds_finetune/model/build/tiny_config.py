@@ -41,20 +41,20 @@ _GROUPS = ("n_group", "num_expert_group")
 _EXPERTS = re.compile(r"^(moe_)?(n|num)_(local_|routed_)?experts$|^zero_expert_num$")
 _LAYER_NUMBERS = re.compile(r"(_idxs|_ids|_indices|only_layers|moe_layers)$")
 _SPECIAL_TOKENS = 40
-"""Token ids at the end of a tiny vocabulary, for those that are special in the large one."""
+"""Token ids at the end of a tiny vocabulary that replace special ids of the large one."""
 _MULTIPLE = 8
 _HEAD_WIDTH = 32
 
 Kind = frozenset[tuple[str, str, str]]
-"""Describes a layer: name, class and settings of each of its modules."""
+"""Kind of a layer: name, class and settings of each of its modules."""
 
 
 @dataclass(frozen=True)
 class Size:
     """The size of a tiny configuration: the first `layers` layers and about `heads` attention heads.
 
-    Attention windows of at least `row_tokens` are kept, since no row exceeds them; shorter ones become so short that
-    tiny rows exceed them.
+    Attention windows of at least `row_tokens` are unchanged, because no row exceeds them; shorter ones are reduced so
+    that tiny rows exceed them.
     """
 
     heads: int
@@ -63,25 +63,25 @@ class Size:
 
 
 def tiny_config(config: PretrainedConfig, size: Size) -> PretrainedConfig:
-    """A copy of `config` of this size, with smaller widths, vocabulary and numbers of experts."""
+    """A copy of `config` of the given size, with smaller widths, vocabulary and numbers of experts."""
     tiny = copy.deepcopy(config)
     _shrink(tiny, size, None)
     return tiny
 
 
 def layers_of_each_kind(lm: nn.Module) -> int:
-    """How many of the first layers in the longest stack of a model include one of each kind."""
+    """Number of first layers, in the model's longest stack of layers, that include one of each kind."""
     kinds = [_kind(layer) for layer in max(_stacks(lm), key=len, default=[])]
     return max((kinds.index(kind) for kind in kinds), default=-1) + 1
 
 
 def layer_kinds(lm: nn.Module) -> set[Kind]:
-    """The kinds of layers of a model, which may be on the meta device."""
+    """The kinds of a model's layers; the model may be on the meta device."""
     return {_kind(layer) for stack in _stacks(lm) for layer in stack}
 
 
 def _stacks(lm: nn.Module) -> list[nn.ModuleList]:
-    """The outermost lists of modules."""
+    """The outermost module lists of a model."""
     found: dict[str, nn.ModuleList] = {}
     for name, module in lm.named_modules():
         if (
@@ -94,21 +94,21 @@ def _stacks(lm: nn.Module) -> list[nn.ModuleList]:
 
 
 def _kind(layer: nn.Module) -> Kind:
-    """The kind of a layer. Numbers in module names, as of experts, are ignored."""
+    """The kind of a layer. Numbers in module names, e.g. of experts, are ignored."""
     return frozenset(
         (re.sub(r"\d+", "N", name), type(module).__name__, _settings(module)) for name, module in layer.named_modules()
     )
 
 
 def _settings(module: nn.Module) -> str:
-    """The settings of a module that are not sizes."""
+    """The settings of a module, except sizes."""
     own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     switches = sorted((name, value) for name, value in own.items() if isinstance(value, bool | str))
     return repr((switches, sorted(name for name, value in own.items() if value is None)))
 
 
 def _shrink(config: PretrainedConfig, size: Size, outer: Fraction | None) -> None:
-    """Shrink `config` and its nested configurations in place; `outer` is the ratio of the enclosing one."""
+    """Shrink `config` and nested configurations in place; `outer` is the ratio of the enclosing configuration."""
     depth, ratio = getattr(config, "num_hidden_layers", None), _ratio(config, size.heads, outer)
     values = vars(config)
     for name, value in list(values.items()):
@@ -121,7 +121,7 @@ def _shrink(config: PretrainedConfig, size: Size, outer: Fraction | None) -> Non
 
 
 def _small_value(name: str, value: Any, ratio: Fraction, size: Size, *, is_by_layer: bool) -> Any:  # noqa: ANN401
-    """A setting of a smaller model; where it `is_by_layer`, it has an entry for each layer."""
+    """The value of setting `name` in a smaller model; with `is_by_layer`, it has an entry for each layer."""
     if isinstance(value, list | tuple) or name.endswith("_pattern"):
         return _small_list(name, value[: size.layers] if is_by_layer else value, ratio, size)
     if name == "compress_rates":
@@ -132,7 +132,7 @@ def _small_value(name: str, value: Any, ratio: Fraction, size: Size, *, is_by_la
 
 
 def _ratio(config: PretrainedConfig, heads: int, outer: Fraction | None) -> Fraction:
-    """The factor of widths and numbers of heads; it keeps the width of a head."""
+    """The factor by which widths and numbers of heads shrink; it preserves the width of a head."""
     for name in _MAIN_HEADS:
         count = getattr(config, name, None)
         if isinstance(count, int) and count > 0:
@@ -175,7 +175,7 @@ _RULES: Sequence[tuple[re.Pattern[str], Callable[[int, Fraction], int]]] = (
     (re.compile(r"(^|_)(lora_rank|lowrank)$"), _at_most(32)),
     (re.compile(r"^index_n_heads$"), _at_most(16)),
     (re.compile(r"^index_(block_size|topk_blocks)$"), _at_most(4)),
-    # Keeps the difference between padded and unpadded vocabulary.
+    # Preserves the difference between padded and unpadded vocabulary.
     (re.compile(r"^unpadded_vocab_size$"), _at_most(VOCABULARY - 16)),
     (re.compile(r"(^|_)(vocab_size|vocab_size_per_layer_input|vocab_size_base|group_vocab)$"), _at_most(VOCABULARY)),
     (_WINDOWS, _at_most(WINDOW)),
@@ -186,7 +186,7 @@ _RULES: Sequence[tuple[re.Pattern[str], Callable[[int, Fraction], int]]] = (
 
 
 def _keep_experts_few(config: PretrainedConfig) -> None:
-    """Reduce the experts to the number that the router needs to have a choice, in equal groups."""
+    """Reduce the number of experts to the least with which the router still has a choice, in equal groups."""
     values = vars(config)
     groups = max([1, *(values.get(name) or 1 for name in _GROUPS)])
     chosen = [values[name] for name in _TOP_K if isinstance(values.get(name), int)]

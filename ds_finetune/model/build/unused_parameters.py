@@ -11,18 +11,18 @@ from ds_finetune.model.build.skeleton import Task, model_class
 
 _FEW_TOKENS = 16
 _NO_MEMORY_EXPERTS = "batched_mm"
-"""The implementation of experts in transformers 5.23 that does not depend on the values of router indices, which fake
-tensors do not have.
+"""transformers 5.23's implementation of experts that does not depend on values of router indices, which fake tensors
+lack.
 """
 
 
 def unused_parameters(hf_config: PretrainedConfig, *, tokens: int, task: Task = "causal_lm") -> tuple[str, ...]:
     """Names of the parameters that get no gradient from a row of `tokens` tokens, in the model's order.
 
-    The whole model is built without memory, which takes some seconds. NotImplementedError where the model's code needs
-    the values of tensors.
+    The full model is built on fake tensors, which takes some seconds. NotImplementedError where the model's code needs
+    values of tensors.
     """
-    # A long row uses every parameter that a short row uses, and may use more: some layers act from many tokens on.
+    # A long row uses every parameter that a short row uses, and maybe more: some layers need many tokens to act.
     names = _without_gradient(hf_config, _FEW_TOKENS, task)
     if not names:
         return ()

@@ -1,10 +1,10 @@
 """Frozen weights of linear modules in four bits (Dettmers et al., QLoRA, arXiv 2305.14314), stored and multiplied by
 bitsandbytes 0.50.
 
-The format is NF4 with a scale for each block of 64 numbers. The scales of 256 blocks are quantised to eight bits with
-a common scale (double quantisation, the default of `Linear4bit`). A weight is quantised on its final device as soon as
-its last number has been read. At ZeRO-3 every rank quantises the whole weight and keeps its part of the packed numbers;
-the scales are on all ranks.
+The format is NF4 with a scale per block of 64 numbers. The scales of 256 blocks are quantised to eight bits with a
+common scale (double quantisation, the default of `Linear4bit`). A weight is quantised on its final device as soon as
+its last number has been read. At ZeRO-3 every rank quantises the full weight and keeps its part of the packed numbers;
+every rank has all scales.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -23,10 +23,10 @@ from ds_finetune.model.build.skeleton import Fragment, Where
 
 def install_four_bit(lm: PreTrainedModel, names: Iterable[str], *, device: str) -> None:
     """Replace the linear modules `names` of `lm` by modules that hold NF4 on `device` once their weights are written
-    through `four_bit_or`; pipeline stages have those of their own layers.
+    through `four_bit_or`. A pipeline stage has only modules of its own layers.
 
-    `lm` was built inside `linears_without_memory` (foreign/torch_nn.py), and its other linear modules get uninitialised
-    memory here; or ZeRO-3 partitioned its parameters as they were made.
+    `lm` must be built inside `linears_without_memory` (foreign/torch_nn.py), and its other linear modules then get
+    uninitialised memory here; or ZeRO-3 must have partitioned its parameters at construction.
     """
     here = dict(lm.named_modules())
     for name in names:
@@ -43,7 +43,7 @@ def _four_bit(linear: Any, device: str) -> nn.Module:  # noqa: ANN401 - a linear
 
     assert type(linear) is nn.Linear, type(linear)
     dtype, width, out = linear.weight.dtype, linear.in_features, linear.out_features
-    # ZeRO-3 holds the weight in parts.
+    # ZeRO-3 has partitioned the weight.
     is_partitioned = hasattr(linear.weight, "ds_tensor")
     made = Linear4bit(width, out, bias=False, compute_dtype=dtype, quant_type="nf4", device="meta")
     if is_partitioned:
@@ -58,9 +58,9 @@ def _four_bit(linear: Any, device: str) -> nn.Module:  # noqa: ANN401 - a linear
 
 
 class _RegatheredProduct(torch.autograd.Function):
-    """`matmul_4bit`, which in backward reads the weight again from its parameter.
+    """`matmul_4bit` that reads the weight again from its parameter in backward.
 
-    That of bitsandbytes keeps the gathered weight from forward to backward (0.50.2, autograd/_functions.py:321, 358),
+    bitsandbytes' function saves the gathered weight from forward to backward (0.50.2, autograd/_functions.py:321, 358),
     so ZeRO-3 could not release it.
     """
 
@@ -78,31 +78,31 @@ class _RegatheredProduct(torch.autograd.Function):
 
 
 class _RegatheredLinear(nn.Module):
-    """Mixed into a `Linear4bit` whose weight ZeRO-3 gathers for each forward and backward."""
+    """Mixin of a `Linear4bit` whose weight ZeRO-3 gathers for each forward and backward."""
 
     weight: Any
     bias: torch.Tensor | None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out], in the dtype of `hidden`, which is that of the module's computation."""
+        """[..., in] -> [..., out], in the dtype of `hidden`, which is the module's compute dtype."""
         product: torch.Tensor = _RegatheredProduct.apply(hidden, self.weight)
         return product if self.bias is None else product + self.bias
 
 
 def is_four_bit(param: torch.Tensor) -> bool:
-    """Whether a parameter is, or is to be, held in four bits."""
+    """Whether a parameter is stored in four bits, or will be."""
     return hasattr(param, "quant_state")
 
 
 Share = Callable[[list[nn.Parameter]], None]
-"""Partitions parameters that are whole."""
+"""Partitions full parameters."""
 
 
 def four_bit_or(other: Where, share: Share | None = None) -> Where:
-    """A function that gives the fragment of a tensor that this rank holds.
+    """Returns a function from a tensor to the fragment of it that this rank holds.
 
-    Of a tensor that is to be in four bits it is the whole, which is quantised when the fragment is closed, and then
-    given to `share`; of others it is that of `other`.
+    For a tensor to be stored in four bits, this is the full tensor, which is quantised when the fragment closes and
+    then passed to `share`; for others, the fragment of `other`.
     """
 
     def where(tensor: torch.Tensor) -> Fragment:
@@ -129,19 +129,19 @@ def _quantise_when_closed(param: Any, share: Share | None) -> Iterator[torch.Ten
 
 
 def shape_of(param: Any) -> tuple[int, ...]:  # noqa: ANN401 - bitsandbytes' Params4bit, or any tensor
-    """Shape of the weight that a parameter holds, in four bits or not."""
+    """Shape of the weight in a parameter, quantised to four bits or not."""
     state = getattr(param, "quant_state", None)
     return tuple(param.shape if state is None else state.shape)
 
 
 def dtype_of(param: Any) -> torch.dtype:  # noqa: ANN401
-    """The dtype in which a parameter takes part in computation."""
+    """Compute dtype of a parameter."""
     state = getattr(param, "quant_state", None)
     return param.dtype if state is None else state.dtype  # type: ignore[no-any-return]
 
 
 def dequantised(param: Any) -> torch.Tensor:  # noqa: ANN401
-    """A parameter without its gradient; one in four bits is dequantised into a copy in its dtype."""
+    """A parameter's value without gradient; four bits are dequantised to a copy in the compute dtype."""
     if getattr(param, "quant_state", None) is None:
         return param.detach()  # type: ignore[no-any-return]
     from bitsandbytes.functional import dequantize_4bit

@@ -19,31 +19,31 @@ BLOCK = 128
 """Rows and columns of a block."""
 FP8 = torch.float8_e4m3fn
 SCALE = "_scale_inv"
-"""Suffix that makes the name of a weight the name of its scales."""
+"""Suffix that a weight's name gets to name its scales."""
 BYTE_SCALE = torch.float8_e8m0fnu
-"""A scale that is a power of two, stored as its exponent."""
+"""Dtype of scales that are powers of two, stored as exponents."""
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, BYTE_SCALE)
-"""Dtypes of scales that are read, all of them exactly as fp32; Qwen3's FP8 checkpoints have bf16."""
+"""Dtypes of scales that are read, each exactly as fp32; Qwen3's FP8 checkpoints have bf16 scales."""
 QUANTIZATION_CONFIG: Mapping[str, Any] = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
     "quant_method": "fp8",
     "weight_block_size": [BLOCK, BLOCK],
 }
-"""`quantization_config` of the config.json published with DeepSeek-V3 and R1."""
+"""`quantization_config` in the config.json published with DeepSeek-V3 and R1."""
 _LARGEST = 448.0
-"""Largest number of E4M3; a block's scale maps its largest value to it."""
+"""Largest E4M3 number, to which a block's scale maps the block's largest magnitude."""
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _HALF = 0.5
-"""Mantissa of a power of two."""
+"""Mantissa of a power of two, as frexp returns it."""
 _NUMBERS = torch.arange(256, dtype=torch.uint8).view(FP8).float().numpy()
-"""The value of each byte. A lookup is four times faster than torch 2.13's cast on a CPU."""
+"""The value of each byte. A table lookup is four times faster than torch 2.13's cast on a CPU."""
 _ROWS = 16
-"""Rows that are looked up at a time; it divides `BLOCK`. numpy needs eight bytes for each index."""
+"""Rows per table lookup; a divisor of `BLOCK`. numpy needs eight bytes per index."""
 
 
 def is_quantised(key: str, shape: tuple[int, ...], family: Family) -> bool:
-    """Whether `family` is published with `key` in FP8; never embeddings, head, norms, routers and biases."""
+    """Whether `family` is published with `key` in FP8; embeddings, head, norms, routers and biases never are."""
     matrix = 2
     return len(shape) == matrix and family.fp8_linear is not None and re.search(family.fp8_linear, key) is not None
 
@@ -54,9 +54,9 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def dequantise(values: torch.Tensor, scale: torch.Tensor, *, row: int = 0, column: int = 0) -> torch.Tensor:
-    """`values` [rows, columns] in FP8, whose first element is (`row`, `column`) of its tensor, as fp32.
+    """`values` [rows, columns] in FP8 as fp32; their first element is (`row`, `column`) of its tensor.
 
-    `scale` [block rows, block columns] has the scales of their blocks, beginning with the block of the first element.
+    `scale` [block rows, block columns] has the scales of their blocks, starting with the block of the first element.
     """
     out, numbers = torch.empty(values.shape), values.view(torch.uint8).numpy()
     of_column = (torch.arange(values.shape[1]) + column % BLOCK) // BLOCK
@@ -83,7 +83,7 @@ def quantise(values: torch.Tensor, *, scales_of_two: bool = False) -> tuple[torc
 
 
 def next_power_of_two(scale: torch.Tensor) -> torch.Tensor:
-    """The smallest power of two that is not below each element; exact, which exp2(ceil(log2(x))) need not be."""
+    """The smallest power of two not below each element; exact, unlike exp2(ceil(log2(x)))."""
     mantissa, exponent = scale.frexp()
     return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == _HALF).to(exponent.dtype))
 
@@ -91,11 +91,11 @@ def next_power_of_two(scale: torch.Tensor) -> torch.Tensor:
 def quantise_like(
     values: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor, *, scales_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantise `values` so that unchanged blocks get back the bytes `stored` and the `scale` [block columns] that they
-    came from; returns values, scales and which blocks were unchanged.
+    """Quantise `values`, but restore the bytes `stored` and the `scale` [block columns] of unchanged blocks; returns
+    values, scales and the mask of unchanged blocks.
 
-    A block is unchanged where all its values equal the stored block dequantised as fp32, or that cast to bf16 or fp16.
-    `quantise` without it restores the bytes only where the scale was computed as it does, from bf16 numbers.
+    A block is unchanged if all its values equal the stored block dequantised to fp32, or that rounded to bf16 or fp16.
+    `quantise` would restore the bytes only of scales computed as in `quantise`, from bf16 numbers.
     """
     made, made_scale = quantise(values, scales_of_two=scales_of_two)
     plain = dequantise(stored, scale[None])

@@ -21,7 +21,7 @@ from ds_finetune.model.weights.safetensors_file import Shape, StoredTensor
 GROUP = 32
 """Numbers that share a scale."""
 BLOCKS, SCALES = "_blocks", "_scales"
-"""Suffixes that make the name of a weight the names of its bytes and of its scales."""
+"""Suffixes that a weight's name gets to name its bytes and its scales."""
 QUANT_METHOD = "mxfp4"
 """`quant_method` in the config.json published with gpt-oss."""
 _HALF_BYTE = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -29,11 +29,11 @@ _E2M1 = torch.cat([_HALF_BYTE, -_HALF_BYTE])
 _PAIRS = (
     torch.stack([_E2M1.repeat(16), _E2M1.repeat_interleave(16)], dim=1).contiguous().view(torch.int64)[:, 0].numpy()
 )
-"""The two numbers of each byte, as the bits of two fp32 numbers in one int64."""
+"""The two numbers of each byte, as the bits of two fp32 numbers in an int64."""
 _EXPONENTS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu).float()
 """The scale of each byte: 2^(byte - 127); 255 is NaN."""
 _BYTES = 2**18
-"""Bytes that are looked up at a time; numpy needs eight bytes for each index."""
+"""Bytes per table lookup; numpy needs eight bytes per index."""
 _BYTES_OF_GROUP = GROUP // 2
 _DIMENSIONS = 4
 _SHOWN = 10
@@ -42,7 +42,7 @@ _SHOWN = 10
 def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Bytes [..., groups, 16] with exponents [..., groups], both uint8, as fp32 [..., groups x 32].
 
-    bf16 holds every result exactly, as it has two significant bits and bf16's range of exponents.
+    bf16 represents every result exactly: results have two significant bits, and exponents in bf16's range.
     """
     flat = np.ascontiguousarray(blocks.numpy()).reshape(-1)
     pairs = np.empty(flat.size, dtype=np.int64)
@@ -54,7 +54,7 @@ def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 class LastExpert(threading.local):
-    """The bytes of the expert that this thread read last, as neighbouring parts of a tensor share an expert."""
+    """Cache of the expert that this thread read last, because adjacent parts of a tensor share an expert."""
 
     def __init__(self) -> None:
         self._of: tuple[StoredTensor, int] | None = None
@@ -71,16 +71,16 @@ class LastExpert(threading.local):
 
 @dataclass(frozen=True)
 class Mxfp4Experts:
-    """The weights [experts, inputs, outputs] that `blocks` and `scales` hold; they are dequantised to fp32."""
+    """The weights [experts, inputs, outputs] stored in `blocks` and `scales`, dequantised to fp32 when read."""
 
     blocks: StoredTensor
     scales: StoredTensor
     last: LastExpert
-    """Shared by all weights of a folder, so that a thread holds the bytes of one expert."""
+    """Cache shared by all weights of a folder, so that a thread holds the bytes of one expert."""
 
     @property
     def shape(self) -> Shape:
-        """Shape in the model."""
+        """Shape of the weights in the model."""
         experts, outputs, groups, _ = self.blocks.shape
         return (experts, groups * GROUP, outputs)
 
@@ -95,14 +95,14 @@ class Mxfp4Experts:
         return torch.cat([part.reshape(-1) for part in parts])[start - first * outputs :][:numel]
 
     def rows(self, first: int, last: int, within: tuple[slice, ...] = ()) -> torch.Tensor:
-        """Experts `first` to `last`, [experts, inputs, outputs]; with `within` some consecutive inputs and outputs."""
+        """Experts `first` to `last`, [experts, inputs, outputs]; `within` selects consecutive inputs and outputs."""
         whole = tuple(slice(0, size) for size in self.shape[1:])
         inputs, outputs = within + whole[len(within) :]
         parts = [self._part(e, inputs, outputs) for e in range(first, last)]
         return torch.stack(parts) if parts else torch.empty(0, *self.shape[1:])
 
     def _part(self, expert: int, inputs: slice, outputs: slice) -> torch.Tensor:
-        """Some inputs and outputs of one expert, [inputs, outputs]."""
+        """The given inputs and outputs of one expert, [inputs, outputs]."""
         blocks, scales = self.last.read(self.blocks, self.scales, expert)
         first, last = inputs.start // GROUP, -(-inputs.stop // GROUP)
         values = dequantise(blocks[outputs, first:last], scales[outputs, first:last])
@@ -110,9 +110,9 @@ class Mxfp4Experts:
 
 
 def find_experts(stored: Mapping[str, StoredTensor], folder: Path) -> dict[str, Mxfp4Experts]:
-    """The weights of `folder` in MXFP4 by their names in the model.
+    """The MXFP4 weights of `folder`, by their names in the model.
 
-    ModelError where bytes have no scales or scales no bytes, or where their shapes or dtypes do not fit.
+    ModelError where bytes lack scales or scales lack bytes, or where their shapes or dtypes do not match.
     """
     names = {
         key.removesuffix(suffix)
@@ -150,11 +150,11 @@ PACKED = torch.int8
 _PER_BYTE = 2
 _READ = "the FP4 of DeepSeek-V4-Flash is read; give a bf16 copy"
 _BETWEEN = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-"""The numbers halfway between neighbours of E2M1, by the lower one's index."""
+"""Midpoints between adjacent E2M1 numbers, by index of the lower number."""
 
 
 def packed_shapes(shape: Shape) -> tuple[Shape, Shape]:
-    """Shapes of the bytes and of the scales of a matrix in FP4."""
+    """Shapes of the bytes and the scales of an FP4 matrix."""
     rows, columns = shape
     return (rows, columns // _PER_BYTE), (rows, columns // GROUP)
 
@@ -162,11 +162,11 @@ def packed_shapes(shape: Shape) -> tuple[Shape, Shape]:
 def pack(
     values: torch.Tensor, like: tuple[torch.Tensor, torch.Tensor] | None
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Rows [rows, columns] in fp32 as int8 and exponents, and how many groups got back the bytes of `like`.
+    """Pack fp32 rows [rows, columns] to int8 and exponents; also returns how many groups got the bytes of `like`.
 
-    A group's scale is the smallest power of two with which its largest number is at most 6; a number between two of
-    E2M1 becomes the even one. Groups whose numbers are those of `like` dequantised get its bytes, since several pairs
-    of bytes and scale are the same numbers.
+    A group's scale is the smallest power of two with which its largest number is at most 6. A midpoint between two E2M1
+    numbers rounds to even. A group equal to `like` dequantised gets the bytes of `like`, because several pairs of bytes
+    and scale represent the same numbers.
     """
     groups = values.float().view(len(values), -1, GROUP)
     scale = next_power_of_two((groups.abs().amax(-1) / _HALF_BYTE[-1]).clamp_(min=torch.finfo(torch.float32).tiny))
@@ -184,7 +184,7 @@ def pack(
 
 @dataclass(frozen=True)
 class Fp4Matrix:
-    """The weights [rows, columns] that `packed` and `scales` hold; they are dequantised to fp32."""
+    """The matrix [rows, columns] stored in `packed` and `scales`, dequantised to fp32 when read."""
 
     packed: StoredTensor
     scales: StoredTensor
@@ -206,15 +206,15 @@ class Fp4Matrix:
         return self.packed.rows(first, last), self.scales.rows(first, last)
 
     def rows(self, first: int, last: int, within: tuple[slice, ...] = ()) -> torch.Tensor:
-        """Rows `first` to `last`, [rows, columns]; with `within` some consecutive columns."""
+        """Rows `first` to `last`, [rows, columns]; `within` selects consecutive columns."""
         blocks = self.packed.rows(first, last).view(torch.uint8).view(last - first, -1, GROUP // _PER_BYTE)
         return dequantise(blocks, self.scales.rows(first, last).view(torch.uint8))[(slice(None), *within)]
 
 
 def find_matrices(stored: Mapping[str, StoredTensor], folder: Path) -> dict[str, Fp4Matrix]:
-    """The matrices of `folder` in FP4 by name: int8 with scales.
+    """The FP4 matrices of `folder` by name: int8 tensors with scales.
 
-    ModelError where the shape or dtype of the scales does not fit.
+    ModelError where the shape or dtype of the scales does not match.
     """
     names = [key for key, tensor in stored.items() if tensor.dtype == PACKED and key + SCALE in stored]
     for name in names:

@@ -1,4 +1,4 @@
-"""Which quantised formats of published weights are read, by the `quantization_config` of a config.json."""
+"""Checks which quantised formats of published weights can be read, by the `quantization_config` of a config.json."""
 
 import json
 from collections.abc import Mapping
@@ -18,14 +18,14 @@ _HINT = (
 
 
 def check_config_readable(config: Mapping[str, Any], label: str, error: type[FinetuneError]) -> None:
-    """Raise `error` where `config`, a config.json as published, names quantised weights that are not read."""
+    """Raise `error` where `config`, a config.json as published, names an unsupported quantised format."""
     given = _section_with_experts(config)
     if given is not None:
         check_readable(given, label, error)
 
 
 def _section_with_experts(config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - whatever a config.json holds
-    """The `quantization_config`, with `expert_dtype`. transformers 5.23 moves it there in the same way
+    """The `quantization_config`, with `expert_dtype` moved into it, as in transformers 5.23
     (deepseek_v4/configuration_deepseek_v4.py:247-255).
     """
     given = config.get("quantization_config")
@@ -35,9 +35,9 @@ def _section_with_experts(config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - w
 
 
 def check_no_other_format(folder: Path, error: type[FinetuneError]) -> None:
-    """Raise `error` where NVIDIA's Model Optimizer names the format of the weights in a file beside config.json.
+    """Raise `error` where a file of NVIDIA's Model Optimizer beside config.json names the format of the weights.
 
-    So NVFP4 is published (nvidia/DeepSeek-V3.1-NVFP4): config.json says nothing of it.
+    NVFP4 is published so (nvidia/DeepSeek-V3.1-NVFP4): config.json does not mention the format.
     """
     file = folder / MODEL_OPTIMIZER_FILE
     if not file.is_file():
@@ -52,9 +52,9 @@ def check_no_other_format(folder: Path, error: type[FinetuneError]) -> None:
 
 
 def check_readable(given: Any, label: str, error: type[FinetuneError]) -> None:  # noqa: ANN401 - whatever a config.json holds
-    """Raise `error` where the `quantization_config` of `label` is of a format that is not read.
+    """Raise `error` where the `quantization_config` of `label` names an unsupported format.
 
-    Read are FP8 in blocks (`model/quantised/fp8.py`), with experts in FP4 or without, and MXFP4
+    Supported are FP8 in blocks (`model/quantised/fp8.py`), with or without experts in FP4, and MXFP4
     (`model/quantised/mxfp4.py`).
     """
     tree = given if isinstance(given, Mapping) else {}

@@ -1,1 +1,1 @@
-"""Reading weights from files into the parts that a rank holds, by name."""
+"""Reads weights from files, by name, into the parts that a rank holds."""

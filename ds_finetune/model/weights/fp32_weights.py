@@ -1,8 +1,8 @@
-"""Parameters that forwards use in fp32 in a run in 16 bits, where a family computes with them in fp32.
+"""Parameters with which a family computes in fp32 also in a 16-bit run.
 
 DeepSpeed 0.19.8 casts every parameter to the run's precision (runtime/keep_in_fp32.py keeps only buffers), and makes
-the optimizer's fp32 copies from these. So their values are held here in fp32, whole on each rank: modules compute with
-them, and the parameters in 16 bits get the gradients.
+the optimizer's fp32 copies from the cast parameters. So their values are stored here in fp32, in full on each rank:
+modules compute with these values, and the 16-bit parameters get the gradients.
 """
 
 from functools import lru_cache
@@ -17,7 +17,7 @@ from ds_finetune.model.build.skeleton import Fragment, Where, whole
 
 
 class _InFp32(torch.autograd.Function):
-    """The value in fp32 of a parameter, which gets the gradient."""
+    """The fp32 value of a parameter; its gradient goes to the parameter."""
 
     @staticmethod
     def forward(ctx: Any, param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
@@ -30,7 +30,7 @@ class _InFp32(torch.autograd.Function):
 
 
 class Fp32Weights:
-    """The fp32 values of those parameters of `lm` that its family keeps in fp32; none of a model in fp32."""
+    """The fp32 values of the parameters of `lm` that its family keeps in fp32; empty for a model in fp32."""
 
     def __init__(self, lm: PreTrainedModel, where: Where = whole) -> None:
         family, self._where = family_of(lm.config.model_type), where
@@ -46,12 +46,12 @@ class Fp32Weights:
         self._of_param = {id(param): self.values[name] for name, param in self.params.items()}
 
     def where(self, param: torch.Tensor) -> Fragment:
-        """What is to be filled with weights of the model: the value in fp32, else this rank's part of `param`."""
+        """Where to load `param`: into its fp32 value if it has one, else into this rank's part of `param`."""
         value = self._of_param.get(id(param))
         return self._where(param) if value is None else whole(value)
 
     def round_into_parameters(self) -> None:
-        """Give the parameters in 16 bits the values, rounded."""
+        """Set the 16-bit parameters to the rounded values."""
         for name, param in self.params.items():
             fragment = self._where(param)
             if fragment.end > fragment.start:
@@ -59,7 +59,7 @@ class Fp32Weights:
                     flat[: fragment.end - fragment.start] = self.values[name].view(-1)[fragment.start : fragment.end]
 
     def install(self, lm: nn.Module) -> None:
-        """Let the modules of `lm` compute with the values."""
+        """Let the modules of `lm` compute with the fp32 values."""
         for name in self.params:
             owner, _, leaf = name.rpartition(".")
             module = lm.get_submodule(owner)
@@ -69,7 +69,7 @@ class Fp32Weights:
 
 @lru_cache
 def _reading_fp32(kind: type[nn.Module], leaf: str) -> type[nn.Module]:
-    """The class of modules whose attribute `leaf` is the value in fp32 of their parameter."""
+    """A subclass of `kind` whose attribute `leaf` returns the fp32 value of the parameter."""
 
     def read(module: nn.Module) -> torch.Tensor:
         param, value = module._parameters[leaf], module.__dict__[f"_fp32_{leaf}"]

@@ -1,5 +1,5 @@
-"""Fills the fragments of a model on this rank: streams weights from safetensors and checks that no tensor is missing or
-left over, or initialises new ones.
+"""Fills the fragments of a model on this rank: streams weights from safetensors, checking that no tensor is missing or
+left over, or initialises new weights.
 """
 
 import hashlib
@@ -27,18 +27,18 @@ from ds_finetune.model.weights.names import Piece, hub_pieces, is_table
 from ds_finetune.model.weights.vocabulary import GrownFolder, Growth
 
 _STRIP_NUMEL = 2**20
-"""Elements of a checkpoint tensor that are in memory at a time, in whole rows."""
+"""Elements of a checkpoint tensor held in memory at a time, in full rows."""
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _FUSED_EXPERTS = re.compile(r"\.experts\.\w+$")
 _LANGUAGE_MODEL_HEAD = re.compile(r"^(lm_head|embed_out|output)\.(weight|bias)$")
 _DIGESTED = 256
-"""Approximate number of tensors in a digest."""
+"""Approximate number of tensors that are hashed for a digest."""
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Number of checkpoint tensors that were loaded, the keys of those that the model does not have, and the names of
-    this rank's parameters that the checkpoint does not have.
+    """Number of checkpoint tensors loaded, names of those that the model lacks, and names of this rank's parameters
+    that the checkpoint lacks.
     """
 
     num_tensors: int
@@ -48,13 +48,13 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class _ModelTensor:
-    """A tensor of the model: its name, its fragment, and the checkpoint tensors that it consists of."""
+    """A tensor of the model: its name, its fragment, and the checkpoint tensors of which it consists."""
 
     name: str
     fragment: Fragment
     pieces: tuple[Piece, ...]
     offsets: tuple[int, ...] = ()
-    """Index of the first element of each piece in its checkpoint tensor, which other ranks hold the rest of."""
+    """Index, in each piece's checkpoint tensor, of the first element that this rank holds."""
 
 
 def load_weights(  # noqa: PLR0913
@@ -68,13 +68,13 @@ def load_weights(  # noqa: PLR0913
     growth: Growth | None = None,
     may_be_missing: Collection[str] = (),
 ) -> LoadReport:
-    """Copy the safetensors of `folder` into the fragments of `model` that `where` names, a bounded piece at a time.
+    """Copy the safetensors of `folder` into the fragments `where` of `model`, a bounded piece at a time.
 
-    Only the `model_shard` of each tensor is read. For a pipeline stage, `skeleton` is the whole model without memory,
-    which the checkpoint has to match. With `growth` the model has more tokens than the folder, and the missing rows are
-    initialised. Parameters that `may_be_missing` names are left as they are where the folder has none of their module.
+    Only the `model_shard` of each tensor is read. For a pipeline stage, `skeleton` is the complete model on the meta
+    device, which the checkpoint must match. With `growth` the model has more tokens than the folder, and the missing
+    rows are initialised. Parameters in `may_be_missing` stay unchanged where the folder lacks their module.
 
-    Keys and shapes are compared from the headers before anything is written; ModelError lists what is missing,
+    Names and shapes are compared from the headers before anything is written; ModelError lists what is missing,
     unexpected or of another shape. Weights in FP8 blocks are dequantised in fp32, only the needed rows and columns.
     Values are cast to the dtype of their target; a NaN or infinity is a ModelError.
     """
@@ -86,7 +86,7 @@ def load_weights(  # noqa: PLR0913
     )
     rename = partial(published_name, expected=expected, prefix=model.base_model_prefix) if family.encoder else None
     hub = HubFolder(folder, rename=rename) if growth is None else GrownFolder(folder, growth, expected, rename=rename)
-    # Of modules of which nothing is stored.
+    # Only parameters of modules of which the folder has no tensor may be missing.
     present = {name.rpartition(".")[0] for name in may_be_missing if name in hub.shapes}
     missing = {name for name in may_be_missing if name.rpartition(".")[0] not in present}
     skipped = _check_tensors(hub, {key: expected[key] for key in expected if key not in missing}, model, family)
@@ -114,10 +114,10 @@ def open_weights(model: PreTrainedModel, folder: Path, *, family: Family) -> Hub
 
 
 def weights_digest(folder: Path) -> str:
-    """Sixteen hexadecimal digits that identify the weights of `folder`: a hash of the first rows of tensors from all
-    over the model.
+    """Sixteen hexadecimal digits that identify the weights of `folder`: a hash of the first rows of tensors from the
+    whole model.
 
-    A copy in fp32 of a bf16 model has the same digest, and so has a bf16 copy of a model in FP8.
+    An fp32 copy of a bf16 model has the same digest, and so has a bf16 copy of an FP8 model.
     """
     digest, hub = hashlib.sha256(), HubFolder(folder)
     keys = sorted(hub.shapes)
@@ -135,10 +135,10 @@ def initialise_weights(
     model_shard: ModelShard = UNSHARDED,
     names: Collection[str] | None = None,
 ) -> None:
-    """Initialise weights (those in `names`, or all) by the model's own rule (`_init_weights`), the same for any world
+    """Initialise all weights (or those in `names`) by the model's own rule (`_init_weights`), equally for any world
     size, ZeRO stage and shard.
 
-    One module at a time is initialised in fp32 on the CPU, with a seed of (seed, module name), and its fragment kept.
+    One module at a time is initialised in fp32 on the CPU, seeded by (seed, module name), and copied to its fragment.
     """
     tied = {name for name in (model.all_tied_weights_keys or {}) if model.config.tie_word_embeddings}
     for name, module in model.named_modules():
@@ -154,7 +154,7 @@ def initialise_weights(
 
 
 def draw_normal(param: nn.Parameter, *, deviation: float, seed: int, where: Where = whole) -> None:
-    """Fill a parameter that no rank shards with normally distributed values of `seed`, the same for any layout."""
+    """Fill an unsharded parameter with normally distributed values seeded by `seed`, the same for any layout."""
     fragment = where(param)
     values = torch.randn(math.prod(fragment.shape), generator=torch.Generator().manual_seed(seed)) * deviation
     if fragment.end > fragment.start:
@@ -163,14 +163,14 @@ def draw_normal(param: nn.Parameter, *, deviation: float, seed: int, where: Wher
 
 
 def clear_weights(model: PreTrainedModel, *, where: Where = whole) -> None:
-    """Set every parameter to zero until its values are restored; uninitialised memory may hold NaN."""
+    """Set every parameter to zero until its values are restored, because uninitialised memory may contain NaN."""
     for param in model.parameters():
         with where(param).opened() as flat:
             flat.zero_()
 
 
 def seed_of(seed: int, name: str) -> int:
-    """The seed of the random values of `name` in a run with `seed`."""
+    """The seed for the random values of `name` in a run with `seed`."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "big")
 
 
@@ -208,7 +208,7 @@ def _initialise_module(  # noqa: PLR0913
 def _expected_tensors(
     model: PreTrainedModel, family: Family, where: Where, model_shard: ModelShard
 ) -> dict[str, tuple[int, ...]]:
-    """Key and shape of every checkpoint tensor of the whole model."""
+    """Name and shape of every checkpoint tensor of the complete model."""
     shards = {
         target.name: model_shard.tensor_shard(target.name, target.fragment.shape)
         for target in _model_tensors(model, family, where, model_shard)
@@ -228,7 +228,7 @@ def _model_tensors(
         shard = model_shard.tensor_shard(name, fragment.shape)
         first = shard.offsets[0] if shard.is_expert_parallel else 0
         pieces = hub_pieces(name, fragment.shape, family, first_expert=first)
-        # The last dimensions of a tensor are those of its pieces.
+        # The last dimensions of a tensor are the dimensions of its pieces.
         offsets = shard.offsets[len(shard.offsets) - len(pieces[0].shape) :]
         yield _ModelTensor(name, fragment, pieces, offsets)
     for module_name, module in model.named_modules():
@@ -242,9 +242,8 @@ def _model_tensors(
 def _check_tensors(
     hub: HubFolder, expected: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family
 ) -> list[str]:
-    """Compare the checkpoint with the `expected` tensors; returns the names of tensors that are not loaded: those that
-    the family's row allows, a tied head, the language-model head of a classifier's base, and layers past the last
-    one.
+    """Compare the checkpoint with the `expected` tensors. Returns names of tensors that are not loaded: those that the
+    family's row allows, a tied head, the language-model head of a classifier's base, and layers past the last one.
     """
     _check_layout_of_experts(hub, expected, model, family)
     tied = dict(model.all_tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
@@ -275,7 +274,7 @@ def _check_tensors(
 def _check_layout_of_experts(
     hub: HubFolder, expected: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family
 ) -> None:
-    """ModelError where experts are separate in the checkpoint and fused in the model, and the family has no mapping."""
+    """ModelError where the checkpoint has separate experts, the model fused ones, and the family no mapping."""
     one_by_one = sorted(key for key in hub.shapes if key not in expected and _ONE_EXPERT.search(key))
     fused = sorted(key for key in expected if key not in hub.shapes and _FUSED_EXPERTS.search(key))
     if not family.fused_experts and one_by_one and fused:
@@ -290,7 +289,7 @@ def _check_layout_of_experts(
 
 
 def _copy_piece(hub: HubFolder, target: _ModelTensor, flat: torch.Tensor, piece: Piece) -> None:
-    """Copy the elements of `piece` that this rank holds into `flat`; reads only the rows it needs, some at a time."""
+    """Copy the elements of `piece` that this rank holds to `flat`; reads only the needed rows, some at a time."""
     fragment = target.fragment
     begin, width = piece.first_element(fragment.shape), max(1, math.prod(piece.shape[1:]))
     first = max(0, (fragment.start - begin) // width)
@@ -298,7 +297,7 @@ def _copy_piece(hub: HubFolder, target: _ModelTensor, flat: torch.Tensor, piece:
     step = max(1, _STRIP_NUMEL // width)
     for low in range(first, last, step):
         values = _read_rows(hub, piece, slice(low, min(low + step, last)), target.offsets)
-        # Several times faster than isfinite over all elements. With a NaN, minimum and maximum are NaN.
+        # Several times faster than isfinite on all elements: minimum and maximum of data with NaN are NaN.
         if not all(map(math.isfinite, map(float, torch.aminmax(values)))):
             raise ModelError(
                 f"tensor `{piece.key}` of {hub.folder} holds NaN or infinity",
@@ -312,7 +311,7 @@ def _copy_piece(hub: HubFolder, target: _ModelTensor, flat: torch.Tensor, piece:
 
 
 def _check_table(hub: HubFolder, target: _ModelTensor, table: torch.Tensor, model: PreTrainedModel) -> None:
-    """ModelError where a table of token ids names an expert that there is not."""
+    """ModelError where a table of token ids names an expert that does not exist."""
     low, high, experts = int(table.min()), int(table.max()), int(model.config.n_routed_experts)
     if low < 0 or high >= experts:
         raise ModelError(
@@ -322,7 +321,7 @@ def _check_table(hub: HubFolder, target: _ModelTensor, table: torch.Tensor, mode
 
 
 def _read_rows(hub: HubFolder, piece: Piece, rows: slice, offsets: tuple[int, ...]) -> torch.Tensor:
-    """`rows` of the box of `piece.shape` at `offsets` of the checkpoint tensor `piece.key`."""
+    """`rows` of the box of shape `piece.shape` at `offsets` in the checkpoint tensor `piece.key`."""
     if not piece.shape:
         return hub.read(piece.key, 0, 1)
     first, within = offsets[0], tuple(slice(at, at + size) for at, size in zip(offsets, piece.shape, strict=True))

@@ -1,6 +1,6 @@
-"""The names of tensors: a model's and those of a published checkpoint, for loading and for export; and adapters'.
+"""Names of tensors, for loading and export: the model's, those of published checkpoints, and adapters'.
 
-An adapter's parameters are `MODULE.lora_A` of a module's `weight`, else `MODULE.LEAF_lora_A`.
+Adapter parameters are named `MODULE.lora_A` for a module's `weight`, else `MODULE.LEAF_lora_A`.
 """
 
 import math
@@ -19,15 +19,15 @@ _FUSED = re.compile(r"^(?P<experts>.*\.mlp\.experts)\.(?P<part>gate_up_proj|down
 
 @dataclass(frozen=True)
 class Piece:
-    """A checkpoint tensor `key` of `shape`, which is `tensor[index]` of the model's tensor."""
+    """The checkpoint tensor `key` of `shape`, which is `tensor[index]` of a model tensor."""
 
     key: str
     index: Index
     shape: tuple[int, ...]
 
     def first_element(self, whole: tuple[int, ...]) -> int:
-        """Index of its first element in the row-major flattened model tensor of shape `whole`, in which its elements
-        are contiguous.
+        """Index of the piece's first element in the flattened model tensor of shape `whole`, in which its elements are
+        contiguous.
         """
         begin, stride = 0, math.prod(whole)
         for size, part in zip(whole, self.index, strict=False):
@@ -37,11 +37,11 @@ class Piece:
 
 
 def hub_pieces(name: str, shape: tuple[int, ...], family: Family, *, first_expert: int = 0) -> tuple[Piece, ...]:
-    """The checkpoint tensors that make up the model tensor `name` of `shape`; each element is in one of them.
+    """The checkpoint tensors that make up the model tensor `name` of `shape`; together they have each element once.
 
     Fused experts `gate_up_proj` [experts, 2 x inner, hidden] and `down_proj` [experts, hidden, inner] are one matrix
     per expert and projection in a checkpoint (transformers 5.23, conversion_mapping.py:51-53, 1270); all other tensors
-    are the same in both. `first_expert` is the number in the layer of the first expert that the tensor holds.
+    are the same in both. `first_expert` is the index in the layer of the tensor's first expert.
     """
     names = family.published_mlp
     fused = _FUSED.match(name) if family.fused_experts else None
@@ -61,14 +61,14 @@ def hub_pieces(name: str, shape: tuple[int, ...], family: Family, *, first_exper
 
 
 def published_names(shapes: Mapping[str, tuple[int, ...]], family: Family) -> tuple[str, ...]:
-    """The names in a published checkpoint of model tensors with these shapes."""
+    """Names in a published checkpoint of model tensors with these names and shapes."""
     return tuple(piece.key for name, shape in shapes.items() for piece in hub_pieces(name, shape, family))
 
 
 def published_name(name: str, family: Family) -> str:
-    """The name in a published checkpoint of the model's tensor `name`, which is no tensor of fused experts.
+    """The name in a published checkpoint of the model's tensor `name`, which must not be of fused experts.
 
-    That of a generic type is the one by which transformers saves it.
+    For a generic type, this is the name by which transformers saves the tensor.
     """
     for renaming in renamings(family.model_type)[1] if family.is_generic else ():
         name = renaming.rename_source_key(name)[0]
@@ -77,7 +77,7 @@ def published_name(name: str, family: Family) -> str:
 
 
 def canonical_name(key: str, family: Family) -> str:
-    """The published name of a tensor of a generic type that a checkpoint calls `key`, as transformers saves it or by
+    """The published name of a generic type's tensor that a checkpoint names `key`: by transformers' saving rules or by
     the model's own name.
     """
 
@@ -86,32 +86,32 @@ def canonical_name(key: str, family: Family) -> str:
             name = renaming.rename_source_key(name)[0]
         return name
 
-    # Transformers' patterns also match some names of the model, which are told by the way back.
+    # transformers' patterns also match some names of the model, which are recognised by mapping the result back.
     kept, own = published_name(in_model(key), family), published_name(key, family)
     return own if kept != key and in_model(own) == key else kept
 
 
 def renamed(name: str, renames: Renames) -> str:
-    """`name` after all of `renames`."""
+    """`name` after all `renames` in order."""
     for pattern, new in renames:
         name = re.sub(pattern, new, name)
     return name
 
 
 def is_table(name: str) -> bool:
-    """Whether a tensor holds whole numbers: the experts of each token id (DeepSeek-V4)."""
+    """Whether a tensor has integer values: the experts of each token id (DeepSeek-V4)."""
     return name.endswith(".tid2eid")
 
 
 def is_kept_in_fp32(key: str, family: Family) -> bool:
-    """Whether `family` keeps the tensor `key` of a published checkpoint in fp32."""
+    """Whether `family` keeps the published tensor `key` in fp32."""
     buffers = tuple(published_name(f".{leaf}", family) for leaf in family.fp32_buffers)
     return key.endswith(buffers) or family.is_in_fp32(key)
 
 
 def differences(expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> str:
-    """How the names and shapes of the tensors `stored` in a checkpoint differ from those that the model expects; empty
-    where they do not.
+    """Differences in name and shape between tensors `stored` in a checkpoint and those `expected` by the model, as
+    text; empty without differences.
     """
     common = sorted(key for key in expected.keys() & stored.keys() if expected[key] != stored[key])
     mismatched = [f"{key}: model {expected[key]}, checkpoint {stored[key]}" for key in common]
@@ -136,7 +136,7 @@ def is_adapter(name: str) -> bool:
 
 
 def weight_of(name: str) -> tuple[str, str]:
-    """The weight that an adapter's parameter `name` adapts, and the parameter's side, `A` or `B`."""
+    """The weight that an adapter's parameter `name` adapts, and the side of the parameter, `A` or `B`."""
     match = _ADAPTER.match(name)
     assert match, name
     return f"{match['module']}.{match['leaf'] or 'weight'}", match["side"]

@@ -1,4 +1,4 @@
-"""Safetensors files: their header (8 bytes of length, then a JSON object), and tensors that are read in parts."""
+"""Safetensors files: a header (8 bytes of length, then a JSON object) and tensors, which are read in parts."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from ds_finetune.errors import ModelError
 from ds_finetune.model.build.dtypes import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
 
 MAX_HEADER_BYTES = 100_000_000
-"""Size of a header at most: MAX_HEADER_SIZE of safetensors 0.8 (tensor.rs)."""
+"""Maximum size of a header in bytes: MAX_HEADER_SIZE of safetensors 0.8 (tensor.rs)."""
 _METADATA = "__metadata__"
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8
@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class HeaderEntry:
-    """A tensor of a file: row-major, from byte `begin` of the file."""
+    """Location of a tensor in a file: row-major, from byte `begin`."""
 
     dtype: torch.dtype
     shape: Shape
@@ -41,16 +41,16 @@ class HeaderEntry:
 
 @dataclass(frozen=True)
 class Header:
-    """The tensors of a file by name in the order of their data, which follow each other without gaps."""
+    """The tensors of a file by name, in the order of their data, which has no gaps."""
 
     tensors: Mapping[str, HeaderEntry]
     metadata: Mapping[str, str]
     end: int
-    """The byte of the file where the data should end."""
+    """The byte of the file at which the data should end."""
 
 
 def header_bytes(path: Path) -> int:
-    """Size that a file gives for its header, 0 where it is too short for one; ValueError above `MAX_HEADER_BYTES`."""
+    """Header size that a file states, 0 for a file too short for a header; ValueError above `MAX_HEADER_BYTES`."""
     with path.open("rb") as file:
         prefix = file.read(_LENGTH.size)
     size: int = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else 0
@@ -63,8 +63,8 @@ def read_header(path: Path, *, is_whole: bool = True) -> Header:
     """The header of the file at `path`.
 
     OSError where it cannot be read. ValueError where it is no regular file, where the header is longer than
-    `MAX_HEADER_BYTES`, is not valid or names unknown dtypes, where tensors overlap or leave gaps, and, with
-    `is_whole`, where their data does not end with the file.
+    `MAX_HEADER_BYTES`, is invalid or names unknown dtypes, where tensors overlap or leave gaps, and, with `is_whole`,
+    where the data does not end with the file.
     """
     if not path.is_file():
         raise ValueError("it is no regular file")
@@ -83,7 +83,7 @@ def read_header(path: Path, *, is_whole: bool = True) -> Header:
 
 
 def _parse(tree: Any, begin: int) -> Header:  # noqa: ANN401 - whatever a file holds
-    """The header `tree` of a file whose data begins at byte `begin`."""
+    """Parse the header `tree` of a file whose data begins at byte `begin`."""
     metadata = tree.pop(_METADATA, None) or {}
     tensors: dict[str, HeaderEntry] = {}
     end = begin
@@ -94,7 +94,7 @@ def _parse(tree: Any, begin: int) -> Header:  # noqa: ANN401 - whatever a file h
 
 
 def _parse_entry(name: str, item: Mapping[str, Any], data: int, end: int) -> HeaderEntry:
-    """The tensor that begins at byte `end` of a file whose data begins at byte `data`; ValueError where it does not."""
+    """Parse a tensor whose data must begin at byte `end` of a file with data from byte `data`; ValueError otherwise."""
     if item["dtype"] not in SAFETENSORS_DTYPES:
         raise ValueError(f"`{name}` is {item['dtype']}, not one of {', '.join(SAFETENSORS_DTYPES)}")
     entry, (begin, stop) = (
@@ -112,7 +112,7 @@ def _parse_entry(name: str, item: Mapping[str, Any], data: int, end: int) -> Hea
 def encode_header(
     tensors: Iterable[tuple[str, torch.dtype, Shape]], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[int]]:
-    """The first bytes of a file whose tensors (name, dtype, shape) follow in order, and the byte where each begins."""
+    """Header bytes of a file with consecutive tensors (name, dtype, shape), and the byte where each tensor begins."""
     entries, begins, end = {}, [], 0
     for name, dtype, shape in tensors:
         assert name not in entries, name
@@ -162,13 +162,13 @@ class SafetensorsFile(DataFile):
 
 
 class Scratch(threading.local):
-    """One growing buffer per thread, as allocating memory takes longer than reading into it."""
+    """One growing buffer per thread, because allocating memory takes longer than reading into it."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A 1-D tensor over this thread's buffer, valid until its next `take`."""
+        """A 1-D tensor over this thread's buffer, valid until the thread's next `take`."""
         size = numel * dtype.itemsize
         if self._bytes.numel() < size:
             self._bytes = torch.empty(size, dtype=torch.uint8)
@@ -185,10 +185,10 @@ class StoredTensor:
     begin: int
 
     def read(self, start: int, numel: int, *, into: Scratch | None = None) -> torch.Tensor:
-        """Elements `start` to `start + numel` of the flattened tensor, 1-D, as they are stored."""
+        """Elements `start` to `start + numel` of the flattened tensor, 1-D, in the stored dtype."""
         return self.file.read(self.dtype, numel, self.begin + start * self.dtype.itemsize, into=into)
 
     def rows(self, first: int, last: int, *, into: Scratch | None = None) -> torch.Tensor:
-        """Rows `first` to `last`, [rows, ...], as they are stored."""
+        """Rows `first` to `last`, [rows, ...], in the stored dtype."""
         width = math.prod(self.shape[1:])
         return self.read(first * width, (last - first) * width, into=into).view(last - first, *self.shape[1:])

@@ -1,4 +1,4 @@
-"""A vocabulary larger than the published one: embedding and head keep their rows and get new ones."""
+"""Vocabularies larger than the published one: embedding and head keep their rows and get new rows."""
 
 import math
 import re
@@ -14,14 +14,14 @@ from ds_finetune.model.build.hub_folder import HubFolder, Shape
 
 _EMBEDDING = re.compile(r"\b(embed_tokens|word_embeddings|embed_in|wte|embed)\.weight$")
 _COMPARED, _MARGIN = 256, 1.25
-"""Embeddings that others are compared with, and the ratio up to which distances of untrained ones differ."""
+"""Maximum number of embeddings for comparison, and tolerated ratio between distances of untrained embeddings."""
 _STRIP_NUMEL = 2**20
-"""Elements of a published tensor that are in memory at a time, in whole rows."""
+"""Elements of a published tensor held in memory at a time, in full rows."""
 
 
 @dataclass(frozen=True)
 class Growth:
-    """Numbers of rows in the published weights and in the model, and the seed of a tensor by its name."""
+    """Vocabulary sizes of the published weights and of the model, and a seed for each tensor name."""
 
     before: int
     after: int
@@ -43,8 +43,8 @@ def grow_vocabulary(hf_config: PretrainedConfig, ids: int) -> None:
 
 
 def untrained_rows(folder: Path, candidates: Collection[int], named: Collection[int]) -> list[int]:
-    """The ids among `candidates` whose embedding in the weights of `folder` looks untrained: it lies among embeddings
-    of ids without a token, of which `named` has none, or where there are none nearer to the mean of `named` than usual.
+    """The ids of `candidates` whose embedding in the weights of `folder` looks untrained: it lies among embeddings of
+    ids not in `named`, or if all ids are, within half the median distance to the mean of `named`.
     """
     hub = HubFolder(folder)
     table = next((key for key, shape in hub.shapes.items() if _EMBEDDING.search(key) and len(shape) == 2), None)
@@ -65,9 +65,9 @@ def untrained_rows(folder: Path, candidates: Collection[int], named: Collection[
 class GrownFolder(HubFolder):
     """Published weights with the shapes of a model with more tokens: `rows` reads published rows and samples new ones.
 
-    Each column of the new rows is normally distributed with the mean and standard deviation that it has over the
-    published rows. The samples depend on the tensor's name and the seed, so they are the same for any layout. The
-    tensors that grow are recognised by their shapes.
+    Each column of the new rows is normally distributed, with mean and standard deviation of the published rows. Samples
+    depend on the tensor's name and the seed, so they are the same for any layout. Tensors that grow are recognised by
+    their shapes.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class GrownFolder(HubFolder):
         self.shapes = {**self.shapes, **grown}
 
     def rows(self, key: str, first: int, last: int, within: tuple[slice, ...] = ()) -> torch.Tensor:
-        """Rows `first` to `last`, perhaps some of their columns, valid until the same thread's next read."""
+        """Rows `first` to `last`, or the part `within`, valid until the same thread's next read."""
         before = self._growth.before
         if key not in self._grown or last <= before:
             return super().rows(key, first, last, within)
@@ -99,13 +99,11 @@ class GrownFolder(HubFolder):
         return new if first >= before else torch.cat([super().rows(key, first, before, within), new])
 
     def is_same(self, key: str, other: str) -> bool:
-        """Whether the published rows of two tensors have the same values."""
+        """Whether the published rows of two tensors are equal."""
         return HubFolder(self.folder).is_same(key, other)
 
     def check_left(self, keys: Iterable[str]) -> None:
-        """ModelError where one of `keys`, for which transformers' class has no module, has a row per published
-        token.
-        """
+        """ModelError where one of `keys`, for which transformers' class has no module, has the published rows."""
         stuck = [key for key in keys if self.shapes[key][:1] == (self._growth.before,)]
         if stuck:
             raise ModelError(
