@@ -1,1 +1,1 @@
-"""Reading of run folders without torch: configuration, metrics, state, samples and what else a run leaves behind."""
+"""Reads run folders without torch: configuration, metrics, state, samples and other files of a run."""

@@ -1,4 +1,4 @@
-"""Curves for drawing: fewer points without losing a spike, and a smoothed line."""
+"""Points of curves for drawing: fewer points that still show every spike, and a smoothed line."""
 
 import math
 
@@ -8,13 +8,13 @@ from numpy.typing import NDArray
 
 _DIGITS = 6
 POINTS_PER_BUCKET = 4
-"""At most the lowest, the highest, the last value and the first that is not finite."""
+"""Per bucket: at most the lowest, the highest and the last value, and the first non-finite one."""
 
 
 def drawn_points(values: NDArray[np.float64], most: int) -> NDArray[np.intp]:
-    """Ascending indices [at most `most`] of the values [n] that draw the same curve as all of them.
+    """Ascending indices [at most `most`] of the values [n] that draw the same curve as all values.
 
-    The values are cut into buckets of equal length. Of each bucket the lowest, the highest and the last value remain,
+    The values are cut into buckets of equal length. From each bucket the lowest, the highest and the last value remain,
     and the first NaN or infinity. So no spike, dip or gap is lost, and the first and the last value always remain.
     `most` is at least 8.
     """
@@ -66,5 +66,5 @@ def smooth(values: NDArray[np.float64], reach: int) -> NDArray[np.float64]:
 
 
 def rounded(values: list[float]) -> list[float | None]:
-    """The values with six significant digits, and None for what is not finite, as JSON has no such numbers."""
+    """The values with six significant digits, and None for non-finite ones, which JSON cannot represent."""
     return [float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None for value in values]

@@ -1,6 +1,6 @@
-"""One run folder, as a reader finds it: written by another process, by another version, half removed, or no run at all.
+"""A run folder as a reader finds it: being written by another process, of another version, half removed, or no run.
 
-Nothing here raises for what is in the folder; what cannot be read is absent, and `RunFolder.problems` names it.
+Nothing here raises for the folder's content: unreadable files count as absent, and `RunFolder.problems` names them.
 """
 
 import os
@@ -33,14 +33,14 @@ CONFIG, PLAN, EXPERTS, LOG, RANK_TIMES = "config.yaml", "plan.json", "experts.bi
 STARTS = "starts.jsonl"
 REPORT = "watchdog/report.txt"
 _WHOLE_NUMBERS = ("after_step", "steps", "ranks", "ranks_per_host", "pid")
-"""What a start records as whole numbers; another version may have another form of it."""
+"""Integer fields recorded by each start of a run; another version may store another type."""
 _MOST_BYTES, _MOST_LINE_BYTES = 2**22, 2**12
 _MOST_DEPTH, _MOST_RUNS = 4, 1_000
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A complete checkpoint of a run: its step, bytes and `eval/loss`, where that was known."""
+    """A complete checkpoint of a run: step, bytes, and `eval/loss` if known."""
 
     step: int
     num_bytes: int
@@ -48,7 +48,7 @@ class SavedCheckpoint:
 
 
 class RunFolder:
-    """The run in `path`; files that lie outside `within` are not read, also where a symbolic link leads there."""
+    """The run in `path`; files outside `within` are not read, even if a symbolic link leads there."""
 
     def __init__(self, path: Path, *, within: Path | None = None) -> None:
         self.path = path
@@ -58,12 +58,12 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """The path of the run below `within`, or its own name."""
+        """The path of the run relative to `within`, or the folder's own name."""
         relative = os.path.relpath(self.path.absolute(), self.within)
         return self.path.resolve().name if relative == "." else relative
 
     def file(self, name: str) -> Path | None:
-        """A regular file of the run that may be read; None where there is none."""
+        """A regular file of the run that may be read; None if there is none."""
         path = self.path / name
         with suppress(OSError, RuntimeError):
             if not path.is_file():
@@ -75,7 +75,7 @@ class RunFolder:
 
     @property
     def status(self) -> RunStatus:
-        """What the run is doing, or how it ended."""
+        """The run's state, or how it ended."""
         if os.path.lexists(self.path / STATUS) and self.file(STATUS) is None:
             return RunStatus("unknown", f"{STATUS} is no file of this folder")
         status = seen_status(self.path, change=self._status_change)
@@ -83,7 +83,7 @@ class RunFolder:
 
     def _status_of_earlier_version(self, unknown: RunStatus) -> RunStatus:
         """The status of a run whose version wrote no status.json: `failed` with the first line of the watchdog's report
-        where that is newer than the metrics, else `unknown`.
+        if that is newer than the metrics, else `unknown`.
         """
         path = self.file(REPORT)
         if path is None or changed_at(path) < changed_at(self.path / METRICS):
@@ -93,7 +93,7 @@ class RunFolder:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The resolved run file as it is written, perhaps of another version; empty where it cannot be read."""
+        """The resolved run file as written, possibly by another version; empty if it cannot be read."""
         text = self.text(CONFIG)
         if text is None:
             return {}
@@ -105,19 +105,19 @@ class RunFolder:
         return tree if isinstance(tree, dict) else {}
 
     def recorded(self, name: str) -> dict[str, Any]:
-        """The JSON object in a file of the run; empty where there is none that can be read."""
+        """The JSON object in a file of the run; empty without a readable one."""
         return {} if (path := self.file(name)) is None else read_object(path)
 
     @property
     def plan(self) -> Mapping[str, Any]:
-        """Names and texts of `plan.json`."""
+        """Names and texts in `plan.json`."""
         return self.recorded(PLAN)
 
     @property
     def starts(self) -> list[Mapping[str, Any]]:
-        """What each start of the run has recorded (trainer/run_records.py), the first one first.
+        """Records of all starts of the run (trainer/run_records.py), oldest first.
 
-        Fields whose form is not known are left out.
+        Fields of an unknown type are left out.
         """
         lines = (self.text(STARTS) or "").splitlines()
         return [self._known_fields(start) for line in lines if (start := parse_object(line))]
@@ -130,7 +130,7 @@ class RunFolder:
 
     @property
     def versions(self) -> Mapping[str, str]:
-        """Versions of the packages of the run: of its last start, or else of its last checkpoint."""
+        """Versions of the run's packages, from its last start or else from its last checkpoint."""
         starts = self.starts
         found = starts[-1].get("versions") if starts else None
         for checkpoint in reversed(self.checkpoints if not isinstance(found, dict) else []):
@@ -161,7 +161,7 @@ class RunFolder:
 
     @property
     def exports(self) -> Mapping[str, str]:
-        """Exported folders of the run by name: `verified`, or why not."""
+        """Exported folders of the run by name: `verified`, or the reason why not."""
         found = {}
         for name in ("export", "export-best", "adapter", "adapter-best"):
             if not (self.path / name).is_dir():
@@ -178,12 +178,12 @@ class RunFolder:
 
     @property
     def rollouts(self) -> list[Sample]:
-        """Answers that were sampled to training prompts, oldest first."""
+        """Answers sampled to training prompts, oldest first."""
         return [] if (path := self.file(ROLLOUTS)) is None else read_rollouts(path)
 
     @property
     def experts(self) -> tuple[list[int], NDArray[Any]] | None:
-        """Numbers of the layers with routed experts, and the records of their loads (`read_expert_table`)."""
+        """Indices of the layers with routed experts, and the records of their loads (`read_expert_table`)."""
         if (path := self.file(EXPERTS)) is None:
             return None
         try:
@@ -193,16 +193,16 @@ class RunFolder:
             return None
 
     def log_tail(self, most_bytes: int = 16_384) -> str:
-        """The last whole lines of `log.txt`; what is no UTF-8 is replaced."""
+        """The last complete lines of `log.txt`; bytes that are not UTF-8 are replaced."""
         path = self.file(LOG)
         return "" if path is None else read_tail(path, most_bytes).decode("utf-8", errors="replace")
 
     def watchdog_report(self) -> str:
-        """The watchdog's report of the last failure; empty where there is none."""
+        """The watchdog's report of the last failure; empty without one."""
         return self.text(REPORT) or ""
 
     def text(self, name: str, most_bytes: int = _MOST_BYTES) -> str | None:
-        """The beginning of a file, where what is no UTF-8 is replaced; None where it cannot be read."""
+        """The first `most_bytes` of a file, with bytes that are not UTF-8 replaced; None if it cannot be read."""
         if (path := self.file(name)) is None:
             return None
         try:
@@ -218,7 +218,7 @@ class RunFolder:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder looks like that of a run: it has metrics, or a resolved configuration with its plan."""
+    """Whether a folder looks like a run folder: it has metrics, or a resolved configuration and a plan."""
     try:
         return (folder / METRICS).is_file() or ((folder / CONFIG).is_file() and (folder / PLAN).is_file())
     except OSError:
@@ -226,9 +226,9 @@ def is_run(folder: Path) -> bool:
 
 
 def find_runs(root: Path) -> Iterator[RunFolder]:
-    """The runs in `root` and up to four folders below it, in the order of their paths, at most 1,000.
+    """The runs in `root` and up to four levels below it, in the order of their paths, at most 1,000.
 
-    Symbolic links are not followed, and what is inside of a run is not searched.
+    Symbolic links are not followed, and run folders are not searched.
     """
     root = root.resolve()
     found = 0
@@ -247,7 +247,7 @@ def find_runs(root: Path) -> Iterator[RunFolder]:
 
 
 def base_model(config: Mapping[str, Any]) -> str:
-    """The path or id of the model that a run file names; empty where it names none."""
+    """The path or id of the model in a run file; empty if there is none."""
     model = config.get("model")
     path = model.get("path") if isinstance(model, dict) else model
     return path if isinstance(path, str) else ""

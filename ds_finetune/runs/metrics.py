@@ -1,4 +1,4 @@
-"""Reads what a run writes step by step while it writes it: metrics, loads of experts, times of ranks, and answers."""
+"""Reads what a run appends step by step: metrics, expert loads, times of ranks, and answers."""
 
 import json
 import math
@@ -25,7 +25,7 @@ _WORDS = ("non_finite", "notice", "slow")
 
 
 class Curve:
-    """Values of one metric with their steps, in the order of the file; NaN where the run has written null."""
+    """Values of one metric with their steps, in the order of the file; NaN where the run wrote null."""
 
     def __init__(self) -> None:
         self._steps, self._values = array("q"), array("d")
@@ -54,17 +54,17 @@ class Curve:
         self._values.extend(values)
 
     def since(self, number: int) -> tuple[list[int], list[float]]:
-        """Steps and values after the first `number` of them."""
+        """Steps and values from point `number` on."""
         return self._steps[number:].tolist(), self._values[number:].tolist()
 
 
 class MetricsReader:
-    """The metrics of a run by name, its notices by step, and by step which rank was slow.
+    """A run's metrics by name, its notices by step, and the slow rank by step.
 
-    A last line without its end is left for the next update. Where the file was replaced, as a resumed run does, or
-    became shorter, it is read again from the beginning and `generation` grows. A file that was replaced twice may have
-    its first inode again, so the last bytes that were read are compared too. `problem` tells of lines that are no
-    record of a step, which are passed over, or of a file that cannot be read; it is empty where all is well.
+    An incomplete last line is left for the next update. If the file was replaced, as a resumed run does, or truncated,
+    it is read again from the beginning and `generation` grows. A file that was replaced twice may have its first inode
+    again, so the last bytes read are compared too. `problem` tells of lines that are no record of a step, which are
+    skipped, or of an unreadable file; it is empty otherwise.
     """
 
     def __init__(self, path: Path, *, chunk_bytes: int = _CHUNK_BYTES) -> None:
@@ -83,7 +83,7 @@ class MetricsReader:
         self._kept = b""
 
     def update(self) -> bool:
-        """Read what was added, at most a few MiB; returns whether there may be more to read at once."""
+        """Read appended lines, at most a few MiB; returns whether there may be more to read now."""
         try:
             with self.path.open("rb") as file:
                 return self._read(file.fileno())
@@ -95,7 +95,7 @@ class MetricsReader:
         return False
 
     def update_all(self) -> None:
-        """Read all that was added."""
+        """Read all appended lines."""
         while self.update():
             pass
 
@@ -150,9 +150,9 @@ class MetricsReader:
 
 
 def last_record(path: Path) -> Mapping[str, Any]:
-    """The last complete record of a metrics file, read from its end; empty where there is none.
+    """The last complete record of a metrics file, read from its end; empty if there is none.
 
-    Reads at most 64 KiB, however long the file is.
+    Reads at most 64 KiB, whatever the length of the file.
     """
     lines = reversed(read_tail(path, _TAIL_BYTES).splitlines())
     return next((record for line in lines if (record := _record_of(line)) is not None), {})
@@ -164,7 +164,7 @@ def _record_of(line: bytes) -> dict[str, Any] | None:
 
 
 def _number(value: object) -> float | None:
-    """The value as a float: NaN for null, None for what is no number, such as a text of a later version."""
+    """`value` as a float: NaN for null; None for no number, e.g. a text of a later version."""
     kind = type(value)
     if kind is float:
         return value  # type: ignore[return-value]
@@ -174,7 +174,7 @@ def _number(value: object) -> float | None:
 
 
 def read_tail(path: Path, most_bytes: int) -> bytes:
-    """The whole lines in the last `most_bytes` of a file; empty where it cannot be read."""
+    """The complete lines in the last `most_bytes` of a file; empty if it cannot be read."""
     try:
         with path.open("rb") as file:
             start = max(os.fstat(file.fileno()).st_size - most_bytes, 0)
@@ -185,9 +185,9 @@ def read_tail(path: Path, most_bytes: int) -> bytes:
 
 
 def read_expert_table(path: Path) -> tuple[list[int], NDArray[Any]]:
-    """Numbers of the layers, and the whole records of a table, with the fields of `TableLayout.record`.
+    """Indices of the layers, and the complete records of a table, with the fields of `TableLayout.record`.
 
-    The table is written by observers/routers.py, perhaps at this moment. ValueError where it is no such table.
+    observers/routers.py may be writing the table. ValueError for another kind of file.
     """
     with path.open("rb") as file:
         header = json.loads(file.readline())
@@ -196,10 +196,10 @@ def read_expert_table(path: Path) -> tuple[list[int], NDArray[Any]]:
 
 
 def read_rank_times(path: Path) -> tuple[NDArray[np.int64], NDArray[np.float64]] | None:
-    """Steps [n] and seconds without collectives [n, ranks] of the last 8 MiB of `ranks.jsonl`; None where there are
+    """Steps [n] and seconds without collectives [n, ranks] from the last 8 MiB of `ranks.jsonl`; None if there are
     none.
 
-    Only the lines with the last line's number of ranks count: a run may resume on another number.
+    Only lines with as many ranks as the last line count: a run may resume on another number.
     """
     found = [times for line in read_tail(path, _MOST_BYTES).splitlines() if (times := _times_of(line)) is not None]
     found = [times for times in found if len(times[1]) == len(found[-1][1])]
@@ -219,8 +219,8 @@ def _times_of(line: bytes) -> tuple[int, list[float]] | None:
 
 @dataclass(frozen=True)
 class Sample:
-    """The answer that the model gave at a step to a prompt of the held-out set `name`, which is empty for training
-    prompts, and the expected one.
+    """The model's answer, at a step, to a prompt of the held-out set `name` (empty for training prompts), and the
+    expected answer.
     """
 
     step: int
@@ -228,19 +228,19 @@ class Sample:
     prompt: str
     answer: str
     expected: str
-    """Empty where only rewards tell how good an answer is."""
+    """Expected answer; empty if only rewards score answers."""
     scores: str = ""
-    """In words its rewards, where it has any, and for a training prompt its advantage and how it ended."""
+    """Rewards as text, if there are any; for a training prompt also its advantage and why the answer ended."""
 
     def line(self) -> str:
-        """The line of `samples.jsonl`."""
+        """The sample as a line of `samples.jsonl`."""
         tree = {name: value for name, value in asdict(self).items() if value or name != "scores"}
         return json.dumps(tree, ensure_ascii=False) + "\n"
 
 
 def read_rollouts(path: Path) -> list[Sample]:
-    """Answers that were sampled to training prompts before a step, in the last 8 MiB of a file, oldest first; lines
-    that are none are passed over.
+    """Answers sampled to training prompts before a step, in the last 8 MiB of a file, oldest first; invalid lines are
+    skipped.
     """
     return [answer for line in read_tail(path, _MOST_BYTES).splitlines() for answer in _answers_of(line)]
 
@@ -262,7 +262,7 @@ def _scores_text(answer: Mapping[str, Any]) -> str:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """The samples in the last 8 MiB of a file, oldest first; lines that are none are passed over."""
+    """The samples in the last 8 MiB of a file, oldest first; invalid lines are skipped."""
     lines = read_tail(path, _MOST_BYTES).splitlines()
     return [sample for line in lines if (sample := _sample_of(line)) is not None]
 

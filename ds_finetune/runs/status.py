@@ -1,7 +1,7 @@
 """`status.json`: whether a run is running, and why it ended.
 
-Rank zero writes it, and the watchdog where it ends a run. The file is replaced as a whole, so a reader never sees a
-part of it. While a run is running, it is written every few seconds: one that is no longer written has lost its writer.
+Rank zero writes the file, and the watchdog when it ends a run. The file is replaced atomically, so a reader never sees
+a partial file. A running run rewrites it every few seconds: if the file gets old, its writer is gone.
 """
 
 import json
@@ -21,28 +21,28 @@ from ds_finetune.system.whole_file import replace_file
 STATUS = "status.json"
 FORMAT = 1
 ALIVE_SECONDS = 5.0
-"""How often a running run writes its status."""
+"""Seconds between status updates of a running run."""
 SILENT_SECONDS = 60.0
-"""A running run whose status is older than this gives no sign of life."""
+"""Age in seconds of the status above which a running run counts as silent."""
 _MOST_BYTES = 2**16
 _MOST_CLOCK_ERROR = 3600.0
-"""Clocks of two hosts differ by fewer seconds than this."""
+"""Clocks of two hosts are assumed to differ by less than this many seconds."""
 WRITE_SECONDS = 3.0
-"""How long the end of a run waits for each of its files."""
+"""Seconds for which the end of a run waits for each of its files."""
 
 _WRITING = threading.Lock()
-"""Held by a thread that reads the status to write it again: a run's end must not be replaced by a sign of life."""
+"""Held while a thread reads and rewrites the status: an update of a running run must not replace its end."""
 State = Literal["running", "hung", "finished", "stopped", "failed", "unknown"]
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What a run is doing, or how it ended.
+    """The state of a run, or how it ended.
 
-    `state` is `stopped` where a signal ended the run after it had saved; the same command resumes it. It is `unknown`
-    only for folders without this file. Times are seconds since 1970. Process `pid` of rank zero is valid in
-    `pid_namespace` of `host`, and `began` is the kernel's start time of it. `idle_seconds` had passed since its last
-    progress, of which the watchdog allows `limit_seconds` (None: any number).
+    `state` is `stopped` if a signal ended the run after it had saved; the same command resumes it. It is `unknown` only
+    for folders without this file. Times are seconds since 1970. Process `pid` of rank zero is valid in `pid_namespace`
+    of `host`; `began` is its start time from the kernel. `idle_seconds` had passed since the last progress, of which
+    the watchdog allows `limit_seconds` (None: no limit).
     """
 
     state: State
@@ -50,7 +50,7 @@ class RunStatus:
     phase: str = ""
     step: int = 0
     steps: int = 0
-    """Steps of the whole run; 0 where they are not known."""
+    """Total steps of the run; 0 if unknown."""
     ranks: int = 1
     host: str = ""
     pid: int = 0
@@ -62,12 +62,12 @@ class RunStatus:
     limit_seconds: float | None = None
 
     def write(self, folder: Path) -> None:
-        """Write it to the run folder; OSError where that is not possible."""
+        """Write the status to the run folder; OSError if that fails."""
         replace_file(folder / STATUS, json.dumps({"format": FORMAT, **asdict(self)}) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
-        """The status in a run folder; None where there is none that can be read. Unknown keys are passed over."""
+        """The status in a run folder; None without a readable one. Unknown keys are ignored."""
         try:
             with (folder / STATUS).open("rb") as file:
                 tree = json.loads(file.read(_MOST_BYTES))
@@ -88,10 +88,10 @@ class RunStatus:
 
 
 def mark_ended(folder: Path, state: State, reason: str, *, step: int | None = None) -> None:
-    """Change the status of a run that is running to `state`; one that has ended keeps its first reason.
+    """Set the state of a running run to `state`; a run that has ended keeps its first reason.
 
-    Nothing happens where the run has not written its status yet, or the file cannot be written. A file system that
-    does not answer holds up the caller for some seconds at most, and the status is written once it answers.
+    Does nothing if the run has not written its status yet, or the file cannot be written. A file system that hangs
+    blocks the caller for some seconds at most; the status is written once it responds.
     """
 
     def mark() -> None:
@@ -107,7 +107,7 @@ def mark_ended(folder: Path, state: State, reason: str, *, step: int | None = No
 
 
 def write_running(folder: Path, status: RunStatus) -> bool:
-    """Write the status of a run that is running, unless its end is written already; returns whether it still runs."""
+    """Write the status of a running run, unless its end is already written; returns whether the run still runs."""
     with _WRITING:
         before = RunStatus.read(folder)
         if before is not None and before.started_at == status.started_at and before.state != "running":
@@ -118,25 +118,25 @@ def write_running(folder: Path, status: RunStatus) -> bool:
 
 
 class LastChange:
-    """When an observer saw a file change last, by its own clock."""
+    """When an observer last saw a file change, by the observer's clock."""
 
     def __init__(self) -> None:
         self._changed_at: float | None = None
         self._seen_at = 0.0
 
     def seconds_since(self, changed_at: float, *, now: float) -> float:
-        """Seconds since the first look that has found this time of change."""
+        """Seconds since this change time was first observed."""
         if changed_at != self._changed_at:
             self._changed_at, self._seen_at = changed_at, now
         return now - self._seen_at
 
 
 def seen_status(folder: Path, *, now: float | None = None, change: LastChange | None = None) -> RunStatus:
-    """The status of a run as an observer sees it: a running run may hang, or its process may be gone.
+    """The status of a run as seen by an observer: a running run may hang, or its process may be gone.
 
-    A folder without the file, such as one of an earlier version, has the state `unknown`. An observer that looks again
-    and again gives its `change`: for runs on other hosts, whose clocks may differ, the time between its own looks
-    counts then, and not the age of the file, unless that is more than an hour.
+    A folder without the file, e.g. of an earlier version, has the state `unknown`. A repeated observer passes its
+    `change`. Then for runs on other hosts, whose clocks may differ, the time between its own observations counts
+    instead of the file's age, unless that is more than an hour.
     """
     status = RunStatus.read(folder)
     if status is None:
@@ -156,7 +156,7 @@ def seen_status(folder: Path, *, now: float | None = None, change: LastChange | 
 
 
 def _seen_from_outside(status: RunStatus, silent: float, *, is_alive: bool | None) -> tuple[State, str]:
-    """The state of a run whose status says that it is running and was written `silent` seconds ago, and the reason."""
+    """State and reason of a run whose status says that it is running and was written `silent` seconds ago."""
     if is_alive is False:
         return "failed", "its process has ended without a message"
     if silent > SILENT_SECONDS:
@@ -170,7 +170,7 @@ def _seen_from_outside(status: RunStatus, silent: float, *, is_alive: bool | Non
 
 
 def changed_at(path: Path) -> float:
-    """When a file was changed last, in seconds since 1970; 0 where there is none."""
+    """Time of the last change of a file, in seconds since 1970; 0 without the file."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -178,8 +178,8 @@ def changed_at(path: Path) -> float:
 
 
 def _is_alive(status: RunStatus) -> bool | None:
-    """Whether rank zero's process lives; None where that cannot be seen from here: on another host, in another
-    container, or where /proc hides the processes of other users.
+    """Whether rank zero's process is alive; None if that cannot be seen from here: on another host, in another
+    container, or if /proc hides the processes of other users.
     """
     is_here = status.host == socket.gethostname() and status.pid_namespace == own_pid_namespace()
     if not is_here or not status.pid_namespace or not status.began:
@@ -190,7 +190,7 @@ def _is_alive(status: RunStatus) -> bool | None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty where the file is missing, unreadable or something else."""
+    """The JSON object in a file; empty if the file is missing, unreadable or something else."""
     try:
         return parse_object(path.read_bytes())
     except OSError:
@@ -198,7 +198,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """The JSON object in a text; empty where it is something else, such as a line that is being written."""
+    """The JSON object in a text; empty for anything else, such as an incomplete line."""
     try:
         tree = json.loads(text)
     except (ValueError, RecursionError):
@@ -207,15 +207,15 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 
 
 def try_to_finish(work: Callable[[], object]) -> bool:
-    """Do `work` in a thread of its own and wait for it, at most `WRITE_SECONDS`; returns whether it ended.
+    """Run `work` in a new thread and wait at most `WRITE_SECONDS`; returns whether it finished.
 
-    Work that has not ended goes on as long as the process lives. It is not begun where there is no memory for a thread.
+    Unfinished work continues while the process lives. Without memory for a thread, the work is not started.
     """
     thread = threading.Thread(target=work, name="bounded-work", daemon=True)
     try:
         thread.start()
     except RuntimeError:
-        # CPython 3.11's "can't start new thread".
+        # CPython 3.11's error "can't start new thread".
         return False
     thread.join(WRITE_SECONDS)
     return not thread.is_alive()

@@ -1,4 +1,4 @@
-"""`ds-finetune watch`: serves the pages of the runs in a folder, which ask for later steps, and a table of the runs."""
+"""`ds-finetune watch`: serves live pages of the runs in a folder, and a table of the runs."""
 
 import hmac
 import re
@@ -45,14 +45,14 @@ from ds_finetune.runs.report.run import ReportedRun
 from ds_finetune.serving.http_guard import BoundedProtocol, HostRules, foreign_host, is_loopback
 
 MOST_COMPARED = 20
-"""Runs whose curves are kept in memory and shown together at most: 16 MB for a run of 100,000 steps."""
+"""Maximum number of runs shown together, and whose curves are kept in memory: 16 MB for a run of 100,000 steps."""
 _SEARCH_SECONDS = 2.0
 _CLOSING_SECONDS = 2
 _POSITION = re.compile(r"(\d{1,9})-(\d{1,16})", re.ASCII)
 COOKIE = "ds_finetune_watch"
 _HEADERS = {
     "Content-Security-Policy": (
-        # BokehJS puts style elements into its charts.
+        # BokehJS adds style elements to its charts.
         "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
         "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
     ),
@@ -66,20 +66,20 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class AccessRules(HostRules):
-    """Hosts that are allowed, and the token, which is empty where only this machine reaches the page."""
+    """Allowed hosts, and the access token, which is empty if only this machine can reach the page."""
 
     token: str = ""
 
     def has_token(self, given: str) -> bool:
-        """Whether a text is the token."""
+        """Whether `given` is the access token."""
         return hmac.compare_digest(given.encode(), self.token.encode())
 
 
 class AccessCheck:
-    """Refuses requests that the rules do not allow, before the application sees them.
+    """Refuses requests that the rules do not allow, before the application gets them.
 
-    The token comes once in the address (`?token=`). The answer puts it into a cookie and leads to the address without
-    it, so that it stays neither in the address bar nor in the history.
+    The token comes once in the address (`?token=`). The response stores it in a cookie and redirects to the address
+    without it, so that it stays neither in the address bar nor in the history.
     """
 
     def __init__(self, app: ASGIApp, rules: AccessRules) -> None:
@@ -161,7 +161,7 @@ def _url(rules: AccessRules, port: int) -> str:
 
 
 def make_app(folder: Path, rules: AccessRules) -> AccessCheck:
-    """The application over the runs of `folder`."""
+    """The application that serves the runs of `folder`."""
     runs = _Runs(folder)
     files = {path.name: path for path in (TEMPLATES / "page.js", bokehjs())}
 
@@ -175,9 +175,7 @@ def make_app(folder: Path, rules: AccessRules) -> AccessCheck:
 
 
 class _Runs:
-    """The runs below a folder. Requests are answered by threads, one at a time, so that a reader of metrics has one
-    user.
-    """
+    """The runs below a folder. Threads answer requests, one at a time, so that each metrics reader has one user."""
 
     def __init__(self, root: Path) -> None:
         self._root = root.resolve()
@@ -187,7 +185,7 @@ class _Runs:
         self._lock = threading.Lock()
 
     def table(self, _: Request) -> Response:
-        """The page with the table of all runs, those that run first."""
+        """The page with a table of all runs; running ones come first."""
         with self._lock:
             self._search()
             rows = [_row_of(name, run) for name, run in self._runs.items()]
@@ -200,7 +198,7 @@ class _Runs:
         return _html(render_page(page, positions=[]))
 
     def page(self, request: Request) -> Response:
-        """The page of one run, or of several over each other; with `after`, only later points of its charts."""
+        """The page of one run, or of several runs overlaid; with `after`, only later points of its charts."""
         names = list(dict.fromkeys(request.query_params.getlist("run")))
         if not 1 <= len(names) <= MOST_COMPARED:
             raise HTTPException(400, f"{len(names)} runs are named, and 1 to {MOST_COMPARED} are allowed")
@@ -212,7 +210,7 @@ class _Runs:
             return _html(render_page(page, positions=positions, known=known))
 
     def _read(self, name: str) -> ReportedRun:
-        """A run that was found below the folder, with its metrics read; those not used for longest are dropped."""
+        """A run found below the folder, with its metrics read; the least recently used ones are dropped."""
         self._search()
         if name not in self._runs:
             raise HTTPException(404, f"there is no run {name!r} in {self._root}")
@@ -226,17 +224,17 @@ class _Runs:
             raise HTTPException(422, str(unreadable)) from unreadable
 
     def _search(self) -> None:
-        """Look for runs that came or went, at most every few seconds."""
+        """Look for new and removed runs, at most every few seconds."""
         if time.monotonic() < self._searched_at + _SEARCH_SECONDS:
             return
-        # Names of folders need not be UTF-8, and addresses are.
+        # Folder names need not be UTF-8, but addresses are.
         found = {run.name.encode(errors="backslashreplace").decode(): run for run in find_runs(self._root)}
         self._runs = {name: self._runs.get(name) or _WatchedRun(run) for name, run in found.items()}
         self._searched_at = time.monotonic()
 
 
 class _WatchedRun:
-    """A run with its row of the table; its files are read again where its metrics have changed."""
+    """A run with its row of the table; files are read again when its metrics have changed."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
@@ -276,7 +274,7 @@ class _WatchedRun:
 
 
 def _row_of(name: str, run: _WatchedRun) -> dict[str, Any]:
-    """The row of a run; one that cannot be read must not take the others off the table."""
+    """The row of a run; an unreadable run must not remove other runs from the table."""
     try:
         return {"name": name, **run.row()}
     except Exception as error:  # noqa: BLE001 - files of other programs and versions; the row names it
@@ -286,7 +284,7 @@ def _row_of(name: str, run: _WatchedRun) -> dict[str, Any]:
 
 
 def _known_steps(after: Sequence[str], positions: Sequence[str]) -> list[int]:
-    """The last step that a browser has of each run; none where a file was replaced since, or the request names none."""
+    """The last step of each run that a browser has; empty if a file was replaced since, or the request names none."""
     found = [_POSITION.fullmatch(text) for text in after]
     now = [_POSITION.fullmatch(text) for text in positions]
     known = [int(had[2]) for had, has in zip(found, now, strict=False) if had and has and had[1] == has[1]]
@@ -294,5 +292,5 @@ def _known_steps(after: Sequence[str], positions: Sequence[str]) -> list[int]:
 
 
 def _html(text: str) -> Response:
-    """The page; texts of a run may hold half of a surrogate pair, which UTF-8 cannot."""
+    """The HTML response; texts of a run may contain half a surrogate pair, which UTF-8 cannot represent."""
     return HTMLResponse(text.encode(errors="backslashreplace"))

@@ -1,1 +1,1 @@
-"""Several runs of one run file: sweeps, tests of learning rates, and comparisons of ranks and layouts."""
+"""Several runs of one run file: sweeps, learning rate range tests, and comparisons of rank numbers and layouts."""

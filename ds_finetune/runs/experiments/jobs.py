@@ -1,4 +1,4 @@
-"""Runs of experiments: the ordinary command in processes of its own, several at once on GPUs or hosts of their own."""
+"""Runs experiments: processes of the ordinary command, several at once on separate GPUs or hosts."""
 
 import asyncio
 import fcntl
@@ -43,7 +43,7 @@ class Place:
 
 
 def places(*, ranks: int, parallel: int, hostfile: str | None) -> list[Place]:
-    """Places of `ranks` ranks each: `parallel` ones of this machine, or all that the slots of `hostfile` make.
+    """Places with `ranks` ranks each: `parallel` places on this machine, or as many as fit the slots of `hostfile`.
 
     LaunchError where there are too few GPUs or slots.
     """
@@ -62,7 +62,7 @@ def places(*, ranks: int, parallel: int, hostfile: str | None) -> list[Place]:
 
 
 def _groups_of_slots(hostfile: str, hosts: Sequence[Host], ranks: int) -> list[str]:
-    """Slots of `ranks` ranks as `--include` names them: of one host where one has enough, else of whole equal hosts."""
+    """Groups of `ranks` slots in the form of `--include`: on one host with enough slots, else on full equal hosts."""
     most = max(host.slots for host in hosts)
     if ranks <= most:
         return [
@@ -80,9 +80,9 @@ def _groups_of_slots(hostfile: str, hosts: Sequence[Host], ranks: int) -> list[s
 
 
 def short_run(run_file: Path, overrides: Sequence[str], *, steps: int, output_dir: Path) -> dict[str, Any]:
-    """The run file with `overrides` and so many steps, without evaluation, checkpoints, exports and trackers.
+    """The run file with `overrides` and `steps` steps, without evaluation, checkpoints, exports and trackers.
 
-    ConfigError where it is not valid.
+    ConfigError where it is invalid.
     """
     tree, lines = read_yaml(run_file)
     for override in overrides:
@@ -97,27 +97,28 @@ def short_run(run_file: Path, overrides: Sequence[str], *, steps: int, output_di
 
 
 def yaml_text(tree: dict[str, Any]) -> str:
-    """YAML of a run file."""
+    """The YAML text of a run file."""
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
 class ExperimentRun:
-    """A run of `tree` in `folder`, which gets `run.yaml`, `output.log` and the run folder `run`.
+    """A run of the run file `tree` in `folder`, which gets `run.yaml`, `output.log` and the run folder `run`.
 
-    Where this process ends for any reason, also by kill -9, the kernel sends the run SIGTERM, so that it saves and
-    ends. A run in the same folder is resumed where it has checkpoints, and starts anew where it has none.
+    If this process ends for any reason, even by kill -9, the kernel sends the run SIGTERM, so that it saves and ends.
+    An existing run in the folder is resumed from its checkpoints, or restarted if it has none.
     """
 
     def __init__(self, folder: Path, tree: dict[str, Any]) -> None:
         self.folder, self.tree = folder, tree
         self.metrics = MetricsReader(folder / RUN / "metrics.jsonl")
         self.seconds, self.code, self.reason = 0.0, 0, ""
-        """How long it took, its exit code, and why it has failed."""
+        """Duration in seconds, exit code, and the reason of a failure."""
 
     async def train(self, place: Place, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Train on `place`; the run saves and ends when `should_stop`, which is asked after new metrics were read.
+        """Train on `place`. The run saves and ends when `should_stop` returns true, which is called after new metrics
+        were read.
 
-        Where this coroutine is cancelled, the run saves and ends first; a second time, it is killed.
+        If this coroutine is cancelled, the run saves and ends first; cancelled again, it is killed.
         """
         if (process := self._start(place)) is None:
             show_line(f"{self.folder / RUN} is still written by a run of an earlier process; waiting for its end")
@@ -148,10 +149,10 @@ class ExperimentRun:
         self.reason = self._why_failed() if self.code else ""
 
     def _start(self, place: Place) -> subprocess.Popen[bytes] | None:
-        """Start the run; None while the run of an earlier experiment in this folder still saves.
+        """Start the run; None while a run of an earlier experiment still saves in this folder.
 
-        The process inherits the lock of its log. On a file system without locks that of the checkpoint folder keeps
-        runs apart.
+        The process inherits the lock of its log. On a file system without locks, the lock of the checkpoint folder
+        keeps runs from overlapping.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / LOG).open("ab") as log:
@@ -162,7 +163,7 @@ class ExperimentRun:
             except OSError:
                 pass
             if (self.folder / RUN).exists() and not (self.folder / RUN / CHECKPOINTS).is_dir():
-                # The command would refuse it.
+                # The command would refuse a folder without checkpoints.
                 shutil.rmtree(self.folder / RUN)
             replace_file(self.folder / RUN_FILE, yaml_text(self.tree))
             return subprocess.Popen(
@@ -176,7 +177,7 @@ class ExperimentRun:
             )
 
     def _why_failed(self) -> str:
-        """The exit code in words, with the last lines of the output."""
+        """The exit code in words, with the last lines of output."""
         if self.code == INTERRUPTED_EXIT_CODE:
             return "it was ended by a signal"
         lines = (self.folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -189,14 +190,14 @@ Job = Callable[[Place], Awaitable[None]]
 
 
 class JobsInterruptedError(SystemExit):
-    """A signal came; all runs have saved and ended. The program ends with the exit code of an interrupted run."""
+    """All runs have saved and ended after a signal. The program ends with the exit code of an interrupted run."""
 
 
 def run_jobs(jobs: Iterator[Job], places: Sequence[Place]) -> None:
-    """Run all jobs; the iterator is asked for the next one when a place is free.
+    """Run all jobs; takes the next job from the iterator when a place becomes free.
 
     On SIGINT, SIGTERM or SIGHUP the runs save and end, and JobsInterruptedError is raised; a second signal kills them.
-    Where the iterator or a job raises an error, the runs save and end as well.
+    If the iterator or a job raises an error, the runs also save and end.
     """
 
     async def work(place: Place) -> None:

@@ -1,7 +1,7 @@
-"""`ds-finetune sweep RUN.yaml --lr-range`: the loss over a learning rate that rises from step to step.
+"""`ds-finetune sweep RUN.yaml --lr-range`: the loss as a function of a learning rate that rises from step to step.
 
-L. N. Smith, Cyclical Learning Rates for Training Neural Networks (arXiv 1506.01186), section 3.3. Nothing is set by it:
-with AdamW and warm-up it often points at too high a rate, and it changes with the seed and the batch.
+L. N. Smith, Cyclical Learning Rates for Training Neural Networks (arXiv 1506.01186), section 3.3. The result changes no
+setting: with AdamW and warm-up the test often suggests too high a rate, and it depends on seed and batch.
 """
 
 import json
@@ -22,13 +22,13 @@ from ds_finetune.runs.experiments.jobs import LOG, RUN, ExperimentRun, places, r
 RESULT = "lr_range.json"
 _SMOOTHING = 0.9
 _DIVERGED = 4.0
-"""The test ends where the smoothed loss is this many times its least value (as fastai's)."""
+"""The test ends when the smoothed loss exceeds this multiple of its minimum (as in fastai)."""
 _LEAST_STEPS = 10
 
 
 @dataclass(frozen=True)
 class RangeRequest:
-    """The run file with its overrides, the first and last rate, the number of steps and ranks, and a new folder."""
+    """The run file with its overrides, the first and last rate, the numbers of steps and ranks, and a new folder."""
 
     run_file: Path
     overrides: Sequence[str]
@@ -40,11 +40,11 @@ class RangeRequest:
 
 
 def run_range_test(request: RangeRequest, say: Say) -> dict[str, Any]:
-    """Train for some steps while the rate rises exponentially, in a process of its own that saves nothing; returns the
-    content of `lr_range.json`.
+    """Train for some steps while the rate rises exponentially, in a process that saves nothing; returns the content of
+    `lr_range.json`.
 
-    ConfigError and OutputError before anything is written, RunError where the run fails, and ConfigError again where it
-    refuses its settings.
+    ConfigError and OutputError before anything is written, RunError where the run fails, and ConfigError where the run
+    rejects its settings.
     """
     low, high, steps, folder = request.low, request.high, request.steps, request.folder
     if not 0 < low < high:
@@ -77,7 +77,7 @@ def run_range_test(request: RangeRequest, say: Say) -> dict[str, Any]:
 
 
 def _has_grown(run: ExperimentRun) -> bool:
-    """Whether the loss is no number, or its average has grown far above its least value."""
+    """Whether the loss is not finite, or its average has grown far above its minimum."""
     curve = run.metrics.curves.get("train/loss")
     if curve is None or len(curve) < _LEAST_STEPS:
         return False
@@ -86,19 +86,19 @@ def _has_grown(run: ExperimentRun) -> bool:
 
 
 def _average(losses: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Exponential moving average of the losses [n], without the bias to zero of its beginning."""
+    """Exponential moving average of the losses [n], corrected for its bias to zero at the start."""
     weights = _SMOOTHING ** np.arange(len(losses))
     return np.convolve(losses, weights)[: len(losses)] / np.cumsum(weights)
 
 
 def evaluate(rates: NDArray[np.float64], losses: NDArray[np.float64], *, is_diverged: bool) -> dict[str, Any]:
-    """What stands out of losses [n] over rising rates [n]: the rate at which the smoothed loss falls fastest over the
-    logarithm of the rate, that with the least smoothed loss, and that at which the loss had grown.
+    """Results for losses [n] over rising rates [n]: the rate with the steepest fall of the smoothed loss over
+    log(rate), the rate with the least smoothed loss, and the rate at which the loss diverged.
     """
     smoothed = _average(losses)
     slopes = np.gradient(smoothed, np.log(rates))
     lowest = int(np.argmin(smoothed))
-    # Slopes of the first steps are those between averages of few steps; beyond the least loss, of one that has grown.
+    # Slopes are noisy in the first steps, whose averages are over few steps, and positive beyond the least loss.
     first = min(_LEAST_STEPS, lowest)
     steepest = first + int(np.argmin(slopes[first : lowest + 1]))
     return {

@@ -1,4 +1,4 @@
-"""The pages of experiments, in the form of a run's report: of sweeps, range tests and comparisons."""
+"""The pages of experiments, in the form of a run's report: sweeps, range tests and comparisons."""
 
 import json
 import math
@@ -47,7 +47,7 @@ def write_sweep_page(folder: Path, tree: dict[str, Any]) -> Path:
 
 
 def _parallel_chart(tree: dict[str, Any]) -> Chart:
-    """A line for each trial with a value over the keys of the space."""
+    """A line for each trial with a finite value, over the keys of the search space."""
     axes = [
         CoordinateAxis(
             key,
@@ -70,7 +70,7 @@ def _parallel_chart(tree: dict[str, Any]) -> Chart:
 
 
 def value_text(value: object) -> str:
-    """A value of the run file."""
+    """A value of the run file as text."""
     return f"{value:.4g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
 
 

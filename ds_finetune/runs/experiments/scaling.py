@@ -1,4 +1,4 @@
-"""`ds-finetune scaling`: the same global batches on several numbers of ranks and in several layouts."""
+"""`ds-finetune scaling`: trains the same global batches with several numbers of ranks and in several layouts."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from ds_finetune.system.world import World
 
 RESULT = "scaling.json"
 COLUMNS = ("ranks", "s/step", "tokens/s", "speed-up", "efficiency", "comm.", "waits", "GiB", "loss off by")
-"""Head of the table."""
+"""Heads of the table's columns."""
 _LEAST_STEPS, _WARMUP_STEPS, _PROFILED_STEPS = 6, 2, 2
 _LEAST_LOSS = 1e-12
 _AXIS = re.compile(r"(zero|tp|pp|sp|ep)(\d+)")
@@ -30,22 +30,20 @@ _AXIS = re.compile(r"(zero|tp|pp|sp|ep)(\d+)")
 
 @dataclass(frozen=True)
 class ScalingRequest:
-    """The run file with its overrides, the numbers of ranks and layouts to compare, the steps of each, and a new
-    folder.
-    """
+    """The run file with its overrides, numbers of ranks and layouts to compare, steps of each run, and a new folder."""
 
     run_file: Path
     overrides: Sequence[str]
     ranks: Sequence[int]
     layouts: Sequence[str]
-    """Such as `zero1`, `tp2` or `tp2+zero3`; empty for the run file's own."""
+    """Layouts such as `zero1`, `tp2` or `tp2+zero3`; empty for the run file's own."""
     steps: int
     hostfile: str | None
     folder: Path
 
 
 class Variant(ExperimentRun):
-    """One run of a comparison; `layout` is empty for that of the run file."""
+    """One run of a comparison; `layout` is empty for the run file's own."""
 
     def __init__(self, request: ScalingRequest, ranks: int, layout: str) -> None:
         self.request, self.ranks, self.layout = request, ranks, layout
@@ -58,7 +56,7 @@ class Variant(ExperimentRun):
         super().__init__(folder, tree)
 
     def check(self) -> None:
-        """ConfigError or LaunchError, which name the variant, where it is not legal."""
+        """ConfigError or LaunchError, which name the variant, where the variant is invalid."""
         config = validate_tree(self.tree, {}, f"{self.request.run_file} with {self.name}")
         try:
             make_plan(RunSettings.of(config), world=World(0, self.ranks, 0, self.ranks, "scaling"), device="cpu")
@@ -67,14 +65,14 @@ class Variant(ExperimentRun):
             raise type(illegal)(f"{self.name}: {illegal.message}", hint=illegal.hint) from None
 
     def timed(self, name: str) -> list[float]:
-        """The values of a metric in the steps that neither warm up nor are profiled."""
+        """Values of a metric in the steps that are neither warm-up nor profiled."""
         values = self.metrics.curves[name].values.tolist()
         return values[_WARMUP_STEPS : self.request.steps - _PROFILED_STEPS]
 
     def row(self, first: "Variant") -> dict[str, Any]:
         """Speed, communication, memory and losses, relative to the `first` variant.
 
-        `communication` and `waiting` are shares of the profiled steps, means over ranks; None where not measured.
+        `communication` and `waiting` are shares of the time of profiled steps, means over ranks; None if not measured.
         """
         seconds = self.timed("perf/step_seconds")
         tokens = (s * rate for s, rate in zip(seconds, self.timed("perf/tokens_per_second"), strict=True))
@@ -103,8 +101,8 @@ def compare_scaling(request: ScalingRequest, say: Say) -> dict[str, Any]:
     """Run each variant for some steps, one after another, and compare speed, communication, memory and losses; returns
     the content of `scaling.json`, which is written after each variant.
 
-    The first steps warm up, and the last ones are profiled; neither are timed. A run that fails leaves a reason.
-    ConfigError and OutputError before anything is started, for each variant that is not legal; RunError where all fail.
+    The first steps are warm-up, and the last ones are profiled; neither are timed. The reason of a failed run is
+    recorded. ConfigError and OutputError before any start, for each invalid variant; RunError where all variants fail.
     """
     if request.steps < _LEAST_STEPS:
         raise ConfigError(
@@ -146,13 +144,13 @@ def _apply_layout(tree: dict[str, Any], part: str) -> None:
 
 
 def largest_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest relative difference of a step's loss; infinite where one of the two is no number."""
+    """Largest relative difference between the losses of a step; infinite if one of them is not finite."""
     differences = [abs(a - b) / max(abs(b), _LEAST_LOSS) for a, b in zip(losses, expected, strict=True)]
     return max((each if math.isfinite(each) else math.inf for each in differences), default=0.0)
 
 
 def table_row(row: dict[str, Any]) -> tuple[str, ...]:
-    """Texts in the order of COLUMNS."""
+    """Cells of a row in the order of COLUMNS."""
     shares = ["-" if row[kind] is None else f"{row[kind]:.1%}" for kind in ("communication", "waiting")]
     return (
         row["name"],

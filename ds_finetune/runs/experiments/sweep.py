@@ -31,24 +31,24 @@ if TYPE_CHECKING:
 RESULT, BEST, JOURNAL = "sweep.json", "best.yaml", "study.journal"
 _TRIALS, _STUDY = "trials", "sweep"
 _MADE_FROM, _REASON, _SECONDS = "made_from", "reason", "seconds"
-"""Attributes of the study and of trials."""
+"""Names of attributes of the study and its trials."""
 _STOPPED_CODES = (INTERRUPTED_EXIT_CODE, -signal.SIGTERM, 128 + signal.SIGTERM)
-"""Exit codes of a run that was told to end: after it had saved, or by the signal itself, to which `launch` adds 128."""
+"""Exit codes of a run that was told to end: saved, or killed by the signal, to which `launch` adds 128."""
 
 
 def run_sweep(sweep: SweepConfig, say: Say) -> dict[str, Any]:
-    """Run the trials that are left, and write the best run file and the report; returns the content of `sweep.json`.
+    """Run the remaining trials, and write the best run file and the report; returns the content of `sweep.json`.
 
     An interrupted sweep resumes its trials in their folders, also after kill -9. JobsInterruptedError after a signal,
     once all runs have saved; RunError where trials fail one after another or none has a value; ConfigError and
-    OutputError before anything is written, the latter where `output_dir` holds files and no sweep.
+    OutputError before anything is written, the latter where `output_dir` has files but no sweep.
     """
     folder = Path(sweep.output_dir)
     hardware = places(ranks=sweep.ranks, parallel=sweep.parallel, hostfile=sweep.hostfile)
     make_sampler(sweep, 0)
     make_pruner(sweep)
     if not (folder / JOURNAL).is_file():
-        # A sweep that was killed before it began its journal has left nothing but its lock.
+        # A sweep that was killed before it created its journal leaves only its lock.
         check_out_empty(
             folder, f"output_dir `{folder}` is not empty and holds no sweep", may_hold=lambda entry: entry.name == LOCK
         )
@@ -60,7 +60,7 @@ def run_sweep(sweep: SweepConfig, say: Say) -> dict[str, Any]:
         try:
             run_jobs(_trial_jobs(sweep, study, say), hardware)
         except ImportError as absent:
-            # optuna imports what a sampler needs when it first learns from trials.
+            # optuna imports a sampler's dependencies when the sampler first learns from trials.
             raise DependencyError(
                 f"`sampler: {sweep.sampler.name}` needs `{absent.name}`, which is not installed",
                 hint="install it and give the same command again, which continues, or choose another sampler",
@@ -81,17 +81,17 @@ def run_sweep(sweep: SweepConfig, say: Say) -> dict[str, Any]:
 
 
 def _open_study(sweep: SweepConfig, say: Say) -> "Study":
-    """The study of the sweep's folder, which the caller has locked; ConfigError where it is that of another sweep."""
+    """The study in the sweep's folder, which the caller has locked; ConfigError for the study of another sweep."""
     optuna = import_optuna()
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 
     journal = Path(sweep.output_dir) / JOURNAL
-    # For the lock of a killed sweep optuna 5.0.0 would wait 30 seconds (storages/journal/_file.py).
+    # optuna 5.0.0 would wait 30 seconds for the lock of a killed sweep (storages/journal/_file.py).
     for lock in journal.parent.glob(f"{JOURNAL}.lock*"):
         lock.unlink(missing_ok=True)
     if journal.exists() and (torn := len((text := journal.read_bytes()).rpartition(b"\n")[2])):
-        # Of a full disk or a power failure; optuna 5.0.0 would append to the line.
+        # After a full disk or a power failure; optuna 5.0.0 would append to the incomplete line.
         say(f"{journal}: the last line is incomplete; {torn} bytes are removed")
         replace_file(journal, text[:-torn].decode())
     about = {"storage": JournalStorage(JournalFileBackend(str(journal))), "pruner": make_pruner(sweep)}
@@ -101,7 +101,7 @@ def _open_study(sweep: SweepConfig, say: Say) -> "Study":
     except KeyError:
         study = optuna.create_study(study_name=_STUDY, direction=sweep.direction, **about)
     dumped = sweep.model_dump(mode="json")
-    # Without these, the values of trials would have another meaning.
+    # If these differ, the values of earlier trials have another meaning.
     same = {f"`{name}`": dumped[name] for name in ("space", "metric", "direction", "value", "ranks")}
     same = {"the run file": read_yaml(Path(sweep.run))[0], **same}
     parts = {name: json.dumps(part, sort_keys=True) for name, part in same.items()}
@@ -118,14 +118,15 @@ def _open_study(sweep: SweepConfig, say: Say) -> "Study":
 
 
 def _trial_jobs(sweep: SweepConfig, study: "Study", say: Say) -> Iterator[Job]:
-    """Trials that an earlier process left running, then new ones; RunError where several in a row have failed."""
+    """Trials that an earlier process left unfinished, then new ones; RunError where several in a row have failed."""
     from optuna.trial import Trial, TrialState
 
     for frozen in study.get_trials(states=(TrialState.RUNNING,)):
         study.sampler = make_sampler(sweep, frozen.number)
         yield partial(_run_trial, sweep, study, Trial(study, frozen._trial_id), say)
     while len(begun := study.get_trials(deepcopy=False)) < sweep.trials:
-        # While the last points of a grid still run, optuna 5.0.0 would sample one of them again (samplers/_grid.py).
+        # While the last points of a grid are still running, optuna 5.0.0 would sample one of them again
+        # (samplers/_grid.py).
         if len({json.dumps(each.params, sort_keys=True) for each in begun}) >= sweep.num_points():
             return
         _check_failures(sweep, study)
@@ -144,9 +145,9 @@ def _check_failures(sweep: SweepConfig, study: "Study") -> None:
 
 
 async def _run_trial(sweep: SweepConfig, study: "Study", trial: "Trial", say: Say, place: Place) -> None:
-    """Train one trial, without exports: report each value to the pruner, and tell the study how it ended."""
-    # As `Study.ask(space)` does; values that an earlier process has sampled are returned, and it may have been killed
-    # before the last one (optuna 5.0.0, trial/_trial.py).
+    """Train one trial, without exports: report each value to the pruner, and the end to the study."""
+    # Like `Study.ask(space)`; returns values that an earlier process sampled, which may have been killed before the
+    # last one (optuna 5.0.0, trial/_trial.py).
     drawn = {key: trial._suggest(key, values.distribution()) for key, values in sweep.space.items()}
     values, folder = sweep.values_of(drawn), Path(sweep.output_dir) / _TRIALS / f"{trial.number:04}"
     tree = sweep.run_tree({**values, "eval.keep_best": False}, folder / RUN)
@@ -171,8 +172,8 @@ async def _run_trial(sweep: SweepConfig, study: "Study", trial: "Trial", say: Sa
     try:
         study.tell(trial, value, import_optuna().trial.TrialState[state])
     except RuntimeError as error:
-        # After its last point GridSampler calls `Study.stop`, which only `optimize` allows; the trial is stored before
-        # that (optuna 5.0.0, samplers/_grid.py, `after_trial`).
+        # After its last point GridSampler calls `Study.stop`, which only `optimize` allows; by then the trial is stored
+        # (optuna 5.0.0, samplers/_grid.py, `after_trial`).
         if "Study.stop" not in str(error):
             raise
     shutil.rmtree(folder / RUN / CHECKPOINTS, ignore_errors=True)
@@ -188,10 +189,10 @@ async def _run_trial(sweep: SweepConfig, study: "Study", trial: "Trial", say: Sa
 
 
 def _outcome(sweep: SweepConfig, run: ExperimentRun) -> tuple[str, float | None, str]:
-    """State, value and reason of a trial that nothing has pruned."""
+    """State, value and reason of a trial that was not pruned while it ran."""
     value = value_of(sweep, run.metrics)
     if has_diverged(run.metrics, run.code, value):
-        # Not a failure: a sampler learns from a pruned trial that these values are bad.
+        # Pruned, not failed: a sampler learns from a pruned trial that these values are bad.
         return "PRUNED", None, f"diverged, {sweep.metric} {value}"
     if run.code or value is None:
         return "FAIL", None, run.reason or f"{sweep.metric} is missing"
@@ -199,7 +200,7 @@ def _outcome(sweep: SweepConfig, run: ExperimentRun) -> tuple[str, float | None,
 
 
 def value_of(sweep: SweepConfig, metrics: MetricsReader) -> float | None:
-    """The value of a run: the last record of the metric, or the best finite one; None where no record has it."""
+    """The value of a run: the last record of the metric, or the best finite one; None without a record."""
     curve = metrics.curves.get(sweep.metric)
     if curve is None:
         return None
@@ -210,9 +211,9 @@ def value_of(sweep: SweepConfig, metrics: MetricsReader) -> float | None:
 
 
 def has_diverged(metrics: MetricsReader, code: int, value: float | None) -> bool:
-    """Whether a run has a value that is no number, or failed while it skipped steps for gradients that are none.
+    """Whether a run has a non-finite value, or failed while skipping steps with non-finite gradients.
 
-    A run that skipped its last step and ended well, as fp16 may, has not diverged.
+    A run that skipped its last step and succeeded, as with fp16, has not diverged.
     """
     skipped = metrics.curves.get("train/skipped")
     is_skipping = skipped is not None and skipped.last > 0
@@ -220,7 +221,7 @@ def has_diverged(metrics: MetricsReader, code: int, value: float | None) -> bool
 
 
 def write_result(sweep: SweepConfig, study: "Study") -> dict[str, Any]:
-    """Write `sweep.json`: all trials and the best one. Returns it."""
+    """Write `sweep.json` with all trials and the best one; returns its content."""
     trials = study.get_trials(deepcopy=False)
     is_any = any(trial.state.name == "COMPLETE" for trial in trials)
     tree = {

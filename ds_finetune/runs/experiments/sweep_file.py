@@ -20,16 +20,16 @@ from ds_finetune.errors import ConfigError
 from ds_finetune.system.versions import require_extra
 
 _LISTS = ("BruteForceSampler", "GridSampler")
-"""Samplers that train each point of a space of lists."""
+"""Samplers that train every point of a space of choices."""
 _SEQUENCES = (*_LISTS, "QMCSampler")
-"""Samplers that walk through one sequence, which their seed sets."""
+"""Samplers that follow one sequence, which their seed determines."""
 _OWN_KEYS = ("output_dir", "launch", "export", "eval.keep_best")
-"""Sections and keys that a trial's run file has from the sweep."""
+"""Sections and keys of a trial's run file that the sweep sets."""
 _Choice = bool | int | float | str | None | list[Any] | dict[str, Any]
 
 
 def import_optuna() -> Any:  # noqa: ANN401 - a module
-    """The package optuna; DependencyError where the extra `sweep` is not installed."""
+    """The package optuna; DependencyError if the extra `sweep` is not installed."""
     require_extra("sweep", "a sweep")
     import optuna
 
@@ -38,7 +38,7 @@ def import_optuna() -> Any:  # noqa: ANN401 - a module
 
 
 class Range(Section):
-    """Values of one key: `choices` of any kind, or the numbers from `low` to `high`, whole ones where both are."""
+    """Values of one key: `choices` of any kind, or numbers from `low` to `high`, integers if both are."""
 
     choices: Annotated[tuple[_Choice, ...] | None, Field(min_length=1)] = None
     low: int | float | None = None
@@ -55,7 +55,7 @@ class Range(Section):
         return self
 
     def distribution(self) -> Any:  # noqa: ANN401 - a class of optuna
-        """optuna's distribution; choices are their JSON text, since optuna takes no lists."""
+        """optuna's distribution; choices are passed as JSON text, because optuna accepts no lists."""
         optuna = import_optuna()
         if self.choices is not None:
             texts = dict.fromkeys(json.dumps(choice) for choice in self.choices)
@@ -63,7 +63,7 @@ class Range(Section):
         is_whole = all(isinstance(number, int) for number in (self.low, self.high, self.step or 1))
         kind = optuna.distributions.IntDistribution if is_whole else optuna.distributions.FloatDistribution
         with warnings.catch_warnings():
-            # optuna would lower `high` to a multiple of the step, and warn.
+            # optuna would reduce `high` to a multiple of the step, with a warning.
             warnings.simplefilter("ignore")
             made = kind(self.low, self.high, log=self.log, **({"step": self.step} if self.step is not None else {}))
         if made.high != self.high:
@@ -71,20 +71,20 @@ class Range(Section):
         return made
 
     def points(self) -> Sequence[Any] | None:
-        """All values that optuna may draw; None where they cannot be listed."""
+        """All values that optuna may sample; None where they cannot be listed."""
         drawn = self.distribution()
         if self.choices is not None:
             return drawn.choices
         if drawn.step is None or drawn.log:
             return None
-        # Sums of floating-point numbers would go beyond `high`: 0.1 + 6 * 0.1 > 0.7.
+        # Sums of floating-point numbers would exceed `high`: 0.1 + 6 * 0.1 > 0.7.
         low, step = Decimal(str(drawn.low)), Decimal(str(drawn.step))
         number = round((drawn.high - drawn.low) / drawn.step) + 1
         return [type(drawn.low)(low + step * each) for each in range(number)]
 
 
 class Choose(Section):
-    """A class of `optuna.samplers` or `optuna.pruners` by its name, with its options."""
+    """A class of `optuna.samplers` or `optuna.pruners` by name, with its options."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -112,16 +112,16 @@ class SweepConfig(Section):
     max_failed: int = Field(default=3, ge=1)
 
     def num_points(self) -> float:
-        """Points of a space that is searched point by point; infinite for other samplers."""
+        """Number of points in a space searched point by point; infinite for other samplers."""
         points = [values.points() or () for values in self.space.values()]
         return math.prod(map(len, points)) if self.sampler.name in _LISTS else math.inf
 
     def values_of(self, drawn: dict[str, Any]) -> dict[str, Any]:
-        """Values of the run file for the parameters of a trial of optuna."""
+        """The run file's values for the parameters of an optuna trial."""
         return {key: json.loads(each) if self.space[key].choices else each for key, each in drawn.items()}
 
     def run_tree(self, values: dict[str, Any], output_dir: Path) -> dict[str, Any]:
-        """The run file with `values` and a folder of its own."""
+        """The run file with `values` and the trial's `output_dir`."""
         tree, _ = read_yaml(Path(self.run))
         for key, value in values.items():
             set_key(tree, {}, key, value, source=self.run)
@@ -129,10 +129,9 @@ class SweepConfig(Section):
 
 
 def read_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepConfig:
-    """Read a sweep file; ConfigError names key and line, and the nearest legal key of the run file.
+    """Read a sweep file; ConfigError names key and line, and the nearest valid key of the run file.
 
-    Each value of `choices` and each end of a range is set in the run file by itself, and the result is checked as a run
-    file is.
+    Each choice and each end of a range is set in the run file separately, and the result is validated like a run file.
     """
     tree, lines = read_yaml(path)
     for override in overrides:
@@ -170,7 +169,7 @@ def read_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepConfig:
 
 
 def _check_metric(sweep: SweepConfig, config: RunConfig) -> None:
-    """ConfigError where no record of a trial will have the metric, or a pruner would never see one."""
+    """ConfigError where no record of a trial will have the metric, or a pruner would never get a value."""
     if not sweep.metric.startswith("eval/"):
         return
     if not config.data.held_out_sets:
@@ -189,7 +188,7 @@ def _check_metric(sweep: SweepConfig, config: RunConfig) -> None:
 def make_sampler(sweep: SweepConfig, number: int) -> Any:  # noqa: ANN401 - of optuna
     """The sampler of trial `number`.
 
-    Its seed is the sweep's plus `number`, so that a sweep that was interrupted samples what it would have sampled.
+    Its seed is the sweep's plus `number`, so that a resumed sweep samples the same values as an uninterrupted one.
     """
     more: dict[str, Any] = {"seed": sweep.seed if sweep.sampler.name in _SEQUENCES else sweep.seed + number}
     if sweep.sampler.name in _LISTS:
@@ -203,12 +202,12 @@ def make_sampler(sweep: SweepConfig, number: int) -> Any:  # noqa: ANN401 - of o
 
 
 def make_pruner(sweep: SweepConfig) -> Any:  # noqa: ANN401 - of optuna
-    """The pruner of the sweep."""
+    """The sweep's pruner."""
     return _make(sweep.pruner, "pruner", {})
 
 
 def _make(choose: Choose, kind: str, more: dict[str, Any]) -> Any:  # noqa: ANN401 - of either base class
-    """An object of the class that `choose` names; ConfigError for an unknown name or options it does not take."""
+    """An instance of the class that `choose` names; ConfigError for an unknown name or option."""
     optuna = import_optuna()
     classes, options = getattr(optuna, f"{kind}s"), choose.model_extra or {}
     names = [name for name in dir(classes) if name.lower().endswith(kind) and not name.startswith("Base")]

@@ -1,1 +1,1 @@
-"""Reports of runs: one self-contained HTML page, a picture of the loss, and the model card of an export."""
+"""Reports of runs: a self-contained HTML page, a picture of the loss, and model cards of exports."""

@@ -1,4 +1,4 @@
-"""What a page is made of: sections of blocks, and texts of numbers."""
+"""Elements of a page: sections of blocks; and text forms of numbers."""
 
 import math
 import time
@@ -17,7 +17,7 @@ from ds_finetune.runs.report.charts import Line, LinePlot, MapPlot, ParallelPlot
 TEMPLATES = Path(__file__).parent / "templates"
 Row = tuple[str, ...]
 NONE = "-"
-"""Stands for a number that is not known."""
+"""Text for an unknown number."""
 
 
 class Block:
@@ -25,35 +25,34 @@ class Block:
 
     @property
     def kind(self) -> str:
-        """The name by which the template finds the macro."""
+        """Name of the template's macro for the block."""
         return type(self).__name__
 
 
 @dataclass(frozen=True)
 class Facts(Block):
-    """Names with their texts."""
+    """Names with texts."""
 
     rows: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class DataTable(Block):
-    """A table with a caption; the columns after the first `text_columns` are numbers, and aligned right."""
+    """A table with a caption; columns after the first `text_columns` are numbers, and right-aligned."""
 
     caption: str
     columns: Row
     rows: Sequence[Row]
     text_columns: int = 1
     is_folded: bool = False
-    """Whether the reader has to open it."""
+    """Whether the table is collapsed at first."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines, a heat map or parallel coordinates, which report/figures.py draws.
+    """Lines, a heat map or parallel coordinates, drawn by report/figures.py.
 
-    `number` says how numbers are printed: `number`, `percent`, `seconds`, `gib` or `ratio`. `summary` is read by screen
-    readers in place of the picture.
+    `number` is the format of numbers: `number`, `percent`, `seconds`, `gib` or `ratio`. Screen readers read `summary`.
     """
 
     title: str
@@ -63,23 +62,23 @@ class Chart:
     is_wide: bool = False
     can_be_logarithmic: bool = False
     height: int = 260
-    """In pixels."""
+    """Height in pixels."""
     note: str = ""
 
     @property
     def lines(self) -> Sequence[Line]:
-        """The lines that it has; those of a running run grow."""
+        """Lines of the chart; those of a running run grow."""
         return self.plot.lines if isinstance(self.plot, LinePlot) else ()
 
     @property
     def legend(self) -> dict[str, str]:
-        """The colour of each name."""
+        """The colour of each name in the legend."""
         return {line.name: line.hex_colour for line in self.lines}
 
 
 @dataclass(frozen=True)
 class Charts(Block):
-    """Charts beside each other, as many in a row as fit; with a caption, which the reader has to open."""
+    """Charts beside each other, as many in a row as fit; with a caption, they are collapsed at first."""
 
     charts: Sequence[Chart]
     caption: str = ""
@@ -95,7 +94,7 @@ class MarkedText(Block):
 
 @dataclass(frozen=True)
 class PromptAnswers(Block):
-    """A prompt with the expected answer, and what the model answered at each step."""
+    """A prompt, the expected answer, and the model's answer at each step."""
 
     title: str
     prompt: str
@@ -113,7 +112,7 @@ class Remark(Block):
 
 @dataclass(frozen=True)
 class Code(Block):
-    """Text as it is typed or stored; `is_tail` shows its end."""
+    """Text shown as code; with `is_tail`, scrolled to its end."""
 
     title: str
     text: str
@@ -123,25 +122,25 @@ class Code(Block):
 
 @dataclass(frozen=True)
 class RunTable(Block):
-    """The runs of a folder with links to their pages; two or more that are ticked are compared."""
+    """The runs of a folder with links to their pages; the page compares two or more that are ticked."""
 
     rows: Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class ReportSection:
-    """A part of the page with a heading, to which the list at its top links by `name`."""
+    """A part of the page with a heading; the list at the top links to it by `name`."""
 
     name: str
     title: str
     blocks: Sequence[Block]
     lead: str = ""
-    """A sentence below the heading."""
+    """A sentence below the section's heading."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A number that the top of the page shows large."""
+    """A number shown large at the top of the page."""
 
     label: str
     value: str
@@ -150,30 +149,30 @@ class Tile:
 
 @dataclass(frozen=True)
 class Page:
-    """A whole report."""
+    """The content of a report page."""
 
     title: str
     subtitle: str
     state: str
-    """A word such as `finished`; empty for several runs."""
+    """State of the run, such as `finished`; empty for several runs."""
     tiles: Sequence[Tile]
     sections: Sequence[ReportSection]
     warnings: Sequence[str] = field(default_factory=tuple)
 
     @property
     def tone(self) -> str:
-        """How the state is coloured."""
+        """Colour class of the state."""
         return state_tone(self.state)
 
     @property
     def charts(self) -> list[Chart]:
-        """All charts in the order of the page."""
+        """All charts, in the order of the page."""
         blocks = [block for section in self.sections for block in section.blocks if isinstance(block, Charts)]
         return [chart for block in blocks for chart in block.charts]
 
 
 def render_template(template: str, *, is_escaped: bool, **values: object) -> str:
-    """The text of a template with values; texts are escaped for HTML where `is_escaped`."""
+    """The text of a template with `values`; with `is_escaped`, texts are escaped for HTML."""
     return _environment(is_escaped).get_template(template).render(values)
 
 
@@ -185,7 +184,7 @@ def _environment(is_escaped: bool) -> Environment:
 
 
 def number_text(value: float | None, kind: str = "number") -> str:
-    """A number of one of the kinds of `Chart.number`, for people."""
+    """A number in one of the formats of `Chart.number`."""
     if value is None:
         return NONE
     if not math.isfinite(value):
@@ -225,15 +224,15 @@ def duration_text(seconds: float) -> str:
 
 
 def state_tone(state: str) -> str:
-    """How the state of a run is coloured: `good`, `bad` or `plain`."""
+    """Colour class of a run's state: `good`, `bad` or `plain`."""
     return {"finished": "good", "failed": "bad", "hung": "bad"}.get(state, "plain")
 
 
 def ago_text(moment: float) -> str:
-    """How long ago a moment was that is given in seconds since 1970."""
+    """Time since `moment`, in seconds since 1970, as text."""
     return f"{duration_text(max(time.time() - moment, 0.0))} ago" if moment else NONE
 
 
 def moment_text(seconds: float) -> str:
-    """A moment given in seconds since 1970."""
+    """Date and time of `seconds` since 1970, as text."""
     return datetime.fromtimestamp(seconds, tz=UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -1,4 +1,4 @@
-"""What charts show, as plain values: lines, heat maps and parallel coordinates. report/figures.py draws them."""
+"""Data of charts: lines, heat maps and parallel coordinates, which report/figures.py draws."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,15 +7,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 PALETTE = ("#3b7ddd", "#e0701a", "#17966b", "#9460d8", "#d8446a", "#128fa6", "#a67c1b", "#6b7685")
-"""Each has a contrast of 3 or more with the page's light and dark background."""
+"""Colours with a contrast of 3 or more to the page's light and dark background."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Values [n] over numbers [n], which ascend; NaN leaves a gap.
+    """Values y [n] over ascending numbers x [n]; NaN leaves a gap.
 
-    `role` is `line`, `faint` (behind a smoothed line), `points` (joined by a line) or `dashed`. `colour` is a number of
-    the palette. Of run number `run` of the page, steps to come may change the values of the last `reach` steps.
+    `role` is `line`, `faint` (behind a smoothed line), `points` (joined by a line) or `dashed`. `colour` is an index of
+    the palette, `run` the index of the run on the page. Later steps may change the last `reach` steps' values.
     """
 
     name: str
@@ -28,13 +28,13 @@ class Line:
 
     @property
     def hex_colour(self) -> str:
-        """The colour as HTML writes it."""
+        """The colour in HTML notation."""
         return PALETTE[self.colour % len(PALETTE)]
 
 
 @dataclass(frozen=True)
 class LinePlot:
-    """Lines over steps or another number; each marker is a vertical line at a step with a word."""
+    """Lines over steps or another number; each marker is a labelled vertical line at a step."""
 
     lines: Sequence[Line]
     x_name: str = "step"
@@ -46,7 +46,7 @@ class LinePlot:
 class MapPlot:
     """A heat map of values [rows, columns], coloured by shades [rows, columns] from `low` to `high`.
 
-    `ticks` are shades with a text; `is_diverging` has grey in the middle.
+    `ticks` are labelled shades; `is_diverging` selects colours with grey in the middle.
     """
 
     x_name: str
@@ -59,7 +59,7 @@ class MapPlot:
 
 
 def load_map(loads: NDArray[np.float64], layers: Sequence[int]) -> MapPlot:
-    """A heat map of the loads [layers, experts] relative to the mean load of their layer, on a scale of 1/4 to 4."""
+    """A heat map of loads [layers, experts] relative to the layer's mean load, on a scale of 1/4 to 4."""
     experts = [str(expert) for expert in range(loads.shape[1])]
     ticks = ((-2.0, "1/4"), (0.0, "mean load"), (2.0, "4x"))
     return MapPlot("expert", experts, layers, loads, np.log2(np.clip(loads, 0.25, 4.0)), ticks, is_diverging=True)
@@ -73,18 +73,18 @@ def value_map(values: NDArray[np.float64], layers: Sequence[int], steps: Sequenc
 
 @dataclass(frozen=True)
 class CoordinateAxis:
-    """One axis of parallel coordinates: numbers, on a logarithmic scale where `is_log`, or texts of `choices`."""
+    """One axis of parallel coordinates: numbers, with `is_log` on a logarithmic scale, or the texts `choices`."""
 
     name: str
     is_log: bool = False
     choices: tuple[str, ...] = ()
     ends: tuple[float | None, float | None] = (None, None)
-    """Least and greatest number; those of the rows where they are None."""
+    """Smallest and largest number; None takes that of the rows."""
 
 
 @dataclass(frozen=True)
 class ParallelPlot:
-    """A line for each row over the axes; the last axis holds the value by which lines are coloured."""
+    """A line for each row across the axes; the last axis has the value that colours the lines."""
 
     axes: Sequence[CoordinateAxis]
     rows: Sequence[Sequence[float | str]]

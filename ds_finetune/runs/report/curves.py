@@ -1,4 +1,4 @@
-"""The curves of one run or of several over each other, as charts."""
+"""The curves of one run, or of several runs overlaid, as charts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,13 +12,13 @@ from ds_finetune.runs.report.charts import Line, LinePlot
 from ds_finetune.runs.report.run import ReportedRun
 
 MOST_POINTS = 1200
-"""Points of a drawn curve at most."""
+"""Maximum number of points of a drawn curve."""
 _SMOOTHED_SHARE, _MOST_REACH = 40, 100
-"""A smoothed curve averages over a fortieth of the run before and after each step, and over 100 steps at most."""
+"""A smoothed curve averages over a fortieth of the run before and after each step, at most over 100 steps each."""
 _LEAST_SMOOTHED = 30
-"""Shorter curves are not smoothed."""
+"""Curves with fewer points are not smoothed."""
 _PAGE_POINTS, _LEAST_POINTS = 60_000, 16
-"""Points of all lines of a page, and of a line however many there are; a smoothed line adds half as many."""
+"""Points of all lines of a page, and minimum points of a line; a smoothed line adds half as many points."""
 _MOST_OTHERS, _MOST_RANKS, _LATE_RECORDS = 24, 8, 10
 
 
@@ -96,7 +96,7 @@ GROUPS = (
     CurveGroup("Tokens of a step with a loss", {"data/supervised_tokens": "supervised tokens"}),
     CurveGroup("Wait for a checkpoint", {"checkpoint/blocked_seconds": "blocked"}, "seconds"),
 )
-"""Charts that a report has where the run has one of their metrics."""
+"""Charts of a report, if the run has one of their metrics."""
 _WITHOUT_CHART = (
     "skipped",
     "skipped_steps",
@@ -106,11 +106,11 @@ _WITHOUT_CHART = (
     "measured_gib",
     "eta_seconds",
 )
-"""Last parts of the names of metrics that are told elsewhere on the page, or follow from another."""
+"""Last parts of names of metrics without a chart: the page shows them elsewhere, or they follow from another metric."""
 
 
 def run_charts(run: ReportedRun, markers: Sequence[tuple[int, str]] = ()) -> list[Chart]:
-    """The charts of a run, those of its objective first; `markers` are steps with a word, such as restarts."""
+    """The charts of a run, first those of its objective; `markers` are labelled steps, such as restarts."""
     most = _points_of_a_line([run])
     return [
         _chart(group, group.title, [(label, run, name) for name, label in group.labels.items()], most, markers)
@@ -119,7 +119,7 @@ def run_charts(run: ReportedRun, markers: Sequence[tuple[int, str]] = ()) -> lis
 
 
 def overlay_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
-    """A chart for each metric of two or more runs, with a line for each of them."""
+    """A chart for each metric of two or more runs, with a line per run."""
     most, named = _points_of_a_line(runs), list(zip(run_labels(runs), runs, strict=True))
     charts = []
     for group in _groups_of(runs):
@@ -130,7 +130,7 @@ def overlay_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
 
 
 def rank_chart(run: ReportedRun) -> list[Chart]:
-    """The time of each rank outside of collectives: of all ranks up to eight, else of three; none for one rank."""
+    """The time of each rank outside collectives: of all ranks up to eight, else of three; no chart for one rank."""
     times = run.rank_times
     if times is None or times[1].shape[1] < 2:
         return []
@@ -149,7 +149,7 @@ def rank_chart(run: ReportedRun) -> list[Chart]:
 
 
 def named_times(seconds: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
-    """Step times [records] by the name of the line that shows them; `seconds` are [records, ranks]."""
+    """Step times [records] by name of the line that shows them; `seconds` are [records, ranks]."""
     ranks = seconds.shape[1]
     if ranks <= _MOST_RANKS:
         return {f"rank {rank}": seconds[:, rank] for rank in range(ranks)}
@@ -158,13 +158,13 @@ def named_times(seconds: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
 
 
 def _points_of_a_line(runs: Sequence[ReportedRun]) -> int:
-    """The points that each line may have, so that the page stays small."""
+    """Maximum points per line, so that the page stays small."""
     lines = sum(len(run.curves) for run in runs)
     return max(_LEAST_POINTS, min(MOST_POINTS, _PAGE_POINTS // max(lines, 1)))
 
 
 def _groups_of(runs: Sequence[ReportedRun]) -> list[CurveGroup]:
-    """The groups with the metrics that the runs have, and a group for each further metric."""
+    """The groups, with those metrics that the runs have, and a new group for each other metric."""
     names = list(dict.fromkeys(name for run in runs for name, curve in run.curves.items() if len(curve)))
     groups, known = [], set[str]()
     for group in GROUPS:
@@ -177,7 +177,7 @@ def _groups_of(runs: Sequence[ReportedRun]) -> list[CurveGroup]:
 
 
 def _label_in(group: CurveGroup, name: str) -> str:
-    """The label of a metric in a group; empty where it is not of the group. Each held-out set has its own metrics."""
+    """Label of a metric in a group; empty if the group does not have it. Each held-out set has its own metrics."""
     part, *of_set, metric = name.split("/")
     label = group.labels.get(f"{part}/{metric}", "") if part == "eval" or not of_set else ""
     return f"{label} {'/'.join(of_set)}" if of_set and label else label
@@ -190,7 +190,7 @@ def _chart(
     most: int,
     markers: Sequence[tuple[int, str]] = (),
 ) -> Chart:
-    """A chart with a line for each of `series`: its name, its run and the metric that it shows."""
+    """A chart with a line for each of `series`: line name, run and metric."""
     runs = list(dict.fromkeys(id(run) for _, run, _ in series))
     lines: list[Line] = []
     texts = []
@@ -206,7 +206,7 @@ def _chart(
 
 
 def run_labels(runs: Sequence[ReportedRun]) -> list[str]:
-    """A name for each run that no other has: its folder's, with those above where two have the same."""
+    """A unique name for each run: its folder's name, with parent folders if two are equal."""
     depth = 1
     while True:
         labels = ["/".join(run.folder.path.parts[-depth:]) for run in runs]
@@ -216,7 +216,7 @@ def run_labels(runs: Sequence[ReportedRun]) -> list[str]:
 
 
 def _lines_of(run: ReportedRun, name: str, line: Line, smoothed: str, most: int) -> list[Line]:
-    """What is drawn of a metric: points of an evaluation or save, else a line, faint behind one named `smoothed`."""
+    """The lines of a metric: points for evaluations and saves, else a line, faint behind one named `smoothed`."""
     curve = run.curves[name]
     steps, values = curve.steps, curve.values
     kept = drawn_points(values, most)

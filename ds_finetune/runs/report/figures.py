@@ -1,7 +1,7 @@
-"""Draws charts as figures of bokeh.
+"""Draws charts as bokeh figures.
 
-Figures have no colours of text, grid and background: the page sets those of its theme. Figures of lines have no values
-either: the page fills the source `line N`, which the renderer `N` shows, with line N and its new steps.
+Figures have no colours for text, grid and background, because the page sets those of its theme. Figures of lines have
+no values: the page fills the source `line N` of the renderer `N` with line N and its new steps.
 """
 
 import math
@@ -45,11 +45,11 @@ _STYLES: dict[str, dict[str, Any]] = {
     "dashed": {"line_width": 1, "line_dash": "dashed"},
 }
 UNITS = {"percent": "%", "seconds": " s", "gib": " GiB", "ratio": "x"}
-"""What follows a number of each kind."""
+"""Suffix of numbers of each format."""
 
 
 def bokehjs() -> Path:
-    """The script of BokehJS, which defines the global `Bokeh`; DependencyError where bokeh was installed without it."""
+    """The script of BokehJS, which defines the global `Bokeh`; DependencyError if bokeh was installed without it."""
     script = Path(bokeh.__file__).parent / "server" / "static" / "js" / "bokeh.min.js"
     if not script.is_file():
         reason = f"bokeh {bokeh.__version__} is installed without `{script}`"
@@ -58,9 +58,9 @@ def bokehjs() -> Path:
 
 
 def chart_items(chart: Chart) -> list[Any]:
-    """The chart as JSON for `Bokeh.embed`, and again with a logarithmic axis where it can have one.
+    """The chart as JSON for `Bokeh.embed`, and a second time with a logarithmic axis if possible.
 
-    Charts of lines that differ in nothing but names and values share one object.
+    Charts of lines that differ only in names and values share one object.
     """
     plot = chart.plot
     if not isinstance(plot, LinePlot):
@@ -72,7 +72,7 @@ def chart_items(chart: Chart) -> list[Any]:
 
 
 class _LineFigure(NamedTuple):
-    """What a figure of lines is drawn by; each stroke has a role, a colour, and whether its points are marked."""
+    """Key of a figure of lines; each stroke has a role, a colour, and whether its points are marked."""
 
     strokes: tuple[tuple[str, str, bool], ...]
     x_name: str
@@ -93,7 +93,7 @@ def _empty(**settings: Any) -> figure:  # noqa: ANN401 - settings of bokeh
 
 @lru_cache(maxsize=256)
 def _line_item(drawn: _LineFigure) -> Any:  # noqa: ANN401 - JSON
-    """A figure of lines as JSON, which takes 40 ms."""
+    """A figure of lines as JSON, which takes 40 ms to make."""
     made = _empty(
         tools=[CrosshairTool(dimensions="height", line_color=_GREY), BoxZoomTool(dimensions="width")],
         x_axis_type="log" if drawn.has_log_x else "linear",
@@ -148,7 +148,7 @@ def _draw_map(plot: MapPlot) -> figure:
 
 
 def _draw_parallel(plot: ParallelPlot) -> figure:
-    """Axes from 0 to 1 beside each other; page.js dims the trials that are outside of what a reader selects."""
+    """Parallel axes scaled from 0 to 1; page.js dims trials outside the reader's selection."""
     last = len(plot.axes) - 1
     scales = [_CoordinateScale(axis, [row[place] for row in plot.rows]) for place, axis in enumerate(plot.axes)]
     heights = [[scale.height(value) for scale, value in zip(scales, row, strict=True)] for row in plot.rows]
@@ -176,7 +176,7 @@ def _draw_parallel(plot: ParallelPlot) -> figure:
 
 
 class _CoordinateScale:
-    """Heights from 0 to 1 of the values of an axis of parallel coordinates."""
+    """Maps the values of an axis of parallel coordinates to heights from 0 to 1."""
 
     def __init__(self, axis: CoordinateAxis, values: Any) -> None:  # noqa: ANN401 - numbers, or texts of choices
         self.axis = axis
@@ -189,13 +189,13 @@ class _CoordinateScale:
         return math.log(float(value)) if self.axis.is_log else float(value)
 
     def height(self, value: float | str) -> float:
-        """The height of a value; 0.5 where all are equal."""
+        """The height of a value; 0.5 if all values are equal."""
         if self.axis.choices:
             return self.axis.choices.index(str(value)) / (len(self.axis.choices) - 1) if self.axis.choices[1:] else 0.5
         return 0.5 if self.high == self.low else (self._number(value) - self.low) / (self.high - self.low)
 
     def labels(self) -> list[tuple[float, str]]:
-        """Heights with their texts."""
+        """Heights of axis labels with their texts."""
         if self.axis.choices:
             return [(self.height(choice), choice) for choice in self.axis.choices]
         shares = [0.5] if self.high == self.low else [0.0, 0.25, 0.5, 0.75, 1.0]

@@ -39,19 +39,19 @@ _HYPERPARAMETERS = (
     "lora.alpha",
     "lora.target_modules",
 )
-"""Keys of the run file that a card shows."""
+"""Keys of the run file listed on a model card."""
 
 
 def write_model_cards(run: ReportedRun) -> list[Path]:
-    """Write the card of each export of a run; returns the cards that were written."""
+    """Write the model card of each export of a run; returns the cards written."""
     folders = [run.folder.path / name for name in run.folder.exports]
     return [card for folder in folders if (card := write_model_card(run, folder)) is not None]
 
 
 def write_card_of_source(source: Path, folder: Path, verified: Sequence[str] = ()) -> Path | None:
-    """Write the card of a folder that was exported from a run, or from a checkpoint or an adapter inside of one.
+    """Write the model card of a folder exported from a run, or from a checkpoint or adapter inside a run.
 
-    `verified` are lines on how close the folder is to the model. None where `source` belongs to no run, or a person has
+    `verified` are lines on how close the folder is to the model. None if `source` belongs to no run, or a person has
     written a card.
     """
     found = next((each for each in (source, *source.absolute().parents[:2]) if is_run(each)), None)
@@ -61,7 +61,7 @@ def write_card_of_source(source: Path, folder: Path, verified: Sequence[str] = (
 
 
 def write_model_card(run: ReportedRun, folder: Path, verified: Sequence[str] = ()) -> Path | None:
-    """Write `README.md` into an exported folder of a run; None where a person has written one."""
+    """Write `README.md` into an exported folder of a run; None if a person has written one."""
     card = folder / CARD
     if card.exists() and MARK not in card.read_text(encoding="utf-8", errors="replace"):
         return None
@@ -70,7 +70,7 @@ def write_model_card(run: ReportedRun, folder: Path, verified: Sequence[str] = (
 
 
 def model_card(run: ReportedRun, folder: Path, verified: Sequence[str] = ()) -> str:
-    """The card of an exported folder; it names no path of the machine and no time, so that equal exports are equal."""
+    """A folder's model card; without paths of this machine or times, so that equal exports have equal cards."""
     from huggingface_hub import EvalResult, ModelCardData
 
     is_adapter, settings = (folder / "adapter_config.json").is_file(), run.settings
@@ -137,7 +137,7 @@ def model_card(run: ReportedRun, folder: Path, verified: Sequence[str] = ()) -> 
 
 
 def _prompt_lines(run: ReportedRun, folder: Path) -> list[str]:
-    """Lines on prompts, by the folder's tokenizer, or by that of the run's export where the folder has none."""
+    """Lines on prompts, by the folder's tokenizer, or if it has none by that of the run's export."""
     from ds_finetune.data.prompt_format import prompt_lines
     from ds_finetune.data.tokenizer_files import load_tokenizer
 
@@ -148,13 +148,13 @@ def _prompt_lines(run: ReportedRun, folder: Path) -> list[str]:
 
 
 def _config_of(folder: Path) -> Mapping[str, Any]:
-    """The config.json of a folder; an adapter of a language model has none, but the merged export beside it."""
+    """The config.json of a folder; an adapter of a language model has none, but the merged export beside it has."""
     merged = folder.with_name(folder.name.replace("adapter", "export"))
     return read_object(folder / "config.json") or read_object(merged / "config.json")
 
 
 def _step_of(run: ReportedRun, folder: Path) -> int:
-    """The step of the weights: of the folder's record, else the last one."""
+    """The step of the weights, from the folder's record; else the last step."""
     step = read_object(folder / "verification.json").get("step")
     if isinstance(step, int):
         return step
@@ -165,7 +165,7 @@ def _step_of(run: ReportedRun, folder: Path) -> int:
 
 
 def _results_at(run: ReportedRun, step: int) -> Iterator[tuple[str, float]]:
-    """Metrics on all held-out rows after `step`, by their last name."""
+    """Metrics on all held-out rows after `step`, by the last part of their names."""
     for name, curve in run.curves.items():
         metric = name.removeprefix("eval/")
         if metric == name or "/" in metric:
@@ -181,7 +181,7 @@ def _objective(config: Mapping[str, Any]) -> str:
 
 
 def _training_data(config: Mapping[str, Any]) -> list[str]:
-    """The sources of the training data, with or without names."""
+    """The sources of the training data, with their names if they have any."""
     section = config.get("data", {})
     given = section.get("train", []) if isinstance(section, dict) else []
     given = list(given.values()) if isinstance(given, dict) else given if isinstance(given, list) else [given]

@@ -1,4 +1,4 @@
-"""The page of a report: built from one run or several, and rendered as one file of HTML."""
+"""The page of a report, built from one or more runs and rendered as one HTML file."""
 
 import base64
 import hashlib
@@ -35,11 +35,11 @@ from ds_finetune.runs.status import RunStatus, State
 from ds_finetune.system.versions import require_extra
 
 _UNKNOWN_FORM = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, OSError)
-"""What files that another version wrote, or that cannot be read, raise in the functions of `SECTIONS`."""
+"""Errors that the functions of `SECTIONS` raise for files that another version wrote, or that cannot be read."""
 
 
 def run_page(run: ReportedRun, *, state: State | None = None, is_live: bool = False) -> Page:
-    """The report of one run; `state` is that of a run which ends now, whose folder may not tell it yet."""
+    """The report of one run; `state` is the final state of a run that is ending, if its folder does not have it yet."""
     status = run.folder.status
     if state is not None and status.state in ("running", "unknown"):
         status = replace(status, state=state, reason="" if status.state == "unknown" else status.reason)
@@ -60,7 +60,7 @@ def run_page(run: ReportedRun, *, state: State | None = None, is_live: bool = Fa
 
 
 def _sections(run: ReportedRun) -> tuple[list[ReportSection], list[str]]:
-    """The sections of a run, and warnings of those whose files have a form that this version does not know."""
+    """The sections of a run, and warnings for sections whose files have an unknown format."""
     sections, unknown = [], []
     for make in SECTIONS:
         try:
@@ -77,7 +77,7 @@ def _sections(run: ReportedRun) -> tuple[list[ReportSection], list[str]]:
 
 
 def overlay_page(runs: Sequence[ReportedRun]) -> Page:
-    """The report of two or more runs: their results, the differences of their run files, their curves overlaid."""
+    """The report of two or more runs: results, differences of run files, and overlaid curves."""
     labels = run_labels(runs)
     named = list(zip(labels, runs, strict=True))
     differences = [row for row in _differences([run.settings for run in runs]) if row[0] != "output_dir"]
@@ -100,21 +100,20 @@ def overlay_page(runs: Sequence[ReportedRun]) -> Page:
 
 
 def _differences(parts: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:
-    """A row for each name whose text is not the same in all parts; a dash stands for a part without the name."""
+    """A row for each name whose text differs between parts; a dash stands for a missing name."""
     names = dict.fromkeys(name for part in parts for name in part)
     rows = [(name, *(part.get(name, NONE) for part in parts)) for name in names]
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
 def render_page(page: Page, *, positions: Sequence[str] | None = None, known: Sequence[int] = ()) -> str:
-    """The page as HTML that needs nothing else: styles, scripts and the plot library are in it.
+    """The page as self-contained HTML: styles, scripts and the plot library are inside.
 
-    A policy in it forbids every request, and every script but these two. For `watch`, `positions` say up to where each
-    run is read: the page then loads its scripts, and asks for later steps. `known` are the last steps of each run that
-    the browser has: later ones are all that the page has of charts.
+    Its content security policy forbids all requests, and all scripts but these two. For `watch`, `positions` say up to
+    where each run was read: the page then loads its scripts, and requests later steps. `known` are the last steps of
+    each run that the browser has: charts then contain only later ones.
 
-    Raises:
-        DependencyError: the extra `pages` is not installed.
+    DependencyError where the extra `pages` is not installed.
     """
     charts, figures, library = list[dict[str, Any]](), list[Any](), ""
     if page.charts:
@@ -142,14 +141,14 @@ def render_page(page: Page, *, positions: Sequence[str] | None = None, known: Se
         script=script,
         library=library,
         hashes=[_hash(text) for text in (library, script) if text],
-        # HTML's parser looks for `</script` and `<!--` also in JSON.
+        # The HTML parser looks for `</script` and `<!--` in JSON too.
         data=data.replace("<", "\\u003c"),
     )
 
 
 def _points(line: Line, known: int | None) -> dict[str, Any]:
-    """The numbers of a line, values with six significant digits: all, or those later than `since`, up to which the
-    browser keeps what it has.
+    """The points of a line, with values of six significant digits: all, or if the browser has points up to `known`,
+    those later than `since`.
     """
     x, y = np.asarray(line.x), np.asarray(line.y, dtype=np.float64)
     since = None if known is None else known - line.reach
@@ -176,7 +175,7 @@ _TILES = (
     ("eval/exact_match", "exact match", "percent", "last evaluation"),
     ("memory/peak_gib", "peak memory", "gib", "of rank 0"),
 )
-"""Metrics whose last value has a tile, and a row where runs are compared: label, kind of number and note."""
+"""Metrics whose last value gets a tile, and a row where runs are compared: label, number format and note."""
 
 
 def _tiles(run: ReportedRun, status: RunStatus) -> list[Tile]:
@@ -199,7 +198,7 @@ def _tiles(run: ReportedRun, status: RunStatus) -> list[Tile]:
 
 
 def _short(number: float) -> str:
-    """A large number with three digits and a unit."""
+    """A large number with three digits and a unit suffix."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g} {unit}"
@@ -207,7 +206,7 @@ def _short(number: float) -> str:
 
 
 def _warnings(run: ReportedRun) -> list[str]:
-    """What the reader must know about the folder: problems of its files, another version, no steps."""
+    """Warnings for the reader: problems of the folder's files, another version, no steps."""
     warnings = [text for text in (run.metrics.problem, *run.folder.problems) if text]
     written = run.versions.get("ds_finetune", "")
     if written not in ("", "not installed", __version__):
@@ -221,7 +220,7 @@ def _warnings(run: ReportedRun) -> list[str]:
 
 
 def _result_rows(runs: Sequence[ReportedRun]) -> list[tuple[str, ...]]:
-    """Results of the runs side by side; rows that no run has are left out."""
+    """Results of the runs side by side; rows without a value in any run are left out."""
     best = [run.best("eval/loss") for run in runs]
     rows: list[tuple[str, ...]] = [
         ("steps", *(f"{run.metrics.last_step:,}" for run in runs)),
@@ -239,6 +238,6 @@ def _result_rows(runs: Sequence[ReportedRun]) -> list[tuple[str, ...]]:
 
 
 def _speed_text(run: ReportedRun) -> str:
-    """The tokens of the run over the time of its steps, or the last value of the metric."""
+    """Tokens of the run divided by the time of its steps, or the last value of the metric."""
     seen = run.last("data/tokens_seen")
     return number_text(seen / run.seconds if seen and run.seconds else run.last("perf/tokens_per_second"))

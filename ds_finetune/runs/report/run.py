@@ -1,4 +1,4 @@
-"""A run as a report reads it: the run folder with its metrics, and what the trainer recorded for reports."""
+"""A run as a report reads it: run folder, metrics, and records of the trainer for reports."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from ds_finetune.runs.folder import CONFIG, PLAN, RANK_TIMES, RunFolder, is_run
 from ds_finetune.runs.metrics import METRICS, Curve, MetricsReader, read_rank_times
 
 _LONGEST = 160
-"""Characters of a value of the run file at most."""
+"""Maximum characters shown of a value of the run file."""
 
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """A run folder and its metrics, all read."""
+    """A run folder with its metrics, read completely."""
 
     folder: RunFolder
     metrics: MetricsReader
@@ -42,7 +42,7 @@ class ReportedRun:
 
     @classmethod
     def of(cls, folder: RunFolder, metrics: MetricsReader) -> "ReportedRun":
-        """The run in `folder`, with what was added to its metrics; OutputError where no line of them has a step."""
+        """The run in `folder`, after reading new metrics; OutputError if no metrics line has a step."""
         if folder.file(METRICS) is not None:
             metrics.update_all()
         if metrics.problem and not metrics.curves:
@@ -54,7 +54,7 @@ class ReportedRun:
 
     @property
     def name(self) -> str:
-        """The run's path below the watched folder, or its name, with escapes for bytes that are no UTF-8."""
+        """The run's path below the watched folder, or its name; bytes that are not UTF-8 are escaped."""
         return self.folder.name.encode("utf-8", errors="backslashreplace").decode()
 
     @cached_property
@@ -64,17 +64,17 @@ class ReportedRun:
 
     @property
     def settings(self) -> dict[str, str]:
-        """The values of the run file by their keys joined by dots, as YAML on one line."""
+        """Values of the run file by dotted key, as YAML on one line."""
         return {key: _yaml_text(value) for key, value in values_by_key(self.config).items()}
 
     @cached_property
     def starts(self) -> list[Mapping[str, Any]]:
-        """What each start of the run has recorded."""
+        """Records of all starts of the run."""
         return self.folder.starts
 
     @cached_property
     def versions(self) -> Mapping[str, str]:
-        """Versions of the packages of the last start."""
+        """Package versions of the last start."""
         return self.folder.versions
 
     @property
@@ -84,7 +84,7 @@ class ReportedRun:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all steps that the metrics have."""
+        """Total seconds of all steps in the metrics."""
         curve = self.curves.get("perf/step_seconds")
         return 0.0 if curve is None else float(np.nansum(curve.values))
 
@@ -95,17 +95,17 @@ class ReportedRun:
 
     @cached_property
     def rank_times(self) -> tuple[NDArray[np.int64], NDArray[np.float64]] | None:
-        """Steps [n] and seconds without collectives [n, ranks]; None where they were not recorded."""
+        """Steps [n] and seconds without collectives [n, ranks]; None if not recorded."""
         path = self.folder.file(RANK_TIMES)
         return None if path is None else read_rank_times(path)
 
     def last(self, name: str) -> float | None:
-        """The last value of a metric; None where there is none."""
+        """The last value of a metric; None without the metric."""
         curve = self.curves.get(name)
         return curve.last if curve is not None and len(curve) else None
 
     def best(self, name: str) -> tuple[int, float] | None:
-        """Step and value of the lowest finite value of a metric; None where there is none."""
+        """Step and value of the lowest finite value of a metric; None without one."""
         curve = self.curves.get(name)
         if curve is None:
             return None

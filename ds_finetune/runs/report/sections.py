@@ -1,6 +1,4 @@
-"""The sections of the report of one run, from what its folder holds. A function returns None for a section that would
-be empty.
-"""
+"""The sections of a run's report, from the files in its folder. A function returns None for an empty section."""
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -33,19 +31,19 @@ from ds_finetune.runs.report.curves import rank_chart, run_charts
 from ds_finetune.runs.report.run import ReportedRun
 
 _COMMUNICATION = "comm/"
-"""Charts of these metrics, of which there are two for each kind of collective, have to be opened."""
+"""Prefix of metrics whose charts are collapsed at first: there are two for each kind of collective."""
 _MOST_EVENTS = 100
 _MOST_EVALUATIONS = 200
 _MOST_SAMPLES = 16
 _MOST_ANSWERS = 12
 _LONGEST_TEXT = 1500
-"""Characters of a prompt or an answer at most."""
+"""Maximum characters of a prompt or an answer."""
 _LONGEST_FILE = 100_000
-"""Characters of a file at most."""
+"""Maximum characters of a file."""
 _MOST_RANKS = 64
-"""Rows about profiled steps."""
+"""Maximum rows on profiled steps."""
 _MOST_CELLS = 16_384
-"""Cells of a heat map of loads at most: DeepSeek-V3 has 58 layers of 256 experts."""
+"""Maximum cells of a heat map of loads: DeepSeek-V3 has 58 layers of 256 experts."""
 _MOST_COLUMNS = 60
 _ROW_PIXELS, _MANY_ROWS, _ROW_PIXELS_OF_MANY = 18, 24, 10
 _FRAME_PIXELS, _LEAST_PIXELS, _MOST_PIXELS = 90, 180, 1200
@@ -70,7 +68,7 @@ def _forecast_rows(run: ReportedRun) -> list[tuple[str, str]]:
 
 
 def curve_section(run: ReportedRun) -> ReportSection | None:
-    """Curves with evaluations and restarts, and a table of the metrics."""
+    """Curves with evaluations and restarts, and a table of metrics."""
     markers = [(start["after_step"], "restart") for start in run.starts[1:] if "after_step" in start]
     every = run_charts(run, markers)
     if not every:
@@ -183,7 +181,7 @@ def _used_tokens(run: ReportedRun, there_are: object) -> list[tuple[str, str]]:
 
 
 def answer_section(run: ReportedRun) -> ReportSection | None:
-    """What the model answered to held-out prompts over time."""
+    """The model's answers to held-out prompts over time."""
     by_prompt: dict[tuple[str, str], list[Sample]] = {}
     for sample in run.folder.samples:
         by_prompt.setdefault((sample.name, sample.prompt), []).append(sample)
@@ -201,7 +199,7 @@ def answer_section(run: ReportedRun) -> ReportSection | None:
 
 
 def rollout_section(run: ReportedRun) -> ReportSection | None:
-    """Answers of rollouts over the run, with how they were scored; None for a run without rollouts."""
+    """Answers of rollouts over the run with their scores; None for a run without rollouts."""
     by_prompt: dict[tuple[int, str], list[Sample]] = {}
     for answer in run.folder.rollouts:
         by_prompt.setdefault((answer.step, answer.prompt), []).append(answer)
@@ -229,7 +227,7 @@ def log_section(run: ReportedRun) -> ReportSection | None:
 
 
 def checkpoint_section(run: ReportedRun) -> ReportSection | None:
-    """The checkpoints that the folder holds."""
+    """The checkpoints in the folder."""
     rows = [
         (f"step {saved.step:,}", size_text(saved.num_bytes), number_text(saved.eval_loss))
         for saved in run.folder.checkpoints
@@ -241,7 +239,7 @@ def checkpoint_section(run: ReportedRun) -> ReportSection | None:
 
 
 def export_section(run: ReportedRun) -> ReportSection | None:
-    """The exported folders, and what verifying them found."""
+    """The exported folders, with the results of their verification."""
     results = [each for each in run.folder.recorded("exports.json").get("exports", []) if isinstance(each, dict)]
     verified = {str(result["folder"]): result for result in results if "folder" in result}
     blocks: list[Block] = []
@@ -255,7 +253,7 @@ def export_section(run: ReportedRun) -> ReportSection | None:
 
 
 def repeat_section(run: ReportedRun) -> ReportSection:
-    """Versions, the command of the run and the command that repeats it, and its run file."""
+    """Versions, the run's command, a command that repeats the run, and its run file."""
     blocks: list[Block] = []
     if run.versions:
         blocks.append(Facts(list(run.versions.items())))
@@ -269,7 +267,7 @@ def repeat_section(run: ReportedRun) -> ReportSection:
 
 
 def repeat_command(run: ReportedRun) -> str:
-    """A command that trains the run again, into another folder, on as many ranks."""
+    """A command that repeats the run in another folder, with as many ranks."""
     folder = run.folder.path
     ranks = int(run.starts[-1].get("ranks", 1)) if run.starts else run.folder.status.ranks
     per_host = int(run.starts[-1].get("ranks_per_host", ranks)) if run.starts else ranks
@@ -282,7 +280,7 @@ def repeat_command(run: ReportedRun) -> str:
 
 
 def _spread(group: Sequence[Sample]) -> list[Sample]:
-    """The samples of a prompt, at most some of them, spread over the run; of equal steps the last."""
+    """At most some samples of a prompt, spread over the run; for equal steps the last one."""
     latest = [list(same)[-1] for _, same in groupby(group, key=lambda sample: sample.step)]
     if len(latest) <= _MOST_ANSWERS:
         return latest
@@ -302,7 +300,7 @@ def _kind(name: str) -> str:
 
 
 def profile_section(run: ReportedRun) -> ReportSection | None:
-    """Where the time of profiled steps went on each rank; None for a run without them."""
+    """Time of profiled steps by kind on each rank; None for a run without profiled steps."""
     summary = run.folder.recorded("profile/summary.json")
     if not summary:
         return None
@@ -326,11 +324,11 @@ def _rank_table(summary: Mapping[str, Any]) -> DataTable:
 
 
 def expert_section(run: ReportedRun) -> ReportSection | None:
-    """Heat maps of the loads of experts; None for a run without routed experts."""
+    """Heat maps of expert loads; None for a run without routed experts."""
     found = run.folder.experts
     if found is None or not len(found[1]):
         return None
-    # A table of another origin may have texts here.
+    # In a file of another origin these may be texts.
     layers, records = [int(layer) for layer in found[0]], found[1]
     counts, steps = records["counts"].astype(np.float64), records["step"]
     tenth = max(len(counts) // 10, 1)
@@ -351,9 +349,9 @@ def expert_section(run: ReportedRun) -> ReportSection | None:
 
 
 def relative_loads(counts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Loads [layers, experts] over the mean load of their layer, from counts [steps, layers, experts].
+    """Loads [layers, experts] relative to the layer's mean load, from counts [steps, layers, experts].
 
-    They are 0 where a layer had no token.
+    Loads are 0 for a layer without tokens.
     """
     total = counts.sum(axis=0)
     mean = total.mean(axis=1, keepdims=True)
@@ -398,4 +396,4 @@ SECTIONS: tuple[Callable[[ReportedRun], ReportSection | None], ...] = (
     export_section,
     repeat_section,
 )
-"""In the order of the page."""
+"""Sections in the order of the page."""

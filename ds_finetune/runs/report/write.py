@@ -1,4 +1,4 @@
-"""Writes the files of a report: the page of one run or several, and what a run gets at its end."""
+"""Writes the files of reports: the page of one or more runs, and all reports at the end of a run."""
 
 import shlex
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def write_run_report(run_folder: Path, *, state: State | None = None) -> Path:
     run = ReportedRun.read(run_folder)
     path = run_folder / REPORT
     _check_replaceable(path)
-    # Cards first: they are what a failure of the others must not leave out.
+    # First the model cards: a failure of other reports must not prevent them.
     write_model_cards(run)
     write_page(page := run_page(run, state=state), path)
     write_loss_plot(page, run_folder / PICTURE)
@@ -41,10 +41,9 @@ def write_run_report(run_folder: Path, *, state: State | None = None) -> Path:
 
 
 def write_report(run_folders: Sequence[Path], out: Path) -> Path:
-    """Write the page of one run, or of several over each other, to `out`; nothing else is written.
+    """Write the page of one run, or of several runs overlaid, to `out`; writes nothing else.
 
-    Raises:
-        OutputError: a folder holds no run, or `out` is a file that no report is in, or it cannot be written.
+    OutputError where a folder has no run, or `out` is a file other than a report, or cannot be written.
     """
     runs = [ReportedRun.read(folder) for folder in run_folders]
     _check_replaceable(out)
@@ -52,13 +51,12 @@ def write_report(run_folders: Sequence[Path], out: Path) -> Path:
 
 
 def write_page(page: Page, path: Path) -> Path:
-    """Write a page of any content, such as that of an experiment; returns `path`.
+    """Write any page, such as that of an experiment; returns `path`.
 
-    Raises:
-        OutputError: `path` is a file that no report is in, or it cannot be written.
+    OutputError where `path` is a file other than a report, or cannot be written.
     """
     _check_replaceable(path)
-    # A text of the run may hold half of a surrogate pair, which JSON can write and UTF-8 cannot.
+    # A text of the run may contain half a surrogate pair, which JSON can represent and UTF-8 cannot.
     html = render_page(page).encode(errors="backslashreplace")
     try:
         replace_file(path, html)
@@ -70,7 +68,7 @@ def write_page(page: Page, path: Path) -> Path:
 
 
 def try_run_report(run_folder: Path, say: Say, *, state: State) -> Path | None:
-    """Write the report of a run that ends. Whatever fails here is one line, since the run itself is done."""
+    """Write the report of a run that ends. A failure only prints a line, since the run itself is done."""
     try:
         return write_run_report(run_folder, state=state)
     except Exception as failed:  # noqa: BLE001 - a run that is trained and exported must not fail for its report
@@ -80,7 +78,7 @@ def try_run_report(run_folder: Path, say: Say, *, state: State) -> Path | None:
 
 
 def _check_replaceable(path: Path) -> None:
-    """OutputError where `path` is something other than a report, which would be lost."""
+    """OutputError where `path` is not a report, so that replacing it would lose data."""
     if path.is_dir():
         raise OutputError(f"`{path}` is a folder", hint="name a file such as report.html")
     if not path.exists():
@@ -92,8 +90,8 @@ def _check_replaceable(path: Path) -> None:
 
 
 def write_loss_plot(page: Page, path: Path) -> bool:
-    """Draw a page's chart of losses as a picture of 1200 x 675 pixels; returns False where it has no finite loss."""
-    # Without pyplot the figure belongs to no window.
+    """Draw a page's loss chart as a picture of 1200 x 675 pixels; returns False if it has no finite loss."""
+    # Without pyplot the figure has no window.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -108,7 +106,7 @@ def write_loss_plot(page: Page, path: Path) -> bool:
         marker = "o" if line.role == "points" or np.size(line.x) == 1 else None
         alpha = 0.35 if line.role == "faint" else 1.0
         axes.plot(line.x, line.y, color=line.hex_colour, label=line.name, alpha=alpha, marker=marker)
-    # A name may have a dollar sign, which begins a formula elsewhere.
+    # A name may contain a dollar sign, which would begin a formula.
     axes.set_title(page.title, parse_math=False)
     axes.set(xlabel="step", ylabel="loss")
     axes.grid(alpha=0.25)

@@ -1,1 +1,1 @@
-"""Where the time of optimizer steps goes: torch.profiler's traces of all ranks on one clock, and a table of seconds."""
+"""Time of optimizer steps by kind: torch.profiler's traces of all ranks on one clock, and a table of seconds."""

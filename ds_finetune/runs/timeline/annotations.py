@@ -1,4 +1,4 @@
-"""Annotations in torch.profiler's trace: phases of a step, and collectives with what matches them between ranks."""
+"""Annotations in torch.profiler's trace: phases of a step, and collectives with keys that match them between ranks."""
 
 import functools
 import threading
@@ -16,11 +16,11 @@ from ds_finetune.foreign.torch_distributed import wrapped_group_calls
 
 DATA, CHECKPOINT, WAIT = "data", "checkpoint", "wait"
 SEPARATOR = "|"
-"""Between the parts of the name of a collective: its kind, group, number in the group, and bytes of its input."""
+"""Separator in the name of a collective: kind, group, number in the group, and input bytes."""
 
 
 class Annotations:
-    """Phases of the thread that made this object, and collectives of all threads."""
+    """Annotates phases of the thread that created this object, and collectives of all threads."""
 
     def __init__(self) -> None:
         self._phases: list[str] = []
@@ -30,19 +30,19 @@ class Annotations:
         self._names: weakref.WeakKeyDictionary[dist.Work, str] = weakref.WeakKeyDictionary()
 
     def begin_data(self) -> None:
-        """Begin the wait for data, which ends where the next phase begins."""
+        """Begin the wait for data; it ends when the next phase begins."""
         self._data = record_function(DATA)
         self._data.__enter__()
 
     def end_data(self) -> None:
-        """End the wait for data, if there is one."""
+        """End the wait for data, if one is open."""
         if self._data is not None:
             self._data.__exit__(None, None, None)
             self._data = None
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Annotate a phase, unless the same one is open or this is another thread."""
+        """Annotate a phase, unless it is already open or this is another thread."""
         if phase in self._phases or threading.get_ident() != self._thread:
             yield
             return
@@ -55,7 +55,7 @@ class Annotations:
             self._phases.pop()
 
     def on_collectives(self) -> AbstractContextManager[None]:
-        """While open, annotate every collective of this process's groups, and the waits for them."""
+        """While open, annotate every collective of this process's groups, and every wait for one."""
         return wrapped_group_calls(
             tuple(INPUT_AT), lambda name, function: self._wait(function) if name == WAIT else self._call(name, function)
         )
@@ -86,7 +86,7 @@ class Annotations:
         if kind in POINT_TO_POINT:
             ranks = dist.get_process_group_ranks(group)
             ends = ranks[group.rank()], ranks[args[1]]
-            # Both ends of a message have the same key.
+            # Sender and receiver of a message use the same key.
             key = "{} {}>{}".format(key, *(ends if kind == "send" else ends[::-1]))
         self._counts[key] += 1
         return SEPARATOR.join((kind, key, str(self._counts[key]), str(bytes_of(input_of(name, args)))))

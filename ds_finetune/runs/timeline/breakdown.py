@@ -1,4 +1,4 @@
-"""Reads the trace of one rank, and breaks its steps down: every moment counts once, as one kind of work."""
+"""Reads the trace of a rank, and divides the time of its steps: every moment counts as exactly one kind of work."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,22 +20,22 @@ _KIND_OF_PHASE = {
 _HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _TORCHS_OWN = ("gloo:", "nccl:")
-"""Prefixes of torch's own slices of collectives, which do not nest on a thread; the program annotates them already."""
+"""Prefixes of torch's own events of collectives, which do not nest; the program's annotations replace them."""
 _MATCHED = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "all_to_all", "all_to_allv", "barrier")
-"""Names of NCCL's kernels in which all ranks of a group take part; those of messages do not name their ends."""
+"""NCCL collectives of all ranks of a group. Messages are not matched: their kernels do not name both ends."""
 _PHASE, _COPY, _COLLECTIVE, _WAIT, _KERNEL = range(5)
-"""Layers of a step: a moment counts as what the highest of them says."""
+"""Layers of a step: a moment counts as the kind of work of its highest layer."""
 Event = dict[str, Any]
 """An event of Chrome's trace format; times are in microseconds."""
 Meeting = tuple[str, int]
-"""What the ranks of a collective call it: its group, and its number in the group."""
+"""Identifies a collective on all its ranks: its group, and its number in the group."""
 Layer = tuple[int, str, float, float]
-"""One of the layers, the kind of work, begin and end."""
+"""Layer index, kind of work, begin and end in microseconds."""
 
 
 @dataclass
 class RankTrace:
-    """The events of one rank on the clock of rank zero, and its steps, collectives and layers in them."""
+    """The events of one rank on rank zero's clock, with steps, collectives and layers found in them."""
 
     events: list[Event]
     steps: list[tuple[int, float, float]] = field(default_factory=list)
@@ -44,14 +44,14 @@ class RankTrace:
 
     @property
     def starts(self) -> dict[Meeting, float]:
-        """When this rank came to each collective."""
+        """Start time of each collective on this rank."""
         return {meeting: event["ts"] for meeting, event in reversed(self.collectives)}
 
 
 def read_trace(tree: Mapping[str, Any], rank: int, shift: float, *, is_gpu: bool) -> RankTrace:
-    """Kineto's JSON with `shift` microseconds added to its times, as process `rank` of Chrome's format.
+    """Convert Kineto's JSON, with `shift` microseconds added to its times, to process `rank` in Chrome's format.
 
-    On a GPU, kernels of NCCL are the communication; on a CPU, the annotated calls, which block the rank.
+    On a GPU, NCCL kernels are the communication; on a CPU, annotated calls, which block the rank.
     """
     about = {"process_name": {"name": f"rank {rank}"}, "process_sort_index": {"sort_index": rank}}
     trace = RankTrace([{"ph": "M", "pid": rank, "tid": 0, "name": name, "args": about[name]} for name in about])
@@ -104,9 +104,9 @@ def _add_device_event(trace: RankTrace, event: Event, counts: Counter[str]) -> N
 
 
 def mark_waits(trace: RankTrace, starts: Sequence[Mapping[Meeting, float]]) -> None:
-    """Add what this rank waited for the rank that came last to a collective, which the event then names.
+    """Add this rank's waits for the last rank of each collective, and name that rank in the event.
 
-    `starts` are those of all ranks.
+    `starts` are the start times of all ranks.
     """
     latest: dict[Meeting, tuple[float, int]] = {}
     for rank, each in enumerate(starts):
@@ -121,8 +121,8 @@ def mark_waits(trace: RankTrace, starts: Sequence[Mapping[Meeting, float]]) -> N
 
 
 def break_down(trace: RankTrace) -> list[dict[str, Any]]:
-    """Seconds of each step by kind, which add up to the step."""
-    # Of phases the innermost counts, which is shorter than those around it.
+    """Seconds of each step by kind; they add up to the step's time."""
+    # The innermost phase counts, which is shorter than the phases around it.
     layers = sorted(trace.layers, key=lambda layer: (layer[0], layer[2] - layer[3]))
     return [
         {"step": number, "seconds": (end - begin) / 1e6, "categories": seconds_by_kind(begin, end, layers)}
@@ -131,7 +131,7 @@ def break_down(trace: RankTrace) -> list[dict[str, Any]]:
 
 
 def seconds_by_kind(first: float, last: float, layers: Iterable[Layer]) -> dict[str, float]:
-    """Seconds of each kind between two times, where a later layer covers earlier ones."""
+    """Seconds of each kind between two times; later layers cover earlier ones."""
     cut = [(kind, max(begin, first), min(end, last)) for _, kind, begin, end in layers if begin < last and end > first]
     edges = np.unique([first, last, *(time for _, *span in cut for time in span)])
     kinds = np.full(len(edges) - 1, KINDS.index(OTHER))
@@ -142,7 +142,7 @@ def seconds_by_kind(first: float, last: float, layers: Iterable[Layer]) -> dict[
 
 
 def mean_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The mean seconds of steps or ranks."""
+    """Mean seconds by kind, over steps or ranks."""
     categories = {kind: fmean(row["categories"][kind] for row in rows) for kind in KINDS}
     return {"seconds": fmean(row["seconds"] for row in rows), "categories": categories}
 

@@ -1,7 +1,7 @@
-"""How far the clock of each host is from that of rank zero's host.
+"""Measures how far the clock of each host is from the clock of rank zero's host.
 
-Hosts ask rank zero for its time through the store of the ranks. Half of a round trip is the most by which an answer can
-be wrong, so the shortest of several counts (Cristian, "Probabilistic clock synchronization", 1989).
+Hosts ask rank zero for its time through the ranks' store. An answer is wrong by at most half the round trip, so the
+shortest of several round trips is used (Cristian, "Probabilistic clock synchronization", 1989).
 """
 
 import socket
@@ -20,10 +20,10 @@ _ROUND_TRIPS = 20
 
 @dataclass(frozen=True)
 class HostClock:
-    """The clock of this process's host, `shift_ns` ahead of the system's time."""
+    """The clock of this process's host; `shift_ns` is added to the system's time."""
 
     host: str = field(default_factory=lambda: boot_id() or socket.gethostname())
-    """The same text for all processes that share a clock."""
+    """Identifies the clock: the same text for all processes that share it."""
     shift_ns: int = 0
 
     def now(self) -> int:
@@ -32,7 +32,7 @@ class HostClock:
 
 
 class MeasuredOffset(NamedTuple):
-    """Nanoseconds to add to a clock for the time of rank zero, and by how many they can be wrong."""
+    """Nanoseconds to add to a clock to get rank zero's time, and the maximum error."""
 
     uncertainty: int = 0
     offset: int = 0
@@ -43,7 +43,7 @@ class MeasuredOffset(NamedTuple):
 
 
 def measure_offset(store: dist.Store, clock: HostClock) -> MeasuredOffset:
-    """How far `clock` is from that of rank zero. Collective; the first rank of each host measures for it."""
+    """Measure the offset of `clock` from rank zero's. Collective; the first rank of each host measures for the host."""
     rank, hosts = dist.get_rank(), all_gather_object(clock.host)
     leaders = [hosts.index(host) for host in dict.fromkeys(hosts) if host != hosts[0]]
     mine = MeasuredOffset()

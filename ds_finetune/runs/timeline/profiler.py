@@ -1,6 +1,6 @@
-"""Profiles consecutive steps on the ranks of a run, and writes their trace and table on rank zero.
+"""Profiles consecutive steps on ranks of a run, and writes their trace and table on rank zero.
 
-The trace of all ranks has Chrome's format, which Perfetto opens: a process for each rank.
+The trace of all ranks is in Chrome's format, with a process per rank, and can be opened in Perfetto.
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
@@ -33,16 +33,16 @@ TRACE, SUMMARY = "trace.json.gz", "summary.json"
 _VERSION = 2
 _PIECE_BYTES = 2**20
 _PATIENCE = timedelta(hours=12)
-"""How long a rank waits for the parts of others; one that is lost is the watchdog's to find."""
+"""How long a rank waits for other ranks' parts of the trace; detecting a lost rank is the watchdog's task."""
 _QUIET_LOG_LEVEL = "6"
-"""Above every level of Kineto's log (torch 2.13), which prints a line to standard error whenever a profile ends."""
+"""Above every level of Kineto's log (torch 2.13), which writes a line to standard error whenever a profile ends."""
 _MOST_RANKS = 8
 WrapPhases = Callable[[Annotations], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
 class ProfiledRun:
-    """What a summary says of its run: the device, the layout of ranks, and the ranks that were profiled."""
+    """Facts of the run in a summary: device, layout of ranks, and profiled ranks."""
 
     device: str
     layout: str
@@ -51,32 +51,32 @@ class ProfiledRun:
 
     @property
     def knows_waiting(self) -> bool:
-        """Whether all ranks were profiled, so that each collective's last rank is known."""
+        """Whether all ranks were profiled, so that the last rank of each collective is known."""
         return len(self.profiled_ranks) == self.world_size
 
 
 class StepProfiler:
     """Profiles steps on `run.profiled_ranks`; every rank of the run calls `start` and `finish`.
 
-    Clocks are compared and traces sent through `store`, so that no file system is shared. `wrap` opens a context in
+    Clocks are compared and traces sent through `store`, so no shared file system is needed. `wrap` opens a context in
     which phases are annotated.
     """
 
     def __init__(self, run: ProfiledRun, store: dist.Store, *, clock: HostClock, wrap: WrapPhases) -> None:
         self._run, self._clock, self._wrap = run, clock, wrap
         self._annotations = Annotations()
-        # A connection of its own: one that waits would keep torch's own threads from asking.
+        # A connection of its own: waiting on a shared one would block torch's own threads.
         own = store.clone()  # type: ignore[attr-defined] # missing in torch's stubs
         own.set_timeout(_PATIENCE)
         self._store = dist.PrefixStore("timeline", own)
         self._recording, self._step = ExitStack(), ExitStack()
         self._profile: profile | None = None
         self.steps: list[int] = []
-        """Steps that were profiled."""
+        """Numbers of the profiled steps."""
         self.is_finished = False
 
     def start(self) -> None:
-        """Begin to record on the ranks that are profiled."""
+        """Start recording on the profiled ranks."""
         if dist.get_rank() in self._run.profiled_ranks:
             os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET_LOG_LEVEL)
             gpu = [ProfilerActivity.CUDA] if self._run.device == "cuda" else []
@@ -85,26 +85,26 @@ class StepProfiler:
                 self._recording.enter_context(recorder)
 
     def begin_step(self, number: int) -> None:
-        """Begin step `number` of the run, with its wait for data."""
+        """Begin step `number` of the run with its wait for data."""
         self._step.enter_context(record_function(f"{STEP} {number}"))
         self._step.callback(self._annotations.end_data)
         self._annotations.begin_data()
 
     def end_step(self) -> None:
-        """End the step; on a GPU this waits for the device."""
+        """End the step; on a GPU, wait for the device."""
         if self._run.device == "cuda":
             torch.cuda.synchronize()
         self._step.close()
 
     def stop(self) -> None:
-        """Stop recording: nothing is wrapped any more."""
+        """Stop recording, and remove all wrappers."""
         self._step.close()
         self._recording.close()
 
     def finish(self, folder: Path, say: Say) -> None:
-        """Stop after one step or more, and write both files to `folder` on rank zero. Collective.
+        """Stop after one step or more, and write trace and summary to `folder` on rank zero. Collective.
 
-        `say` prints where the files are with the table, or why they could not be written.
+        `say` prints the paths and the table, or why the files could not be written.
         """
         self.end_step()
         self._recording.close()
@@ -140,7 +140,7 @@ class StepProfiler:
                 say(line)
 
     def _read(self) -> tuple[dict[str, Any], str]:
-        """What torch.profiler saw, by way of a temporary file, and why that cannot be read; empty where it can."""
+        """The trace of torch.profiler, read through a temporary file; and why that failed, empty on success."""
         profiler, self._profile = self._profile, None
         if profiler is None:
             return {"traceEvents": [], "baseTimeNanoseconds": 0}, ""
@@ -150,7 +150,7 @@ class StepProfiler:
                 profiler.export_chrome_trace(str(path))
                 return json.loads(path.read_text(encoding="utf-8", errors="replace")), ""
         except (OSError, ValueError, RuntimeError) as failed:
-            # A full disk: Kineto writes a part of its file, or none, and raises nothing.
+            # On a full disk Kineto writes part of its file, or none, and raises no error.
             return {}, f"{type(failed).__name__}: {' '.join(str(failed).split())}"
 
     def _send(self, mine: bytes) -> None:
