@@ -1,1 +1,1 @@
-"""Several processes and machines: starting them, watching them, checking them before a run."""
+"""Starts, supervises and checks runs on several processes and hosts."""

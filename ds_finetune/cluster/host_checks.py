@@ -47,7 +47,7 @@ _SSH_FAULTS = (
         "switch it on, check cable and firewall, or leave it out with --exclude",
     ),
 )
-"""Pattern of ssh's message, what it means, and a hint."""
+"""Pattern of an error message, its meaning, and a hint."""
 
 
 @dataclass(frozen=True)

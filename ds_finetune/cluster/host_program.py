@@ -40,7 +40,7 @@ made: list[Path] = []
 
 
 class HostProgram:
-    """The connection to the program that asks."""
+    """The connection to the asking program, `doctor` or `launch`."""
 
     def __init__(self) -> None:
         self._silent_seconds = _IDLE_SECONDS

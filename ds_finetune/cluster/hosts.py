@@ -24,7 +24,7 @@ _LINES = 200
 Reply = tuple[dict[str, Any], float, float]
 """Results by function; seconds by which the host's clock is ahead of this machine's; error of these seconds."""
 Event = Mapping[str, Any] | str
-"""An event of a host, or a line that a program on it has printed."""
+"""An event of a host, or a line of output from its program."""
 
 
 class Cluster:
@@ -93,7 +93,7 @@ class Cluster:
             _send(self._processes[name], request)
 
     def beat(self) -> None:
-        """Send a sign of life to every host."""
+        """Send a keep-alive message to every host."""
         for name in self.hosts:
             self.order(name, {})
 

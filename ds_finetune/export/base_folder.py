@@ -57,7 +57,7 @@ class HubSource:
 
 _SHOWN = 3
 _MATRIX = 2
-"""Dimensions of an embedding or a head; a norm has one."""
+"""Number of dimensions of an embedding or a head; a norm has one."""
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
 def check_model(
     config: PretrainedConfig, *, is_classifier: bool, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
-    """ExportError where the model type has no export in this format, or it classifies."""
+    """ExportError where the model type cannot be exported to this format, or the model is a classifier."""
     COMPRESSED.check_model_type(config.model_type)
     if is_classifier:
         raise ExportError(

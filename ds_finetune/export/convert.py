@@ -47,7 +47,7 @@ class BlockCounts:
         self._lock = threading.Lock()
 
     def count(self, written: int, kept: int) -> None:
-        """Add to both counts."""
+        """Add `written` blocks, of which `kept` were copied."""
         with self._lock:
             self.written, self.kept = self.written + written, self.kept + kept
 

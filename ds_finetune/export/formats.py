@@ -71,7 +71,7 @@ class ExportResult:
     """The result of verifying the folder; None where it was not verified, or was compared while it was written."""
 
     def lines(self) -> list[str]:
-        """Lines for the terminal."""
+        """The result as lines for the terminal."""
         tensors = "" if self.num_tensors is None else f"{self.num_tensors} tensors, "
         size = f"{tensors}{bytes_text(self.num_bytes)}"
         return [f"wrote {self.folder}: {size} in {self.seconds:.1f} s", *self.notes]
@@ -95,7 +95,7 @@ class FormatModule(Protocol):
     def check_model(
         self, config: "PretrainedConfig", *, is_classifier: bool, tokenizer: "PreTrainedTokenizerBase | None" = None
     ) -> None:
-        """ExportError where the model type, a setting of config.json or the tokenizer has no export in this format."""
+        """ExportError where this format does not support the model type, a setting of config.json or the tokenizer."""
         ...
 
 

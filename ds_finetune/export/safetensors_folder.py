@@ -195,7 +195,7 @@ class CopiedTensors(Protocol):
         ...
 
     def copy_to(self, writer: ShardWriter) -> None:
-        """Write all of the tensors."""
+        """Write all tensors with `writer`."""
         ...
 
 

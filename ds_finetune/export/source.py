@@ -50,7 +50,7 @@ class ModelSpec:
     """The tensors of a model class."""
 
     architecture: str
-    """Name of the class."""
+    """Name of the model class."""
     model_type: str
     layers: int
     shapes: Mapping[str, tuple[int, ...]]

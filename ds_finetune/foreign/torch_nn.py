@@ -1,4 +1,4 @@
-"""torch.nn: how modules are constructed, and converted."""
+"""torch.nn: the device on which modules are constructed, and the conversion of fake parameters."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -97,7 +97,7 @@ def replace_forward(attention: nn.Module, mixin: type[nn.Module]) -> None:
 
 
 def compressed_classes() -> tuple[type[nn.Module], ...]:
-    """Attention, compressors (sparse and heavy) and indexer of DeepSeek-V4."""
+    """Classes of DeepSeek-V4: attention, compressors (sparse and heavy), indexer."""
     names = ("Attention", "CSACompressor", "HCACompressor", "Indexer")
     return tuple(_COMPRESSED.attribute(modeling_deepseek_v4, f"DeepseekV4{name}") for name in names)
 

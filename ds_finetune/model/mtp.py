@@ -34,7 +34,7 @@ _COMPRESSED: Mapping[str, str | int] = {
     "mlp_layer_types": "moe",
     "compress_ratios": 0,
 }
-"""The same for DeepSeek-V4, whose multi-token prediction layer has no compressor and no table of token ids."""
+"""Entries of a multi-token prediction layer of DeepSeek-V4, which has no compressor and no table of token ids."""
 
 
 def set_mtp_layers(hf_config: PretrainedConfig, layers: int) -> None:

@@ -27,7 +27,7 @@ class RouterOutput(NamedTuple):
     """Output of a layer's router for the tokens of the flattened rows."""
 
     logits: torch.Tensor
-    """[tokens, experts]."""
+    """Router logits [tokens, experts]."""
     chosen: torch.Tensor
     """Numbers of the chosen experts, int64 [tokens, chosen]."""
 

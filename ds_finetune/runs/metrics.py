@@ -49,7 +49,7 @@ class Curve:
         return float(self._values[-1])
 
     def extend(self, steps: Sequence[int], values: Sequence[float]) -> None:
-        """Add points."""
+        """Append points."""
         self._steps.extend(steps)
         self._values.extend(values)
 

@@ -292,5 +292,5 @@ def _known_steps(after: Sequence[str], positions: Sequence[str]) -> list[int]:
 
 
 def _html(text: str) -> Response:
-    """The HTML response; texts of a run may contain half a surrogate pair, which UTF-8 cannot represent."""
+    """A response with HTML; texts of a run may contain half a surrogate pair, which UTF-8 cannot represent."""
     return HTMLResponse(text.encode(errors="backslashreplace"))

@@ -1,4 +1,4 @@
-"""What the doctor asks of each host; the functions are called by requests (host_program.py)."""
+"""The functions that the doctor calls on each host, by requests (host_program.py)."""
 
 import hashlib
 import os
@@ -41,7 +41,7 @@ def gpus() -> list[Row]:
 
 
 def compiler(operators: Sequence[str]) -> list[Row]:
-    """The C++ compiler with which torch builds the operators of DeepSpeed that a run needs."""
+    """Check of the C++ compiler with which torch builds the DeepSpeed operators that a run needs."""
     program, names = shlex.split(os.environ.get("CXX", "c++"))[0], " and ".join(operators)
     if operators and not shutil.which(program):
         text = f"there is no C++ compiler `{program}` to build {names} of DeepSpeed"
@@ -50,7 +50,7 @@ def compiler(operators: Sequence[str]) -> list[Row]:
 
 
 def memory(host_bytes: int, gpu_bytes: int) -> list[Row]:
-    """Available memory of the host and of its smallest GPU, compared with the state of the run."""
+    """Checks that the state of the run fits the available memory of the host and its smallest GPU's memory."""
     totals = [gpu.total_bytes for gpu in query_gpus() if gpu.total_bytes is not None] if gpu_bytes else []
     rows = list[Row]()
     for what, needed, room in (("host", host_bytes, available_bytes()), ("GPU", gpu_bytes, min(totals, default=None))):

@@ -22,9 +22,9 @@ from ds_finetune.system.info import interface_towards
 from ds_finetune.system.processes import die_with_parent
 
 _TIMEOUT = timedelta(seconds=30)
-"""How long a rank waits in one all-reduce."""
+"""Time limit of a collective."""
 _SIZES = {"cpu": 1 << 22, "cuda": 1 << 28}
-"""Bytes of an all-reduce."""
+"""Bytes of an all-reduce, by device type."""
 _NUM_REPEATS = 5
 
 

@@ -9,7 +9,7 @@ GRACE_SECONDS = 4.0
 
 @dataclass(frozen=True)
 class AgentOrder:
-    """What the agent of a host starts."""
+    """An order to the agent of a host: which ranks to start, and how."""
 
     name: str
     """Name of this agent. Names sort in hostfile order; a host that comes back gets a new name."""
@@ -21,7 +21,7 @@ class AgentOrder:
     """Fewest and greatest number of hosts with which the run may restart."""
     restarts: int
     wait_seconds: float
-    """How long a restart waits for hosts where there are too few."""
+    """How long a restart with too few hosts waits for more."""
     join_seconds: float
     """How long a restart that has enough hosts waits for more."""
     address: str

@@ -46,12 +46,12 @@ class Job:
     overrides: tuple[str, ...]
     """Overrides `section.name=value` of the run file."""
     hosts: tuple[Host, ...]
-    """In the order of their ranks; empty for Slurm's whole allocation."""
+    """Hosts in the order of their ranks; empty for all of Slurm's allocation."""
     run_id: str
     master_addr: str = ""
     """Address of rank 0, on the first host; empty for the first node of Slurm's list."""
     master_port: int = 0
-    """Port of rank 0; 0 for one that is computed from the job's number."""
+    """Port of rank 0; 0 computes the port from Slurm's job number."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Variables that every rank gets (environment.py)."""
     interface: str = ""

@@ -38,7 +38,7 @@ _JOB_NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 @dataclass(frozen=True, kw_only=True)
 class EmitRequest:
-    """What an emitted file is made from."""
+    """The inputs of an emitted file."""
 
     job: Job
     """Run file, overrides, hosts (only their number and slots are used) and variables."""
@@ -165,8 +165,8 @@ def kubernetes_manifests(request: EmitRequest) -> str:
             f"{_LABEL_CHARACTERS} at most",
             hint="give another with --name",
         )
-    # torchrun (torch 2.13, distributed/launcher/api.py:146) kills ranks 30 s after SIGTERM otherwise, in the middle of
-    # a large save.
+    # By default torchrun (torch 2.13, distributed/launcher/api.py:146) kills ranks 30 s after SIGTERM, during a large
+    # save.
     given = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_POD_SAVE_SECONDS)} | request.job.environment
     given = {name: value for name, value in given.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
     paths = sorted(name for name, value in given.items() if value.startswith("/") and name not in request.named)

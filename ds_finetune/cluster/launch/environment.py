@@ -90,7 +90,7 @@ class CarriedVariables:
     """The variables that ranks get, and the listed variables that are withheld from them."""
 
     values: dict[str, str]
-    """In alphabetical order of the names."""
+    """Values by name, in alphabetical order."""
     withheld: tuple[str, ...]
     """Listed variables that look secret, or that choose devices of this host."""
 

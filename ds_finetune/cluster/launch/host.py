@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class _AgentOfHost:
-    """The ranks of this host, under torch's elastic agent."""
+    """The elastic agent of this host, with its ranks."""
 
     def __init__(self, program: HostProgram) -> None:
         self._program = program

@@ -1,4 +1,4 @@
-"""A thread that writes lines, so that a slow disk or a stopped pager delays nobody."""
+"""A thread that writes lines, so that a slow disk or a stopped pager does not block the caller."""
 
 import queue
 import threading

@@ -63,7 +63,7 @@ _QUOTED = "  | "
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """What `launch` starts, on which hosts."""
+    """The run that `launch` starts, and its hosts."""
 
     hosts: tuple[Host, ...]
     argv: tuple[str, ...]
@@ -175,7 +175,7 @@ class _FirstFailure:
 
     host: Host
     rank: int | None
-    """None where the host itself failed."""
+    """The rank that failed; None where the host itself failed."""
     text: str
     code: int
     """Exit code for the whole run."""
@@ -389,7 +389,6 @@ class _LaunchedRun:
         return codes != {INTERRUPTED_EXIT_CODE} and time.monotonic() - self._ending_since > _ENDING_SECONDS
 
     def _regain_hosts(self) -> None:
-        """Ask lost hosts whether they are back."""
         is_ending = self._ending_since is not None or self._signals
         if is_ending or not self._request.launch.restarts or time.monotonic() - self._last_retry < _RETRY_SECONDS:
             return

@@ -110,7 +110,7 @@ def hosts_text(processes: Sequence[RankProcess]) -> str:
 def status_lines(
     processes: Sequence[RankProcess], statuses: Mapping[int, RankStatus | None], diagnosis: Diagnosis
 ) -> list[str]:
-    """What each rank is doing, those at fault first; ranks that do the same share a line."""
+    """The status of each rank as lines, ranks at fault first; ranks with the same status share a line."""
     names = {rank: str(processes[rank]) for rank in statuses}
     texts = {rank: str(status or "no heartbeat") for rank, status in statuses.items()}
     lines = [f"  {names[rank]}: {texts[rank]}" for rank in diagnosis.at_fault[:_MAX_LISTED_RANKS]]

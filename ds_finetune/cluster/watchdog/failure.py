@@ -18,7 +18,7 @@ from NCCL).
 
 @dataclass(frozen=True)
 class RankFailure:
-    """One `line` about an error, the last lines of its traceback as `text`, and the exit code."""
+    """An error in one `line`, the last lines of its traceback as `text`, and the exit code."""
 
     line: str
     text: str

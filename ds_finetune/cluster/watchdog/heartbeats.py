@@ -49,7 +49,7 @@ class RankProcess(ProcessMessage, kind="process"):
 
     @classmethod
     def here(cls, rank: int) -> Self:
-        """This process."""
+        """The `RankProcess` of this process."""
         host, pid, network = socket.gethostname(), os.getpid(), Path("/proc/self/ns/net")
         machine = f"{host} {own_pid_namespace()} {network.readlink() if network.exists() else ''}"
         return cls(rank, host, pid, began_at(pid), machine)
@@ -169,7 +169,7 @@ class Heartbeats(threading.Thread):
         return beat[: max(beat.find(b" "), 0)].decode()
 
     def status_of(self, rank: int) -> RankStatus | None:
-        """What a watched rank did at its last heartbeat; None before the first."""
+        """Status of a watched rank in its last heartbeat; None before the first."""
         beat = self._latest[rank]
         return decode(beat.split(b" ", 2)[2], [RankStatus], peer=f"rank {rank}") if beat else None
 

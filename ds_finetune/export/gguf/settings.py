@@ -1,4 +1,4 @@
-"""The settings of a model as llama.cpp reads them from a GGUF, and those for which it has no counterpart."""
+"""The settings of a model as llama.cpp reads them from a GGUF, and the settings that it does not support."""
 
 import math
 from typing import Any
@@ -128,7 +128,7 @@ def _rope(config: PretrainedConfig) -> dict[str, Any]:
     if hasattr(config, "kv_lora_rank"):
         # A tenth, which llama.cpp undoes (src/models/deepseek2.cpp, TAG_DEEPSEEK2_YARN_LOG_MUL_FIX).
         return base | {"rope_scaling_yarn_log_mul": 0.1 * rope["mscale_all_dim"]}
-    # llama.cpp multiplies it by YaRN's own (src/llama-context.cpp, yarn_attn_factor).
+    # llama.cpp multiplies the factor by YaRN's own (src/llama-context.cpp, yarn_attn_factor).
     own = 0.1 * math.log(max(rope["factor"], 1.0)) + 1.0
     return base | {"rope_scaling_attn_factors": _yarn_factor(config) / own}
 

@@ -37,7 +37,7 @@ class Weight:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its data."""
+        """Size of the weight's data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

@@ -156,7 +156,6 @@ def _values(tensor: onnx.TensorProto, file: Path) -> np.ndarray:
 
 
 def _kept(folder: Path, tensor: onnx.TensorProto) -> Weight:
-    """An initializer, unchanged."""
     read = partial(_values, tensor, folder / DATA)
 
     def pieces() -> Iterator[np.ndarray]:

@@ -66,7 +66,7 @@ class CheckpointSource:
 
     @cached_property
     def fp32_names(self) -> Collection[str]:
-        """Buffers that training kept in fp32."""
+        """Names of buffers that training kept in fp32."""
         return {
             name
             for name, chunks in self._chunks.items()

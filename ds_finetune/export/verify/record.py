@@ -80,7 +80,7 @@ class ExportRecord:
     """Dtype of the model that computed the logits."""
     vocab_size: int
     prompts: tuple[tuple[int, ...], ...]
-    """Token ids."""
+    """Token ids of each prompt."""
     step: int | None = None
     """Optimizer steps for which the model was trained."""
     logits: Floats | None = None

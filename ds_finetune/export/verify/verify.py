@@ -150,7 +150,7 @@ class VerificationResult:
 
     folder: Path
     problems: tuple[str, ...] = ()
-    """Differences from what was trained."""
+    """Lines on differences from the trained model."""
     lines: tuple[str, ...] = ()
     """Lines on what was compared."""
     skipped: str = ""

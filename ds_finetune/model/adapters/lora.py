@@ -32,8 +32,6 @@ _CHUNK_NUMEL = 2**20
 
 
 class _Adapted(nn.Module):
-    """Mixin of modules with adapters."""
-
     lora_scale: float
 
 

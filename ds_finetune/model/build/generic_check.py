@@ -346,7 +346,6 @@ def _token_loss(model: TrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _score(model: TrainedModel, objective: ScoreObjective, ids: torch.Tensor) -> torch.Tensor:
-    """The scores [outputs] of one document."""
     head = install_score_head(model.lm, objective)
     return head.scores(model.hidden(ids, _positions(ids), None), torch.tensor([ids.shape[1] - 1]))[0]
 

@@ -17,7 +17,7 @@ from ds_finetune.plan.model_tensors import DescribedModel, ModelTensors
 
 
 def read_tensors(hf_config: PretrainedConfig, task: Task = "causal_lm") -> ModelTensors:
-    """The tensors of a model of `hf_config`; ModelError where the model cannot be built."""
+    """Names and shapes of the tensors of a model of `hf_config`; ModelError where it cannot be built."""
     try:
         lm = build_meta_model(hf_config, task)
     except FinetuneError:

@@ -82,7 +82,7 @@ class ModelPlan:
 
     @property
     def task(self) -> Task:
-        """What the model computes."""
+        """The model's task: causal LM or sequence classification."""
         return task_of(self.objective)
 
     @cached_property

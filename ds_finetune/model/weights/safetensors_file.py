@@ -35,7 +35,7 @@ class HeaderEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its data."""
+        """Size of the tensor's data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -83,7 +83,6 @@ def read_header(path: Path, *, is_whole: bool = True) -> Header:
 
 
 def _parse(tree: Any, begin: int) -> Header:  # noqa: ANN401 - whatever a file holds
-    """Parse the header `tree` of a file whose data begins at byte `begin`."""
     metadata = tree.pop(_METADATA, None) or {}
     tensors: dict[str, HeaderEntry] = {}
     end = begin

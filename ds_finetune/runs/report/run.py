@@ -79,7 +79,7 @@ class ReportedRun:
 
     @property
     def curves(self) -> Mapping[str, Curve]:
-        """Metrics by name."""
+        """Curves by name of the metric."""
         return self.metrics.curves
 
     @property

@@ -113,7 +113,7 @@ def _metric_table(run: ReportedRun) -> DataTable:
 
 
 def event_section(run: ReportedRun) -> ReportSection | None:
-    """Starts, skipped steps and stragglers."""
+    """Starts of the run, skipped steps and stragglers."""
     blocks: list[Block] = [_start_table(run)] if run.starts else []
     skipped, slow = run.metrics.notices, run.metrics.slow
     if skipped:

@@ -173,7 +173,7 @@ class StepProfiler:
         return b"".join(pieces)
 
     def _write(self, folder: Path, mine: bytes, parts: Sequence[Mapping[str, Any]]) -> None:
-        """Write the trace and the summary; OSError as files, when no rank waits any more."""
+        """Write trace and summary; an OSError is raised only when no rank waits for rank zero."""
         traces = (mine if rank == 0 else self._receive(rank) for rank in self._run.profiled_ranks)
         partial = folder / f"{TRACE}.partial"
         try:
