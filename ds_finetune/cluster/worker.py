@@ -23,7 +23,7 @@ def main() -> NoReturn:
         # The parent ended before `die_with_parent` took effect.
         os._exit(1)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # The agent logs what the interpreter itself wrote to standard error before this line in a file of its own.
+        # Until here standard error goes to the agent's log, with messages of the interpreter itself.
         os.dup2(1, 2)
     elif (rank := World.from_environment(os.environ).rank) and RUN_ID in os.environ:
         _redirect_output(rank, os.environ[RUN_ID])

@@ -15,7 +15,7 @@ from ds_finetune.export.verify.record import UNVERIFIED
 
 CARD = "README.md"
 MARK = "<!-- written by ds_finetune"
-"""First words of generated model cards; a card without them was edited by a person, and is left unchanged."""
+"""Mark in generated model cards; a card without it was edited by a person, and is left unchanged."""
 _WEIGHTS = "*model*.safetensors*"
 """Pattern of weight files and their index."""
 _TEXTS = (".json", ".jinja", ".md", ".txt", "")

@@ -179,7 +179,7 @@ def run_mtp_layer(
         use_cache=False,
         **arguments,
     )
-    # Layers that pass their indexer's choice to the next layer return a tuple.
+    # Layers that pass chosen tokens to the next layer return a tuple.
     normed: torch.Tensor = layer.shared_head.norm(states[0] if isinstance(states, tuple) else states)
     return normed
 

@@ -33,4 +33,4 @@ class AgentOrder:
     watchdog: str
     """Folder in which the run's watchdogs record why they killed a process."""
     environ: dict[str, str]
-    """Folder in which the run's watchdogs record why they kill a process."""
+    """Environment variables of the ranks of this host only."""

@@ -32,7 +32,7 @@ _KEEPALIVE_SETTINGS = {"oob_tcp_keepalive_time": "5", "oob_tcp_keepalive_intvl":
 of eight minutes [ran].
 """
 _LOGIN_VARIABLES = ("HOME", "USER", "LOGNAME")
-"""Without these, `srun --export` passes a rank only named variables, Slurm's own and TMPDIR [Slurm 22.05, ran]."""
+"""Ranks need these: `srun --export` passes only variables that it names, Slurm's own and TMPDIR [Slurm 22.05, ran]."""
 _COMMANDS = 2
 """Commands of hosts that are printed from the start and from the end of a long list."""
 

@@ -62,8 +62,8 @@ class EmitRequest:
 
 
 def render_file(kind: str, request: EmitRequest) -> str:
-    """Overrides with secrets are refused: the emitted file and every rank's command line would show them."""
-    # The file and every rank's command line would show it.
+    """The text of a file of `kind` (slurm, k8s, docker); LaunchError for hosts or names that it does not support."""
+    # Secret overrides are refused: the file and every rank's command line would show them.
     pairs = zip(request.job.overrides, redacted(request.job.overrides), strict=True)
     secret = [hidden for override, hidden in pairs if override != hidden]
     if secret:
@@ -155,8 +155,8 @@ def kubernetes_manifests(request: EmitRequest) -> str:
     """An Indexed Job with a pod for each host, and the headless Service by which pods find the first one.
 
     Each pod runs torchrun with its completion index as node rank. The first pod that fails fails the job, and
-    Kubernetes ends the others; submitting the job again resumes from the last checkpoint. Variables that are paths of
-    this machine are left out unless named in `request.named`; secrets come from a Secret that is not written.
+    Kubernetes ends the others; the same command resumes from the last checkpoint. Variables that are paths of this
+    machine are left out unless they are in `request.named`; secrets come from a Secret that is not written.
     """
     nodes, slots = _equal_slots(request, "a Job's pods", "write one hostfile for hosts of one kind")
     if not _LABEL.fullmatch(request.name) or len(request.name) > _LABEL_CHARACTERS:
