@@ -201,7 +201,7 @@ class KtoObjective(ObjectiveConfig):
     """Kahneman-Tversky optimisation (Ethayarajh et al., arXiv 2402.01306)."""
 
     name: Refused[Literal["kto"]]
-    """Loss of single answers that are marked as good or bad, with a reference model."""
+    """Loss of single answers that are labelled as good or bad, with a reference model."""
     beta: Refused[float] = Field(default=0.1, gt=0)
     """Strength of the tie to the reference."""
     desirable_weight: Refused[float] = Field(default=1.0, gt=0)
@@ -228,7 +228,7 @@ class DistillObjective(ObjectiveConfig):
     rank, or with ZeRO-3 partitioned.
     """
     temperature: Refused[float] = Field(default=1.0, gt=0)
-    """Divides the logits of teacher and model in the divergence, which is multiplied by its square; 1 with `scores`."""
+    """Divisor of both models' logits in the divergence, which is multiplied by its square; must be 1 with `scores`."""
     label_weight: Refused[float] = Field(default=0.0, ge=0, lt=1)
     """Share of the cross entropy of the labels in the loss; the rest is the divergence."""
 
@@ -249,39 +249,39 @@ class GrpoObjective(ObjectiveConfig):
     group_size: Refused[int] = Field(default=8, ge=2)
     """Answers that are sampled for each prompt."""
     advantage: Refused[Literal["mean", "mean_std", "leave_one_out"]] = "mean"
-    """The reward minus the mean of its group (Dr. GRPO), this divided by the group's standard deviation (`mean_std`,
-    GRPO), or the reward minus the mean of the others (`leave_one_out`, RLOO).
+    """Reward minus the mean of its group (`mean`, Dr. GRPO), this divided by the group's standard deviation
+    (`mean_std`, GRPO), or reward minus the mean of the other answers (`leave_one_out`, RLOO).
     """
     no_spread: Refused[Literal["count", "drop", "resample"]] = "count"
-    """Answers of a group with equal rewards, from which nothing is learned, `count` in the mean, or do not (`drop`), or
-    other prompts take its place (`resample`, DAPO).
+    """Groups of answers with equal rewards, which give no gradient: `count` includes them in the mean of the loss,
+    `drop` leaves them out, and `resample` replaces them by answers to other prompts (DAPO).
     """
     aggregation: Refused[Literal["token", "sequence", "fixed"]] = "token"
-    """What the loss is a mean over: all answer tokens of the step (`token`, DAPO), or answers, each by the mean of its
-    tokens (`sequence`, GRPO) or by their sum / `fixed_length` (`fixed`, Dr. GRPO).
+    """What the loss is averaged over: all answer tokens of the step (`token`, DAPO), or answers, each by the mean of
+    its tokens (`sequence`, GRPO) or by their sum / `fixed_length` (`fixed`, Dr. GRPO).
     """
     fixed_length: Refused[int | None] = Field(default=None, ge=1)
     """Divisor of `aggregation: fixed`; left out, it is rollout.max_new_tokens."""
     ratio: Refused[Literal["token", "sequence", "capped"]] = "token"
-    """Ratio of the probabilities of now to those of sampling: of each token, clipped; its geometric mean over the
-    answer, clipped (`sequence`, GSPO); or of each token, as a weight of at most `ratio_cap` without a gradient
-    (`capped`, CISPO).
+    """Ratio of the probabilities under the current weights to those at sampling: of each token, clipped (`token`); its
+    geometric mean over the answer, clipped (`sequence`, GSPO); or of each token, as a weight of at most `ratio_cap`
+    without a gradient (`capped`, CISPO).
     """
     clip_low: Refused[float] = Field(default=0.2, gt=0, lt=1)
     """A token whose ratio is below 1 - clip_low is not made less likely; 3e-4 if left out with `ratio: sequence`."""
     clip_high: Refused[float] = Field(default=0.28, gt=0)
     """A token whose ratio is above 1 + clip_high is not made more likely; 4e-4 if left out with `ratio: sequence`."""
     ratio_cap: Refused[float | None] = Field(default=None, gt=1)
-    """Largest ratio with `ratio: capped`, such as 5.0, and not what it may exceed 1 by."""
+    """Largest ratio with `ratio: capped`, such as 5.0: the ratio itself, not its excess over 1."""
     dual_clip: Refused[float | None] = Field(default=None, gt=1)
     """Bound of the ratio of tokens with a negative advantage, such as 3.0."""
     kl_weight: Refused[float] = Field(default=0.0, ge=0)
-    """Weight of the KL divergence from the model to the reference, whose gradient has no bias."""
+    """Weight of the KL divergence from the model to the reference; the estimate of its gradient is unbiased."""
     reference: Annotated[
         Literal["auto", "none", "adapters_off", "start"], refused_values(model=_OTHER_MODEL, cache=_NOT_CACHED)
     ] = "auto"
-    """Model that the divergence is measured to: the model without its adapters, that of the start, whose weights are
-    kept in the memory of the host, or none. `auto` is the first with `lora`.
+    """Reference of the KL divergence: the model without its adapters (`adapters_off`), the initial model, whose weights
+    are kept in host memory (`start`), or none. `auto` is `adapters_off` with `lora`, else `none`.
     """
     truncated: Refused[Literal["train", "mask"]] = "train"
     """Whether answers that were cut at rollout.max_new_tokens are trained; the mean of their group includes them in

@@ -42,13 +42,13 @@ class RewardConfig(Section):
     name: str | None = None
     """Name in metrics and tables; left out, that of the reward or of the function."""
     weight: float = 1.0
-    """Factor of its scores in the sum of all rewards; with 0 it is only reported."""
+    """Factor of the reward's scores in the sum of all rewards; with 0 the reward is only reported."""
     timeout: float = Field(default=30.0, gt=0)
-    """Seconds that it may take for an answer. More ends the run with an error, or with `math` and `code` gives the
+    """Seconds for scoring an answer. A longer time ends the run with an error, or with `math` and `code` gives the
     score of `unparsed`.
     """
     memory: Annotated[str, AfterValidator(_check_memory)] = "4GB"
-    """Memory that its process may take, and that of each program of `code`."""
+    """Memory limit of the reward's process, and of each program of `code`."""
     workers: int = Field(default=0, ge=0)
     """Processes that score answers on each rank, the largest number of all rewards; 0 is one for each core of the rank.
     """

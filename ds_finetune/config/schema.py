@@ -51,7 +51,7 @@ class RunConfig(Section):
     section.
     """
     inexact: InexactNames = ()
-    """DeepSpeed options that may be used although they cannot equal a plain loop; docs/how-to/inexact-options.md."""
+    """DeepSpeed options to allow although they cannot equal a reference loop; docs/how-to/inexact-options.md."""
     rollout: RolloutConfig = RolloutConfig()
     """Sampling of answers."""
     objective: ObjectiveField = SftObjective()

@@ -94,7 +94,7 @@ class DataConfig(Section):
     eval: HeldOutPaths = ()
     """Held-out files, folders or hub ids, by default of the validation split, else of the test split. Several sets have
     names, as in `{new: a.txt, old: b.txt}`, and metrics of their own, `eval/new/loss`. A share such as `5%` holds out
-    that many rows of `train`: one of each 20 that follow one another, drawn by `train.seed`.
+    that many rows of `train`: one of each 20 consecutive rows, chosen by `train.seed`.
     """
     rows: Rows[int | None] = Field(default=None, ge=1)
     """Only so many rows of `train` are read, the first in the order of its files, for a trial. Left out, all are."""
@@ -191,7 +191,7 @@ class TrainConfig(Section):
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Global norm to which the gradient is clipped; 0 does not clip."""
     activation_checkpointing: Literal["auto", "full", "selective", "none"] = "auto"
-    """What backward computes again instead of keeping it. `full`: all of a layer but its input. `selective`: the same
+    """What backward recomputes instead of keeping it. `full`: all of a layer but its input. `selective`: the same
     without attention, the products of routed experts and their exchange between ranks. `none`: nothing. `auto` is
     `selective` where the estimate fits the GPUs, else `full`. The numbers of a run are the same.
     """
@@ -271,7 +271,7 @@ class EvalConfig(Section):
     """When held-out data is evaluated and what follows from it."""
 
     every: LengthText | None = None
-    """`N steps` or `N epochs` between evaluations; one that is due within a step is at its end. Left out, the only
+    """`N steps` or `N epochs` between evaluations; one that is due within a step follows that step. Left out, the only
     evaluation is at the end of the run.
     """
     limit: int = Field(default=0, ge=0)
@@ -405,7 +405,7 @@ class MtpConfig(Section):
     weight: float = Field(default=0.1, gt=0)
     """Weight of its loss beside that of the next token."""
     detach: Refused[bool] = True
-    """Its loss trains only the layer: all other weights have the same bits as without it. False trains them too."""
+    """The layer's loss trains no other weights: these have the same bits as without it. False trains them too."""
 
 
 class RouterConfig(Section):
@@ -431,7 +431,7 @@ class IndexerConfig(Section):
     them, by attention to all earlier tokens.
     """
     weight: float = Field(default=1.0, gt=0)
-    """Weight of their loss, which hardly changes the steps of Adam."""
+    """Weight of the indexers' loss; the steps of Adam hardly depend on it."""
 
 
 _NO_SGLANG = refused_values(sglang="SGLang is not supported; vllm is, and own needs no server")
@@ -447,19 +447,20 @@ class RolloutConfig(Section):
     """How answers are sampled while the model trains, for `objective: grpo`."""
 
     engine: Annotated[Literal["own", "vllm"], _NO_SGLANG] = "own"
-    """What samples: `own` is the model under training itself, `vllm` a server. It loads the weights from a folder in
-    output_dir, which is written before each rollout and each evaluation, takes the bytes of an export, and is removed
-    then. There is no transfer by CUDA IPC or NCCL.
+    """What samples answers: `own` is the model under training, `vllm` a server, which loads the weights from a folder
+    in output_dir. The folder has the size of an export; it is written before each rollout and evaluation and removed
+    after loading. There is no transfer by CUDA IPC or NCCL.
     """
     address: Annotated[Free[str | None], BeforeValidator(_check_address)] = None
     """Address of the vLLM server, such as http://127.0.0.1:8000."""
     prompts_per_step: Refused[int] = Field(default=32, ge=1)
     """Prompts of an optimizer step, whose answers are its global batch."""
     steps_per_rollout: Refused[int] = Field(default=1, ge=1)
-    """Steps for which answers are sampled at a time, by the weights before the first of them."""
+    """Optimizer steps per rollout. All its answers are sampled by the weights before the first of these steps."""
     ahead: Refused[Literal[0, 1]] = 0
-    """Rollouts that are sampled before the steps of the rollout before them. With 1 their rewards are computed during
-    those steps, a server also samples then, and objective.mismatch corrects that the weights change in between.
+    """Rollouts that are sampled ahead: with 1, each is sampled before the steps on the preceding rollout. Its rewards
+    are computed during those steps, a server also samples then, and objective.mismatch corrects for the change of
+    weights.
     """
     max_new_tokens: int = Field(default=256, ge=1)
     """Most tokens of an answer; a longer one is cut there."""
@@ -477,10 +478,10 @@ class LogConfig(Section):
     """What is written while training beside `metrics.jsonl`."""
 
     every: int = Field(default=1, ge=1)
-    """Steps between progress lines, in `log.txt` all of them."""
+    """Steps between progress lines; `log.txt` has all of them, standard output at most one in `seconds`."""
     seconds: float = Field(default=5.0, ge=0)
-    """Least time between progress lines on standard output; 0 prints all. Evaluations, notices and the last step are
-    always printed.
+    """Minimum seconds between progress lines on standard output; 0 prints all. Evaluations, notices and the last step
+    are always printed.
     """
     verbose: bool = False
     """Also print what otherwise is only in `log.txt`: kernels, rewritten keys, and what exports were compared in."""
@@ -599,9 +600,9 @@ class LaunchConfig(Section):
     min_hosts: int | None = Field(default=None, ge=1)
     """Fewest hosts to resume with. Left out, it is all hosts of the hostfile. The global batch stays the same."""
     wait_seconds: float = Field(default=600, ge=0)
-    """How long a restart waits for hosts to return where there are too few."""
+    """Seconds that a restart waits for hosts to return where there are too few."""
     greeting_seconds: float = Field(default=30, gt=0)
-    """How long a host has to answer, with the start of ssh and Python."""
+    """Seconds that a host has to answer, including the start of ssh and Python."""
     silent_seconds: float = Field(default=10, ge=3)
     """A host that does not answer for this long is given up, and one that hears nothing for this long ends its ranks.
     """

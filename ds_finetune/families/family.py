@@ -177,7 +177,7 @@ class Family:
     drops_layers_beyond: bool = False
     """Whether published multi-token prediction layers, numbered from `num_hidden_layers` on, are not built."""
     has_mtp: bool = False
-    """Whether such a multi-token prediction layer can be trained. It is published as `model.layers.N` with `enorm`,
+    """Whether a multi-token prediction layer can be trained. It is published as `model.layers.N` with `enorm`,
     `hnorm`, `eh_proj` and `shared_head.norm` beside an ordinary decoder layer, and counted by
     `num_nextn_predict_layers`. With several residual streams it is `mtp.0` and has other parts (model/mtp.py)."""
     may_be_unexpected: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
