@@ -24,7 +24,7 @@ class RouterPlan:
     """Experts per token."""
     section: RouterConfig
     by_id: tuple[int, ...] = ()
-    """Those of `layers` that choose experts by token ids, which cannot be balanced."""
+    """The layers among `layers` that choose experts by token ids, which cannot be balanced."""
 
     @property
     def balanced(self) -> tuple[int, ...]:
