@@ -134,9 +134,11 @@ def resolve(  # noqa: PLR0913 - what is decided, and what it is decided from
     if not is_config_only and plan.optimizer == "muon":
         _check_muon(device)
     plan = with_classes(plan, is_config_only=is_config_only)
+    tree = read_config_json(plan.model.path)
+    if is_composite(tree):
+        _check_composite(settings)
     model = make_model_plan(plan, is_config_only=is_config_only)
     token_limits(plan, model.hf_config)
-    tree = read_config_json(plan.model.path)
     for row in formats_of_run(config.export.formats)[1:]:
         row.check_is_whole(tree)
         row.check_model_type(model.hf_config.model_type)
@@ -152,6 +154,22 @@ def resolve(  # noqa: PLR0913 - what is decided, and what it is decided from
     config = config.model_copy(update={"train": train, "objective": plan.objective})
     run = ResolvedRun(config, plan, model, notes)
     return run if is_config_only else complete_plan(run)
+
+
+def _check_composite(run: RunSettings) -> None:
+    """ModelError or ConfigError for settings that are not valid with a model of text and other media."""
+    where = f"with `{run.model.path}`, a model of text and other media"
+    if run.model.weights == "random":
+        raise ModelError(
+            f"model.weights random {where}: an export needs its other parts, which have no weights",
+            hint="initialise it with transformers, save it by save_pretrained, and set model.weights: load",
+        )
+    for key in ("start", "modules_to_save"):
+        if getattr(run.lora, key, None):
+            raise ConfigError(
+                f"lora.{key} {where}: not tested, as peft names weights otherwise there",
+                hint=f"leave lora.{key} out; a merged adapter may be trained further",
+            )
 
 
 def _check_muon(device: str) -> None:
@@ -345,19 +363,6 @@ def plan_model(hf_config: PretrainedConfig, run: RunSettings) -> ModelPlan:
     check_model(run.with_model(hf_config.to_dict()), *WITHOUT_MESH)
     check_encoder(hf_config, attention=model.attention, objective=objective.name)
     resized = model.resize_vocabulary
-    if model.weights == "random" and is_composite(read_config_json(model.path)):
-        raise ModelError(
-            f"model.weights random with `{model.path}`, a model of text and other media: an export needs its other "
-            "parts, which have no weights",
-            hint="initialise it with transformers, save it by save_pretrained, and set model.weights: load",
-        )
-    keys = [] if run.lora is None else [key for key in ("start", "modules_to_save") if getattr(run.lora, key)]
-    if keys and is_composite(read_config_json(model.path)):
-        raise ConfigError(
-            f"lora.{keys[0]} with `{model.path}`, a model of text and other media: not tested, as peft names weights "
-            "otherwise there",
-            hint=f"leave lora.{keys[0]} out; a merged adapter may be trained further",
-        )
     runtime = make_objective(objective)
     task = task_of(runtime)
     published = read_hf_config(model.path, files=("*.json",), task=task) if resized else hf_config

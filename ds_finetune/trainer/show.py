@@ -16,14 +16,22 @@ if TYPE_CHECKING:
 _FIRST = ("model", "parameters", "lora", "objective", "ranks", "layout", "memory of a rank", "data", "held-out data")
 """Plan lines printed first, in this order; `batch`, `length` and the others follow."""
 _DETAILS = {"communication", "loss", "recomputation", "attention", "experts", "kernels", "logits", "allocator"}
-"""Plan lines that, like indented ones, are only in `log.txt`, or on the console with `log.verbose`."""
+"""Plan lines that are only in `log.txt`, or on the console with `log.verbose`."""
 
 
 def show_plan(run: "PreparedRun") -> None:
     """Print the plan and the training data of a run; called on rank 0 before anything is loaded."""
     is_verbose, shown = run.config.log.verbose, plan_lines(run)
-    lines = [(name, text) for name, text in shown if is_verbose or not (name in _DETAILS or name.startswith(" "))]
-    show_pairs("plan", sorted(lines, key=lambda line: _FIRST.index(line[0]) if line[0] in _FIRST else len(_FIRST)))
+    subjects = list[list[tuple[str, str]]]()
+    for name, text in shown:
+        # Indented lines belong to the line before.
+        if name.startswith(" ") and subjects:
+            subjects[-1].append((name, text))
+        else:
+            subjects.append([(name, text)])
+    kept = [lines for lines in subjects if is_verbose or lines[0][0] not in _DETAILS]
+    kept.sort(key=lambda lines: _FIRST.index(lines[0][0]) if lines[0][0] in _FIRST else len(_FIRST))
+    show_pairs("plan", [line for lines in kept for line in lines])
     if run.inputs.model.has_random_weights:
         OUT.print(
             f"[bold]RANDOM WEIGHTS[/bold]: {run.inputs.model.path} is built from its config.json; nothing "

@@ -434,6 +434,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "optim": {"lr": 1e-50, "weight_decay": 0.0},
         "checkpoint": {"every": "3 steps"},
         "export": {"verify": True},
+        "log": {"verbose": True},
     }
     run_file = tiny_task(folder, model={"path": str(folder / "fp8"), "weights": "load"}, **sections)
     publish(folder / "fp8", with_other_scales(in_fp8(master(vocab_size=128))), config=V3 | {"vocab_size": 128})
