@@ -253,7 +253,7 @@ class GrpoObjective(ObjectiveConfig):
     (`mean_std`, GRPO), or reward minus the mean of the other answers (`leave_one_out`, RLOO).
     """
     no_spread: Refused[Literal["count", "drop", "resample"]] = "count"
-    """Groups of answers with equal rewards, which give no gradient: `count` includes them in the mean of the loss,
+    """Groups of answers with equal rewards, whose advantages are 0: `count` includes them in the mean of the loss,
     `drop` leaves them out, and `resample` replaces them by answers to other prompts (DAPO).
     """
     aggregation: Refused[Literal["token", "sequence", "fixed"]] = "token"

@@ -112,9 +112,9 @@ class LrSchedule:
     def at(self, step: int) -> float:
         """Learning rate of optimizer step `step`, counted from 1; steps after the end use the last value.
 
-        The peak `lr` is reached at the last step of warm-up, or at the first step without warm-up, and `lr *
-        min_lr_ratio` at the last step. `exponential_rise`, for learning-rate range tests, rises from `lr *
-        min_lr_ratio` to `lr` without warm-up.
+        The peak `lr` is reached at the last step of warm-up, or at the first step without warm-up; the last step has
+        `lr * min_lr_ratio`. `exponential_rise`, for learning-rate range tests, rises from `lr * min_lr_ratio` to `lr`
+        without warm-up.
         """
         if self.name == "exponential_rise":
             rise = min(1.0, (step - 1) / (self.steps - 1)) if self.steps > 1 else 1.0
