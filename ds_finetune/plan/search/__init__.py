@@ -1,1 +1,1 @@
-"""Which layouts a run may have on given machines, and which of them fit, without torch."""
+"""Finds the layouts that a run may have on given machines, and those that fit, without torch."""

@@ -1,4 +1,4 @@
-"""Every layout of a run that the checks of `train` accept on a number of ranks."""
+"""All layouts of a run that the checks of `train` accept on a number of ranks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -30,12 +30,12 @@ ACTIVATIONS = (
     Activations(is_offloaded=True),
     Activations(is_tiled=True, is_offloaded=True),
 )
-"""The least recomputation first."""
+"""Ways to hold activations, from the least recomputation on."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that layouts are searched for."""
+    """Ranks for which layouts are searched."""
 
     number: int
     per_node: int
@@ -50,7 +50,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with the settings and the plan of the run that has it, which the checks of `train` accept."""
+    """A layout that the checks of `train` accept, with the run's settings and plan in that layout."""
 
     layout: Layout
     run: RunSettings
@@ -59,7 +59,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The legal layouts of a run, whose model has the given config.json, on some ranks."""
+    """The legal layouts of a run on some ranks, given its model's config.json."""
 
     run: RunSettings
     model: DescribedModel
@@ -67,8 +67,8 @@ class Candidates:
 
     @cached_property
     def sizes(self) -> tuple[Sizes, ...]:
-        """Parallel sizes that a row of the tested layouts has and that divide ranks, batch and model. Tensor parallel
-        ranks are on one node, because they exchange activations several times in each layer.
+        """Parallel sizes of tested layouts that divide ranks, batch and model. Tensor parallel groups stay within a
+        node, because they exchange activations several times in each layer.
         """
         axes = family_of(str(self.model.get("model_type"))).parallel_axes
         rows = {frozenset[str](), *(row.axes for row in TESTED_LAYOUTS if row.axes <= axes)}
@@ -86,20 +86,20 @@ class Candidates:
                 yield from (sizes for sizes in found if ranks // (tp * sizes.pp) % sizes.ep == 0)
 
     def refusal(self, sizes: Sizes) -> ConfigError | ModelError | None:
-        """Why `train` would refuse these sizes, whatever the ZeRO stage; None where it would not."""
+        """Why `train` refuses these sizes at every ZeRO stage; None where it does not."""
         batch, dp = self.run.train.global_batch_size, self._dp(sizes)
         if batch % dp:
             return ConfigError(f"train.global_batch_size {batch} is not a multiple of dp {dp}", hint="set a multiple")
         return _refusal(self._check_search, replace(self.run, parallel=sizes.section(self.run.parallel)))
 
     def largest(self, sizes: Sizes, stage: int, offload: Offload, activations: Activations) -> Candidate | None:
-        """The layout with all rows of a rank in one forward, which adds up no gradients and so has the smallest states;
-        None where `make_plan` refuses every micro-batch.
+        """The layout with all rows of a rank in one forward, which accumulates no gradients and so has the smallest
+        states; None where `make_plan` refuses every micro-batch.
         """
         return self.find(Layout(sizes, stage, offload, self.micro_batch_sizes(sizes)[-1], activations))
 
     def micro_batch_sizes(self, sizes: Sizes) -> tuple[int, ...]:
-        """Rows of a forward that divide the rows of a data parallel rank, ascending."""
+        """Micro-batch sizes that divide the rows of a data parallel rank, ascending."""
         return legal_micro_batches(global_batch_size=self.run.train.global_batch_size, dp=self._dp(sizes))
 
     def _dp(self, sizes: Sizes) -> int:
@@ -107,7 +107,7 @@ class Candidates:
 
     @cached_property
     def activations(self) -> tuple[Activations, ...]:
-        """Legal ways to hold activations, the least recomputation first."""
+        """Legal ways to hold activations, from the least recomputation on."""
 
         def check_activations(run: RunSettings) -> None:
             check(run, "activations")
@@ -126,14 +126,14 @@ class Candidates:
             return None
 
     def check(self, run: RunSettings) -> tuple[StageLayers | None, ...]:
-        """Layers of each pipeline stage of a run of these ranks; ConfigError or ModelError where its model cannot be
-        divided as the section `parallel` says.
+        """Layers of each pipeline stage of a run on these ranks; ConfigError or ModelError where the section `parallel`
+        cannot divide its model.
         """
         return self._checked(run).stages
 
     def _checked(self, run: RunSettings) -> ModelSettings:
         mesh = Mesh.of(run.parallel, world_size=self.ranks.number, rank=0)
-        # How many forwards a step has is decided later, and fits.
+        # The number of forwards is decided later; `mesh.pp` is a legal one.
         run = replace(run, mesh=mesh, accumulation=mesh.pp)
         check_model(run.with_model(self.model), *WITH_MESH)
         if self.model.teacher is not None:
@@ -144,7 +144,7 @@ class Candidates:
         return known
 
     def _check_search(self, run: RunSettings) -> None:
-        """The same, and ConfigError where the data or the built model decides whether a layout is legal."""
+        """`check` and further a ConfigError where legality depends on the data or the built model."""
         known = self._checked(run)
         stages, lora = known.stages, known.lora
         check_model(known, "length of documents")
@@ -158,13 +158,13 @@ class Candidates:
 
     @cached_property
     def _decided(self) -> RunSettings:
-        """The run with its DeepSpeed choices as a section, so that no file is read for each layout."""
+        """The run with its DeepSpeed choices inlined, so that no file is read for each layout."""
         return replace(self.run, deepspeed=decided(given_choices(self.run.deepspeed)[0]))
 
 
 def check_run(run: RunSettings, model: Mapping[str, Any]) -> None:
-    """ConfigError or ModelError where `train` would refuse the run with any layout."""
-    # Where model.context is given, the model gets as many positions.
+    """ConfigError or ModelError where `train` would refuse the run in every layout."""
+    # With model.context the model gets as many positions as it needs.
     allowed = None if run.model.context is not None else max_positions(model)
     check_model(run.with_model(model, positions=allowed), *WITHOUT_MESH, "positions")
 

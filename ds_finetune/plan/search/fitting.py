@@ -1,5 +1,5 @@
-"""What fits into memory by the estimate: the budget of a rank, the largest micro-batch that fits, and the
-changes of a run file with which a run that does not fit would.
+"""What fits into memory by the estimate: the budget of a rank, the largest micro-batch, and changes to a run file with
+which a run would fit.
 """
 
 from bisect import bisect_left
@@ -19,14 +19,14 @@ from ds_finetune.plan.plan import Plan, Recomputation, make_plan
 from ds_finetune.plan.settings import RunSettings
 
 SPARE = 0.07
-"""Share of the memory that a choice leaves free: for what fragments, and for steps that need more than others."""
+"""Share of the memory that stays free, for fragmentation and for steps that need more than others."""
 
 
 def largest_micro_batch(plan: Plan, model: DescribedModel, traces: Tracer, *, budget: int) -> int:
-    """The most rows of a forward that divide the global batch and leave `SPARE` of `budget` bytes of the device free;
-    0 where not even one row does.
+    """Largest micro-batch that divides the global batch and leaves `SPARE` of the device's `budget` bytes free; 0 where
+    one row does not fit.
 
-    `model` is the config.json of the model. Nothing of `plan` but its batch depends on the rows.
+    `model` is the config.json of the model. Only the batch of `plan` depends on the result.
     """
     sizes = legal_sizes(plan)
     number = bisect_left(sizes, True, key=lambda rows: not fits(bytes_of(plan, model, traces, rows), budget))
@@ -34,7 +34,7 @@ def largest_micro_batch(plan: Plan, model: DescribedModel, traces: Tracer, *, bu
 
 
 def legal_sizes(plan: Plan) -> tuple[int, ...]:
-    """The sizes of a micro-batch that go with the global batch, the ranks and the pipeline of a run, ascending."""
+    """Micro-batch sizes that are legal for the global batch, the ranks and the pipeline of a run, ascending."""
     group = forwards_together(plan.parallel)
     return legal_micro_batches(global_batch_size=plan.batch.global_batch_size, dp=plan.dp, group=group)
 
@@ -45,15 +45,15 @@ def fits(num_bytes: int, budget: int) -> bool:
 
 
 def bytes_of(plan: Plan, model: DescribedModel, traces: Tracer, rows: int) -> int:
-    """Bytes on the device at most with forwards of `rows` rows."""
+    """Peak bytes on the device with micro-batches of `rows` rows."""
     return estimate_memory(plan_with_rows(plan, rows), model, traces).device_bytes
 
 
 def chosen_recomputation(
     plan: Plan, model: DescribedModel, traces: Tracer, *, budget: int | None
 ) -> tuple[Recomputation, str]:
-    """What `train.activation_checkpointing: auto` is on devices of `budget` bytes, None where that is not known, and
-    the reason. Where the micro-batch is `auto` as well, `plan` has one row.
+    """Resolve `train.activation_checkpointing: auto` for devices of `budget` bytes (None: unknown), with the reason. If
+    the micro-batch is `auto` too, `plan` has one row.
     """
     if plan.device == "cpu":
         return "full", "on CPUs"
@@ -71,7 +71,7 @@ def chosen_recomputation(
 
 
 def plan_with_rows(plan: Plan, rows: int) -> Plan:
-    """The numbers of `plan` with forwards of `rows` rows; the texts of its decisions stay."""
+    """The plan with micro-batches of `rows` rows; the texts of its decisions do not change."""
     accumulation = plan.batch.global_batch_size // (rows * plan.dp)
     return replace(
         plan,
@@ -82,39 +82,39 @@ def plan_with_rows(plan: Plan, rows: int) -> Plan:
 
 
 HOST_SHARE = 3
-"""Times the memory of its accelerators that a node is assumed to have, as a DGX H100 has: 2 TB for 8 x 80 GB."""
+"""Assumed memory of a node relative to that of its accelerators, as in a DGX H100: 2 TB for 8 x 80 GB."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes that a rank may take; of both, `SPARE` is left free."""
+    """Memory of a rank in bytes; `SPARE` of it is left free."""
 
     device_bytes: int
-    """Memory of its accelerator; on CPU ranks that of its host too."""
+    """Memory of the rank's accelerator; for CPU ranks that of the host."""
     host_bytes: int
-    """Memory of its host, which the ranks of the host share."""
+    """Memory of the rank's host, which the ranks of the host share."""
 
     def excess(self, memory: MemoryEstimate) -> int:
-        """Bytes that an estimate needs beyond the budget, on the device or on the host, whichever is more; 0 where it
+        """Bytes by which an estimate exceeds the budget of the device or of the host, whichever is more; 0 where it
         fits.
         """
         return max(0, self.device_excess(memory), memory.host_bytes - self.of(self.host_bytes))
 
     def least_excess(self, states: StateBytes) -> int:
-        """Bytes that a run needs beyond the budget at least, for its states."""
+        """Lower bound of the bytes by which a run exceeds the budget, from its states."""
         return max(0, states.device - self.of(self.device_bytes), states.host - self.of(self.host_bytes))
 
     def device_excess(self, memory: MemoryEstimate) -> int:
-        """Bytes that an estimate needs beyond the budget of the device; below 0 where it fits."""
+        """Bytes by which an estimate exceeds the budget of the device; negative where it fits."""
         return memory.device_bytes - self.of(self.device_bytes)
 
     @staticmethod
     def of(num_bytes: int) -> int:
-        """Bytes that may be taken of `num_bytes`."""
+        """Usable bytes out of `num_bytes`."""
         return int((1 - SPARE) * num_bytes)
 
     def problem(self, memory: MemoryEstimate) -> str:
-        """What does not fit, with both values; empty where all does."""
+        """What does not fit, with needed and available bytes; empty where everything fits."""
         device = (memory.device_bytes, self.of(self.device_bytes), "on its device")
         host = (memory.host_bytes, self.of(self.host_bytes), "in its share of the host's memory")
         # The device of a CPU rank is its host.
@@ -132,7 +132,7 @@ _HIGHEST_STAGE = 3
 
 @dataclass(frozen=True)
 class FittingChange:
-    """Values of the run file, as `KEY VALUE` joined by commas, and the bytes on the device that a run has with them."""
+    """Values of the run file, as `KEY VALUE` joined by commas, and the device bytes of the run with them."""
 
     text: str
     device_bytes: int
@@ -140,7 +140,7 @@ class FittingChange:
 
 @dataclass(frozen=True)
 class _Run:
-    """A run on the way to one that fits, and the change that led to it."""
+    """A run after some changes, and the last change."""
 
     settings: RunSettings
     plan: Plan
@@ -150,7 +150,7 @@ class _Run:
     text: str = ""
 
     def changes(self, budget: int) -> Iterator["_Run"]:
-        """The run with each change that it could make on its own, what costs least time first."""
+        """The run with each single change, those that cost least time first."""
         for text, train, zero in self._keys(budget):
             given = {"micro_batch_size": self.plan.batch.micro_batch_size, **train}
             updates: dict[str, Any] = {"train": self.settings.train.model_copy(update=given)}
@@ -164,7 +164,7 @@ class _Run:
                 size = estimate_memory(plan, self.model, self.traces).device_bytes
                 yield _Run(settings, plan, self.model, self.traces, size, text)
             except FinetuneError:
-                # The combination is refused, so it would not help.
+                # The changed run would be refused.
                 continue
 
     def _keys(self, budget: int) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -193,10 +193,10 @@ class _Run:
 def fitting_changes(
     settings: RunSettings, plan: Plan, model: DescribedModel, traces: Tracer, *, budget: int
 ) -> tuple[FittingChange, ...]:
-    """The single changes with which the run leaves enough of `budget` bytes free; where there is none, the shortest
-    sequence of changes, each the one that helps most, that does; empty where nothing does.
+    """Single changes with which the run leaves enough of `budget` bytes free; if there are none, the shortest sequence
+    of changes that does, each the one that saves most; empty if nothing suffices.
 
-    A run with a change is one that `make_plan` accepts; none of them changes the loss.
+    `make_plan` accepts a run with these changes, and none of them changes the loss.
     """
     size = estimate_memory(plan, model, traces).device_bytes
     run, texts = _Run(settings, plan, model, traces, size), list[str]()
@@ -213,5 +213,5 @@ def fitting_changes(
 
 
 def first_texts(changes: Sequence[FittingChange], most: int) -> str:
-    """The first `most` changes for people, each with its GiB."""
+    """Text with the first `most` changes and the GiB of each."""
     return "; ".join(f"{change.text} ({change.device_bytes / 2**30:,.2f} GiB)" for change in changes[:most])

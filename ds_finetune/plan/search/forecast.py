@@ -1,4 +1,4 @@
-"""A run on machines that need not be here: whether it fits, its memory and its layout."""
+"""Plans a run for machines that need not be available: whether it fits, its memory and its layout."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +28,7 @@ UNCONFIRMED = "No GPU has confirmed the estimates of memory."
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run decides and needs on some ranks."""
+    """Decisions and needs of a run on some ranks."""
 
     run: RunSettings
     model: DescribedModel
@@ -43,7 +43,7 @@ class Forecast:
     """How `train.activation_checkpointing: auto` was decided; empty where the run file decides."""
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """Name and text of each decision, for people."""
+        """Plan lines: name and text of each decision."""
         model, plan, run = self.model, self.plan, self.run
         if (gpu := self.target.gpu) is not None:
             peak = f"{gpu.peak(plan.precision) / 1e12:,.4g} TFLOP/s in {plan.precision}"
@@ -73,14 +73,14 @@ class Forecast:
         return f"{total}, {Shape.of(self.model).active_params / unit:,.3f} {name} of them used for a token"
 
     def notes(self) -> tuple[str, ...]:
-        """What a user might not expect."""
+        """Notes about what a user might not expect."""
         resized = "rows that model.resize_vocabulary may add to embedding and head are not counted"
         unconfirmed = () if self.plan.device == "cpu" else (UNCONFIRMED,)
         found = (*unconfirmed, *self.plan.notes, *((resized,) if self.run.model.resize_vocabulary else ()))
         return (*found, *self.target.notes)
 
     def verdict(self) -> str:
-        """Whether the run fits the machines and by how much, or what to say for the answer."""
+        """Whether the run fits the machines and by how much, or which information is missing for an answer."""
         budget, memory, name = self.target.budget, self.memory, self.target.name
         need = memory.device_bytes / GIB
         if budget is None:
@@ -96,7 +96,7 @@ class Forecast:
         )
 
     def tree(self) -> dict[str, Any]:
-        """The forecast for programs."""
+        """The forecast as JSON values."""
         memory, budget = self.memory, self.target.budget
         return {
             "verdict": self.verdict(),
@@ -113,19 +113,17 @@ class Forecast:
 
 
 def memory_tree(memory: MemoryEstimate) -> dict[str, Any]:
-    """An estimate of memory for programs."""
+    """A memory estimate as JSON values."""
     totals = ("stage", "device_bytes", "host_bytes", "disk_bytes")
     return {name: getattr(memory, name) for name in totals} | {"rows": [asdict(row) for row in memory.rows]}
 
 
 def forecast_run(given: RunSettings, target: Target, model: DescribedModel, traces: Tracer) -> Forecast:
-    """The run on the machines of `target`; ConfigError or ModelError as `train` raises it before it loads
-    anything.
-    """
+    """Plan the run for the machines of `target`; ConfigError or ModelError as `train` raises them before loading."""
     plan = make_plan(given, world=target.ranks.world, device=target.ranks.device)
     run = given
     check_run(run, model)
-    # A layout that is refused is not traced.
+    # Refuse an illegal layout before tracing it.
     Candidates(run, model, target.ranks).check(run)
     text = again = ""
     if run.train.activation_checkpointing == AUTO:
@@ -147,7 +145,7 @@ def forecast_run(given: RunSettings, target: Target, model: DescribedModel, trac
 
 
 def _largest_rows(plan: Plan, model: DescribedModel, target: Target, traces: Tracer) -> tuple[int, str]:
-    """The rows of a forward that `auto` stands for on the machines, and how they were found; one where none fits."""
+    """Micro-batch size that `auto` gives on the machines, and how it was found; 1 where none fits."""
     if target.budget is None:
         return 1, "1 (auto: how many rows fit is known with --gpu NAME)"
     rows = largest_micro_batch(plan, model, traces, budget=target.budget.device_bytes)

@@ -1,4 +1,4 @@
-"""A layout: everything of a run file that the search may change."""
+"""A layout: all settings of a run file that the search may change."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from ds_finetune.plan.tested_layouts import AXES
 
 Offload = Literal["none", "optimizer", "all"]
 OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "all")
-"""What is held in host memory: nothing, optimizer states and fp32 weights, or these and the weights themselves."""
+"""What is kept in host memory: nothing, optimizer states and fp32 weights, or also the weights themselves."""
 _OFFLOADED: Mapping[Offload, tuple[str, ...]] = {
     "none": (),
     "optimizer": ("offload_optimizer",),
@@ -26,7 +26,7 @@ OFFLOAD_TEXTS: Mapping[Offload, str] = {
     "optimizer": ", optimizer on the host",
     "all": ", optimizer and weights on the host",
 }
-"""For people, behind the ZeRO stage."""
+"""Suffixes of the ZeRO stage in texts."""
 _HOST_MEMORY = {"device": "cpu", "pin_memory": True}
 
 
@@ -45,8 +45,8 @@ class Sizes:
         return frozenset(axis for axis in AXES if getattr(self, axis) > 1)
 
     def section(self, given: ParallelConfig) -> ParallelConfig:
-        """The section `parallel` of the run file with these sizes and one chunk of layers on each pipeline rank; its
-        layers of stages stay where there are as many.
+        """The section `parallel` with these sizes and one chunk of layers per pipeline rank; layers of stages are kept
+        if the number of stages is.
         """
         layers = given.pp_layers if (given.pp, given.vpp) == (self.pp, 1) else ()
         return ParallelConfig(tp=self.tp, pp=self.pp, sp=self.sp, ep=self.ep, pp_layers=layers)
@@ -57,7 +57,7 @@ _TEXTS: Mapping[Recomputation, str] = {"none": "kept", "selective": "recomputed 
 
 @dataclass(frozen=True, order=True)
 class Activations:
-    """How the memory of activations is kept small: `train.activation_checkpointing` and what builds on it."""
+    """How the memory of activations is reduced: `train.activation_checkpointing` and options that build on it."""
 
     recomputation: Recomputation = "full"
     is_tiled: bool = False
@@ -66,12 +66,12 @@ class Activations:
     """`train.activation_offload`."""
 
     def of_plan(self, plan: Plan) -> Plan:
-        """The plan with activations held in this way."""
+        """The plan with these settings of activations."""
         train = plan.train.model_copy(update=self.keys())
         return replace(plan, train=train, activation_checkpointing=self.recomputation)
 
     def keys(self) -> dict[str, object]:
-        """The keys of `train`."""
+        """Keys and values of the section `train`."""
         return {
             "activation_checkpointing": self.recomputation,
             "activation_offload": self.is_offloaded,
@@ -79,7 +79,7 @@ class Activations:
         }
 
     def __str__(self) -> str:
-        """`recomputed, tiled MLP, offloaded inputs`."""
+        """Text such as `recomputed, tiled MLP, offloaded inputs`."""
         parts = [_TEXTS[self.recomputation]]
         parts += ["tiled MLP"] if self.is_tiled else []
         return ", ".join([*parts, *(["inputs of layers on the host"] if self.is_offloaded else [])])
@@ -87,7 +87,7 @@ class Activations:
 
 @dataclass(frozen=True, order=True)
 class Layout:
-    """What the search chooses of a run."""
+    """Settings of a run that the search chooses."""
 
     sizes: Sizes
     zero_stage: int
@@ -100,9 +100,9 @@ class Layout:
         return replace(run, **self.sections(run))
 
     def sections(self, run: RunSettings) -> dict[str, Any]:
-        """The sections of the run file that this layout changes."""
+        """Sections of the run file that this layout changes."""
         keys = {"micro_batch_size": self.micro_batch_size, **self.activations.keys()}
-        # Keys other than the ZeRO stage and offload stay.
+        # Keys other than ZeRO stage and offload are kept.
         tree = decided(given_choices(run.deepspeed)[0])
         zero = dict(tree.get("zero_optimization") or {})
         given = {key: zero.pop(key, None) for key in ("offload_optimizer", "offload_param")}
@@ -118,13 +118,13 @@ class Layout:
 
 
 def decided(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSpeed choices without "auto", which counts as absent, and without sections of nothing else."""
+    """DeepSpeed choices without values "auto", which count as absent, and without sections that have no others."""
     found = {key: decided(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
     return {key: value for key, value in found.items() if value != "auto" and value != {}}
 
 
 def layout_keys(layout: Layout, given: RunSettings) -> dict[str, Any]:
-    """The keys of the run file that a layout sets, with their values; keys that keep their value are left out."""
+    """Run-file keys that a layout changes, with their new values."""
     values: dict[str, Any] = {}
     wanted = layout.apply(given)
     if wanted.parallel != given.parallel:
@@ -139,9 +139,9 @@ def layout_keys(layout: Layout, given: RunSettings) -> dict[str, Any]:
 
 
 def shipped_name(choices: Mapping[str, Any]) -> str | None:
-    """The name of the DeepSpeed file of this program that makes these choices, such as `zero3`; None where none does.
+    """Name of the shipped DeepSpeed file with these choices, such as `zero3`; None where there is none.
 
-    A key that is "auto" counts as absent.
+    A value of "auto" counts as absent.
     """
     for name in shipped_names(DS_CONFIGS):
         file = shipped_file(f"{DS_CONFIGS}/{name}") if name.endswith(".json") and "/" not in name else None

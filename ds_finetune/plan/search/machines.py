@@ -1,4 +1,4 @@
-"""The machines that a run is planned for: those that the command line names, or this one."""
+"""Machines for which a run is planned: those named on the command line, or this one."""
 
 from dataclasses import dataclass
 
@@ -11,14 +11,14 @@ from ds_finetune.plan.search.fitting import HOST_SHARE, Budget
 from ds_finetune.system.free_memory import available_bytes, total_bytes
 
 CPU = "cpu"
-"""The name of this machine's CPU ranks."""
+"""Name of CPU ranks on this machine."""
 GPUS_PER_NODE = 8
-"""GPUs of a node where nothing says otherwise."""
+"""Default number of GPUs per node."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line says of the machines; None where it says nothing."""
+    """Machines as requested on the command line; None for what is not given."""
 
     gpu: str | None = None
     """Name of the GPU, or `cpu`."""
@@ -26,28 +26,28 @@ class Request:
     nodes: int | None = None
     gpus_per_node: int | None = None
     host_bytes: int | None = None
-    """Memory of a node."""
+    """Memory of a node in bytes."""
     models: tuple[str, ...] = ()
-    """Models of the GPUs of this machine, by their drivers' names; asked for where no GPU is named."""
+    """Driver names of this machine's GPUs, used where no GPU is named."""
     gpu_bytes: int | None = None
-    """Memory of a GPU that is not in the table."""
+    """Memory in bytes of a GPU that is not in the table."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """The ranks of a plan, and the GPU and the memory of a rank where they are known."""
+    """Ranks of a plan, with GPU and memory per rank where they are known."""
 
     ranks: Ranks
     gpu: GpuModel | None = None
     budget: Budget | None = None
     notes: tuple[str, ...] = ()
-    """What is assumed of the machines."""
+    """Assumptions about the machines."""
     is_named: bool = True
-    """Whether the machines are those asked for or GPUs of this one, and not its CPU for want of a GPU."""
+    """Whether the machines were requested or are this machine's GPUs, instead of its CPU for lack of a GPU."""
 
     @property
     def name(self) -> str:
-        """The ranks for people, such as `8 x h100-80g`."""
+        """Text such as `8 x h100-80g`."""
         if self.ranks.device == "cpu":
             return f"{self.ranks.number} CPU rank{'s' * (self.ranks.number > 1)}"
         memory = "" if self.budget is None else f" of {self.budget.device_bytes / GIB:,.1f} GiB"
@@ -55,12 +55,12 @@ class Target:
 
     @property
     def bf16(self) -> Bf16Support | None:
-        """Whether the GPU has products in bf16; None where it is not known, and for a CPU, which answers itself."""
+        """bf16 support of the GPU; None if that is not known, and for CPUs, which are tested later."""
         return None if self.gpu is None else Bf16Support(self.gpu.name, is_native=self.gpu.has_bf16)
 
 
 def target_of(request: Request) -> Target:
-    """The machines that a request names; ConfigError where its numbers contradict, or the GPU is not in the table."""
+    """Machines of a request; ConfigError where its numbers contradict, or the GPU is not in the table."""
     models = request.models if request.gpu is None else ()
     if request.gpu == CPU or not (request.gpu or request.gpus or request.gpu_bytes or models):
         ranks = _ranks(request, usual=request.gpus or 1, default=1, device="cpu")
@@ -72,7 +72,7 @@ def target_of(request: Request) -> Target:
     gpu = gpu_named(request.gpu) if request.gpu is not None else _gpu_here(models, request)
     memory = gpu.memory_bytes if gpu is not None else request.gpu_bytes
     if memory is None:
-        # Nothing but the number of GPUs is known.
+        # Only the number of GPUs is known.
         return Target(ranks)
     here = total_bytes() if models else HOST_SHARE * ranks.per_node * memory
     host = request.host_bytes or here
@@ -82,7 +82,7 @@ def target_of(request: Request) -> Target:
 
 
 def _gpu_here(models: tuple[str, ...], request: Request) -> GpuModel | None:
-    """The GPU of this machine; None where it has none, or the request gives its memory."""
+    """GPU of this machine; None where it has none, or the request gives its memory."""
     if not models or request.gpu_bytes is not None:
         return None
     if (found := gpu_of_device(models[0])) is None:
@@ -94,7 +94,7 @@ def _gpu_here(models: tuple[str, ...], request: Request) -> GpuModel | None:
 
 
 def _ranks(request: Request, *, usual: int, default: int, device: str = "cuda") -> Ranks:
-    """The ranks of a request, on nodes of `usual` GPUs where it does not say how many they have."""
+    """Ranks of a request, on nodes of `usual` GPUs unless it gives their number."""
     gpus = request.gpus or (request.nodes or 1) * (request.gpus_per_node or default)
     per_node = min(gpus, request.gpus_per_node or (gpus // request.nodes if request.nodes else usual))
     if per_node < 1 or gpus % per_node or (request.nodes and gpus != request.nodes * per_node):

@@ -22,9 +22,9 @@ from ds_finetune.plan.search.fitting import Budget, largest_micro_batch
 from ds_finetune.plan.search.layout import OFFLOADS, Activations, Layout, Sizes
 
 LISTED = 5
-"""Layouts that are listed."""
+"""Number of listed layouts."""
 MOST_TRIED = 100
-"""Layouts, but for micro-batch and recomputation, whose memory is estimated in full at most."""
+"""Maximum number of layouts, not counting micro-batch and recomputation, whose memory is estimated in full."""
 
 
 @dataclass(frozen=True)
@@ -37,30 +37,30 @@ class Proposal:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found; layouts are counted by parallel sizes, ZeRO stage and offload."""
+    """Result of a search; layouts are counted by parallel sizes, ZeRO stage and offload."""
 
     proposals: tuple[Proposal, ...]
     """The first layouts that fit, in the order of the search."""
     nearest: Proposal | None
-    """The layout that lacks least of those that do not fit and were estimated in full; None without any."""
+    """Of the fully estimated layouts that do not fit, the one with the least excess; None without any."""
     num_compared: int
     """Layouts whose states were compared with the memory."""
     num_tried: int
-    """Layouts among them whose states fit and whose memory was estimated in full."""
+    """Layouts whose states fit and whose memory was estimated in full."""
     is_cut_off: bool
-    """Whether the search ended before the last layout, because it had tried `MOST_TRIED`."""
+    """Whether the search stopped after `MOST_TRIED` layouts."""
 
 
 @dataclass(frozen=True)
 class Search:
-    """The search for one run on machines of which a rank may take `budget`."""
+    """Search for one run on machines with `budget` per rank."""
 
     candidates: Candidates
     budget: Budget
     traces: Tracer
 
     def run(self) -> SearchResult:
-        """The first layouts that fit; none where none does."""
+        """Run the search; without proposals if no layout fits."""
         found: list[Proposal] = []
         misfits: list[Proposal] = []
         too_large: list[tuple[int, Candidate]] = []
@@ -87,15 +87,15 @@ class Search:
         return SearchResult(tuple(found), nearest, num_tried + len(too_large), num_tried, is_cut_off)
 
     def has_fitting_states(self) -> bool:
-        """Whether the states of any layout fit."""
+        """Whether the states of some layout fit."""
         return not all(map(self._excess_of_states, self._groups()))
 
     def _excess_of_states(self, candidate: Candidate) -> int:
         return self.budget.least_excess(least_bytes_of_stages(candidate.plan, self.candidates.model))
 
     def _groups(self) -> Iterator[Candidate]:
-        """For each legal combination of sizes, ZeRO stage and offload in the order of the search, the layout with all
-        rows of a rank in one forward and the least recomputation.
+        """For each legal combination of sizes, ZeRO stage and offload, in search order, the layout with all rows of a
+        rank in one forward and the least recomputation.
         """
         by_size = sorted(self.candidates.sizes, key=_extent)
         axes = sorted({len(sizes.axes) for sizes in by_size})
@@ -106,17 +106,18 @@ class Search:
                 yield from (candidate for candidate in legal if candidate is not None)
 
     def _ways(self, offloads_inputs: bool) -> list[Activations]:
-        """Ways to hold activations, the least recomputation first."""
+        """Ways to hold activations, from the least recomputation on."""
         return [each for each in self.candidates.activations if each.is_offloaded == offloads_inputs]
 
     def _best(self, first: Candidate) -> Proposal:
-        """The layout with the least recomputation that fits, and its largest micro-batch; where none fits, the one that
-        lacks least with its smallest micro-batch. `first` is that with the least recomputation.
+        """The layout with the least recomputation that fits, and its largest micro-batch; if none fits, the one with
+        the least excess at its smallest micro-batch. `first` is the layout with the least recomputation.
         """
         misfits = []
         for way in self._ways(first.layout.activations.is_offloaded):
             layout = replace(first.layout, activations=way)
-            # Rows up to the largest micro-batch are as of traces of one and two rows; what is listed has its own trace.
+            # Up to the largest micro-batch, memory is extrapolated from traces of one and two rows; listed layouts get
+            # their own trace.
             extended = by_rows(self.traces)
             rows = largest_micro_batch(
                 way.of_plan(first.plan), self.candidates.model, extended, budget=self.budget.device_bytes
@@ -130,8 +131,8 @@ class Search:
         return min(misfits, key=lambda each: self.budget.excess(each.memory))
 
     def _with_rows(self, layout: Layout, rows: int) -> Iterator[Candidate]:
-        """The layout with each legal micro-batch of at most `rows` rows, the largest first; without one with all that
-        are legal, the smallest first.
+        """The layout with each legal micro-batch of at most `rows` rows, largest first; if there is none, with all
+        legal ones, smallest first.
         """
         sizes = self.candidates.micro_batch_sizes(layout.sizes)
         lower = [size for size in reversed(sizes) if size <= rows]
@@ -144,6 +145,6 @@ class Search:
 
 
 def _extent(sizes: Sizes) -> tuple[int, ...]:
-    """Sorts by the product of all axes, and of equal ones puts those with the larger ep, tp, sp and pp first."""
+    """Sort key: product of all axes, then larger ep, tp, sp and pp first."""
     axes = sizes.ep, sizes.tp, sizes.sp, sizes.pp
     return prod(axes), *(-size for size in axes)

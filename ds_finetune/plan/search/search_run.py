@@ -1,4 +1,4 @@
-"""Searches layouts for a run and says why none is found: what is missing, and what would provide it."""
+"""Searches layouts for a run; errors say what is missing and what would provide it."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -39,7 +39,7 @@ def search_layouts(given: RunSettings, target: Target, model: DescribedModel, tr
             f"--search for {target.ranks.number} GPU{'s' * (target.ranks.number > 1)}, and {known}",
             hint="name the GPU, as --gpu h100-80g, give --gpu-memory 40GiB, or --gpu cpu for this machine's CPU ranks",
         )
-    # One row in a forward where its number is open; the search chooses it.
+    # An undecided micro-batch counts as one row; the search chooses it.
     run = replace(given, train=given.train.model_copy(update={"micro_batch_size": rows_of_forward(given.train)}))
     check_run(run, model)
     search = Search(Candidates(run, model, target.ranks), target.budget, traces)
@@ -50,7 +50,7 @@ def search_layouts(given: RunSettings, target: Target, model: DescribedModel, tr
 
 
 def _no_legal_layout(search: Search) -> FinetuneError:
-    """Why no layout is legal: the run file refuses all of them, or no layout can use so many ranks."""
+    """Error for no legal layout: the run file refuses all of them, or no layout can use so many ranks."""
     candidates = search.candidates
     run, number = candidates.run, candidates.ranks.number
     alone = replace(candidates, ranks=replace(candidates.ranks, number=1))
@@ -68,7 +68,7 @@ def _no_legal_layout(search: Search) -> FinetuneError:
 
 
 def _refusal_of_stages(candidates: Candidates) -> ConfigError | None:
-    """What the run file refuses with every ZeRO stage; None where no sizes are legal."""
+    """Error of the run file's settings at every ZeRO stage; None where no sizes are legal."""
     if not candidates.sizes:
         return None
     layout = Layout(candidates.sizes[0], 1, "none", 1, candidates.activations[0])
@@ -80,7 +80,7 @@ def _refusal_of_stages(candidates: Candidates) -> ConfigError | None:
 
 
 def _none_fits(search: Search, target: Target, result: SearchResult, nearest: Proposal) -> ConfigError:
-    """What the nearest layout needs beyond the memory, and what would make room for the states of one."""
+    """Error with the excess of the nearest layout, and changes that would make room for the states of one."""
     run, budget = search.candidates.run, search.budget
     missing = budget.excess(nearest.memory) / GIB
     changes = "; ".join(_remedies(search, target, has_states=result.num_tried > 0))
@@ -94,8 +94,8 @@ def _none_fits(search: Search, target: Target, result: SearchResult, nearest: Pr
 
 
 def _remedies(search: Search, target: Target, *, has_states: bool) -> Iterator[str]:
-    """Changes of a run or its machines, each alone, with which the states of a layout fit; `has_states` says whether
-    they fit without.
+    """Single changes of a run or its machines with which the states of a layout fit; `has_states` says whether they
+    already do.
     """
     run, ranks = search.candidates.run, target.ranks
     family = family_of(str(search.candidates.model["model_type"]))
@@ -120,14 +120,14 @@ def _have_room(search: Search, run: RunSettings, ranks: Ranks) -> bool:
 
 
 def layout_text(candidate: Candidate) -> str:
-    """A layout for people, such as `dp 8 x ep 8, ZeRO-3, micro-batch 2, activations recomputed`."""
+    """Text of a layout, such as `dp 8 x ep 8, ZeRO-3, micro-batch 2, activations recomputed`."""
     layout, offload = candidate.layout, OFFLOAD_TEXTS[candidate.layout.offload]
     text = f"{candidate.plan.mesh}, ZeRO-{layout.zero_stage}{offload}, micro-batch {layout.micro_batch_size}"
     return f"{text}, activations {layout.activations}"
 
 
 def layout_header(best: Proposal, target: Target) -> list[str]:
-    """Lines for people above a run file that has the first layout."""
+    """Header lines for a run file with the first layout."""
     return [
         f"Layout for {target.name}, {target.ranks.per_node} in a node, by ds-finetune plan --search:",
         f"{layout_text(best.candidate)};",
@@ -136,7 +136,7 @@ def layout_header(best: Proposal, target: Target) -> list[str]:
 
 
 def result_tree(result: SearchResult, target: Target) -> dict[str, Any]:
-    """A result for programs."""
+    """A result as JSON values."""
     assert target.budget is not None
     return {
         "gpus": target.ranks.number,
@@ -148,7 +148,7 @@ def result_tree(result: SearchResult, target: Target) -> dict[str, Any]:
 
 
 def result_notes(result: SearchResult, target: Target) -> list[str]:
-    """What the order is, how much was compared, and what is assumed, as sentences."""
+    """Notes on the order of the layouts, the number compared, and assumptions."""
     compared = (
         f"The states of {result.num_compared} layouts were compared with the memory by arithmetic, and all memory was "
         f"estimated of {result.num_tried} of them ({MOST_TRIED} at most)"

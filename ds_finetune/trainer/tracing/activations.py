@@ -1,4 +1,4 @@
-"""Reads activations of a rank off one forward and backward of the program's own modules."""
+"""Measures activations of a rank in one forward and backward of the program's own modules on fake tensors."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -18,9 +18,9 @@ from ds_finetune.trainer.tracing.short_model import ShortModel
 
 
 def trace(plan: Plan, model: ModelPlan, *, is_whole: bool = False) -> TracedModel:
-    """The activations of `model` on a rank of `plan` for the rows of a forward. Rows are full, of one document each, or
-    of two where these belong together, and all tokens are supervised; experts are chosen equally often. With `is_whole`
-    all layers are computed, to no other result.
+    """Trace the activations of `model` on a rank of `plan` for one micro-batch. Rows are full and consist of one
+    document, or of two for pairs. All tokens are supervised, and experts are chosen equally often. `is_whole` computes
+    all layers, with the same result.
     """
     with ShortModel(plan, model, is_whole=is_whole) as short:
         watch = _Watch(short.recorder, short.lm.base_model, [short.lm.get_submodule(name) for name in short.layers])
@@ -33,19 +33,19 @@ def trace(plan: Plan, model: ModelPlan, *, is_whole: bool = False) -> TracedMode
 
 
 class _Mark(NamedTuple):
-    """What the recorder says where a part of the step begins."""
+    """Reading of the recorder at the beginning of a part of the step."""
 
     part: str
     """`start`, `embedding`, `forward` or `backward` of a layer, `head`, `loss` or `inputs`."""
     layer: int
     peak: int
-    """Bytes at most in the part before."""
+    """Peak bytes during the preceding part."""
     held: int
     on_host: int
 
 
 class _Watch:
-    """Reads the recorder where parts of a step begin: while the context is open modules tell it."""
+    """Context in which hooks of modules read the recorder at the beginning of each part of a step."""
 
     def __init__(self, recorder: HeldBytes, base: nn.Module, layers: Sequence[nn.Module]) -> None:
         self._recorder, self._base = recorder, base
@@ -65,7 +65,7 @@ class _Watch:
         self._hooks.close()
 
     def begin_backward(self) -> None:
-        """Say that the loss is there."""
+        """Mark the end of the loss and the beginning of backward."""
         self._mark("loss")
         self._is_backward = True
 
@@ -93,7 +93,7 @@ class _Watch:
     def _after(self, module: nn.Module, _: object, out: Any) -> None:  # noqa: ANN401
         number = self._numbers.get(module)
         if self._is_backward or number is None or out is None:
-            # A forward that has raised an error has no output.
+            # A forward that raised an error has no output.
             return
         hidden = out[0] if isinstance(out, tuple) else out
         if hidden.requires_grad:
@@ -101,7 +101,7 @@ class _Watch:
         self._has_left_layers = number == len(self._numbers) - 1
 
     def result(self, stands: Sequence[int]) -> TracedModel:
-        """What has been read, where layer i of the model is like the layer `stands[i]` of those that were computed."""
+        """The readings for all layers; layer i of the model is represented by the computed layer `stands[i]`."""
         parts = {(mark.part, mark.layer): (mark, then) for mark, then in pairwise(self._marks)}
         layers = [self._layer(parts, number) for number in range(len(self._numbers))]
         begin, last = parts["forward", 0][0].held, parts["head", -1][0].held

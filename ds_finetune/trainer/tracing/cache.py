@@ -1,4 +1,4 @@
-"""Keeps what was traced: a model in a layout is traced once. Reading a trace needs neither torch nor the model."""
+"""Cache of traces: a model in a layout is traced once. Reading a trace needs neither torch nor the model."""
 
 import json
 import os
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 class Traces:
-    """The activations of the model of a run by layout, kept in memory and below `data.cache_dir`. `build` plans the
-    model where one has to be traced, and `say` tells of it, since it takes seconds.
+    """Activations of a run's model by layout, cached in memory and below `data.cache_dir`. `build` plans the model when
+    a trace is needed, and `say` announces it, since it takes seconds.
     """
 
     def __init__(self, run: RunSettings, build: Callable[[], "ModelPlan"], say: Say = say_nothing) -> None:
@@ -38,7 +38,7 @@ class Traces:
         self._known: dict[str, TracedModel] = {}
 
     def __call__(self, plan: Plan) -> TracedModel:
-        """The activations of a rank of `plan`; ConfigError or ModelError where its model cannot be built so."""
+        """Activations of a rank of `plan`; ConfigError or ModelError where its model cannot be built."""
         key = xxhash.xxh3_128_hexdigest(f"{self._of_model} {traced_layout(plan)}".encode())
         if key not in self._known:
             self._known[key] = self._read(key) or self._trace(plan, key)
@@ -69,7 +69,7 @@ class Traces:
         except FinetuneError:
             raise
         except Exception as error:
-            # A model or a feature of another package may need numbers where tensors have none.
+            # A model or another package's feature may need the values of tensors, which fake ones lack.
             place = traceback.extract_tb(error.__traceback__)[-1]
             reason = f"{type(error).__name__} at {Path(place.filename).name}:{place.lineno}"
             reason = ": ".join((reason, *str(error).splitlines()[:1]))
@@ -79,7 +79,7 @@ class Traces:
             ) from error
         layers = list(dict.fromkeys(found.layers))
         tree = asdict(found) | {"layers": list(map(asdict, layers)), "stands": list(map(layers.index, found.layers))}
-        # A folder that cannot be written means another trace at the next start.
+        # Without a writable folder, the next start traces again.
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             replace_file(self._folder / f"{key}.json", json.dumps(tree) + "\n")
@@ -87,9 +87,9 @@ class Traces:
 
 
 def traced_layout(plan: Plan) -> tuple[object, ...]:
-    """All that activations depend on in a plan."""
+    """Everything in a plan that activations depend on."""
     mesh, batch = plan.mesh, plan.batch
-    # Blocks of logits on a CPU depend on its threads.
+    # On a CPU, blocks of logits depend on the number of threads.
     threads = (os.environ.get("OMP_NUM_THREADS"), os.cpu_count()) if plan.device == "cpu" else ()
     sizes = mesh.tp, mesh.sp, mesh.ep, mesh.pp > 1, batch.micro_batch_size, batch.max_seq_len
     train = (plan.precision, plan.activation_checkpointing, plan.train.activation_offload, plan.train.tiled_mlp)

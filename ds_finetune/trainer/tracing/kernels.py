@@ -1,4 +1,4 @@
-"""What takes the place of kernels, ranks and host memory where a model computes on fake tensors."""
+"""Replacements for kernels, ranks and host memory while a model computes on fake tensors."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,42 +26,42 @@ from ds_finetune.trainer.tracing.recorder import HeldBytes
 
 
 class OutputsOnly:
-    """Fused kernels that compute nothing and have no tensors but their results: Liger's, which write the gradients of
-    gate and up over them, or those of torch.compile.
+    """Fused kernels (Liger's, which overwrite gate and up with their gradients, or torch.compile's) that compute
+    nothing and allocate only their results.
     """
 
     def __init__(self, name: str) -> None:
         self.overwrites = name == "liger"
 
     def norm(self, rows: torch.Tensor, weight: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
-        """The normalised rows and their scales."""
+        """Uninitialised normalised rows and their scales."""
         return torch.empty_like(rows), rows.new_empty(len(rows), dtype=torch.float32)
 
     def norm_backward(self, grad: torch.Tensor, saved: tuple[torch.Tensor, ...], _: bool, needs_weight: bool) -> Any:  # noqa: ANN401
-        """The gradients of rows and weight."""
+        """Uninitialised gradients of rows and weight."""
         return torch.empty_like(grad), torch.empty_like(saved[1]) if needs_weight else None
 
     def rotate(self, tensors: tuple[torch.Tensor, ...], *_: Any) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
-        """Queries and keys with positions."""
+        """Uninitialised rotated queries and keys."""
         return tuple(torch.empty_like(each) for each in tensors)
 
     def gate(self, *parts: torch.Tensor) -> torch.Tensor:
-        """The input of the down projection."""
+        """Uninitialised input of the down projection."""
         return parts[0].new_empty(len(parts[0]), parts[0].shape[1] * len(parts) // 2)
 
     def gate_backward(self, _: torch.Tensor, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The gradients of gate and up."""
+        """Gradients of gate and up: uninitialised, or with `overwrites` gate and up themselves."""
         return parts if self.overwrites else tuple(torch.empty_like(each) for each in parts)
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """The product of rows and the weights of all experts, as torch's kernel allocates it: it is computed as if all rows
-    had the first expert.
+    """Product of rows and all experts' weights with the allocations of torch's kernel, computed as if all rows had the
+    first expert.
     """
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-        """[rows, in], [experts, in, out] -> [rows, out], which is kept where that of torch's kernel is."""
+        """[rows, in], [experts, in, out] -> [rows, out]; the output is kept if that of torch's kernel is."""
         ctx.save_for_backward(rows, weight)
         mode = _get_current_dispatch_mode()
 
@@ -94,7 +94,7 @@ def _grouped_linear(
 
 
 class _FourBitProduct(torch.autograd.Function):
-    """The product with a weight in four bits, which is dequantised for it and again in backward."""
+    """Product with a four-bit weight, which is dequantised in forward and again in backward."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, linear: "_FourBitLinear") -> torch.Tensor:  # noqa: ANN401
@@ -109,7 +109,7 @@ class _FourBitProduct(torch.autograd.Function):
 
 
 class _FourBitLinear(nn.Module):
-    """A linear module whose weight is in four bits, of which bitsandbytes makes no fake tensors."""
+    """A linear module with a four-bit weight, which bitsandbytes cannot make on fake tensors."""
 
     def __init__(self, linear: Any) -> None:  # noqa: ANN401 - a linear module
         super().__init__()
@@ -123,7 +123,7 @@ class _FourBitLinear(nn.Module):
         )
 
     def dequantised(self) -> torch.Tensor:
-        """The weight in the dtype of the model."""
+        """The weight in the model's dtype."""
         return torch.empty(self.weight.quant_state.shape, dtype=self.weight.quant_state.dtype)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -133,7 +133,7 @@ class _FourBitLinear(nn.Module):
 
 
 def _install_four_bit(lm: PreTrainedModel, names: Iterable[str], *, device: str) -> None:
-    """`model.quantised.four_bit.install_four_bit`, with modules of fake tensors."""
+    """`model.quantised.four_bit.install_four_bit` for modules of fake tensors."""
     for name in names:
         lm.set_submodule(name, _FourBitLinear(lm.get_submodule(name)))
     for module in lm.modules():
@@ -143,28 +143,28 @@ def _install_four_bit(lm: PreTrainedModel, names: Iterable[str], *, device: str)
 
 
 class _HostCopies:
-    """torch's `save_on_cpu`, whose copies are counted in place of being made."""
+    """torch's `save_on_cpu` without copies, which are only counted."""
 
     def __init__(self, recorder: HeldBytes) -> None:
         self._recorder = recorder
 
     def pack_hook(self, tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
-        """What is kept of the tensor."""
+        """Record the tensor's shape and dtype instead of copying it."""
         self._recorder.on_host += tensor.nbytes
         return tensor.shape, tensor.dtype
 
     def unpack_hook(self, kept: tuple[torch.Size, torch.dtype]) -> torch.Tensor:
-        """The tensor again."""
+        """Allocate the tensor again."""
         return torch.empty(kept[0], dtype=kept[1])
 
 
 def _few_blocks(split: Callable[..., Iterator[Any]], blocks: Any, products: torch.Tensor) -> Iterator[Any]:  # noqa: ANN401
-    """The first two blocks of the logits of a chunk: others overwrite their memory."""
+    """First two blocks of the logits of a chunk; later blocks reuse their memory."""
     return islice(split(blocks, products), 2)
 
 
 def silent_group(kind: Any, size: int) -> Any:  # noqa: ANN401 - a RankGroup
-    """A group of so many ranks whose communication does nothing; None for one rank."""
+    """A process group of `size` ranks whose communication does nothing; None for one rank."""
     if size == 1:
         return None
     group: Any = dist.ProcessGroup(0, size)  # type: ignore[call-arg]
@@ -175,13 +175,13 @@ def silent_group(kind: Any, size: int) -> Any:  # noqa: ANN401 - a RankGroup
 
 
 def _add_rounded(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """`head_chunks._add_product` on a CPU, with the copy in fp32 that torch makes of the product within the sum."""
+    """`head_chunks._add_product` on a CPU, including the fp32 copy of the product that torch makes in the sum."""
     total += (left @ right).to(total.dtype)
 
 
 @contextmanager
 def stand_ins(device: str, recorder: HeldBytes) -> Iterator[None]:
-    """What a rank on `device` does where fake tensors on a CPU do something else, or have no numbers to decide by."""
+    """Context in which fake tensors on a CPU allocate as on `device`; decisions that need values are replaced."""
     split = head_chunks.ChunkBlocks.split
     layouts = (compressed_layout.tokens_of, compressed_layout.entries_of, compressed_layout.parts_of)
     cached = (*layouts, by_document._document_batches)
@@ -210,11 +210,11 @@ def stand_ins(device: str, recorder: HeldBytes) -> Iterator[None]:
 
 
 EXPERT_IMBALANCE = 1.25
-"""Rows that the experts of a rank get over their mean, where `parallel.ep` ranks divide the experts: assumed."""
+"""Assumed rows of a rank's experts relative to the mean where `parallel.ep` ranks divide the experts."""
 
 
 def _assumed_counts(module: ExpertParallelExperts, experts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
-    """Rows of each expert and rank, as `ExpertParallelExperts._count_rows`: as many for each rank, and more from it."""
+    """Rows by expert and rank, as from `ExpertParallelExperts._count_rows`: equal, but for the assumed imbalance."""
     size, rows = module.ep_group.size, len(experts)
     sent = [rows // size + (rank < rows % size) for rank in range(size)]
     arriving = experts.new_zeros(module.num_experts * size, dtype=torch.int32)

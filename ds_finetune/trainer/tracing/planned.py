@@ -1,4 +1,4 @@
-"""The traces of a run that is only planned: of its model nothing but config.json is read."""
+"""Traces of a run that is only planned; only config.json is read of its model."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 
 def planned_traces(run: RunSettings, say: Say) -> Traces:
-    """The activations of the model of a run by layout; ConfigError or ModelError where it cannot be built."""
+    """Activations of the run's model by layout; ConfigError or ModelError where it cannot be built."""
     return Traces(run, lambda: _plan_model(run), say)
 
 
 def _plan_model(run: RunSettings) -> "ModelPlan":
-    # torch is imported only where something has to be traced.
+    # Imported only if something must be traced, since it imports torch.
     from ds_finetune.model.build.model_plan import task_of
     from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, read_hf_config
     from ds_finetune.model.loss.score_config import set_classes
     from ds_finetune.trainer.resolve import plan_model, with_classes
 
-    # Checks of the layout are those of the plan.
+    # The plan checks the layout, so one rank suffices here.
     run = with_classes(replace(run, parallel=ParallelConfig(), mesh=Mesh(0, 1)), is_config_only=True)
     hf_config = read_hf_config(run.model.path, files=TOKENIZER_PATTERNS, task=task_of(run.objective))
     if run.objective.row.head == "scores":

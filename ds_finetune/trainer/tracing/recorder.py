@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class HeldBytes(TorchDispatchMode):
-    """Counts the bytes that operations allocate and that are still held, and the most since a mark."""
+    """Counts the bytes that operations allocate and that are still held, and their peak since a mark."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class HeldBytes(TorchDispatchMode):
         self.held -= self._live.pop(key)
 
     def since_mark(self) -> int:
-        """The most bytes held since the last call."""
+        """Peak of held bytes since the last call."""
         peak, self.peak = self.peak, self.held
         return peak
 

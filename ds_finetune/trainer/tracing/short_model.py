@@ -1,7 +1,7 @@
-"""The model of a run on fake tensors as a rank has it, without most of its layers.
+"""A rank's model of a run on fake tensors, without most of its layers.
 
-Of layers that are alike two remain, so that those of any depth are known. Layers are alike where their modules, the
-numbers in these and their tensors are. No family and no feature is known here.
+Of equal layers two remain, from which models of any depth are extrapolated. Layers are equal if their modules, settings
+and tensors are; the code here knows no family and no feature.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,18 +49,18 @@ from ds_finetune.trainer.tracing.kernels import silent_group, stand_ins
 from ds_finetune.trainer.tracing.recorder import HeldBytes
 
 _ALIKE = 2
-"""Layers of a kind that are computed, beside the last layer of the model: the first one may differ from others too."""
+"""Computed layers of a kind besides the last layer of the model: the first of them may differ from the others too."""
 
 _STORED = 64
-"""Stored log-probabilities of a token, which are few beside the vocabulary."""
+"""Assumed stored log-probabilities per token, few compared with the vocabulary."""
 
 
 class ShortModel:
-    """The model of a run on fake tensors, as it is within the context, with two layers of each kind, and its rows."""
+    """Context with the model of a run on fake tensors, two layers of each kind, and its rows."""
 
     def __init__(self, plan: Plan, model: ModelPlan, *, is_whole: bool = False) -> None:
         self._plan, self._stack, self._is_whole = plan, ExitStack(), is_whole
-        # Stages are layers of the same model, and its weights are not partitioned.
+        # Pipeline ranks count as data parallel: stages are layers of this model, and its weights are not partitioned.
         one = Mesh(0, plan.mesh.dp * plan.mesh.pp, sp=plan.mesh.sp, tp=plan.mesh.tp, ep=plan.mesh.ep)
         tiles = mlp_tiles(model.hf_config.to_dict()) if plan.train.tiled_mlp else 1
         whole = plan.deepspeed_config | {"zero_optimization": plan.zero | {"stage": 0}}
@@ -123,14 +123,14 @@ class ShortModel:
         return trained.train()
 
     def _packs(self, hf_config: Any) -> bool:  # noqa: ANN401 - a PretrainedConfig
-        """Whether attention to all documents of a forward is one call."""
+        """Whether one call attends to all documents of a forward."""
         attention = self._plan.model.attention
         is_own = self._plan.device == "cuda" and attention in OWN_ATTENTIONS and attention != "by_document"
         return is_own and not varlen_problem(hf_config.to_dict(), precision=self._plan.precision)
 
     @contextmanager
     def _teacher(self) -> Iterator[Teacher | None]:
-        """The teacher of the run, with two layers of each kind."""
+        """Teacher of the run, with two layers of each kind."""
         plan = self._model.teacher
         assert plan is not None
         dtype = PRECISION_DTYPES[self._plan.precision]
@@ -148,8 +148,8 @@ class ShortModel:
 
 
 def _shorten(lm: PreTrainedModel, is_whole: bool, *, is_reached: bool = False) -> tuple[list[str], list[int]]:
-    """Leave out layers of `lm` that are like others, in place. Returns the names of those that remain, and for each
-    layer of the model the number of the one that stands for it, of those that remain.
+    """Remove layers of `lm` that equal others, in place. Returns the names of the remaining layers, and for each layer
+    of the model the index, among those, of the layer that represents it.
     """
     ahead = mtp_layers(lm.config)
     names = [
@@ -168,7 +168,7 @@ def _shorten(lm: PreTrainedModel, is_whole: bool, *, is_reached: bool = False) -
             remain.append(name)
         else:
             missing = missing_layer(lm.config, number)
-            # Some models read the kind of a layer's attention off the layer.
+            # Some models read a layer's kind of attention from attributes of the layer.
             vars(missing).update({key: value for key, value in vars(layer).items() if isinstance(value, str)})
             lm.set_submodule(name, missing)
         stands.append(chosen[-1])
@@ -177,7 +177,7 @@ def _shorten(lm: PreTrainedModel, is_whole: bool, *, is_reached: bool = False) -
 
 
 def _kind_of(layer: nn.Module, name: str) -> tuple[object, ...]:
-    """What is the same of layers that are alike: modules with their settings, and tensors."""
+    """Modules with their settings, and tensors of a layer: equal for layers of one kind."""
     found = list[object]()
     for inner, module in layer.named_modules():
         settings = {
@@ -192,7 +192,7 @@ def _kind_of(layer: nn.Module, name: str) -> tuple[object, ...]:
 
 
 def _rows(plan: Plan, objective: Objective, *, has_types: bool) -> ForwardRows:
-    """The rows of a forward with everything that a loss may ask for."""
+    """Rows of a forward with every input that a loss may read."""
     number, length = plan.batch.micro_batch_size, plan.batch.max_seq_len
     documents = ((length - length // 2, length // 2) if objective.documents_per_unit == 2 else (length,),) * number
     ids = torch.zeros(number, -(-length // plan.mesh.sp), dtype=torch.int64)
