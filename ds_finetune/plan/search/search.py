@@ -42,7 +42,7 @@ class SearchResult:
     proposals: tuple[Proposal, ...]
     """The first layouts that fit, in the order of the search."""
     nearest: Proposal | None
-    """Of the fully estimated layouts that do not fit, the one with the least excess; None without any."""
+    """The fully estimated layout with the least excess among those that do not fit; None without any."""
     num_compared: int
     """Layouts whose states were compared with the memory."""
     num_tried: int
