@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.plan.estimate import memory
 from ds_finetune.plan.estimate.memory import estimate_memory
 from ds_finetune.plan.estimate.rank_weights import weights_of_run
-from ds_finetune.plan.estimate.traced import TracedModel
+from ds_finetune.plan.estimate.traced import TracedLayer, TracedModel
 from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.settings import RunSettings
@@ -45,6 +45,11 @@ def test_no_torch_is_imported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@dataclass(frozen=True)
+class _Numbered(TracedLayer):
+    number: int
+
+
 @pytest.mark.parametrize("vpp", [1, 2])
 @pytest.mark.parametrize("recomputes", [True, False])
 def test_the_first_of_equal_stages_needs_most(vpp: int, recomputes: bool, shared_data: Path) -> None:
@@ -57,9 +62,9 @@ def test_the_first_of_equal_stages_needs_most(vpp: int, recomputes: bool, shared
     numbers = count()
 
     def different(plan: Plan) -> TracedModel:
-        """The same with FLOPs by which no layer is equal to another."""
+        """The same activations, with a number by which no layer is equal to another."""
         found = few_bytes(model)(plan)
-        return replace(found, layers=tuple(replace(layer, flops=float(next(numbers))) for layer in found.layers))
+        return replace(found, layers=tuple(_Numbered(**vars(layer), number=next(numbers)) for layer in found.layers))
 
     kinds = list(memory.estimate_stages(plan, model, few_bytes(model)))
     every = list(memory.estimate_stages(plan, model, different))
