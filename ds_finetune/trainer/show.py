@@ -85,7 +85,7 @@ def _length(run: "PreparedRun") -> str:
     schedule, inputs = run.schedule, run.inputs
     rows = schedule.steps * run.plan.batch.global_batch_size
     epochs = "" if isinstance(inputs.train, StreamedRows) else f" ({rows / inputs.train.rows_per_epoch:.3g} epochs)"
-    rate = f"learning rate {schedule.lr:g}, {schedule.name}, {schedule.warmup_steps} of warm-up"
+    rate = f"learning rate {schedule.lr:g}, {schedule.name}, {schedule.warmup_steps} steps of warm-up"
     every = f"every {run.config.eval.every}" if run.config.eval.every else "at the end"
     return f"{schedule.steps:,} steps{epochs}, {rate}" + (f", evaluation {every}" if inputs.held_out else "")
 
