@@ -54,7 +54,7 @@ def main() -> None:
     memory, jobs = int(sys.argv[1]), _JobQueue()
     while (job := jobs.next()) is not None:
         if isinstance(job, StopWaiting):
-            # It was meant for a commit that has already ended.
+            # The request to stop waiting came after the checkpoint commit had ended.
             continue
         error = ""
         try:

@@ -374,7 +374,7 @@ class TextChange(Protocol):
     """A function that changes a text of a message with a given role."""
 
     def __call__(self, text: str, role: str) -> str:
-        """Replacement of `text`."""
+        """The changed `text` of a message whose role is `role`."""
         ...
 
 

@@ -87,9 +87,9 @@ class TextEncoder:
         self._cut = None if before is None else re.compile(f" (?<=[{before}] )")
         self._ends_like_a_cut = re.compile(f"[{before}]\\Z")
         self._first: dict[str, list[int]] = {}
-        """Ids of pieces at the start of a text."""
+        """Cache: token ids of a piece of text (up to the next space) that begins a text."""
         self._later: dict[str, list[int]] = {}
-        """Ids of pieces after a space, by the piece without the space."""
+        """Cache: token ids of a piece that follows a space; the key is the piece without the space."""
         self._inner: dict[str, list[int]] = {}
         """Ids of the second and later parts of pieces."""
         contents = [unicodedata.normalize("NFC", token.content) for token in core.get_added_tokens_decoder().values()]

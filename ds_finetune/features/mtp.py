@@ -88,7 +88,7 @@ class MtpLoss(ExtraLoss):
             hook.remove()
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
-        """The contribution of a forward; `hidden` [rows, tokens, width] are states after the final norm."""
+        """This forward's part of the auxiliary loss; `hidden` [rows, tokens, width] are states after the final norm."""
         (number,) = mtp_layers(self._lm.config)
         layer = self._lm.base_model.layers[number]
         streams, self._streams = self._streams, None

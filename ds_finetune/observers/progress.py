@@ -20,7 +20,7 @@ _RECENT_STEPS = 50
 _BYTES_PER_SECOND = 200e6
 """Assumed speed of an export before one is measured, and of its verification; cautious, for slow disks."""
 _LOADING_SECONDS = 15.0
-"""The fresh process that verifies imports torch and transformers first."""
+"""Assumed time in which the process that verifies an export imports torch and transformers."""
 
 
 class TimeLeft(Observer):

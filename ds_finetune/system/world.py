@@ -31,7 +31,7 @@ _ANY_PORT = 0
 DEFAULT_PORT = 29_500
 """Default rendezvous port on the first host, as in torch, where neither an option nor MASTER_PORT names one."""
 _FIRST_PORT, _PORTS = 20_000, 12_000
-"""Range of ports below 32768, from where on Linux uses ports for outgoing connections."""
+"""First port and number of ports; all are below 32768, since Linux uses 32768 and above for outgoing connections."""
 _NODES = r"(?:[^,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
 """An entry of a list of nodes, such as `node[01-03,7]-ib`."""
 

@@ -66,7 +66,9 @@ class OwnClipping:
         optimizer.unscale_and_clip_grads = self._clip
 
     def _norm(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a norm, or a list of those of groups
-        """Replaces DeepSpeed's function: the norm, or list of norms, of the groups without their own auxiliary loss."""
+        """Replaces DeepSpeed's gradient norm (a number, or one for each parameter group) by that of the parameters that
+        the objective trains; parameters that only an auxiliary loss trains have a norm of their own.
+        """
         from deepspeed.accelerator import get_accelerator
 
         groups = getattr(self._optimizer, self._groups)

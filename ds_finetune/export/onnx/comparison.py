@@ -23,7 +23,7 @@ from ds_finetune.model.loss.score_config import is_classifier
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 TOLERANCES = {np.dtype(np.float32): 1e-4, np.dtype(np.float16): 2e-2}
-"""By graph dtype: largest difference of equal logits, relative to the largest logit of the case."""
+"""By dtype of the ONNX graph: largest difference at which logits count as equal, relative to the largest logit."""
 FLIPPED_SHARE = 0.1
 """Share of positions that may exceed the tolerance in fp16 models with routed experts, because rounding may change the
 choice of experts.

@@ -196,7 +196,7 @@ class SharedExpertsAhead(nn.Module):
     _ahead: torch.Tensor | None = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The output computed ahead, once; otherwise the output for `hidden`, as usual."""
+        """The shared experts' output: the one stored by `compute_ahead`, used once, or that of `hidden`."""
         ready, self._ahead = self._ahead, None
         return super().__call__(hidden) if ready is None else ready  # type: ignore[no-any-return]
 

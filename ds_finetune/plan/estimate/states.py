@@ -38,7 +38,7 @@ class RunEstimate:
     rank: int
     """Elements on a rank of the pipeline stage that holds most, before ZeRO shards them."""
     stage: int
-    """Number of that pipeline stage."""
+    """Index of the pipeline stage that `rank` counts, from 0."""
     rows: tuple[MemoryRow, ...]
     """DeepSpeed's states on a rank of that stage, and the weights of a teacher."""
     staging_bytes: int

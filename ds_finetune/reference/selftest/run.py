@@ -127,7 +127,7 @@ class Extent:
 
     @property
     def arguments(self) -> list[str]:
-        """The command-line arguments for this extent."""
+        """`ds-finetune selftest` options for these steps and families."""
         return ["--steps", str(self.steps), "--families", ",".join(self.families)]
 
 

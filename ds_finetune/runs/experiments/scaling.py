@@ -144,7 +144,7 @@ def _apply_layout(tree: dict[str, Any], part: str) -> None:
 
 
 def largest_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """Largest relative difference between the losses of a step; infinite if one of them is not finite."""
+    """Largest relative difference of two runs' losses over all steps; infinite if a loss is not finite."""
     differences = [abs(a - b) / max(abs(b), _LEAST_LOSS) for a, b in zip(losses, expected, strict=True)]
     return max((each if math.isfinite(each) else math.inf for each in differences), default=0.0)
 

@@ -33,7 +33,7 @@ _TRIALS, _STUDY = "trials", "sweep"
 _MADE_FROM, _REASON, _SECONDS = "made_from", "reason", "seconds"
 """Names of attributes of the study and its trials."""
 _STOPPED_CODES = (INTERRUPTED_EXIT_CODE, -signal.SIGTERM, 128 + signal.SIGTERM)
-"""Exit codes of a run that was told to end: saved, or killed by the signal, to which `launch` adds 128."""
+"""Exit codes of a run that was told to end: of one that saved, and of one that a signal killed (128 + its number)."""
 
 
 def run_sweep(sweep: SweepConfig, say: Say) -> dict[str, Any]:

@@ -136,7 +136,7 @@ class SampledGroups:
         ]
 
     def _share(self) -> tuple[Floats | None, int, FinetuneError | None]:
-        """Scores of this rank's share, the number of unparsed answers in it, and a reward's error."""
+        """Scores of the answers on this rank, how many could not be parsed, and the error of a reward function."""
         try:
             scores = self._pending.result()
         except FinetuneError as error:

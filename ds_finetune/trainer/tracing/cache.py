@@ -79,7 +79,7 @@ class Traces:
             ) from error
         layers = list(dict.fromkeys(found.layers))
         tree = asdict(found) | {"layers": list(map(asdict, layers)), "stands": list(map(layers.index, found.layers))}
-        # Without a writable folder, the next start traces again.
+        # Without a writable cache folder, the next start traces the activations again.
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             replace_file(self._folder / f"{key}.json", json.dumps(tree) + "\n")

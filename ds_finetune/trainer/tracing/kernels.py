@@ -210,7 +210,7 @@ def stand_ins(device: str, recorder: HeldBytes) -> Iterator[None]:
 
 
 EXPERT_IMBALANCE = 1.25
-"""Assumed rows of a rank's experts relative to the mean where `parallel.ep` ranks divide the experts."""
+"""Assumed tokens routed to the experts of the fullest rank, relative to the mean of all ranks, with `parallel.ep`."""
 
 
 def _assumed_counts(module: ExpertParallelExperts, experts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
