@@ -302,7 +302,10 @@ def open_process_group(run: PreparedRun, store: dist.Store, monitor: Monitor) ->
     timeout = timedelta(seconds=run.plan.watchdog.collective_seconds)
     group = process_group(run.plan.world, run.plan.device, store, timeout=timeout)
     monitor.progress.marks = marks_of(device_of_rank(run.plan.device, run.plan.world.local_rank))
-    with remove_empty_on_failure(run.output_dir), monitor.watch_from_start(store), group, report_errors(run, monitor):
+    # Before the steps, memory does not depend on the micro-batch, so that a size that failed is not remembered.
+    starting = replace(run, failed_size=None)
+    errors = report_errors(starting, monitor)
+    with remove_empty_on_failure(run.output_dir), monitor.watch_from_start(store), group, errors:
         yield
 
 
