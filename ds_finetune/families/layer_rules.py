@@ -48,18 +48,18 @@ def published_layers(c: ModelConfig) -> dict[str, Any]:
     hash routers, and rotary scaling of compressing layers.
     """
     kinds, rope = c.get("layer_types"), c.get("rope_parameters") or {}
-    found: dict[str, Any] = {}
+    layers: dict[str, Any] = {}
     if kinds and all(_rate(c, kind) == rate for kind, rate in RATES.items()):
         numbers = {kind: ratio for ratio, kind in RATIOS.items()}
-        found["compress_ratios"] = [numbers[kind] for kind in kinds]
+        layers["compress_ratios"] = [numbers[kind] for kind in kinds]
     if c.get("mlp_layer_types"):
-        found["num_hash_layers"] = list(c["mlp_layer_types"]).count("hash_moe")
+        layers["num_hash_layers"] = list(c["mlp_layer_types"]).count("hash_moe")
     if scaling := rope.get("compress"):
         kept = ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings", "truncate")
         kind = scaling.get("rope_type", "default")
         scaled = {"type": kind, **{key: scaling[key] for key in kept if key in scaling}}
-        found["rope_scaling"] = None if kind == "default" else scaled
-    return found
+        layers["rope_scaling"] = None if kind == "default" else scaled
+    return layers
 
 
 def _rate(c: ModelConfig, kind: str) -> int:
@@ -74,8 +74,8 @@ def indexed_layers(c: ModelConfig) -> tuple[int, ...]:
     types = c.get("indexer_types") or c.get("index_topk_pattern")
     if types is not None:
         return tuple(layer for layer, kind in enumerate(types) if kind in ("full", "F"))
-    every, offset = max(c.get("index_topk_freq", 1), 1), c.get("index_skip_topk_offset", 2)
-    return tuple(layer for layer in range(c["num_hidden_layers"]) if max(layer - offset + 1, 0) % every == 0)
+    frequency, offset = max(c.get("index_topk_freq", 1), 1), c.get("index_skip_topk_offset", 2)
+    return tuple(layer for layer in range(c["num_hidden_layers"]) if max(layer - offset + 1, 0) % frequency == 0)
 
 
 @dataclass(frozen=True)

@@ -323,5 +323,5 @@ def family_of(model_type: str) -> Family:
     """Row of a model type, or a generic row: equal tensor names in checkpoint and model, nothing skipped, no further
     capability.
     """
-    known = FAMILIES.get(model_type)
-    return known or Family(model_type, fp32_buffers=_ROUTER_BIASES, fp8_linear=None, is_generic=True)
+    family = FAMILIES.get(model_type)
+    return family or Family(model_type, fp32_buffers=_ROUTER_BIASES, fp8_linear=None, is_generic=True)

@@ -77,8 +77,8 @@ def _check_start(folder: Path, lora: LoraPlan) -> None:
         rank, scale = adapter.rank_and_scale(name)
         differ += [f"rank {rank} of {name}, lora.rank {section.rank}"] if rank != section.rank else []
         differ += [f"scale {scale:g} of {name}, lora {section.scale:g}"] if not isclose(scale, section.scale) else []
-        found, wanted = adapter.shape(name), shapes[name][-2:]
-        differ += [f"{name} {found}, the model's {wanted}"] if found != wanted else []
+        stored, expected = adapter.shape(name), shapes[name][-2:]
+        differ += [f"{name} {stored}, the model's {expected}"] if stored != expected else []
     if differ:
         more = f", and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
         raise ConfigError(

@@ -49,12 +49,12 @@ class IndexerLoss(ExtraLoss):
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
         """The contribution of the tokens of `rows` without padding; sequence parallel ranks contribute theirs."""
-        found = dict(self._collector.found)
+        losses = dict(self._collector.found)
         self._collector.found.clear()
-        if not found:
+        if not losses:
             return None
-        assert found.keys() == self._shares.keys(), (found.keys(), self._shares.keys())
-        each = torch.stack([found[layer].reshape(-1) * share for layer, share in self._shares.items()])
+        assert losses.keys() == self._shares.keys(), (losses.keys(), self._shares.keys())
+        each = torch.stack([losses[layer].reshape(-1) * fraction for layer, fraction in self._shares.items()])
         assert rows.real is not None, "the rows do not say where padding begins"
         total = each.masked_fill(~rows.real.is_real, 0.0).sum()
         return LossAndSums(total * weights[0].to(total.dtype), total.detach().double()[None])

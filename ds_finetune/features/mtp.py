@@ -78,8 +78,8 @@ class MtpLoss(ExtraLoss):
             yield
             return
 
-        def keep(_: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
-            (self._streams,) = given
+        def keep(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            (self._streams,) = inputs
 
         hook = self._lm.base_model.hc_head.register_forward_pre_hook(keep)
         try:
@@ -105,8 +105,8 @@ class MtpLoss(ExtraLoss):
         arguments = self._arguments(rows.documents, joined.device)
         with mask_context(self._lm):
             states = run_mtp_layer(self._lm, layer, joined, rows.position_ids, **arguments)
-        found = {"supervised": rows.next_supervised, "is_trained": not self._detach}
-        out: LossAndSums = head_of(self._lm)(states, rows.next_labels, **found)
+        options = {"supervised": rows.next_supervised, "is_trained": not self._detach}
+        out: LossAndSums = head_of(self._lm)(states, rows.next_labels, **options)
         number_of = (rows.next_labels != IGNORE_INDEX).sum(dtype=torch.float64)[None]
         return LossAndSums(out.loss * weights[0].to(out.loss.dtype), torch.cat([out.sums, number_of]))
 
@@ -176,16 +176,16 @@ def check_adapted(hf_config: PretrainedConfig, mtp: MtpConfig, lora: LoraPlan) -
     """
     is_inside = {is_mtp_tensor(target.name, hf_config) for target in lora.targets}
     (number,) = mtp_layers(hf_config)
-    given = f"mtp.train true with lora.target_modules {list(lora.section.target_modules or ())}"
+    setting = f"mtp.train true with lora.target_modules {list(lora.section.target_modules or ())}"
     if True not in is_inside:
         raise ConfigError(
-            f"{given}, which name no module of the layer, model.layers.{number}",
+            f"{setting}, which name no module of the layer, model.layers.{number}",
             hint="name modules of it too, such as eh_proj, or leave mtp out",
         )
     if mtp.detach and False not in is_inside:
         raise ConfigError(
-            f"{given}, which name modules of the layer model.layers.{number} only, and mtp.detach true: the objective "
-            "trains nothing",
+            f"{setting}, which name modules of the layer model.layers.{number} only, and mtp.detach true: the "
+            "objective trains nothing",
             hint="name modules of other layers too, such as o_proj, or set mtp.detach to false",
         )
 

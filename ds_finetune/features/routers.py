@@ -81,9 +81,9 @@ class BalanceLoss(ExtraLoss):
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
         """The contribution of the documents of `rows`; sequence parallel ranks contribute their own tokens."""
         outputs = self.routers.outputs
-        found = self._balance(outputs, weights) if outputs else None
+        loss = self._balance(outputs, weights) if outputs else None
         self.routers.release()
-        return found
+        return loss
 
     def _balance(self, outputs: Sequence[RouterOutput], weights: torch.Tensor) -> LossAndSums:
         counts = torch.stack([self._count_choices(output) for output in outputs])
@@ -111,8 +111,8 @@ class BalanceLoss(ExtraLoss):
             chosen = logits.float().topk(chosen.shape[1], dim=-1).indices
         experts = logits.shape[-1]
         counts = torch.zeros((len(lengths) + 1) * experts, dtype=torch.int64, device=logits.device)
-        places = (documents[:, None] * experts + chosen).reshape(-1)
-        return counts.index_add_(0, places, torch.ones_like(places)).view(-1, experts)[:-1]
+        cells = (documents[:, None] * experts + chosen).reshape(-1)
+        return counts.index_add_(0, cells, torch.ones_like(cells)).view(-1, experts)[:-1]
 
 
 class _SumOfLayer(torch.autograd.Function):
@@ -130,8 +130,8 @@ class _SumOfLayer(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(logits, documents, factors)
         ctx.scores = scores
-        shares = score_shares(logits, scores)
-        sums = shares.new_zeros(len(factors) + 1, shares.shape[1]).index_add(0, documents, shares)
+        probabilities = score_shares(logits, scores)
+        sums = probabilities.new_zeros(len(factors) + 1, probabilities.shape[1]).index_add(0, documents, probabilities)
         return (sums[:-1] * factors).sum()
 
     @staticmethod

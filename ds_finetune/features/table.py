@@ -43,12 +43,12 @@ def plan_features(run: RunSettings, hf_config: PretrainedConfig) -> dict[str, An
     has settings of an unknown feature.
     """
     _load_entry_points()
-    known = [feature.name for feature in FEATURES[_BUILT_IN:]]
+    added = [feature.name for feature in FEATURES[_BUILT_IN:]]
     for name, settings in run.features.items():
-        if name not in known:
+        if name not in added:
             raise ConfigError(
                 f"features.{name} is {dict(settings)}, and no package has registered a feature of this name",
-                hint=f"registered: {', '.join(known) or 'none'}; install the package that adds it",
+                hint=f"registered: {', '.join(added) or 'none'}; install the package that adds it",
             )
     every = ((feature.name, feature.planned(run, hf_config)) for feature in FEATURES)
     return {name: planned for name, planned in every if planned is not None}
@@ -56,8 +56,8 @@ def plan_features(run: RunSettings, hf_config: PretrainedConfig) -> dict[str, An
 
 def features_of(model: ModelPlan, plan: Plan) -> tuple[Feature, ...]:
     """Instances of the features that are on, in the order of the table."""
-    every = (feature.of(model, plan) for feature in FEATURES)
-    return tuple(feature for feature in every if feature is not None)
+    built = (feature.of(model, plan) for feature in FEATURES)
+    return tuple(feature for feature in built if feature is not None)
 
 
 @cache

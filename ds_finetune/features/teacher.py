@@ -50,11 +50,11 @@ class DistillationHead(LossHead):
         with open_targets() as targets:
 
             def compute(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> LossSumsAndGradients:
-                found = chunked_mixed_loss(
+                loss = chunked_mixed_loss(
                     hidden, weight, bias, wanted, targets, needed, mix=self.mix, tp_group=self.groups.tp
                 )
-                sums = [found.loss_sum, found.divergence_sum, found.label_loss_sum, found.num_correct]
-                return LossSumsAndGradients(found.loss_sum.float(), torch.stack(sums), found.gradients)
+                sums = [loss.loss_sum, loss.divergence_sum, loss.label_loss_sum, loss.num_correct]
+                return LossSumsAndGradients(loss.loss_sum.float(), torch.stack(sums), loss.gradients)
 
             loss_sum, sums = loss_with_gradients(part, self.weight, self.bias, compute)
         sums = torch.cat([sums, sums.new_full((1,), len(wanted) if targets is not None else 0)])
@@ -123,13 +123,13 @@ class TeacherFeature(Feature):
             return []
         plan, offload = self.plan, self.settings.offload
         where = "host memory" if offload == "cpu" or plan.device == "cpu" else "GPU memory"
-        held = f"whole in {where} of each rank"
+        storage = f"whole in {where} of each rank"
         if is_teacher_partitioned(plan.zero_stage, offload):
-            held = f"partitioned by ZeRO-3 over {plan.world.world_size} ranks, in {where}"
+            storage = f"partitioned by ZeRO-3 over {plan.world.world_size} ranks, in {where}"
         params = read_tensors(self.settings.hf_config).numel / 1e6
         theirs, ours = int(self.settings.hf_config.vocab_size), int(self.model.hf_config.vocab_size)
         common = f"; compared are {min(theirs, ours):,} of its {theirs:,} ids" if theirs != ours else ""
-        return [("teacher", f"{self.settings.path}, {params:,.3f} M parameters in {plan.precision}, {held}{common}")]
+        return [("teacher", f"{self.settings.path}, {params:,.3f} M parameters in {plan.precision}, {storage}{common}")]
 
     @contextmanager
     def open(self, parts: RankParts) -> Iterator[None]:

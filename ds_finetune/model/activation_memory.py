@@ -80,14 +80,14 @@ def _checkpoint_on_host(
     """
     copies = save_on_cpu(pin_memory=True)
     # Autograd keeps the hooks until backward, so they must not reference the input.
-    place = _place(hidden)
+    host_copy = _place(hidden)
 
     def pack(saved: torch.Tensor) -> Any:  # noqa: ANN401
-        is_input = _place(saved) == place
+        is_input = _place(saved) == host_copy
         return copies.pack_hook(saved) if is_input else saved
 
-    def unpack(kept: Any) -> torch.Tensor:  # noqa: ANN401
-        return kept if isinstance(kept, torch.Tensor) else copies.unpack_hook(kept)
+    def unpack(packed: Any) -> torch.Tensor:  # noqa: ANN401
+        return packed if isinstance(packed, torch.Tensor) else copies.unpack_hook(packed)
 
     with saved_tensors_hooks(pack, unpack):
         return recompute(forward, hidden, *others)
@@ -138,11 +138,11 @@ class _TokensInTiles(torch.autograd.Function):
             inputs = [t.detach().requires_grad_(d is not None) for t, d in zip(part, d_tensors, strict=True)]
             with torch.enable_grad():
                 out = ctx.forward(*inputs)
-            wanted = [tensor for tensor in inputs if tensor.requires_grad]
-            grads = torch.autograd.grad(out, [*wanted, *trained], d_part)
+            needing_grad = [tensor for tensor in inputs if tensor.requires_grad]
+            grads = torch.autograd.grad(out, [*needing_grad, *trained], d_part)
             for total, grad in zip((d for d in d_tensors if d is not None), grads, strict=False):
                 total[begin : begin + len(d_part)] = grad
-            for total, grad in zip(sums, grads[len(wanted) :], strict=True):
+            for total, grad in zip(sums, grads[len(needing_grad) :], strict=True):
                 total += grad
             begin += len(d_part)
         rounded = iter(total.to(weight.dtype) for total, weight in zip(sums, trained, strict=True))
@@ -171,12 +171,12 @@ def _run_in_tiles(module: nn.Module, tiles: int, *tensors: torch.Tensor) -> torc
 
 def tiled_modules(lm: PreTrainedModel) -> list[nn.Module]:
     """Dense MLPs, shared experts and routed experts of all layers."""
-    found = []
+    tiled = []
     for name, module in lm.named_modules():
         is_dense = name.endswith(_MLP) and not hasattr(module, "experts")
         if is_dense or (_MLP in name and name.endswith((_EXPERTS, *_SHARED))):
-            found.append(module)
-    return found
+            tiled.append(module)
+    return tiled
 
 
 def install_tiled_mlps(lm: PreTrainedModel, *, tiles: int) -> list[nn.Module]:

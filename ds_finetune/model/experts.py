@@ -40,7 +40,7 @@ def _is_own_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether this program's kernel computes grouped products on this device, not torch's kernel or a loop."""
     if device.type != "cuda":
         return False
-    precision = next((name for name, known in PRECISION_DTYPES.items() if known == dtype), "")
+    precision = next((name for name, of_name in PRECISION_DTYPES.items() if of_name == dtype), "")
     return product_of_experts(precision, torch.cuda.get_device_capability(device), **_options) == "triton"
 
 

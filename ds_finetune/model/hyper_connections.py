@@ -39,11 +39,11 @@ class _Mixing(torch.autograd.Function):
         ctx.save_for_backward(streams, fn, base, scale, products, root)
         ctx.sizes = sizes
         pre, *others = (each.unflatten(0, streams.shape[:2]) for each in weights)
-        found = [(pre[:, :, None] @ wide.view(streams.shape))[:, :, 0].to(streams.dtype)]
+        outputs = [(pre[:, :, None] @ wide.view(streams.shape))[:, :, 0].to(streams.dtype)]
         if others:
             post, comb = others
-            found += [post, comb.to(streams.dtype).mT @ streams]
-        return tuple(found)
+            outputs += [post, comb.to(streams.dtype).mT @ streams]
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
@@ -77,10 +77,10 @@ class _Adding(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, *given: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-        mixed, out, post = (part.to(given[0].dtype) for part in given)
+    def forward(ctx: Any, *inputs: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+        mixed, out, post = (part.to(inputs[0].dtype) for part in inputs)
         ctx.save_for_backward(out, post)
-        ctx.mark_dirty(given[0])
+        ctx.mark_dirty(inputs[0])
         return mixed.addcmul_(post[..., None], out[:, :, None])
 
     @staticmethod
@@ -108,12 +108,12 @@ def _weights(sums: torch.Tensor, sizes: _StreamSizes) -> tuple[tuple[torch.Tenso
     if sums.shape[1] == number:
         return (pre + eps,), lambda of_pre: of_pre * pre * (1 - pre)
     post = sums[:, number : 2 * number].sigmoid()
-    shares = sums[:, 2 * number :].T.unflatten(0, (number, number)).contiguous().softmax(1)
-    comb, unbalanced = _balanced(shares + eps, sizes)
+    mixing = sums[:, 2 * number :].T.unflatten(0, (number, number)).contiguous().softmax(1)
+    comb, unbalanced = _balanced(mixing + eps, sizes)
 
     def backward(of_pre: torch.Tensor, of_post: torch.Tensor, of_comb: torch.Tensor) -> torch.Tensor:
         grad = unbalanced(of_comb.permute(1, 2, 0).contiguous())
-        grad = shares * (grad - (grad * shares).sum(1, keepdim=True))
+        grad = mixing * (grad - (grad * mixing).sum(1, keepdim=True))
         of_both = of_pre * pre * (1 - pre), 2 * of_post * post * (1 - post)
         return torch.cat([*of_both, grad.flatten(0, 1).T], -1)
 
@@ -182,10 +182,15 @@ class StreamLayer(nn.Module):
     mlp: nn.Module
     post_attention_layernorm: nn.Module
 
-    def forward(self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None, **given: Any) -> torch.Tensor:  # noqa: ANN401
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+        **options: Any,  # noqa: ANN401
+    ) -> torch.Tensor:
         """The streams after the layer, as in transformers (5.23, deepseek_v4/modeling_deepseek_v4.py:1175-1199)."""
         one, post, mixed = self.attn_hc(hidden_states)
-        out, _ = self.self_attn(self.input_layernorm(one), **given)
+        out, _ = self.self_attn(self.input_layernorm(one), **options)
         one, post, mixed = self.ffn_hc(_Adding.apply(mixed, out, post))
         out = self.mlp(self.post_attention_layernorm(one), input_ids=input_ids)
         return _Adding.apply(mixed, out, post)  # type: ignore[no-any-return]

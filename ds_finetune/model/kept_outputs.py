@@ -78,19 +78,19 @@ class KeptOutputs(TorchDispatchMode):
 class _KeptChoices(TorchDispatchMode):
     """Lets `topk` choose only in forward; recomputation gathers the values at the saved choices."""
 
-    def __init__(self, kept: KeptOutputs) -> None:
+    def __init__(self, outputs: KeptOutputs) -> None:
         super().__init__()
-        self._kept = kept
+        self._kept = outputs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         """Called by torch for each operation while the mode is active."""
-        given = kwargs or {}
+        options = kwargs or {}
         if func is not torch.ops.aten.topk.default:
-            return func(*args, **given)
-        scores, dim = args[0], args[2] if len(args) > 2 else given.get("dim", -1)
+            return func(*args, **options)
+        scores, dim = args[0], args[2] if len(args) > 2 else options.get("dim", -1)
         small = torch.int16 if scores.shape[dim] <= 2**15 else torch.int32
         # This runs below autograd: as in forward, the gradient of the values flows to the scores at `chosen`.
-        chosen = self._kept.keep(lambda: func(*args, **given)[1].to(small)).long()
+        chosen = self._kept.keep(lambda: func(*args, **options)[1].to(small)).long()
         return scores.gather(dim, chosen), chosen
 
 
@@ -118,8 +118,8 @@ _current = _Current()
 
 
 class _InLayer(AbstractContextManager[None]):
-    def __init__(self, kept: KeptOutputs) -> None:
-        self._kept = kept
+    def __init__(self, outputs: KeptOutputs) -> None:
+        self._kept = outputs
 
     def __enter__(self) -> None:
         self._before, _current.kept = _current.kept, self._kept
@@ -141,8 +141,8 @@ def current_outputs() -> KeptOutputs | None:
     """The saved outputs of the current layer if it is recomputed selectively; None elsewhere, and without gradients, as
     in a tile of an MLP, which is recomputed in full.
     """
-    kept = _current.kept
-    return kept if kept is not None and kept.is_selective and torch.is_grad_enabled() else None
+    outputs = _current.kept
+    return outputs if outputs is not None and outputs.is_selective and torch.is_grad_enabled() else None
 
 
 def keep_choices(module: nn.Module) -> None:
@@ -151,8 +151,8 @@ def keep_choices(module: nn.Module) -> None:
 
     @wraps(forward)
     def forward_or_repeat(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        kept = _current.kept
-        with nullcontext() if kept is None else _KeptChoices(kept):
+        outputs = _current.kept
+        with nullcontext() if outputs is None else _KeptChoices(outputs):
             return forward(*args, **kwargs)
 
     module.forward = forward_or_repeat

@@ -74,11 +74,13 @@ def published_copies(hf_config: PretrainedConfig) -> dict[str, str]:
 @contextmanager
 def more_layers(hf_config: PretrainedConfig, number: int) -> Iterator[None]:
     """While open, `hf_config` has `number` more layers, which are like the last one but have their own indexers."""
-    layers, given = hf_config.num_hidden_layers, vars(hf_config)
+    layers, settings = hf_config.num_hidden_layers, vars(hf_config)
     if family_of(hf_config.model_type).compresses:
-        longer = {k: [*given[k][:layers], *[kind] * number] for k, kind in _COMPRESSED.items() if given.get(k)}
+        longer = {k: [*settings[k][:layers], *[kind] * number] for k, kind in _COMPRESSED.items() if settings.get(k)}
     else:
-        longer = {k: [*given[k], *[kind or given[k][-1]] * number] for k, kind in _PER_LAYER.items() if given.get(k)}
+        longer = {
+            k: [*settings[k], *[kind or settings[k][-1]] * number] for k, kind in _PER_LAYER.items() if settings.get(k)
+        }
     changed = {"num_hidden_layers": layers} | {key: getattr(hf_config, key) for key in longer}
     for key, value in (longer | {"num_hidden_layers": layers + number}).items():
         setattr(hf_config, key, value)

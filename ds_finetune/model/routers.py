@@ -135,11 +135,11 @@ class RouterCollector:
     def _hook(self, layer: int) -> Any:  # noqa: ANN401 - a forward hook
         def hook(_: nn.Module, __: Any, output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:  # noqa: ANN401
             if self._is_listening:
-                found = RouterOutput(output[0], output[2])
+                router_output = RouterOutput(output[0], output[2])
                 if self._is_counting:
-                    self._count(self.layers.index(layer), found)
+                    self._count(self.layers.index(layer), router_output)
                 if self.keeps_outputs and layer in self.plan.balanced:
-                    self._outputs[layer] = found
+                    self._outputs[layer] = router_output
 
         return hook
 
@@ -148,8 +148,8 @@ class RouterCollector:
         logits, chosen = output
         is_real = self.tokens.is_real
         self.counts[number].index_add_(0, chosen.reshape(-1), is_real.long().repeat_interleave(chosen.shape[1]))
-        shares = score_shares(logits, self.plan.kind.scores)
-        entropy = -torch.xlogy(shares, shares).sum(-1, dtype=torch.float64)
+        probabilities = score_shares(logits, self.plan.kind.scores)
+        entropy = -torch.xlogy(probabilities, probabilities).sum(-1, dtype=torch.float64)
         self.entropy[number] += entropy.masked_fill(~is_real, 0.0).sum()
         if self._expected is not None:
             expected = self._expected[:, number]
@@ -161,8 +161,8 @@ def score_shares(logits: torch.Tensor, scores: str) -> torch.Tensor:
     """Share of each expert in the sum of a token's scores, fp32 [tokens, experts]."""
     if scores == "softmax":
         return logits.float().softmax(dim=-1)
-    found = functional.softplus(logits.float()).sqrt() if scores == "sqrtsoftplus" else logits.float().sigmoid()
-    return found / found.sum(dim=-1, keepdim=True)
+    values = functional.softplus(logits.float()).sqrt() if scores == "sqrtsoftplus" else logits.float().sigmoid()
+    return values / values.sum(dim=-1, keepdim=True)
 
 
 @dataclass(frozen=True)
@@ -216,9 +216,9 @@ def check_each_counted(choices: RouterChoices, plan: RouterPlan, *, num_tokens: 
     """Assert that each router saw each of the `num_tokens` tokens of the global batch once, and chose the same number
     of experts for it.
     """
-    found = dict(zip(choices.layers, choices.counts.sum(dim=1).tolist(), strict=True))
-    wanted = dict.fromkeys(choices.layers, num_tokens * plan.per_token)
-    assert found == wanted, (found, wanted)
+    counted = dict(zip(choices.layers, choices.counts.sum(dim=1).tolist(), strict=True))
+    expected = dict.fromkeys(choices.layers, num_tokens * plan.per_token)
+    assert counted == expected, (counted, expected)
     assert choices.num_tokens == num_tokens, (choices.num_tokens, num_tokens)
 
 

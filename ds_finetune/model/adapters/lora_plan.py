@@ -89,10 +89,10 @@ class LoraPlan:
         unfit = sum(target.kind in FOUR_BIT for target in self.adaptable) - len(self.quantised)
         kinds = ", ".join(dict.fromkeys(target.kind for target in self.quantised))
         text = f"{len(shapes)} weights, {numel:,} parameters in {size:,} bytes: {kinds}"
-        rest = f"the other {self.model_params - numel:,} are in train.precision"
-        rest += f", {routed:,} of them routed experts'" if routed else ""
-        rest += f", and {unfit} weights with rows of no multiple of 64" if unfit else ""
-        return f"  frozen in {self.section.quantize}", f"{text}; {rest}"
+        unquantised = f"the other {self.model_params - numel:,} are in train.precision"
+        unquantised += f", {routed:,} of them routed experts'" if routed else ""
+        unquantised += f", and {unfit} weights with rows of no multiple of 64" if unfit else ""
+        return f"  frozen in {self.section.quantize}", f"{text}; {unquantised}"
 
 
 def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causal_lm") -> LoraPlan:
@@ -102,10 +102,10 @@ def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causa
     rank that grouped products do not support, or no weight fits four bits.
     """
     tensors = read_tensors(hf_config, task)
-    every = targets_of(tensors)
+    all_targets = targets_of(tensors)
     if set(ALL_LINEAR) & set(lora.target_modules or ()):
-        _check_all_linear(hf_config, task, every)
-    targets, names = adapted_targets(every, lora), tensors.by_name
+        _check_all_linear(hf_config, task, all_targets)
+    targets, names = adapted_targets(all_targets, lora), tensors.by_name
     if lora.dropout:
         _check_droppable(targets, family_of(hf_config.model_type))
     whole = whole_parameters(names, lora, targets)
@@ -117,9 +117,9 @@ def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causa
         )
     return LoraPlan(
         section=lora,
-        adaptable=every,
+        adaptable=all_targets,
         targets=targets,
-        quantised=quantised_targets(every, lora),
+        quantised=quantised_targets(all_targets, lora),
         model_params=tensors.numel,
         whole={name: names[name] for name in whole},
     )
@@ -140,11 +140,11 @@ def _check_droppable(targets: Sequence[LoraTarget], family: Family) -> None:
         )
 
 
-def _check_all_linear(hf_config: PretrainedConfig, task: Task, every: Sequence[LoraTarget]) -> None:
+def _check_all_linear(hf_config: PretrainedConfig, task: Task, all_targets: Sequence[LoraTarget]) -> None:
     """ConfigError where the model has linear layers, besides its head, that cannot be adapted."""
     lm = build_meta_model(hf_config, task)
     linear = {name for name, each in lm.named_modules() if isinstance(each, nn.Linear) and each is not head_of(lm)}
-    if others := sorted({last_part(name) for name in linear - {target.name for target in every}}):
+    if others := sorted({last_part(name) for name in linear - {target.name for target in all_targets}}):
         raise ConfigError(
             f"lora.target_modules {ALL_LINEAR[0]} names modules of {hf_config.model_type} that cannot be adapted: "
             f"{', '.join(others)}",
@@ -155,6 +155,6 @@ def _check_all_linear(hf_config: PretrainedConfig, task: Task, every: Sequence[L
 def check_stages(lora: LoraPlan, stages: Sequence[StageLayers | None], *, ep_size: int) -> None:
     """ConfigError where a pipeline stage trains nothing, or lacks a kind of parameters that other stages train."""
     sides = {f"{each.name}.weight": FullTensor((1, 1), is_routed=each.kind == ROUTED) for each in lora.targets}
-    given = f"lora.target_modules {list(lora.section.target_modules or ())}"
-    given += f" and modules_to_save {list(lora.section.modules_to_save)}" if lora.section.modules_to_save else ""
-    check_trained_stages({**sides, **lora.whole}, stages, ep_size=ep_size, given=given)
+    setting = f"lora.target_modules {list(lora.section.target_modules or ())}"
+    setting += f" and modules_to_save {list(lora.section.modules_to_save)}" if lora.section.modules_to_save else ""
+    check_trained_stages({**sides, **lora.whole}, stages, ep_size=ep_size, given=setting)

@@ -82,8 +82,11 @@ class PeftAdapter:
                 f"{folder} holds {', '.join(refused)}, which is not supported here",
                 hint="merge it with peft's merge_and_unload (aLoRA adapters cannot be merged)",
             )
-        alone = {str(name).rpartition(".")[2] for name in config.get("target_parameters") or ()} & {GATE_UP, DOWN}
-        outer = alone.pop() if len(alone) == 1 else DOWN
+        fused_experts = {str(name).rpartition(".")[2] for name in config.get("target_parameters") or ()} & {
+            GATE_UP,
+            DOWN,
+        }
+        outer = fused_experts.pop() if len(fused_experts) == 1 else DOWN
         keys = {
             (_weight(match["module"], match["inner"], outer), match["side"]): key
             for key, match in matches.items()
@@ -144,9 +147,9 @@ class PeftAdapter:
 
     def initial(self, name: str, shape: Shape) -> dict[str, torch.Tensor]:
         """Both sides of the adapter of a weight of `shape`, as initial values of training."""
-        found = self.factors(name)
-        assert found.shape == shape, (name, found.shape, shape)
-        return {"A": found.a, "B": found.b}
+        factors = self.factors(name)
+        assert factors.shape == shape, (name, factors.shape, shape)
+        return {"A": factors.a, "B": factors.b}
 
     def full_tensor(self, name: str) -> torch.Tensor:
         """A fully trained weight."""

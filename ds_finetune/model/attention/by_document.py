@@ -242,7 +242,7 @@ def _attend_in_batches(
     is invisible to earlier tokens because attention is causal. The keys of a document start with the tokens that it
     continues.
     """
-    shapes, order, of_keys, places = batches
+    shapes, order, of_keys, token_rows = batches
     sizes = [[rows * tokens, *[rows * (continued + tokens)] * 2] for rows, tokens, continued in shapes]
     ordered = [
         part.transpose(1, 2).flatten(0, 1).index_select(0, index).split(lengths)
@@ -252,7 +252,7 @@ def _attend_in_batches(
     for (rows, *_), batch in zip(shapes, zip(*ordered, strict=True), strict=True):
         out = attend(*(part.unflatten(0, (rows, -1)).transpose(1, 2) for part in batch))
         outs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outs).index_select(0, places).unflatten(0, (len(parts[0]), -1)).transpose(1, 2)
+    return torch.cat(outs).index_select(0, token_rows).unflatten(0, (len(parts[0]), -1)).transpose(1, 2)
 
 
 @lru_cache(maxsize=4)
@@ -272,13 +272,13 @@ def _document_batches(documents: tuple[Documents, ...], shared: tuple[Documents,
     for (*_, more), numbers in alike.items():
         columns, ends = np.arange(lengths[numbers].max()), lengths[numbers, None]
         shapes.append((len(numbers), len(columns), more))
-        own = begins[numbers, None] + np.minimum(columns, ends - 1)
-        order.append(own.ravel())
-        keys.append(np.hstack([origins[numbers, None] + np.arange(more), own]).ravel())
+        token_indices = begins[numbers, None] + np.minimum(columns, ends - 1)
+        order.append(token_indices.ravel())
+        keys.append(np.hstack([origins[numbers, None] + np.arange(more), token_indices]).ravel())
         is_token.append((columns < ends).ravel())
     tokens, of_keys = np.concatenate(order), np.concatenate(keys)
-    places = np.flatnonzero(np.concatenate(is_token))
-    order_of_tokens = torch.from_numpy(places[np.argsort(tokens[places])])
+    token_rows = np.flatnonzero(np.concatenate(is_token))
+    order_of_tokens = torch.from_numpy(token_rows[np.argsort(tokens[token_rows])])
     return shapes, torch.from_numpy(tokens), torch.from_numpy(of_keys), order_of_tokens
 
 

@@ -92,8 +92,8 @@ class _Seen(NamedTuple):
             scores, entry = scores.masked_fill_(~self.sees(part.queries, entry), float("-inf")), entry.expand_as(scores)
             if best:
                 scores, entry = (torch.cat(pair, dim=1) for pair in zip(best, (scores, entry), strict=True))
-            values, places = scores.topk(min(self.topk, scores.shape[1]))
-            best = values, entry.gather(1, places)
+            values, indices = scores.topk(min(self.topk, scores.shape[1]))
+            best = values, entry.gather(1, indices)
         return best[1]
 
     def bias(self, part: QueryPart, chosen: torch.Tensor | None) -> torch.Tensor:
@@ -200,13 +200,13 @@ class _Keys:
     ) -> None:
         """Add the gradients of tokens and entries: for each key the sum of `query` vectors times `weights`."""
         if self._chosen is None:
-            found = weights.flatten(0, 1).T @ query.flatten(0, 1)
-            of_tokens += found[: self._number]
-            of_entries[self._among] += found[self._number :]
+            grad = weights.flatten(0, 1).T @ query.flatten(0, 1)
+            of_tokens += grad[: self._number]
+            of_entries[self._among] += grad[self._number :]
             return
         of_tokens += weights[..., : self._number].flatten(0, 1).T @ query.flatten(0, 1)
-        own = weights[..., self._number :].transpose(1, 2) @ query
-        of_entries.index_add_(0, self._chosen.flatten(), own.flatten(0, 1).to(of_entries.dtype))
+        own_grad = weights[..., self._number :].transpose(1, 2) @ query
+        of_entries.index_add_(0, self._chosen.flatten(), own_grad.flatten(0, 1).to(of_entries.dtype))
 
 
 class _EntryWeights(NamedTuple):
@@ -223,11 +223,11 @@ class _EntryWeights(NamedTuple):
     def parts(self, index: ScoreInputs, tensors: Sequence[Any]) -> Iterator[KeyPart]:
         """The blocks of queries of the attention, split further where products with all entries need more memory."""
         heads = max(index.query.shape[1], tensors[0].shape[1])
-        for whole in self.seen.parts(tensors[0].shape[1]):
-            entries = whole.entries.stop - whole.entries.start
+        for part in self.seen.parts(tensors[0].shape[1]):
+            entries = part.entries.stop - part.entries.start
             size = max(1, PRODUCTS_AT_ONCE // (heads * max(1, entries)))
-            for begin in range(whole.queries.start, whole.queries.stop, size):
-                yield KeyPart(slice(begin, min(begin + size, whole.queries.stop)), whole.entries)
+            for begin in range(part.queries.start, part.queries.stop, size):
+                yield KeyPart(slice(begin, min(begin + size, part.queries.stop)), part.entries)
 
     def weights(self, part: KeyPart, tensors: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention weights of the entries, summed over heads, and a mask of the entries that each query sees."""
@@ -323,12 +323,12 @@ class CompressorByDocument(nn.Module):
             is_absent = layout.is_first[:, None] & (torch.arange(len(bias), device=gate.device) < self.compress_rate)
             gate = gate.masked_fill(is_absent[..., None], float("-inf"))
         weight = gate.softmax(dim=1, dtype=torch.promote_types(gate.dtype, torch.float32)).to(value.dtype)
-        found = self.kv_norm((value * weight).sum(dim=1))
-        cos, sin = self.rotary_emb(found[None], position_ids=layout.positions[None], layer_type="compress")
-        found = self.rotate(found[None, :, None], cos, sin)[:, :, 0]
+        entries = self.kv_norm((value * weight).sum(dim=1))
+        cos, sin = self.rotary_emb(entries[None], position_ids=layout.positions[None], layer_type="compress")
+        entries = self.rotate(entries[None, :, None], cos, sin)[:, :, 0]
         if sp_group is None:
-            return found[0]
-        padded = functional.pad(found, (0, 0, 0, max(layout.most, 1) - found.shape[1]))
+            return entries[0]
+        padded = functional.pad(entries, (0, 0, 0, max(layout.most, 1) - entries.shape[1]))
         return sp_group.gather_tokens(padded)[0].index_select(0, layout.order)
 
 

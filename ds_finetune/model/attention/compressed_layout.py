@@ -117,10 +117,10 @@ def entries_of(shards: RowShards, rate: int, before: int, device: torch.device) 
     order = np.empty_like(maker)
     for rank in range(shards.sp):
         order[maker == rank] = rank * made.max() + np.arange(made[rank])
-    own = maker == shards.rank
+    is_own = maker == shards.rank
     first, positions = np.repeat(first_entries, sizes), np.arange(sizes.sum()) - _begins(shards.documents)
     ranges = shards.own(first), shards.own(first + (positions + 1) // rate)
-    parts = (shards.places(windows[own], before), in_document[own] == 0, in_document[own] * rate, order)
+    parts = (shards.places(windows[is_own], before), in_document[is_own] == 0, in_document[is_own] * rate, order)
     at, is_first, places, order_of, first_of, end = (torch.from_numpy(part).to(device) for part in (*parts, *ranges))
     return Entries(at, is_first, places, order_of, int(made.max()), first_of, end, ranges)
 

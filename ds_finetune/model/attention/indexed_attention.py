@@ -388,7 +388,8 @@ def _inputs_of_scores(
     turn, both = "pairs" if attention.rotates_pairs else "halves", (query, key)
     turned = attention.rotate(turn, *(each[..., :rope].transpose(1, 2) for each in both), *position_embeddings)
     query, key = (
-        torch.cat([part.transpose(1, 2), whole[..., rope:]], dim=-1) for part, whole in zip(turned, both, strict=True)
+        torch.cat([part.transpose(1, 2), original[..., rope:]], dim=-1)
+        for part, original in zip(turned, both, strict=True)
     )
     weight = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float() * indexer.n_heads**-0.5
     return ScoreInputs(query, key[:, :, 0], weight)
@@ -424,15 +425,15 @@ def _best(document: ScoreInputs, limit: int, scale: float) -> torch.Tensor:
     """The `limit` best keys of each query of a document, among earlier tokens and itself, bool [queries, keys]."""
     queries, keys = len(document.query), len(document.key)
     positions = torch.arange(keys, device=document.key.device)
-    found = torch.zeros(queries, keys, dtype=torch.bool, device=document.key.device)
+    is_chosen = torch.zeros(queries, keys, dtype=torch.bool, device=document.key.device)
     at_once = max(1, SCORES_AT_ONCE // (keys * document.query.shape[1]))
     for begin in range(0, queries, at_once):
         part = slice(begin, begin + at_once)
         index = index_scores(ScoreInputs(document.query[part], document.key, document.weight[part]), scale)
         is_later = positions > positions[keys - queries :][part, None]
         best = index.masked_fill(is_later, float("-inf")).topk(min(limit, keys)).indices
-        found[part] = found[part].scatter(1, best, value=True) & ~is_later
-    return found
+        is_chosen[part] = is_chosen[part].scatter(1, best, value=True) & ~is_later
+    return is_chosen
 
 
 def _check_length(tokens: int, limit: int) -> None:
@@ -469,16 +470,16 @@ def train_indexers(lm: PreTrainedModel, collector: DivergenceCollector) -> list[
     """Make the attention of each layer report its divergences to `collector`, in place. Returns the numbers of the
     layers on this rank, and whether each has an indexer of its own.
     """
-    found = []
+    trained = []
     for module in lm.modules():
         if isinstance(module, IndexedAttention):
             module.chooses, module.collector = True, collector
-            found.append((module.layer_idx, module.indexer is not None))
+            trained.append((module.layer_idx, module.indexer is not None))
         elif (indexer := getattr(getattr(module, "compressor", None), "indexer", None)) is not None:
             # DeepSeek-V4's attention (model/attention/compressed_attention.py).
             module.collector, module.compressor.chooses, indexer.is_trained = collector, True, True
-            found.append((module.layer_idx, True))
-    return found
+            trained.append((module.layer_idx, True))
+    return trained
 
 
 def longest_document(hf_config: PretrainedConfig) -> int | None:

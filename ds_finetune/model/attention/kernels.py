@@ -55,8 +55,8 @@ _FLASH_3, FLASH_3_MODULE = "FA3", "flash_attn_interface"
 
 def problem_of_flash_3(hf_config: PretrainedConfig) -> str:
     """Reason why this GPU cannot use FlashAttention 3 for packed documents; empty where it can."""
-    known: list[str] = getattr(attention, "list_flash_attention_impls", list)()
-    is_installed = _FLASH_3 in known and find_spec(FLASH_3_MODULE) is not None
+    implementations: list[str] = getattr(attention, "list_flash_attention_impls", list)()
+    is_installed = _FLASH_3 in implementations and find_spec(FLASH_3_MODULE) is not None
     capability = torch.cuda.get_device_capability()
     return flash_3_problem(hf_config.to_dict(), capability=capability, is_installed=is_installed)
 

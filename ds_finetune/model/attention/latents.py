@@ -33,9 +33,9 @@ class _LatentWeights:
         if self._parts is not None:
             return self._parts
         attention = self._attention
-        whole = attention.kv_b_proj(torch.eye(attention.kv_lora_rank, dtype=like.dtype, device=like.device))
+        matrix = attention.kv_b_proj(torch.eye(attention.kv_lora_rank, dtype=like.dtype, device=like.device))
         widths = [attention.qk_nope_head_dim, attention.v_head_dim]
-        to_key, to_value = whole.unflatten(-1, (-1, sum(widths))).split(widths, dim=-1)
+        to_key, to_value = matrix.unflatten(-1, (-1, sum(widths))).split(widths, dim=-1)
         self._parts = (to_key, to_value) if self._is_kept else None
         return to_key, to_value
 

@@ -59,8 +59,8 @@ def published_name(key: str, expected: Collection[str], prefix: str) -> str:
     parameters of norms gamma and beta (conversion_mapping.py:1777). `expected` are the model's names.
     """
     name = key.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
-    whole = f"{prefix}.{name}"
-    return whole if name not in expected and whole in expected else name
+    full_name = f"{prefix}.{name}"
+    return full_name if name not in expected and full_name in expected else name
 
 
 def encoder_inputs(

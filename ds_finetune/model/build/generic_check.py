@@ -258,11 +258,11 @@ def _compare(lm: PreTrainedModel, eager: PreTrainedModel, objective: Objective) 
     logits = eager(input_ids=first, position_ids=_positions(first), use_cache=False).logits[0].float()
     scored = objective if is_of_scores(objective) else None
     # Sum of the losses of all tokens but the first.
-    wanted = logits if scored else functional.cross_entropy(logits[:-1], first[0, 1:], reduction="sum")
+    expected = logits if scored else functional.cross_entropy(logits[:-1], first[0, 1:], reduction="sum")
     model = TrainedModel(lm)
     try:
-        found = _score(model, scored, first) if scored else _token_loss(model, first)
-        alone = [model.hidden(ids, _positions(ids), None)[0] for ids in (first, second)]
+        actual = _score(model, scored, first) if scored else _token_loss(model, first)
+        one_document = [model.hidden(ids, _positions(ids), None)[0] for ids in (first, second)]
     except _FAILURES as broken:
         raise ModelError(
             f"model_type `{lm.config.model_type}` does not run without its head on token ids and positions alone: "
@@ -272,9 +272,9 @@ def _compare(lm: PreTrainedModel, eager: PreTrainedModel, objective: Objective) 
     _check_earlier_tokens_matter(model, first, second)
     packed, padded = _packed_hidden(model, first, second), _padded_hidden(model, first, second)
     return Trial(
-        packed=_difference(packed, torch.stack([torch.cat(alone), torch.cat(alone[::-1])])),
-        padded=max(_difference(row[: len(hidden)], hidden) for row, hidden in zip(padded, alone, strict=True)),
-        loss=_difference(found, wanted),
+        packed=_difference(packed, torch.stack([torch.cat(one_document), torch.cat(one_document[::-1])])),
+        padded=max(_difference(row[: len(hidden)], hidden) for row, hidden in zip(padded, one_document, strict=True)),
+        loss=_difference(actual, expected),
     )
 
 
@@ -303,33 +303,33 @@ def _adapter_difference(lm: PreTrainedModel, names: Collection[str]) -> float:
     rows = {"input_ids": ids, "position_ids": _positions(ids), "use_cache": False}
 
     def run(
-        model: PreTrainedModel, given: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor]
+        model: PreTrainedModel, adapted: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor]
     ) -> _AdapterOutputs:
-        out = functional_call(model, dict(given), kwargs=rows)
-        found = out.logits.float()
-        loss = found[0].logsumexp(-1).square().mean()
-        return _AdapterOutputs(found.detach(), loss.detach(), torch.autograd.grad(loss, leaves, allow_unused=True))
+        out = functional_call(model, dict(adapted), kwargs=rows)
+        logits = out.logits.float()
+        loss = logits[0].logsumexp(-1).square().mean()
+        return _AdapterOutputs(logits.detach(), loss.detach(), torch.autograd.grad(loss, leaves, allow_unused=True))
 
     with torch.enable_grad():
-        found, wanted = run(ours, {}, [*adapters.values()]), run(lm, weights, [*sides.values()])
+        actual, expected = run(ours, {}, [*adapters.values()]), run(lm, weights, [*sides.values()])
     merged = merge_adapters(
         iter(plain.items()), factors_of({n: side.detach() for n, side in sides.items()}, lora.scale)
     )
     exported = functional_call(lm, {name: each for name, each in merged if each is not None}, kwargs=rows).logits
-    largest = max((float(grad.norm()) for grad in wanted.gradients if grad is not None), default=0.0)
+    largest = max((float(grad.norm()) for grad in expected.gradients if grad is not None), default=0.0)
     if not largest:
         raise ArithmeticError("adapters get no gradient")
-    apart = [
+    differences = [
         float(((0 if mine is None else mine) - (0 if theirs is None else theirs)).norm())  # type: ignore[union-attr]
         / max(0.0 if theirs is None else float(theirs.norm()), _SEEN * largest)
-        for mine, theirs in zip(found.gradients, wanted.gradients, strict=True)
+        for mine, theirs in zip(actual.gradients, expected.gradients, strict=True)
         if mine is not None or theirs is not None
     ]
     return max(
-        *apart,
-        _difference(found.loss, wanted.loss),
-        _difference(found.logits, wanted.logits),
-        _difference(exported.float(), wanted.logits),
+        *differences,
+        _difference(actual.loss, expected.loss),
+        _difference(actual.logits, expected.logits),
+        _difference(exported.float(), expected.logits),
     )
 
 
@@ -353,8 +353,8 @@ def _score(model: TrainedModel, objective: ScoreObjective, ids: torch.Tensor) ->
 def _check_earlier_tokens_matter(model: TrainedModel, first: torch.Tensor, second: torch.Tensor) -> None:
     """ArithmeticError where earlier tokens hardly affect later ones, so that comparisons would detect nothing."""
     same_end = [torch.cat([document[:, :_LAST], first[:, -_LAST:]], dim=1) for document in (first, second)]
-    ends = [model.hidden(ids, _positions(ids), None)[0, -_LAST:] for ids in same_end]
-    if _difference(*ends) < _SEEN:
+    last_hidden = [model.hidden(ids, _positions(ids), None)[0, -_LAST:] for ids in same_end]
+    if _difference(*last_hidden) < _SEEN:
         raise ArithmeticError("earlier tokens hardly change later ones")
 
 
@@ -391,8 +391,8 @@ def _positions(ids: torch.Tensor) -> torch.Tensor:
     return torch.arange(ids.shape[1])[None]
 
 
-def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    apart = float((found - wanted).abs().max() / wanted.abs().max())
-    if not math.isfinite(apart):
+def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    difference = float((actual - expected).abs().max() / expected.abs().max())
+    if not math.isfinite(difference):
         raise ArithmeticError("its results are not finite")
-    return apart
+    return difference

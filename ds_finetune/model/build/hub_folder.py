@@ -92,7 +92,7 @@ def check_inside(file: Path, folder: Path | None = None) -> Path:
     """
     real, target = (folder or file.parent).resolve(), file.resolve()
     blobs = [above.parent / "blobs" for above in real.parents if above.name == "snapshots"]
-    if not any(target.is_relative_to(place) for place in (real, *blobs)):
+    if not any(target.is_relative_to(folder_path) for folder_path in (real, *blobs)):
         raise ModelError(
             f"{file} is a link to {target}, outside its folder",
             hint="it may be harmful; where it is not, put the file itself there, e.g. with `cp -L`",
@@ -170,8 +170,8 @@ class HubFolder:
 
     def fp4(self, key: str) -> Fp4Matrix | None:
         """The tensor if it is stored in FP4, else None."""
-        found = self._packed.get(key)
-        return found if isinstance(found, Fp4Matrix) else None
+        packed = self._packed.get(key)
+        return packed if isinstance(packed, Fp4Matrix) else None
 
     def dtype(self, key: str) -> torch.dtype:
         """Dtype returned by `read`: the stored one, or fp32 for FP8, MXFP4 and FP4."""
@@ -232,15 +232,15 @@ class HubFolder:
 
         ModelError lists tensors that are missing, unexpected, of another shape, or not of a floating dtype.
         """
-        left = [key for key in sorted(self.shapes.keys() - expected.keys()) if may_be(key)]
-        wrong = differences(expected, {key: shape for key, shape in self.shapes.items() if key not in set(left)})
+        unused = [key for key in sorted(self.shapes.keys() - expected.keys()) if may_be(key)]
+        wrong = differences(expected, {key: shape for key, shape in self.shapes.items() if key not in set(unused)})
         if wrong:
             raise ModelError(
                 f"{self.folder} does not fit {model}: {wrong}",
                 hint="it is incomplete or belongs to another model; download it again, or name the right folder",
             )
-        self.check_dtypes(besides=left)
-        return left
+        self.check_dtypes(besides=unused)
+        return unused
 
     def check_dtypes(self, *, besides: Iterable[str] = ()) -> None:
         """ModelError where a tensor's dtype is none that weights have; tensors in `besides` may have any dtype."""
@@ -332,11 +332,11 @@ def bin_conversion(folder: Path) -> str:
     if not any(folder.glob("pytorch_model*.bin")):
         return ""
     try:
-        named = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
+        class_name = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
     except (OSError, ValueError, LookupError, TypeError):
-        named = None
+        class_name = None
     # The user copies the command to a shell, so it takes from config.json only a class name of transformers.
-    kind = named if named in dir(transformers) else "AutoModelForCausalLM"
+    kind = class_name if class_name in dir(transformers) else "AutoModelForCausalLM"
     code = (
         f"from transformers import {kind} as M; p = {str(folder)!r}; "
         "M.from_pretrained(p, dtype='auto', weights_only=True).save_pretrained(p)"
@@ -407,10 +407,10 @@ def _read_header(path: Path) -> Header:
 def _check_scales(folder: Path, stored: Mapping[str, StoredTensor], fp8: Iterable[str]) -> None:
     """ModelError where an FP8 weight does not have one scale for each block, or a scale has no weight."""
     weights = set(fp8)
-    alone = sorted(key for key in weights if key + SCALE not in stored)
-    if alone:
+    without_scale = sorted(key for key in weights if key + SCALE not in stored)
+    if without_scale:
         raise ModelError(
-            f"{folder} holds {len(alone)} FP8 weights without `{SCALE}`: {', '.join(alone[:_SHOWN])}",
+            f"{folder} holds {len(without_scale)} FP8 weights without `{SCALE}`: {', '.join(without_scale[:_SHOWN])}",
             hint="give a bf16 copy",
         )
     packed = {key for key, tensor in stored.items() if tensor.dtype == PACKED}

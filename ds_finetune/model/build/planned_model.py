@@ -52,13 +52,22 @@ def _read(
     def build() -> ModelTensors:
         set_mtp_layers(hf_config, mtp_layers)
         hf_config.num_labels = scores or hf_config.num_labels
-        found = read_tensors(hf_config, "sequence_classification" if scores else "causal_lm")
+        tensors_read = read_tensors(hf_config, "sequence_classification" if scores else "causal_lm")
         with suppress(OSError):
             # If the cache cannot be written, planning is only slower.
             folder.mkdir(parents=True, exist_ok=True)
             replace_file(
-                file, json.dumps([config, found.by_name, found.is_tied, found.num_predictions, list(found.linears)])
+                file,
+                json.dumps(
+                    [
+                        config,
+                        tensors_read.by_name,
+                        tensors_read.is_tied,
+                        tensors_read.num_predictions,
+                        list(tensors_read.linears),
+                    ]
+                ),
             )
-        return found
+        return tensors_read
 
     return config, build

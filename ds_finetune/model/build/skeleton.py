@@ -183,11 +183,11 @@ def _check_names(config: PretrainedConfig, label: str) -> None:
     rope: Any = getattr(config, "rope_parameters", None) or {}
     parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
     kinds = ("default", *ROPE_INIT_FUNCTIONS)
-    given = [("rope_type", part["rope_type"], kinds) for part in parts if part.get("rope_type")]
-    given += [("hidden_act", config.hidden_act, tuple(ACT2FN))] if hasattr(config, "hidden_act") else []
-    for key, name, known in given:
-        if name not in known and not family_of(config.model_type).is_generic:
-            raise ModelError(f"{label}: {key} is {name!r}", hint=f"transformers has {', '.join(known)}")
+    choices = [("rope_type", part["rope_type"], kinds) for part in parts if part.get("rope_type")]
+    choices += [("hidden_act", config.hidden_act, tuple(ACT2FN))] if hasattr(config, "hidden_act") else []
+    for key, name, supported in choices:
+        if name not in supported and not family_of(config.model_type).is_generic:
+            raise ModelError(f"{label}: {key} is {name!r}", hint=f"transformers has {', '.join(supported)}")
 
 
 def check_vocabulary(config: PretrainedConfig, label: str) -> None:
@@ -248,8 +248,8 @@ def check_attention(hf_config: PretrainedConfig, attention: str, task: Task = "c
     family = family_of(hf_config.model_type)
     has_sdpa = kind._supports_sdpa or family.has_sinks
     legal = [*(["sdpa"] if has_sdpa else []), "eager", *([FLASH] if kind._supports_flash_attn else [])]
-    wanted = "sdpa" if attention in OWN_ATTENTIONS and not family.is_generic else attention
-    if wanted in (*OWN_ATTENTIONS, "eager", FLASH) and wanted not in legal:
+    required = "sdpa" if attention in OWN_ATTENTIONS and not family.is_generic else attention
+    if required in (*OWN_ATTENTIONS, "eager", FLASH) and required not in legal:
         raise ModelError(
             f"model.attention {attention} with model_type `{hf_config.model_type}`, "
             f"for which transformers has {' and '.join(legal)}",
@@ -326,12 +326,12 @@ def _set_dtypes(model: PreTrainedModel, dtype: torch.dtype, device: str) -> None
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
-    kept = family_of(model.config.model_type).fp32_buffers
+    fp32_names = family_of(model.config.model_type).fp32_buffers
     for module in model.modules():
         tensors = [*module.named_buffers(recurse=False), *module.named_parameters(recurse=False)]
         for name, tensor in tensors:
-            if name in kept and not tensor.requires_grad:
+            if name in fp32_names and not tensor.requires_grad:
                 module._parameters.pop(name, None)
                 shape = getattr(tensor, "ds_shape", tensor.shape)
                 module.register_buffer(name, torch.zeros(shape, dtype=torch.float32, device=device))
-    keep_in_fp32(model, kept)
+    keep_in_fp32(model, fp32_names)

@@ -82,15 +82,15 @@ def layer_kinds(lm: nn.Module) -> set[Kind]:
 
 def _stacks(lm: nn.Module) -> list[nn.ModuleList]:
     """The outermost module lists of a model."""
-    found: dict[str, nn.ModuleList] = {}
+    stacks: dict[str, nn.ModuleList] = {}
     for name, module in lm.named_modules():
         if (
             isinstance(module, nn.ModuleList)
             and len(module)
-            and not any(name.startswith(f"{outer}.") for outer in found)
+            and not any(name.startswith(f"{outer}.") for outer in stacks)
         ):
-            found[name] = module
-    return list(found.values())
+            stacks[name] = module
+    return list(stacks.values())
 
 
 def _kind(layer: nn.Module) -> Kind:
@@ -102,9 +102,9 @@ def _kind(layer: nn.Module) -> Kind:
 
 def _settings(module: nn.Module) -> str:
     """The settings of a module, except sizes."""
-    own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    switches = sorted((name, value) for name, value in own.items() if isinstance(value, bool | str))
-    return repr((switches, sorted(name for name, value in own.items() if value is None)))
+    attributes = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    switches = sorted((name, value) for name, value in attributes.items() if isinstance(value, bool | str))
+    return repr((switches, sorted(name for name, value in attributes.items() if value is None)))
 
 
 def _shrink(config: PretrainedConfig, size: Size, outer: Fraction | None) -> None:

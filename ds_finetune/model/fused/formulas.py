@@ -56,11 +56,13 @@ def rotate(
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, turn: Turning, is_backward: bool) -> torch.Tensor:
-    width, rest = turn.width, x[..., turn.width :]
+    width, unrotated = turn.width, x[..., turn.width :]
     from_pairs = turn.in_pairs and not is_backward
     a, b = (x[..., 0:width:2], x[..., 1:width:2]) if from_pairs else x[..., :width].chunk(2, -1)
     a, b = (a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)
-    return torch.cat([torch.stack([a, b], -1).flatten(-2), rest] if turn.in_pairs and is_backward else [a, b, rest], -1)
+    return torch.cat(
+        [torch.stack([a, b], -1).flatten(-2), unrotated] if turn.in_pairs and is_backward else [a, b, unrotated], -1
+    )
 
 
 def gate(*parts: torch.Tensor) -> torch.Tensor:

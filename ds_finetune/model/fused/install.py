@@ -79,7 +79,7 @@ def _rotations(module: nn.Module, kind: Any, kernels: Kernels) -> dict[str, Any]
     if turns := rotary_functions(kind):
         functions = {each: partial(_rotate, kernels, turn) for each, turn in turns.items()}
         return {"forward": with_functions(kind.forward, functions), **expanded}
-    return {"forward": lambda *given: _real(kind.forward(*given))} if returns_complex(kind) else {}
+    return {"forward": lambda *inputs: _real(kind.forward(*inputs))} if returns_complex(kind) else {}
 
 
 def _expand_kv(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401

@@ -65,8 +65,8 @@ class _Norm(torch.autograd.Function):
     """RMSNorm of the last dimension; inputs: hidden [..., width], weight, epsilon, and `rounds_last`."""
 
     @staticmethod
-    def forward(ctx: Any, kernels: Kernels, *given: Any) -> torch.Tensor:  # noqa: ANN401
-        hidden, weight, eps, ctx.rounds_last = given
+    def forward(ctx: Any, kernels: Kernels, *inputs: Any) -> torch.Tensor:  # noqa: ANN401
+        hidden, weight, eps, ctx.rounds_last = inputs
         out, scale = kernels.norm(_rows(hidden), _plain(weight), eps, ctx.rounds_last)
         ctx.save_for_backward(hidden, weight, scale)
         ctx.kernels = kernels
@@ -94,8 +94,8 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:  # noqa: ANN401
-        given = tuple(map(_plain, grads)), ctx.saved_tensors, ctx.turn
-        return None, None, *ctx.kernels.rotate(*given, not ctx.turn.is_back), None, None
+        arguments = tuple(map(_plain, grads)), ctx.saved_tensors, ctx.turn
+        return None, None, *ctx.kernels.rotate(*arguments, not ctx.turn.is_back), None, None
 
 
 class _Gate(torch.autograd.Function):

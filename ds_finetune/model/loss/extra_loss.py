@@ -64,8 +64,8 @@ class ExtraLoss(ABC):
 def numbers_of_parts(numbers: StepNumbers, extras: Sequence[ExtraLoss]) -> tuple[StepNumbers, list[torch.Tensor]]:
     """Splits the numbers of a step into those for the objective and the weights of the terms of each auxiliary loss."""
     sizes = [len(extra.terms) for extra in extras]
-    own, *others = numbers.weights.split([len(numbers.weights) - sum(sizes), *sizes])
-    return numbers._replace(weights=own), others
+    main_weights, *others = numbers.weights.split([len(numbers.weights) - sum(sizes), *sizes])
+    return numbers._replace(weights=main_weights), others
 
 
 def add_extra_losses(
@@ -74,12 +74,12 @@ def add_extra_losses(
     """The sum of the auxiliary losses of a forward (None without a contribution), and all their sums in order, fp64."""
     total, sums = None, [torch.zeros(0, dtype=torch.float64, device=hidden.device)]
     for extra, factors in zip(extras, weights, strict=True):
-        found = extra.loss(rows, hidden, factors)
-        if found is None:
+        extra_sums = extra.loss(rows, hidden, factors)
+        if extra_sums is None:
             sums.append(sums[0].new_zeros(len(extra.sum_names)))
             continue
-        total = found.loss if total is None else total + found.loss
-        sums.append(found.sums)
+        total = extra_sums.loss if total is None else total + extra_sums.loss
+        sums.append(extra_sums.sums)
     return total, torch.cat(sums)
 
 
@@ -102,10 +102,10 @@ class TotalLoss:
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
         """Metrics by name, first the objective's `loss`, which excludes auxiliary losses."""
-        found = self.objective.metrics(sums, counts)
+        metrics = self.objective.metrics(sums, counts)
         for extra in self.extras:
-            found |= extra.metrics(sums, counts)
-        return found
+            metrics |= extra.metrics(sums, counts)
+        return metrics
 
     def named(self, sums: Sequence[float]) -> dict[str, float]:
         """Sums by their names."""

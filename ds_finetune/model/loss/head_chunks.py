@@ -26,7 +26,9 @@ class NeededGradients(NamedTuple):
 def needed_gradients(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> NeededGradients:
     """The gradients that autograd will ask for."""
     is_on = torch.is_grad_enabled()
-    return NeededGradients(*(is_on and given is not None and given.requires_grad for given in (hidden, weight, bias)))
+    return NeededGradients(
+        *(is_on and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
+    )
 
 
 class HeadGradients(NamedTuple):

@@ -173,11 +173,11 @@ class AnswerPositions:
     def numbers(self, logp: torch.Tensor, entropy: torch.Tensor) -> AnswerTokens:
         """All inputs of a loss on answer tokens; collective in the sequence parallel group."""
         examples, index = self.documents.examples, self.documents.index
-        known = examples.answers
+        answers = examples.answers
         absent = torch.full_like(logp, torch.nan, requires_grad=False)
         old, reference, sampled = (
             absent if rows is None else rows.reshape(-1).index_select(0, self.positions).double()
-            for rows in ((None, None, None) if known is None else (known.old, known.reference, known.sampled))
+            for rows in ((None, None, None) if answers is None else (answers.old, answers.reference, answers.sampled))
         )
         lengths = self.documents.sums(torch.zeros_like(absent)).num_tokens
         return AnswerTokens(
@@ -209,11 +209,11 @@ class LossOfDocuments:
         weights, baseline = self._numbers or self._plain_sums(logp.device)
         with torch.set_grad_enabled(has_gradient):
             documents.logp.requires_grad_(has_gradient)
-            found = self._objective.loss(documents, weights, baseline)
-        d_logp = torch.autograd.grad(found.loss, documents.logp)[0] if has_gradient else None
+            loss = self._objective.loss(documents, weights, baseline)
+        d_logp = torch.autograd.grad(loss.loss, documents.logp)[0] if has_gradient else None
         sp_group = self._tokens.sp_group
-        sums = found.sums if sp_group is None or sp_group.group_rank == 0 else torch.zeros_like(found.sums)
-        result = LossAndSums(found.loss.detach().float(), sums.detach())
+        sums = loss.sums if sp_group is None or sp_group.group_rank == 0 else torch.zeros_like(loss.sums)
+        result = LossAndSums(loss.loss.detach().float(), sums.detach())
         return result, None if d_logp is None else d_logp[self._tokens.index]
 
     def _plain_sums(self, device: torch.device) -> StepNumbers:
@@ -236,9 +236,9 @@ class LossOfAnswers:
         one = torch.ones(1, dtype=torch.float64, device=logp.device)
         with torch.set_grad_enabled(has_gradient):
             weights = one if self._numbers is None else self._numbers.weights
-            found = self._objective.loss(self._tokens.numbers(logp, self._head.entropy), weights)
-        d_logp = torch.autograd.grad(found.loss, logp)[0] if has_gradient else None
-        return LossAndSums(found.loss.detach().float(), found.sums), d_logp
+            loss = self._objective.loss(self._tokens.numbers(logp, self._head.entropy), weights)
+        d_logp = torch.autograd.grad(loss.loss, logp)[0] if has_gradient else None
+        return LossAndSums(loss.loss.detach().float(), loss.sums), d_logp
 
 
 class _DocumentLoss(torch.autograd.Function):
@@ -261,7 +261,7 @@ class _DocumentLoss(torch.autograd.Function):
         ctx.dtypes = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
         gradients, factors = HeadGradients(None, None, None), None
         if needed.weight or needed.bias:
-            found, d_logp = loss.of_tokens(head.log_probs(), has_gradient=True)
+            values, d_logp = loss.of_tokens(head.log_probs(), has_gradient=True)
             assert d_logp is not None
             # Scaled to a largest value of one, so that small gradients do not underflow in the dtype of the hidden
             # states.
@@ -269,13 +269,13 @@ class _DocumentLoss(torch.autograd.Function):
             gradients = head.gradients((d_logp / factors).float(), needed)
         elif needed.hidden:
             logp, directions = head.log_probs_and_directions()
-            found, factors = loss.of_tokens(logp, has_gradient=True)
+            values, factors = loss.of_tokens(logp, has_gradient=True)
             gradients = HeadGradients(directions, None, None)
         else:
-            found, _ = loss.of_tokens(head.log_probs(), has_gradient=False)
+            values, _ = loss.of_tokens(head.log_probs(), has_gradient=False)
         ctx.save_for_backward(*gradients, factors)
-        ctx.mark_non_differentiable(found.sums)
-        return found.loss, found.sums
+        ctx.mark_non_differentiable(values.sums)
+        return values.loss, values.sums
 
     @staticmethod
     def backward(ctx: Any, d_loss: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401

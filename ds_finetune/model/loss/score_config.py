@@ -97,16 +97,16 @@ def set_padding_token(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenize
     token that texts do not contain; a new token `NEW_PADDING`, with the first id of the model's vocabulary that the
     tokenizer does not use. ModelError where there is none.
     """
-    given = hf_config.eos_token_id
-    ends = {*(given if isinstance(given, list) else [given]), tokenizer.eos_token_id, tokenizer.bos_token_id}
+    eos_ids = hf_config.eos_token_id
+    end_ids = {*(eos_ids if isinstance(eos_ids, list) else [eos_ids]), tokenizer.eos_token_id, tokenizer.bos_token_id}
     added = tokenizer.get_added_vocab()
     template = str(tokenizer.chat_template or "")
     spare = sorted(number for text, number in added.items() if _SPARE.search(text) and text not in template)
-    own = [tokenizer.pad_token_id, hf_config.pad_token_id]
+    candidates = [tokenizer.pad_token_id, hf_config.pad_token_id]
     fitting = [
         number
-        for number in [*own, *spare, tokenizer.unk_token_id]
-        if number is not None and number not in ends and 0 <= number < hf_config.vocab_size
+        for number in [*candidates, *spare, tokenizer.unk_token_id]
+        if number is not None and number not in end_ids and 0 <= number < hf_config.vocab_size
     ]
     number = int(fitting[0]) if fitting else _new_id(hf_config, tokenizer)
     hf_config.pad_token_id = number
@@ -123,11 +123,11 @@ def _new_id(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> 
     number = max(tokens.values()) + 1
     if number < hf_config.vocab_size and NEW_PADDING not in tokens:
         return number
-    own, pad = tokenizer.pad_token, tokenizer.pad_token_id
-    found = f"no padding token but {own!r}, which ends documents" if own else "no padding token"
-    found = f"the padding token {own!r} with id {pad}" if own and pad >= hf_config.vocab_size else found
+    pad_token, pad = tokenizer.pad_token, tokenizer.pad_token_id
+    reason = f"no padding token but {pad_token!r}, which ends documents" if pad_token else "no padding token"
+    reason = f"the padding token {pad_token!r} with id {pad}" if pad_token and pad >= hf_config.vocab_size else reason
     raise ModelError(
-        f"the tokenizer has {found}, and its {number} ids take all {hf_config.vocab_size} of the model's vocabulary: "
+        f"the tokenizer has {reason}, and its {number} ids take all {hf_config.vocab_size} of the model's vocabulary: "
         "transformers would score another token than the last of a text",
         hint=f'write "pad_token": "{NEW_PADDING}" in tokenizer_config.json and set model.resize_vocabulary: true',
     )

@@ -37,8 +37,8 @@ def loss_of_scores(
     """
     device = scores.device
     weights = torch.ones(len(objective.terms), dtype=torch.float64) if numbers is None else numbers.weights
-    found = objective.loss(scores, examples.targets.to(device), weights.to(device))
-    return LossAndSums(found.loss, found.sums, scores.detach())
+    loss = objective.loss(scores, examples.targets.to(device), weights.to(device))
+    return LossAndSums(loss.loss, loss.sums, scores.detach())
 
 
 class ScoreHead(nn.Linear):
@@ -70,19 +70,19 @@ class ScoreHead(nn.Linear):
         if examples is None:
             logits = super().forward(hidden)
             return logits if self.groups.pp is None else self.groups.pp.broadcast_from_last(logits)
-        found = loss_of_scores(self.objective, self.scores(hidden, examples.ends), examples, numbers)
+        loss = loss_of_scores(self.objective, self.scores(hidden, examples.ends), examples, numbers)
         is_first = self.groups.sp is None or self.groups.sp.group_rank == 0
-        return found if is_first else found._replace(sums=torch.zeros_like(found.sums))
+        return loss if is_first else loss._replace(sums=torch.zeros_like(loss.sums))
 
     def scores(self, hidden: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Scores fp32 [documents, outputs] of documents that end at `ends`, int64, in the flattened rows."""
         sp_group = self.groups.sp
         ranks, rank = (1, 0) if sp_group is None else (sp_group.size, sp_group.group_rank)
         ends, tokens = ends.to(hidden.device), hidden.shape[1]
-        row, place = ends // (tokens * ranks), ends % (tokens * ranks) - tokens * rank
-        is_own = (place >= 0) & (place < tokens)
+        row, column = ends // (tokens * ranks), ends % (tokens * ranks) - tokens * rank
+        is_own = (column >= 0) & (column < tokens)
         # A mask, since a list of the documents that end on this rank would synchronise the GPU.
-        pooled = hidden.reshape(-1, hidden.shape[-1]).index_select(0, (row * tokens + place).where(is_own, 0))
+        pooled = hidden.reshape(-1, hidden.shape[-1]).index_select(0, (row * tokens + column).where(is_own, 0))
         bias = None if self.bias is None else self.bias.float()
         scores = functional.linear(pooled.float(), self.weight.float(), bias)
         return scores if sp_group is None else sum_over_ranks(scores.where(is_own[:, None], 0), sp_group)

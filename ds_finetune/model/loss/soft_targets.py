@@ -39,10 +39,10 @@ class VocabularyShard(NamedTuple):
 
     def log_norm(self, logits: torch.Tensor) -> torch.Tensor:
         """Logarithm of the sum of exp(logits) over the whole vocabulary, [tokens, 1]."""
-        own = torch.logsumexp(logits, dim=-1, keepdim=True)
+        local = torch.logsumexp(logits, dim=-1, keepdim=True)
         if self.tp_group is None:
-            return own
-        return torch.logsumexp(self.tp_group.all_gather_last_dim(own), dim=-1, keepdim=True)
+            return local
+        return torch.logsumexp(self.tp_group.all_gather_last_dim(local), dim=-1, keepdim=True)
 
     def add_up(self, partial: torch.Tensor) -> torch.Tensor:
         """The sum of `partial` over tensor parallel ranks."""
@@ -95,12 +95,12 @@ class TeacherStates:
         logits = (self.hidden[tokens] @ self.weight[columns].T).float()
         if self.bias is not None:
             logits += self.bias[columns]
-        wanted = logits.div_(self.temperature)
-        if absent := log_probs.shape[1] - wanted.shape[1]:
-            wanted = torch.nn.functional.pad(wanted, (0, absent), value=_NEVER)
-        wanted -= shard.log_norm(wanted)
-        probs = wanted.exp()
-        divergence = shard.add_up((wanted.sub_(log_probs).mul_(probs)).sum(-1).sum())
+        teacher_logits = logits.div_(self.temperature)
+        if absent := log_probs.shape[1] - teacher_logits.shape[1]:
+            teacher_logits = torch.nn.functional.pad(teacher_logits, (0, absent), value=_NEVER)
+        teacher_logits -= shard.log_norm(teacher_logits)
+        probs = teacher_logits.exp()
+        divergence = shard.add_up((teacher_logits.sub_(log_probs).mul_(probs)).sum(-1).sum())
         return divergence, log_probs.exp().sub_(probs)
 
 
@@ -121,7 +121,7 @@ class TopTargets:
         self, log_probs: torch.Tensor, tokens: slice, shard: VocabularyShard
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As in `SoftTargets`."""
-        wanted = torch.log_softmax(self.log_probs[tokens].float(), dim=-1)
+        teacher_log_probs = torch.log_softmax(self.log_probs[tokens].float(), dim=-1)
         columns, is_here = columns_in_shard(self.ids[tokens], log_probs.shape[1], shard.tp_group)
         top = shard.add_up(torch.where(is_here, log_probs.gather(1, columns), 0.0))
         # A mask, since a list of the ids of this shard would synchronise the GPU. Ids of other shards are mapped to
@@ -129,10 +129,10 @@ class TopTargets:
         infinity = torch.full_like(top, float("inf"))
         others = log_probs.scatter_reduce(1, columns, torch.where(is_here, -infinity, infinity), "amin")
         bucket = shard.log_norm(others)
-        divergence = (wanted.exp() * (wanted - torch.cat([top, bucket], dim=-1))).sum(-1).sum()
+        divergence = (teacher_log_probs.exp() * (teacher_log_probs - torch.cat([top, bucket], dim=-1))).sum(-1).sum()
         gradient = log_probs.exp()
-        gradient.scatter_add_(1, columns, torch.where(is_here, -wanted[:, :-1].exp(), 0.0))
-        return divergence, gradient.sub_(others.add_(wanted[:, -1:] - bucket).exp_())
+        gradient.scatter_add_(1, columns, torch.where(is_here, -teacher_log_probs[:, :-1].exp(), 0.0))
+        return divergence, gradient.sub_(others.add_(teacher_log_probs[:, -1:] - bucket).exp_())
 
 
 class MixedLoss(NamedTuple):

@@ -135,9 +135,9 @@ class LossHead(nn.Linear):
         needed = needed_gradients(hidden, weight, bias)
 
         def compute(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> LossSumsAndGradients:
-            found = self.kernel(hidden, weight, bias, targets, needed)
-            sums = torch.stack([found.loss_sum.double(), found.num_correct.double()])
-            return LossSumsAndGradients(found.loss_sum, sums, HeadGradients(*found[2:]))
+            loss = self.kernel(hidden, weight, bias, targets, needed)
+            sums = torch.stack([loss.loss_sum.double(), loss.num_correct.double()])
+            return LossSumsAndGradients(loss.loss_sum, sums, HeadGradients(*loss[2:]))
 
         loss_sum, sums = loss_with_gradients(hidden, weight, bias, compute)
         return LossAndSums(loss_sum if numbers is None else loss_sum * numbers.weights[0].to(loss_sum.dtype), sums)
@@ -282,8 +282,8 @@ class TrainedModel(nn.Module):
         attention = self.lm.config._attn_implementation
         if attention == BY_DOCUMENT:
             packed = self._pack(documents, device, shared) if self.packs_documents and documents is not None else None
-            found = {"documents": documents, "sp_group": self.sp_group, "packed": packed}
-            return found if shared is None else found | {"shared": shared}
+            arguments = {"documents": documents, "sp_group": self.sp_group, "packed": packed}
+            return arguments if shared is None else arguments | {"shared": shared}
         assert shared is None, attention
         if attention in (FLASH, BY_LENGTHS) and documents is not None:
             return flash_arguments(documents, device)

@@ -41,18 +41,18 @@ class _Exchange:
     def start(self, rows: torch.Tensor, *, is_backward: bool = False) -> torch.Tensor:
         """Start to send `rows`; returns the tensor that the all-to-all will fill."""
         send, receive = (self._receive, self._send) if is_backward else (self._send, self._receive)
-        given = rows.contiguous()
+        sent = rows.contiguous()
         work: dist.Work | None = None
 
         def begin() -> torch.Tensor:
             nonlocal work
-            out = given.new_empty(sum(receive), *given.shape[1:])
-            work = dist.all_to_all_single(out, given, receive, send, group=self._group.group, async_op=True)
+            out = sent.new_empty(sum(receive), *sent.shape[1:])
+            work = dist.all_to_all_single(out, sent, receive, send, group=self._group.group, async_op=True)
             return out
 
         out = begin() if self._kept is None or is_backward else self._kept.keep(begin)
         # The sent rows are kept too, because the all-to-all reads them until it has ended.
-        self._pending = out, given, work
+        self._pending = out, sent, work
         return out
 
     def wait(self) -> torch.Tensor:
@@ -108,8 +108,8 @@ class ExpertParallelExperts(nn.Module):
     def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Maps hidden states [tokens, width], routed experts [tokens, k] and their weights to [tokens, width]."""
         chosen = SortedRows.of(top_k_index)
-        kept, counted = current_outputs(), partial(self._count_rows, chosen.experts)
-        arriving, send_counts, receive_counts = counted() if kept is None else kept.keep(counted)
+        saved_outputs, counted = current_outputs(), partial(self._count_rows, chosen.experts)
+        arriving, send_counts, receive_counts = counted() if saved_outputs is None else saved_outputs.keep(counted)
         of_weights, of_rows = (_Exchange(self.ep_group, send_counts, receive_counts) for _ in range(2))
         arriving_weights = _StartExchange.apply(chosen.weights_of(top_k_weights), of_weights)
         arriving_rows = _StartExchange.apply(chosen.rows_of(hidden), of_rows)

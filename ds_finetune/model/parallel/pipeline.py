@@ -344,13 +344,13 @@ class ModelChunks:
 
         Activation checkpointing recomputes layers directly, so backward may run outside the context.
         """
-        whole = {name: getattr(self._base, name) for name in self._parts[chunk]}
+        attributes = {name: getattr(self._base, name) for name in self._parts[chunk]}
         for name, part in self._parts[chunk].items():
             setattr(self._base, name, part)
         try:
             yield
         finally:
-            for name, part in whole.items():
+            for name, part in attributes.items():
                 setattr(self._base, name, part)
 
     def _layers(self, lm: PreTrainedModel, chunk: range) -> nn.ModuleList:
@@ -368,10 +368,10 @@ class ModelChunks:
                 part["hc_head"] = nn.Flatten(2)
 
     def _hand_over(self, layer: int, pp_group: PipelineGroup) -> HandOver:
-        found = self._base.layers[layer]
-        if not isinstance(found, HandOver):
-            self._base.layers[layer] = found = HandOver(found, pp_group)
-        return found
+        module = self._base.layers[layer]
+        if not isinstance(module, HandOver):
+            self._base.layers[layer] = module = HandOver(module, pp_group)
+        return module
 
 
 def _arrived_or(

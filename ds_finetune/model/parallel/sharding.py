@@ -137,9 +137,9 @@ class TensorShard:
         """Shape of the full tensor in the model."""
         return shape_in_model(self.global_shape)
 
-    def slice(self, whole: torch.Tensor) -> torch.Tensor:
+    def slice(self, tensor: torch.Tensor) -> torch.Tensor:
         """The elements of this shard, 1-D, taken from the full tensor `whole`."""
-        box = whole.view(self.global_shape)
+        box = tensor.view(self.global_shape)
         for dim, (start, size) in enumerate(zip(self.offsets, self.local_shape, strict=True)):
             box = box.narrow(dim, start, size)
         return box.reshape(-1)

@@ -99,13 +99,13 @@ def quantise_like(
     """
     made, made_scale = quantise(values, scales_of_two=scales_of_two)
     plain = dequantise(stored, scale[None])
-    kept = torch.zeros(len(scale), dtype=torch.bool)
+    is_kept = torch.zeros(len(scale), dtype=torch.bool)
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         differ = torch.nn.functional.pad(values != plain.to(dtype).float(), (0, -values.shape[1] % BLOCK))
-        kept |= ~differ.view(len(values), -1, BLOCK).any(2).any(0)
-    spread = kept.repeat_interleave(BLOCK)[: values.shape[1]]
+        is_kept |= ~differ.view(len(values), -1, BLOCK).any(2).any(0)
+    spread = is_kept.repeat_interleave(BLOCK)[: values.shape[1]]
     return (
         torch.where(spread, stored.view(torch.uint8), made.view(torch.uint8)).view(FP8),
-        torch.where(kept, scale, made_scale),
-        kept,
+        torch.where(is_kept, scale, made_scale),
+        is_kept,
     )

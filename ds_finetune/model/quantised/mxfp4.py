@@ -96,8 +96,8 @@ class Mxfp4Experts:
 
     def rows(self, first: int, last: int, within: tuple[slice, ...] = ()) -> torch.Tensor:
         """Experts `first` to `last`, [experts, inputs, outputs]; `within` selects consecutive inputs and outputs."""
-        whole = tuple(slice(0, size) for size in self.shape[1:])
-        inputs, outputs = within + whole[len(within) :]
+        full_slices = tuple(slice(0, size) for size in self.shape[1:])
+        inputs, outputs = within + full_slices[len(within) :]
         parts = [self._part(e, inputs, outputs) for e in range(first, last)]
         return torch.stack(parts) if parts else torch.empty(0, *self.shape[1:])
 
@@ -120,11 +120,11 @@ def find_experts(stored: Mapping[str, StoredTensor], folder: Path) -> dict[str, 
         for suffix in (BLOCKS, SCALES)
         if key.endswith(suffix) and tensor.dtype == torch.uint8
     }
-    alone = sorted(name for name in names if name + BLOCKS not in stored or name + SCALES not in stored)
-    if alone:
+    incomplete = sorted(name for name in names if name + BLOCKS not in stored or name + SCALES not in stored)
+    if incomplete:
         raise ModelError(
-            f"{folder} holds {len(alone)} weights in MXFP4 without `{BLOCKS}` or `{SCALES}`: "
-            f"{', '.join(alone[:_SHOWN])}",
+            f"{folder} holds {len(incomplete)} weights in MXFP4 without `{BLOCKS}` or `{SCALES}`: "
+            f"{', '.join(incomplete[:_SHOWN])}",
             hint="download it again, or give a bf16 copy",
         )
     for name in sorted(names):
@@ -174,12 +174,12 @@ def pack(
     lower, upper = torch.bucketize(sizes, _BETWEEN), torch.bucketize(sizes, _BETWEEN, right=True)
     codes = torch.where(lower % 2 == 0, lower, upper) + 8 * groups.signbit()
     packed = (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8)
-    exponents, kept = scale.to(BYTE_SCALE).view(torch.uint8), torch.zeros_like(scale, dtype=torch.bool)
+    exponents, is_kept = scale.to(BYTE_SCALE).view(torch.uint8), torch.zeros_like(scale, dtype=torch.bool)
     if like is not None:
         old, of_old = like[0].view(torch.uint8).view_as(packed), like[1].view(torch.uint8)
-        kept = (dequantise(old, of_old).view_as(groups) == groups).all(-1)
-        packed, exponents = torch.where(kept[..., None], old, packed), torch.where(kept, of_old, exponents)
-    return packed.flatten(-2).view(PACKED), exponents.view(BYTE_SCALE), int(kept.sum())
+        is_kept = (dequantise(old, of_old).view_as(groups) == groups).all(-1)
+        packed, exponents = torch.where(is_kept[..., None], old, packed), torch.where(is_kept, of_old, exponents)
+    return packed.flatten(-2).view(PACKED), exponents.view(BYTE_SCALE), int(is_kept.sum())
 
 
 @dataclass(frozen=True)

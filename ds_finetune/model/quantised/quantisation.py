@@ -19,19 +19,19 @@ _HINT = (
 
 def check_config_readable(config: Mapping[str, Any], label: str, error: type[FinetuneError]) -> None:
     """Raise `error` where `config`, a config.json as published, names an unsupported quantised format."""
-    given = _section_with_experts(config)
-    if given is not None:
-        check_readable(given, label, error)
+    section = _section_with_experts(config)
+    if section is not None:
+        check_readable(section, label, error)
 
 
 def _section_with_experts(config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - whatever a config.json holds
     """The `quantization_config`, with `expert_dtype` moved into it, as in transformers 5.23
     (deepseek_v4/configuration_deepseek_v4.py:247-255).
     """
-    given = config.get("quantization_config")
-    if isinstance(given, Mapping) and config.get(EXPERT_DTYPE) is not None:
-        return {EXPERT_DTYPE: config[EXPERT_DTYPE], **given}
-    return given
+    section = config.get("quantization_config")
+    if isinstance(section, Mapping) and config.get(EXPERT_DTYPE) is not None:
+        return {EXPERT_DTYPE: config[EXPERT_DTYPE], **section}
+    return section
 
 
 def check_no_other_format(folder: Path, error: type[FinetuneError]) -> None:
@@ -51,13 +51,13 @@ def check_no_other_format(folder: Path, error: type[FinetuneError]) -> None:
         raise error(f"{file}: weights in {kind} are not read", hint=_HINT)
 
 
-def check_readable(given: Any, label: str, error: type[FinetuneError]) -> None:  # noqa: ANN401 - whatever a config.json holds
+def check_readable(section: Any, label: str, error: type[FinetuneError]) -> None:  # noqa: ANN401 - whatever a config.json holds
     """Raise `error` where the `quantization_config` of `label` names an unsupported format.
 
     Supported are FP8 in blocks (`model/quantised/fp8.py`), with or without experts in FP4, and MXFP4
     (`model/quantised/mxfp4.py`).
     """
-    tree = given if isinstance(given, Mapping) else {}
+    tree = section if isinstance(section, Mapping) else {}
     if tree.get("quant_method") == QUANT_METHOD:
         return
     if tree.get("quant_method") == "fp8" and tree.get(EXPERT_DTYPE, "fp8") not in ("fp8", FP4):
@@ -65,4 +65,4 @@ def check_readable(given: Any, label: str, error: type[FinetuneError]) -> None: 
     read = {key: tree.get(key, QUANTIZATION_CONFIG[key]) for key in ("fmt", "quant_method", "weight_block_size")}
     is_fp8 = tree.get("quant_method") is not None and all(read[key] == QUANTIZATION_CONFIG[key] for key in read)
     if not is_fp8 or tree.get("scale_fmt") not in _SCALE_FORMATS:
-        raise error(f"{label}: weights quantised by {given} are not read", hint=_HINT)
+        raise error(f"{label}: weights quantised by {section} are not read", hint=_HINT)

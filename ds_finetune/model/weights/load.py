@@ -143,14 +143,16 @@ def initialise_weights(
     tied = {name for name in (model.all_tied_weights_keys or {}) if model.config.tie_word_embeddings}
     for name, module in model.named_modules():
         full = {leaf: f"{name}.{leaf}".lstrip(".") for leaf in module._parameters}
-        own = [
+        own_parameters = [
             (leaf, param)
             for leaf, param in module.named_parameters(recurse=False)
             if full[leaf] not in tied and (names is None or full[leaf] in names)
         ]
-        if own:
-            shards = {leaf: model_shard.tensor_shard(f"{name}.{leaf}", where(param).shape) for leaf, param in own}
-            _initialise_module(model, module, own, seed_of(seed, name), where, shards)
+        if own_parameters:
+            shards = {
+                leaf: model_shard.tensor_shard(f"{name}.{leaf}", where(param).shape) for leaf, param in own_parameters
+            }
+            _initialise_module(model, module, own_parameters, seed_of(seed, name), where, shards)
 
 
 def draw_normal(param: nn.Parameter, *, deviation: float, seed: int, where: Where = whole) -> None:
@@ -177,13 +179,13 @@ def seed_of(seed: int, name: str) -> int:
 def _initialise_module(  # noqa: PLR0913
     model: PreTrainedModel,
     module: nn.Module,
-    own: list[tuple[str, nn.Parameter]],
+    own_parameters: list[tuple[str, nn.Parameter]],
     seed: int,
     where: Where,
     shards: Mapping[str, TensorShard],
 ) -> None:
-    initial = {leaf: torch.zeros(shards[leaf].whole_shape, dtype=torch.float32) for leaf, _ in own}
-    kept = dict(module._parameters)
+    initial = {leaf: torch.zeros(shards[leaf].whole_shape, dtype=torch.float32) for leaf, _ in own_parameters}
+    parameters = dict(module._parameters)
     buffers = dict(module._buffers)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
@@ -194,9 +196,9 @@ def _initialise_module(  # noqa: PLR0913
         values = {
             leaf: param.data for leaf, param in module._parameters.items() if leaf in initial and param is not None
         }
-    module._parameters.update(kept)
+    module._parameters.update(parameters)
     module._buffers.update(buffers)
-    for leaf, param in own:
+    for leaf, param in own_parameters:
         fragment = where(param)
         if fragment.end > fragment.start:
             with fragment.opened() as flat:

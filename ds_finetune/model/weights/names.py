@@ -25,12 +25,12 @@ class Piece:
     index: Index
     shape: tuple[int, ...]
 
-    def first_element(self, whole: tuple[int, ...]) -> int:
+    def first_element(self, shape: tuple[int, ...]) -> int:
         """Index of the piece's first element in the flattened model tensor of shape `whole`, in which its elements are
         contiguous.
         """
-        begin, stride = 0, math.prod(whole)
-        for size, part in zip(whole, self.index, strict=False):
+        begin, stride = 0, math.prod(shape)
+        for size, part in zip(shape, self.index, strict=False):
             stride //= size
             begin += stride * (part if isinstance(part, int) else part.start)
         return begin
@@ -87,8 +87,8 @@ def canonical_name(key: str, family: Family) -> str:
         return name
 
     # transformers' patterns also match some names of the model, which are recognised by mapping the result back.
-    kept, own = published_name(in_model(key), family), published_name(key, family)
-    return own if kept != key and in_model(own) == key else kept
+    renamed, original = published_name(in_model(key), family), published_name(key, family)
+    return original if renamed != key and in_model(original) == key else renamed
 
 
 def renamed(name: str, renames: Renames) -> str:

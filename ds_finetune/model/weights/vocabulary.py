@@ -42,7 +42,7 @@ def grow_vocabulary(hf_config: PretrainedConfig, ids: int) -> None:
     hf_config.vocab_size = ids
 
 
-def untrained_rows(folder: Path, candidates: Collection[int], named: Collection[int]) -> list[int]:
+def untrained_rows(folder: Path, candidates: Collection[int], used: Collection[int]) -> list[int]:
     """The ids of `candidates` whose embedding in the weights of `folder` looks untrained: it lies among embeddings of
     ids not in `named`, or if all ids are, within half the median distance to the mean of `named`.
     """
@@ -54,8 +54,8 @@ def untrained_rows(folder: Path, candidates: Collection[int], named: Collection[
     def read(ids: Sequence[int]) -> torch.Tensor:
         return torch.cat([hub.rows(table, number, number + 1).double() for number in ids])
 
-    unused = [number for number in range(hub.shapes[table][0]) if number not in named][:_COMPARED]
-    usual = sorted({*named} - {*candidates})
+    unused = [number for number in range(hub.shapes[table][0]) if number not in used][:_COMPARED]
+    usual = sorted({*used} - {*candidates})
     others = read(unused or usual[:: -(-len(usual) // _COMPARED)])
     distances = (others - others.mean(0)).norm(dim=1)
     limit = _MARGIN * distances.max() if unused else distances.median() / 2
@@ -71,14 +71,14 @@ class GrownFolder(HubFolder):
     """
 
     def __init__(
-        self, folder: Path, growth: Growth, wanted: Mapping[str, Shape], *, rename: Callable[[str], str] | None = None
+        self, folder: Path, growth: Growth, shapes: Mapping[str, Shape], *, rename: Callable[[str], str] | None = None
     ) -> None:
         super().__init__(folder, rename=rename)
         self._growth = growth
         self._new_rows: dict[str, torch.Tensor] = {}
         grown = {
             key: shape
-            for key, shape in wanted.items()
+            for key, shape in shapes.items()
             if shape[:1] == (growth.after,) and self.shapes.get(key) == (growth.before, *shape[1:])
         }
         self._grown = frozenset(grown)

@@ -95,8 +95,10 @@ def _documents(micro: MicroBatch) -> Iterator[_PlainDocument]:
     for number, (ids, labels) in enumerate(zip(micro.input_ids, micro.labels, strict=True)):
         lengths = micro.documents[number] if micro.documents else (len(ids),)
         if micro.examples is None:
-            whole = zip(ids.split(lengths), labels.split(lengths), strict=True)
-            yield from (_PlainDocument(*document) for document in whole if bool((document[1] != IGNORE_INDEX).any()))
+            documents = zip(ids.split(lengths), labels.split(lengths), strict=True)
+            yield from (
+                _PlainDocument(*document) for document in documents if bool((document[1] != IGNORE_INDEX).any())
+            )
             continue
         examples, index = micro.examples, micro.examples.index[number]
         for document in index[index >= 0].unique_consecutive().tolist():
@@ -193,9 +195,9 @@ def _four_bit_model(model: ModelPlan, engine: Engine) -> Any:  # noqa: ANN401 - 
 
     dtype = PRECISION_DTYPES[engine.plan.precision]
     modules = build_meta_model(model.hf_config, model.task).named_modules()
-    kept = [name for name, module in modules if isinstance(module, nn.Linear) and name not in model.quantised]
-    asked: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-    quantisation = BitsAndBytesConfig(**asked, bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=kept)
+    unquantised = [name for name, module in modules if isinstance(module, nn.Linear) and name not in model.quantised]
+    options: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    quantisation = BitsAndBytesConfig(**options, bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=unquantised)
     lm = _auto_class(model).from_pretrained(
         resolve_folder(model.path),
         config=_config(model),
@@ -214,12 +216,12 @@ def _in_peft(lm: Any, engine: Engine, model: ModelPlan, lora: LoraConfig) -> nn.
     from peft import PeftModel
 
     adapters = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
-    whole = model.lora.whole if model.lora is not None else ()
+    full_modules = model.lora.whole if model.lora is not None else ()
     base = AdapterBase(
         name=model.path,
         digest="",
         family=family_of(model.hf_config.model_type),
-        whole={name: tensor.clone() for name, tensor in engine.named_tensors(whole) if tensor is not None},
+        whole={name: tensor.clone() for name, tensor in engine.named_tensors(full_modules) if tensor is not None},
         classifier_config={} if model.task == "causal_lm" else model.hf_config.to_dict(),
     )
     with tempfile.TemporaryDirectory() as folder:

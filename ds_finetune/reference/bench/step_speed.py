@@ -50,15 +50,15 @@ class SpeedComparison:
         """Rows for display: median seconds, tokens per second, and speed relative to the first candidate."""
         first_name = next(iter(self.seconds))
         first = statistics.median(next(iter(self.seconds.values())))
-        found = [
+        lines = [
             ("speed (x)", f"that of {first_name} is 1; more is faster"),
             ("losses differ by", f"{self.largest_loss_difference:.1e}, relative"),
         ]
         for name, seconds in self.seconds.items():
             median = statistics.median(seconds)
             rate = self.tokens / sum(seconds)
-            found.append((name, f"{median:.3f} s/step, {rate:,.0f} tokens/s, {first / median:.2f} x"))
-        return found
+            lines.append((name, f"{median:.3f} s/step, {rate:,.0f} tokens/s, {first / median:.2f} x"))
+        return lines
 
 
 def compare_step_speed(resolved: ResolvedRun, *, steps: int, say: Say) -> SpeedComparison:
@@ -100,8 +100,10 @@ def with_reference(engine: Engine, batches: Iterator[Batch]) -> Iterator[Batch]:
     """The batches with log-probabilities of the reference model, where the objective needs one: the current model."""
     if not engine.objective.needs_reference or engine.objective.reference_from_adapters:
         return batches
-    every = list(batches)
-    numbers, logps = engine.document_log_probs(replace(batch, micro=(*batch.baseline, *batch.micro)) for batch in every)
+    all_batches = list(batches)
+    numbers, logps = engine.document_log_probs(
+        replace(batch, micro=(*batch.baseline, *batch.micro)) for batch in all_batches
+    )
     of_document = dict(zip(numbers.tolist(), logps.tolist(), strict=True))
 
     def refer(micro: MicroBatch) -> MicroBatch:
@@ -111,7 +113,7 @@ def with_reference(engine: Engine, batches: Iterator[Batch]) -> Iterator[Batch]:
 
     return (
         replace(batch, micro=tuple(map(refer, batch.micro)), baseline=tuple(map(refer, batch.baseline)))
-        for batch in every
+        for batch in all_batches
     )
 
 

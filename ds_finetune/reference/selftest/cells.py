@@ -232,9 +232,9 @@ def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
 
     An optimizer step contains all samples, and empty rows where the batch is larger.
     """
-    share = dp * cell.accumulation
+    rows_per_rank = dp * cell.accumulation
     per_unit = objective_of(cell.objective).documents_per_unit
-    size = -(-(PACKED_ROWS if cell.packing else len(units(per_unit))) // share)
+    size = -(-(PACKED_ROWS if cell.packing else len(units(per_unit))) // rows_per_rank)
     zero: dict[str, Any] = {"stage": cell.stage, "stage3_param_persistence_threshold": 40}
     if cell.stage == 3 and cell.optimizer == "Muon":
         zero["reduce_scatter"] = False
@@ -244,7 +244,7 @@ def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
         zero["offload_param"] = {"device": "cpu"}
     sampled: dict[str, Any] = {}
     if cell.objective == "grpo":
-        rollout = {"prompts_per_step": size * share // 2, "max_new_tokens": ROW_LEN // 2}
+        rollout = {"prompts_per_step": size * rows_per_rank // 2, "max_new_tokens": ROW_LEN // 2}
         sampled = {"objective": {"name": "grpo", "group_size": 2}, "rollout": rollout, "rewards": ["exact_match"]}
     return {
         "model": str(model),
@@ -263,7 +263,7 @@ def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
         },
         "train": {
             "for": "1 steps",
-            "global_batch_size": size * share,
+            "global_batch_size": size * rows_per_rank,
             "micro_batch_size": size,
             "max_seq_len": -(-ROW_LEN // cell.sp) * cell.sp,
             "precision": cell.precision,
@@ -287,9 +287,9 @@ A tiny model before training finds them 1 to 2 nats less likely, so that z0 is a
 @cache
 def mismatched_answers(*, packing: bool) -> MismatchedAnswers:
     """The program's mismatched answers of the samples, whose rows are those of `rows`."""
-    kept = Documents.of([_kept(ids, labels) for ids, labels in samples()])
+    documents = Documents.of([_kept(ids, labels) for ids, labels in samples()])
     bins = row_numbers(packing)
-    rows = PreparedRows(kept, np.concatenate(bins), np.cumsum([0, *map(len, bins)]), kept.counts)
+    rows = PreparedRows(documents, np.concatenate(bins), np.cumsum([0, *map(len, bins)]), documents.counts)
     return MismatchedAnswers(rows, seed=0, max_seq_len=ROW_LEN, is_packed=packing)
 
 
@@ -300,14 +300,14 @@ def _kept(ids: np.ndarray, labels: np.ndarray) -> KeptDocument:
 @cache
 def mismatched_samples() -> list[tuple[np.ndarray, np.ndarray]]:
     """For each sample, its prompt with the answer of another sample, as (ids, shifted labels)."""
-    found, answers = [], mismatched_answers(packing=False)
+    mismatched, answers = [], mismatched_answers(packing=False)
     for number in range(SAMPLES):
         prompt, answer = parts_of(number)[0], parts_of(answers.partner(number))[1]
         ids = np.concatenate([prompt, answer])
         labels = np.concatenate([ids[1:], [IGNORE_INDEX]]).astype(np.int32)
         labels[: len(prompt) - 1] = IGNORE_INDEX
-        found.append((ids, labels))
-    return found
+        mismatched.append((ids, labels))
+    return mismatched
 
 
 def parts_of(number: int) -> tuple[np.ndarray, np.ndarray]:

@@ -119,26 +119,26 @@ def eval_loss(engine: Engine) -> float:
         answered = engine.evaluate([whole_batch(engine)])
         assert answered is not None
         return answered.loss
-    every = rows(engine.plan.batch.is_packed, engine.objective.documents_per_unit)
+    all_rows = rows(engine.plan.batch.is_packed, engine.objective.documents_per_unit)
     plan, mismatched = batch_plan(engine.plan, engine.objective), _mismatched(engine)
     baseline = () if mismatched is None else eval_baseline(mismatched, plan)
-    evaluation = engine.evaluate(_with_scores(engine, eval_batches(every, plan)), baseline=baseline)
+    evaluation = engine.evaluate(_with_scores(engine, eval_batches(all_rows, plan)), baseline=baseline)
     assert evaluation is not None
     return evaluation.loss
 
 
 def whole_batch(engine: Engine) -> Batch:
     """This rank's share of a batch with all samples."""
-    every = rows(engine.plan.batch.is_packed, engine.objective.documents_per_unit)
+    all_rows = rows(engine.plan.batch.is_packed, engine.objective.documents_per_unit)
     plan = batch_plan(engine.plan, engine.objective)
     if is_of_answers(engine.objective):
-        found = []
+        rows_of_batch = []
         for number, advantage in enumerate(answer_advantages().tolist()):
             old, sampled, reference = answer_log_probs(number)
             prompt, ids = parts_of(number)
-            found.append(ScoredAnswer(prompt.tolist(), ids, advantage, number, sampled, old, reference))
-        return answer_batch(found, plan)
-    batches = training_batches(every, plan, start_step=0, total_rows=len(every), mismatched=_mismatched(engine))
+            rows_of_batch.append(ScoredAnswer(prompt.tolist(), ids, advantage, number, sampled, old, reference))
+        return answer_batch(rows_of_batch, plan)
+    batches = training_batches(all_rows, plan, start_step=0, total_rows=len(all_rows), mismatched=_mismatched(engine))
     return next(_with_scores(engine, batches))
 
 
@@ -309,7 +309,7 @@ def compare_layout(run: RunSettings, world: World, device: str, folder: Path, *,
         else Steps()
     )
     with start_engine(plan, model) as engine:
-        taken = _steps_with_checkpoint(engine, folder, steps)
+        taken_steps = _steps_with_checkpoint(engine, folder, steps)
         loss = eval_loss(engine)
         _export(engine, Path(run.model.path), run.lora, folder / "export")
     with start_engine(plan, model, loads_weights=False) as engine:
@@ -318,7 +318,7 @@ def compare_layout(run: RunSettings, world: World, device: str, folder: Path, *,
         return None
     base = (Path(run.model.path), adapters) if adapters is not None else None
     reloaded = mean_loss(folder / "export", PRECISION_DTYPES[plan.precision], run.objective, base=base)
-    return compare_steps(reference, taken, resumed, abs(reloaded - loss))
+    return compare_steps(reference, taken_steps, resumed, abs(reloaded - loss))
 
 
 def _ignore(_: str) -> None:
@@ -329,8 +329,8 @@ def compare_steps(reference: Steps, steps: Steps, resumed: Steps, export: float)
     """Compare `steps` with the `reference`, and the steps `resumed` after the first one with the uninterrupted steps.
     `export` is the difference between the losses of the model and of its export.
     """
-    every, wanted = [*steps.norms, *steps.mtp_norms], [*reference.norms, *reference.mtp_norms]
-    norms = zip(every, wanted, strict=True)
+    actual, expected = [*steps.norms, *steps.mtp_norms], [*reference.norms, *reference.mtp_norms]
+    norms = zip(actual, expected, strict=True)
     differences = {
         "loss": _largest_difference(steps.losses, reference.losses),
         "norm": _largest(abs(norm - other) / other for norm, other in norms),
@@ -363,11 +363,11 @@ def compare_steps(reference: Steps, steps: Steps, resumed: Steps, export: float)
 def _gradient_difference(gradients: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
     assert gradients.keys() == reference.keys(), "the layout has other parameters"
     total = torch.stack([other.norm() for other in reference.values()]).norm()
-    found = []
+    differences = []
     for name, other in reference.items():
         least = _LEAST_SHARE * total if other.numel() == 1 else 1e-12
-        found.append(float((gradients[name] - other).norm() / other.norm().clamp_min(least)))
-    return _largest(found)
+        differences.append(float((gradients[name] - other).norm() / other.norm().clamp_min(least)))
+    return _largest(differences)
 
 
 def _largest_difference(values: list[float], reference: list[float]) -> float:
@@ -400,10 +400,10 @@ def _steps_with_checkpoint(engine: Engine, folder: Path, steps: int) -> Steps:
 
 
 def _steps_after_resume(engine: Engine, folder: Path, steps: int) -> Steps:
-    place = open_checkpoint_folder(folder, rank=engine.plan.world.rank, node_local=False)
-    checkpoint = newest_checkpoint(place, folder)
+    checkpoint_folder = open_checkpoint_folder(folder, rank=engine.plan.world.rank, node_local=False)
+    checkpoint = newest_checkpoint(checkpoint_folder, folder)
     assert checkpoint is not None
-    restore_engine(engine, place, checkpoint)
+    restore_engine(engine, checkpoint_folder, checkpoint)
     return list(take_steps(engine, steps))[-1]
 
 

@@ -74,8 +74,8 @@ def _compressed_states(model: Any, block: Any, embedded: torch.Tensor, streams: 
     projected = [block.h_proj(block.hnorm(streams[:, :, n])) for n in range(streams.shape[2])]
     inputs = torch.stack(projected, dim=2) + block.e_proj(block.enorm(embedded)).unsqueeze(2)
     tokens, rotary = embedded.shape[1], model.get_decoder().rotary_emb
-    positions, place = torch.arange(tokens)[None], torch.arange(tokens)
-    distance = place[:, None] - place
+    positions, position = torch.arange(tokens)[None], torch.arange(tokens)
+    distance = position[:, None] - position
     mask = torch.zeros(tokens, tokens).masked_fill(
         (distance < 0) | (distance >= model.config.sliding_window), -torch.inf
     )
@@ -137,9 +137,9 @@ class PlainMtp:
         It is the cross entropy of the token after the next (DeepSeek-V3, arXiv 2412.19437, eq. 24).
         """
         logits = self.logits(torch.from_numpy(ids).long())
-        wanted = torch.from_numpy(labels).long()[1:]
-        out = functional.cross_entropy(logits, wanted, ignore_index=IGNORE_INDEX, reduction="sum")
-        self._sum, self._tokens = self._sum + out.item(), self._tokens + int((wanted != IGNORE_INDEX).sum())
+        targets = torch.from_numpy(labels).long()[1:]
+        out = functional.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+        self._sum, self._tokens = self._sum + out.item(), self._tokens + int((targets != IGNORE_INDEX).sum())
         return self._section.weight * out
 
     def take_loss(self) -> float:
@@ -175,8 +175,8 @@ class PlainMtp:
     def _keep(self, _: nn.Module, __: object, output: Any) -> None:  # noqa: ANN401 - of transformers
         self._hidden: torch.Tensor = output.last_hidden_state
 
-    def _keep_streams(self, _: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
-        (self._hidden,) = given
+    def _keep_streams(self, _: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        (self._hidden,) = inputs
 
 
 class PlainRouters:
@@ -228,13 +228,13 @@ class PlainRouters:
         if self._plan.kind.scores != "softmax":
             is_root = self._plan.kind.scores == "sqrtsoftplus"
             scores = functional.softplus(logits.float()).sqrt() if is_root else logits.float().sigmoid()
-            shares = scores / scores.sum(-1, keepdim=True)
+            probabilities = scores / scores.sum(-1, keepdim=True)
             chosen = scores.topk(chosen.shape[1]).indices
         else:
-            shares = logits.float().softmax(-1)
+            probabilities = logits.float().softmax(-1)
         often = torch.bincount(chosen.flatten(), minlength=experts)
         f = often * experts / (chosen.shape[1] * tokens)
-        self._losses.append((f * shares.mean(0)).sum())
+        self._losses.append((f * probabilities.mean(0)).sum())
 
 
 _FACTOR = re.compile(r"\.parametrizations\.(\w+)\.0\.(lora_[AB])$")
@@ -290,8 +290,8 @@ def _rounded_to_four_bits(weight: torch.Tensor) -> torch.Tensor:
     """A weight quantised to NF4 with double quantisation, and dequantised, by bitsandbytes."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-    held: Any = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
-    return dequantize_4bit(*held).to(weight.dtype)  # type: ignore[no-any-return]
+    quantised: Any = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
+    return dequantize_4bit(*quantised).to(weight.dtype)  # type: ignore[no-any-return]
 
 
 _TOP_K = 5
@@ -356,8 +356,8 @@ def _stored(scores: DocumentScores) -> SoftTarget:
 @torch.no_grad()
 def _log_probs(lm: torch.nn.Module, temperature: float) -> list[torch.Tensor]:
     """Log-probabilities over the vocabulary at supervised positions of each sample, fp32 [tokens, vocabulary]."""
-    found = []
+    log_probs = []
     for ids, labels in samples():
         logits = lm(input_ids=torch.from_numpy(ids).long()[None], use_cache=False).logits[0].float()
-        found.append(torch.log_softmax(logits[torch.from_numpy(labels != IGNORE_INDEX)] / temperature, dim=-1))
-    return found
+        log_probs.append(torch.log_softmax(logits[torch.from_numpy(labels != IGNORE_INDEX)] / temperature, dim=-1))
+    return log_probs

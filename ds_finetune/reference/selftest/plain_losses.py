@@ -195,5 +195,5 @@ def distill_loss(
         others = log_p.scatter(1, ids, float("-inf")).logsumexp(-1, keepdim=True)
         log_p = torch.cat([log_p.gather(1, ids), others], dim=-1)
     divergence = (log_q.exp() * (log_q - log_p)).sum()
-    own = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
-    return section.label_weight * own + (1 - section.label_weight) * section.temperature**2 * divergence
+    cross_entropy = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    return section.label_weight * cross_entropy + (1 - section.label_weight) * section.temperature**2 * divergence

@@ -128,8 +128,8 @@ def _reference(model: nn.Module, objective: ObjectiveConfig) -> np.ndarray:
     if objective.reference_source != "adapters_off":
         return all_reference_log_probs()
     with torch.no_grad():
-        every = [*samples(), *(mismatched_samples() if "baseline" in objective.row.needs else ())]
-        return np.array([_log_probs(model, *sample).double().sum().item() for sample in every])
+        all_samples = [*samples(), *(mismatched_samples() if "baseline" in objective.row.needs else ())]
+        return np.array([_log_probs(model, *sample).double().sum().item() for sample in all_samples])
 
 
 def reference_steps(  # noqa: PLR0913
@@ -179,13 +179,13 @@ def reference_steps(  # noqa: PLR0913
 
 def _clip(model: nn.Module, max_grad_norm: float, results: Steps, mtp: PlainMtp | None) -> None:
     """Clip the gradients of a step, and record their norms and the multi-token prediction loss."""
-    apart = [] if mtp is None else [*mtp.parameters_apart()]
-    others = [param for param in model.parameters() if not any(param is other for other in apart)]
+    auxiliary = [] if mtp is None else [*mtp.parameters_apart()]
+    others = [param for param in model.parameters() if not any(param is other for other in auxiliary)]
     results.norms.append(float(torch.nn.utils.clip_grad_norm_(others, max_grad_norm)))
     if mtp is not None:
         results.mtp_losses.append(mtp.take_loss())
-    if apart:
-        results.mtp_norms.append(float(torch.nn.utils.clip_grad_norm_(apart, max_grad_norm)))
+    if auxiliary:
+        results.mtp_norms.append(float(torch.nn.utils.clip_grad_norm_(auxiliary, max_grad_norm)))
 
 
 def _keep_gradients(model: nn.Module, results: Steps) -> None:
@@ -193,20 +193,20 @@ def _keep_gradients(model: nn.Module, results: Steps) -> None:
     if len(results.losses) > 2:
         return
     grads = {trained_name(name): param.grad for name, param in model.named_parameters() if param.grad is not None}
-    found = {name: grad.clone() for name, grad in grads.items() if len(results.losses) == 1 or is_adapter(name)}
+    saved = {name: grad.clone() for name, grad in grads.items() if len(results.losses) == 1 or is_adapter(name)}
     if len(results.losses) == 1:
-        results.gradients = found
+        results.gradients = saved
     else:
-        results.later_gradients = found
+        results.later_gradients = saved
 
 
 def _counts(objective: ObjectiveConfig) -> dict[str, int]:
     tokens = [int((labels != IGNORE_INDEX).sum()) for _, labels in samples()]
-    whole = units(samples_per_unit(objective))
+    all_units = units(samples_per_unit(objective))
     return {
         "supervised_tokens": sum(tokens),
         "chosen_tokens": sum(tokens[::2]),
-        "units": len(whole),
+        "units": len(all_units),
         "documents": len(samples()),
     }
 
@@ -246,8 +246,8 @@ def _unit_loss(model: nn.Module, unit: Sequence[int], problem: _Problem, *, base
 
 def _log_probs(model: nn.Module, ids: np.ndarray, labels: np.ndarray) -> torch.Tensor:
     """Log-probabilities of the supervised tokens of a sample in nats, fp32 [tokens]."""
-    logits, wanted = _supervised_logits(model, ids, labels)
-    return -functional.cross_entropy(logits, wanted, reduction="none")
+    logits, targets = _supervised_logits(model, ids, labels)
+    return -functional.cross_entropy(logits, targets, reduction="none")
 
 
 def _divergence(model: nn.Module, number: int, objective: DistillObjective) -> torch.Tensor:
@@ -260,9 +260,9 @@ def _divergence(model: nn.Module, number: int, objective: DistillObjective) -> t
 def _supervised_logits(model: nn.Module, ids: np.ndarray, labels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits, fp32 [tokens, vocabulary], and labels, int64 [tokens], of the supervised tokens of a sample."""
     logits = model(input_ids=torch.from_numpy(ids).long()[None], use_cache=False).logits[0].float()
-    wanted = torch.from_numpy(labels).long()
-    is_supervised = wanted != IGNORE_INDEX
-    return logits[is_supervised], wanted[is_supervised]
+    targets = torch.from_numpy(labels).long()
+    is_supervised = targets != IGNORE_INDEX
+    return logits[is_supervised], targets[is_supervised]
 
 
 def _answer(model: Any, prompt: list[int]) -> list[int]:  # noqa: ANN401 - a causal LM

@@ -276,10 +276,10 @@ def _standard_cases(world_size: int, families: Sequence[str], device: str) -> li
         if has_class(hf_config(families[0]), task_of(objective_of(name))) and not (first.compresses and name == "grpo")
     ]
     if first.has_lora:
-        every = [(2, "fp32"), (3, "fp32"), *([(2, "fp16")] if device == "cuda" else [])]
+        all_cases = [(2, "fp32"), (3, "fp32"), *([(2, "fp16")] if device == "cuda" else [])]
         cells += [
             Cell(families[0], stage, _ACCUMULATION, packing=True, precision=precision, has_lora=True)
-            for stage, precision in every
+            for stage, precision in all_cases
         ]
     if first.router is not None:
         cells += [Cell(families[0], stage, _ACCUMULATION, packing=True, balances=True) for stage in (1, 3)]
@@ -315,7 +315,7 @@ def _cases_of_run(run: RunSettings, world: World, device: str) -> list[LayoutCas
         {key: value for key, value in without_inexact(copy.deepcopy(given)).items() if key not in _DERIVED}
     )
     stage = choices["zero_optimization"].get("stage", 0)
-    found = []
+    cases = []
     chosen = with_precision(run.train, device=device, support=bf16_support(device, world))[0].precision
     for precision in dict.fromkeys(("fp32", chosen)):
         cell = Cell(
@@ -347,11 +347,11 @@ def _cases_of_run(run: RunSettings, world: World, device: str) -> list[LayoutCas
             tree["train"]["reduction_dtype"] = "fp32"
         tiny = _tiny_model_like(hub, cell.family, is_quantised=run.lora is not None and bool(run.lora.quantize))
         name = f"{hub.model_type} {mesh} ZeRO-{stage} {precision}{_objective_text(cell)}"
-        found.append(LayoutCase(f"{name}{' MTP' if run.mtp.train else ''}", tiny, tree))
+        cases.append(LayoutCase(f"{name}{' MTP' if run.mtp.train else ''}", tiny, tree))
     if run.lora is not None:
         check_model(run.with_model(hub.to_dict()), "type of the model")
         _check_targets(tiny, run.lora, has_mtp=run.mtp.train)
-    return found
+    return cases
 
 
 def _small_groups(objective: ObjectiveConfig) -> ObjectiveConfig:
