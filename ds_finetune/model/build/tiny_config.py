@@ -186,7 +186,7 @@ _RULES: Sequence[tuple[re.Pattern[str], Callable[[int, Fraction], int]]] = (
 
 
 def _keep_experts_few(config: PretrainedConfig) -> None:
-    """Reduce the number of experts to the least with which the router still has a choice, in equal groups."""
+    """Reduce the number of experts to the smallest that leaves the router a choice and divides into equal groups."""
     values = vars(config)
     groups = max([1, *(values.get(name) or 1 for name in _GROUPS)])
     chosen = [values[name] for name in _TOP_K if isinstance(values.get(name), int)]

@@ -138,7 +138,7 @@ class TensorShard:
         return shape_in_model(self.global_shape)
 
     def slice(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements of this shard, 1-D, taken from the full tensor `whole`."""
+        """The elements of this shard, 1-D, taken from the full tensor `tensor`."""
         box = tensor.view(self.global_shape)
         for dim, (start, size) in enumerate(zip(self.offsets, self.local_shape, strict=True)):
             box = box.narrow(dim, start, size)

@@ -26,7 +26,7 @@ class Piece:
     shape: tuple[int, ...]
 
     def first_element(self, shape: tuple[int, ...]) -> int:
-        """Index of the piece's first element in the flattened model tensor of shape `whole`, in which its elements are
+        """Index of the piece's first element in the flattened model tensor of shape `shape`, in which its elements are
         contiguous.
         """
         begin, stride = 0, math.prod(shape)

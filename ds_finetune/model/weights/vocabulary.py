@@ -44,7 +44,7 @@ def grow_vocabulary(hf_config: PretrainedConfig, ids: int) -> None:
 
 def untrained_rows(folder: Path, candidates: Collection[int], used: Collection[int]) -> list[int]:
     """The ids of `candidates` whose embedding in the weights of `folder` looks untrained: it lies among embeddings of
-    ids not in `named`, or if all ids are, within half the median distance to the mean of `named`.
+    ids not in `used`, or if all ids are, within half the median distance to the mean of `used`.
     """
     hub = HubFolder(folder)
     table = next((key for key, shape in hub.shapes.items() if _EMBEDDING.search(key) and len(shape) == 2), None)
