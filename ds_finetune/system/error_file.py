@@ -8,17 +8,23 @@ from pathlib import Path
 
 from ds_finetune.system.whole_file import replace_file
 
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Environment variable in which torch's elastic agent names the error file of a rank."""
 
-def record_error(text: str) -> None:
-    """Write the error with which this process ends; nothing happens where no agent asks for it.
 
-    The format is that of torch 2.13 (elastic/multiprocessing/errors/error_handler.py:80). `at` is more exact than the
-    agent's timestamp in seconds.
+def record_error(text: str, *, cause: str = "", file: str = "") -> None:
+    """Write the error with which a rank ends, unless an earlier error is recorded; does nothing where no agent asks.
+
+    `cause` says why the run ends, for a rank that only ends because of another one. `file` is the error file of
+    another rank that this process is about to kill; by default the one of this process. The format is that of torch
+    2.13 (elastic/multiprocessing/errors/error_handler.py:80). `at` is more exact than the agent's timestamp in seconds.
     """
-    if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+    path = Path(file or os.environ.get(ERROR_FILE, ""))
+    if path == Path() or path.exists():
         return
     now = time.time()
-    message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(now))}, "at": now}
+    extra = {"py_callstack": text, "timestamp": str(int(now))}
+    message = {"message": text, "extraInfo": extra, "at": now, "cause": cause}
     # The agent fails at a part of a file, as a full disk leaves it.
     with suppress(OSError):
-        replace_file(Path(path), json.dumps({"message": message}))
+        replace_file(path, json.dumps({"message": message}))

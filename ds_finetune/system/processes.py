@@ -7,6 +7,7 @@ not a hang, so it does not count towards time limits.
 import ctypes
 import math
 import os
+import re
 import resource
 import signal
 import site
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
+_OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 _LEAST_SECONDS = 4.0
 _SWITCHES_PER_SECOND = 20
 _SET_PARENT_DEATH_SIGNAL = 1
@@ -86,6 +88,14 @@ def boot_id() -> str:
     """Identifier of the running kernel, equal in all its containers; empty without /proc."""
     file = Path("/proc/sys/kernel/random/boot_id")
     return file.read_text(encoding="utf-8").strip() if file.exists() else ""
+
+
+def oom_kills() -> int:
+    """Number of processes that this machine's kernel has killed for lack of memory (Linux 4.13 and later; else 0)."""
+    with suppress(OSError):
+        if match := _OOM_KILLS.search((_PROC / "vmstat").read_text()):
+            return int(match[1])
+    return 0
 
 
 def echo_seconds(number: int) -> float:

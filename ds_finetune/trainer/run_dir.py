@@ -15,7 +15,6 @@ from typing import Any
 from ds_finetune.checkpoint.commit import complete_steps
 from ds_finetune.checkpoint.locking import LOCK, remove_own_lock
 from ds_finetune.checkpoint.tools import CHECKPOINTS
-from ds_finetune.cluster.watchdog.kills import FOLDER
 from ds_finetune.config.sections import CheckpointConfig
 from ds_finetune.config.units import bytes_text, spans_text
 from ds_finetune.errors import DataError, FinetuneError, OutputError
@@ -23,7 +22,7 @@ from ds_finetune.export.output_folder import as_output_errors, check_out_empty
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.writers import line_of
 from ds_finetune.plan.estimate.states import DiskNeed
-from ds_finetune.runs.folder import PLAN, RANK_TIMES, STARTS
+from ds_finetune.runs.folder import PLAN, RANK_TIMES, REPORT, STARTS
 from ds_finetune.runs.metrics import METRICS, ROLLOUTS, SAMPLES
 from ds_finetune.runs.status import read_object
 from ds_finetune.system.disk import bytes_below, nearest_existing
@@ -71,7 +70,7 @@ def _is_kept(entry: Path, cache: Path) -> bool:
     """Whether a run keeps or extends `entry` of its folder; this includes files that launcher and watchdog write before
     the run.
     """
-    if entry.name in ("logs", FOLDER, ROWS) or entry.name.startswith(".") or entry.suffix in _LOGS:
+    if entry.name in ("logs", Path(REPORT).parent.name, ROWS) or entry.name.startswith(".") or entry.suffix in _LOGS:
         return True
     if entry.name == CHECKPOINTS and not complete_steps(entry):
         # The entry may be a link to another disk with other contents.

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.cluster.watchdog.heartbeats import RunEnding
-from ds_finetune.cluster.watchdog.kills import FOLDER
-from ds_finetune.cluster.watchdog.monitor import REPORT
 from ds_finetune.runs import status
+from ds_finetune.runs.folder import REPORT
 from ds_finetune.runs.status import STATUS, RunStatus, mark_ended
 from tests.cluster.watchdog.ranks import Ranks
 from tests.runs.test_folder import own_status
@@ -60,8 +59,9 @@ def test_the_end_of_a_run_does_not_wait_for_its_file(tmp_path: Path, hung: ExitS
 
 def test_a_rank_takes_note_of_the_end_although_the_report_cannot_be_written(tmp_path: Path, hung: ExitStack) -> None:
     ranks = Ranks(tmp_path)
-    (ranks.folder / FOLDER).mkdir()
-    _hang(ranks.folder / FOLDER / f".{REPORT}.{os.getpid()}", hung)
+    report = ranks.folder / REPORT
+    report.parent.mkdir()
+    _hang(report.with_name(f".{report.name}.{os.getpid()}"), hung)
     monitor = ranks.monitors[0]
     told = threading.Thread(target=monitor._accept, args=(RunEnding((1,), "rank 1 is dead"),), daemon=True)
     told.start()

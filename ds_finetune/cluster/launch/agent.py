@@ -27,10 +27,10 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from ds_finetune.cluster.host_program import kill_children
 from ds_finetune.cluster.launch.agent_order import GRACE_SECONDS, AgentOrder
 from ds_finetune.cluster.launch.rank_logs import log_name
-from ds_finetune.cluster.watchdog.kills import oom_kills, recorded_cause, why_killed
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
+from ds_finetune.system.error_file import ERROR_FILE
 from ds_finetune.system.info import interface_towards
-from ds_finetune.system.processes import began_at
+from ds_finetune.system.processes import oom_kills
 
 _SAVE_SECONDS = 600.0
 """How long ranks may take to save before they are killed, when a host joins."""
@@ -61,7 +61,7 @@ class RankLogs(LogsSpecs):
         logs = {local: str(folder / log_name(int(env["RANK"]))) for local, env in envs.items()}
         errors = {local: log.replace(".log", ".json") for local, log in logs.items()}
         for local, env in envs.items():
-            env["TORCHELASTIC_ERROR_FILE"] = errors[local]
+            env[ERROR_FILE] = errors[local]
             Path(errors[local]).unlink(missing_ok=True)
         shown = {local: logs[local] for local, env in envs.items() if env["RANK"] == "0"}
         return LogsDest(logs, dict.fromkeys(envs, ""), shown, {}, errors)
@@ -76,8 +76,8 @@ class HostAgent(LocalElasticAgent):
         self._members = frozenset[str]()
         self._lost = set[str]()
         self._is_saving = self._is_joined = False
-        self._began: dict[int, str] = {}
-        self._since, self._oom_kills = 0.0, 0
+        self._pids: list[int] = []
+        self._oom_kills = 0
         endpoint = f"[{order.address}]:{order.port}" if ":" in order.address else f"{order.address}:{order.port}"
         rendezvous = RendezvousParameters(
             backend="c10d",
@@ -107,7 +107,7 @@ class HostAgent(LocalElasticAgent):
     def save(self) -> None:
         """Ask the ranks to save a checkpoint and end; they are not restarted."""
         self._is_saving, self._remaining_restarts = True, 0
-        for pid in self._began:
+        for pid in self._pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
 
@@ -128,9 +128,9 @@ class HostAgent(LocalElasticAgent):
         return workers
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._oom_kills, self._since = oom_kills(), time.time()
+        self._oom_kills = oom_kills()
         pids: dict[int, Any] = super()._start_workers(worker_group)
-        self._began = {pid: began_at(pid) for pid in pids.values()}
+        self._pids = list(pids.values())
         assert self._pcontext is not None
         self._pcontext.close = partial(self._end_ranks, self._pcontext.close)  # type: ignore[method-assign]
         restart = worker_group.spec.max_restarts - self._remaining_restarts
@@ -184,7 +184,7 @@ class HostAgent(LocalElasticAgent):
         if is_final:
             self._remaining_restarts = 0
         worker_group.store.set("failed", "again" if self._remaining_restarts else "for good")
-        self._emit({"failed": self._logs.attempt, **self._described(rank, first)})
+        self._emit(self._described(rank, first))
         return result
 
     def _does_host_join(self) -> bool:
@@ -197,21 +197,19 @@ class HostAgent(LocalElasticAgent):
         return False
 
     def _described(self, rank: int, failure: ProcessFailure) -> Event:
-        code, began, folder = failure.exitcode, self._began.get(failure.pid, ""), Path(self._order.watchdog)
+        code, message = failure.exitcode, failure.error_file_data["message"]
         text = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
-        if code < 0 and (killer := why_killed(folder, failure.pid, began)):
-            text += f": by the watchdog, because {killer}"
-        elif code < 0 and (count := oom_kills() - self._oom_kills) > 0:
+        # Without an error file the message is a text.
+        recorded = {"message": "", "cause": ""} | (message if isinstance(message, dict) else {})
+        if code < 0 and not recorded["message"] and (count := oom_kills() - self._oom_kills) > 0:
             text += f": the kernel killed {count} processes of the host for want of memory meanwhile"
-        message = failure.error_file_data["message"]
         return {
             "rank": rank,
             "code": 128 - code if code < 0 else code,
             "text": text,
-            "cause": recorded_cause(folder, failure.pid, began),
-            "error": message["message"] if isinstance(message, dict) else "",
+            "cause": recorded["cause"],
+            "error": "" if recorded["message"] == recorded["cause"] else recorded["message"],
             "tail": _last_lines(self._logs.folder / f"attempt-{self._logs.attempt}" / log_name(rank)),
-            "seconds": _time_of(failure) - self._since,
             "age": max(0.0, time.time() - _time_of(failure)),
         }
 

@@ -30,7 +30,5 @@ class AgentOrder:
     is_first: bool
     run_id: str
     logs: str
-    watchdog: str
-    """Folder in which the run's watchdogs record why they killed a process."""
     environ: dict[str, str]
     """Environment variables of the ranks of this host only."""

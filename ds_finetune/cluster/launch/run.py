@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from ds_finetune.cluster.host_checks import (
@@ -27,7 +26,6 @@ from ds_finetune.cluster.hosts import Cluster, Event, Reply
 from ds_finetune.cluster.launch.agent_order import DONE, FAILED, GRACE_SECONDS, AgentOrder
 from ds_finetune.cluster.launch.rank_logs import RUN_ID, log_name, logs_folder
 from ds_finetune.cluster.launch.remote import Remote
-from ds_finetune.cluster.watchdog.kills import FOLDER
 from ds_finetune.config.hostfile import Host
 from ds_finetune.config.sections import CheckpointConfig, LaunchConfig
 from ds_finetune.config.units import spans_text
@@ -291,7 +289,6 @@ class _LaunchedRun:
             is_first=is_first,
             run_id=request.run_id,
             logs=str(logs_folder(request.output_dir, request.run_id)),
-            watchdog=str(Path(request.output_dir) / FOLDER),
             environ=devices | {RUN_ID: request.run_id},
         )
 

@@ -1,11 +1,10 @@
 """An error of a rank, as it is sent to the other ranks and to the report."""
 
 import traceback
-from dataclasses import dataclass
-from typing import Self
 
 import torch.distributed as dist
 
+from ds_finetune.cluster.watchdog.heartbeats import RunEnding
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, FinetuneError
 
 _MAX_LINES = 50
@@ -16,25 +15,16 @@ from NCCL).
 """
 
 
-@dataclass(frozen=True)
-class RankFailure:
-    """An error in one `line`, the last lines of its traceback as `text`, and the exit code."""
-
-    line: str
-    text: str
-    code: int
-
-    @classmethod
-    def of(cls, error: BaseException) -> Self:
-        """The failure that describes `error`."""
-        is_framework_error = isinstance(error, FinetuneError)
-        lines = (str(error) if is_framework_error else "".join(traceback.format_exception(error))).splitlines()
-        code = error.exit_code if isinstance(error, FinetuneError) else RUN_ERROR_EXIT_CODE
-        if isinstance(error, SystemExit) and isinstance(error.code, int):
-            code = error.code
-        line = next((line for line in str(error).splitlines() if line.strip()), "")
-        text = "\n".join(lines[-_MAX_LINES:])[-_MAX_TEXT_CHARACTERS:]
-        return cls(f"{type(error).__name__}: {line[:_MAX_LINE_CHARACTERS]}", text, code)
+def ending_by(error: BaseException) -> RunEnding:
+    """The ending of a run by `error`: its line, the last lines of its traceback and its exit code, but no rank yet."""
+    is_framework_error = isinstance(error, FinetuneError)
+    lines = (str(error) if is_framework_error else "".join(traceback.format_exception(error))).splitlines()
+    code = error.exit_code if isinstance(error, FinetuneError) else RUN_ERROR_EXIT_CODE
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        code = error.code
+    line = next((line for line in str(error).splitlines() if line.strip()), "")
+    text = "\n".join(lines[-_MAX_LINES:])[-_MAX_TEXT_CHARACTERS:]
+    return RunEnding((), f"{type(error).__name__}: {line[:_MAX_LINE_CHARACTERS]}", text, code)
 
 
 def is_secondary(error: BaseException) -> bool:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ds_finetune.cluster.watchdog.progress import PREPARING, RankStatus
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE
+from ds_finetune.system.error_file import ERROR_FILE
 from ds_finetune.system.process_messages import ProcessMessage, decode, encode
 from ds_finetune.system.processes import began_at, own_pid_namespace
 
@@ -46,13 +47,15 @@ class RankProcess(ProcessMessage, kind="process"):
     pid: int
     began: str
     machine: str
+    error_file: str = ""
+    """Path at which torch's elastic agent looks for this rank's error; empty without an agent."""
 
     @classmethod
     def here(cls, rank: int) -> Self:
         """The `RankProcess` of this process."""
         host, pid, network = socket.gethostname(), os.getpid(), Path("/proc/self/ns/net")
         machine = f"{host} {own_pid_namespace()} {network.readlink() if network.exists() else ''}"
-        return cls(rank, host, pid, began_at(pid), machine)
+        return cls(rank, host, pid, began_at(pid), machine, os.environ.get(ERROR_FILE, ""))
 
     def is_beside(self, other: Self) -> bool:
         """Whether both processes are on one machine, so that each can signal the other."""

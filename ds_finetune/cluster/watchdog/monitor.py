@@ -2,7 +2,6 @@
 
 import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from ds_finetune.cluster.watchdog.diagnosis import SILENT, diagnose, hosts_text, status_lines
-from ds_finetune.cluster.watchdog.failure import RankFailure, is_secondary
+from ds_finetune.cluster.watchdog.failure import ending_by, is_secondary
 from ds_finetune.cluster.watchdog.heartbeats import (
     DONE,
     ENDED,
@@ -27,17 +26,17 @@ from ds_finetune.cluster.watchdog.heartbeats import (
     RunEnding,
     join,
 )
-from ds_finetune.cluster.watchdog.kills import FOLDER, oom_kills, record_cause
 from ds_finetune.cluster.watchdog.progress import PREPARING, RankProgress, RankStatus
 from ds_finetune.cluster.watchdog.stacks import StackFile, kill_process
 from ds_finetune.console.phase_line import Say, say_nothing
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE, RunError
+from ds_finetune.runs.folder import REPORT
 from ds_finetune.runs.status import mark_ended, try_to_finish
-from ds_finetune.system.processes import PauseDetector, has_ended
+from ds_finetune.system.error_file import record_error
+from ds_finetune.system.processes import PauseDetector, has_ended, oom_kills
 from ds_finetune.system.whole_file import replace_file
 from ds_finetune.system.world import World
 
-REPORT = "report.txt"
 SILENT_SECONDS, PREPARING_SECONDS = 30.0, 600.0
 """Without a heartbeat for so long, a machine has lost its network, its power or all its ranks. The limit of preparation
 is longer, since native code that prepares data may hold the GIL.
@@ -53,7 +52,7 @@ _LEAVING_SECONDS = 20.0
 _FLUSH_SECONDS, _TICK_SECONDS, _PREPARED_WAIT = 3.0, 0.2, timedelta(minutes=1)
 _MAX_NAMED_RANKS = 16
 _STDERR = 2
-CLOSED = "ended without a message: its process was killed by a signal, or crashed in native code"
+CLOSED = "ended without a message: its process was killed by a signal, crashed in native code, or left by os._exit"
 UNREACHABLE = "sends no heartbeats: its process was killed or is stopped, or its host is down or cut off"
 
 
@@ -67,7 +66,7 @@ class Monitor(threading.Thread):
         self.progress = progress
         self.log: Say = say_nothing
         """Adds a line to the run's log."""
-        self._own, self._processes, self._folder = processes[progress.rank], processes, output_dir / FOLDER
+        self._own, self._processes, self._report = processes[progress.rank], processes, output_dir / REPORT
         self._beside = [each for each in processes if each.is_beside(self._own)]
         watched = processes if self._own.rank == 0 else [processes[0], *self._beside]
         self._beats = Heartbeats(store, self._own.rank, [each.rank for each in watched], progress.status)
@@ -100,16 +99,14 @@ class Monitor(threading.Thread):
         except BaseException as error:
             if self._is_failing:
                 raise
-            cause = self._report_failure(failure := RankFailure.of(error), is_secondary=is_secondary(error))
+            cause = self._report_failure(failure := ending_by(error), is_secondary=is_secondary(error))
             if cause is None:
                 raise
-            self._record_cause(cause)
+            text = f"{cause.line}; rank {self._own.rank} then met {failure.line}"
+            record_error(text, cause=cause.line)
             # torchrun reports the rank that exits first as the cause, so let the other rank exit first.
             time.sleep(_GRACE_SECONDS)
-            secondary = RunError(
-                f"{cause.line}; rank {self._own.rank} then met {failure.line}",
-                hint=f"see {self._folder / REPORT} for more",
-            )
+            secondary = RunError(text, hint=f"see {self._report} for more")
             # Every rank exits with the same code, e.g. the one for a user's mistake.
             secondary.exit_code = cause.code or RUN_ERROR_EXIT_CODE
             raise secondary from None
@@ -118,7 +115,7 @@ class Monitor(threading.Thread):
     def watch_from_start(self, store: dist.Store) -> Iterator[None]:
         """Wait for every rank, without a time limit; then, while open, detect hangs and write stacks."""
         self.wait_until_prepared(store)
-        self._stacks = stacks = StackFile(self._folder, self._own.rank)
+        self._stacks = stacks = StackFile(self._report.parent, self._own.rank)
         try:
             with self.progress.during("start"):
                 yield
@@ -136,27 +133,6 @@ class Monitor(threading.Thread):
         while missing := _missing(store, keys):
             if self._own.rank == 0:
                 _print(f"watchdog: ranks {', '.join(missing)} are still preparing\n")
-
-    @contextmanager
-    def announce_exits(self) -> Iterator[None]:
-        """While open, announce calls of `os._exit`, which other ranks would mistake for a death by a signal."""
-        leave, pid = os._exit, os.getpid()
-
-        def announce_and_leave(code: int) -> NoReturn:
-            # A forked process is not a rank.
-            if os.getpid() == pid and self._ending is None and not self._is_closing:
-                caller = sys._getframe(1)
-                where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-                self._propose(RunEnding((self._own.rank,), f"{self._own} called os._exit({code}) at {where}"))
-                self._ending_known.wait(_FLUSH_SECONDS)
-                self._wait_for_others(ROUND_SECONDS)
-            leave(code)
-
-        os._exit = announce_and_leave  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            os._exit = leave
 
     def close(self) -> None:
         """Announce that this rank is done, unless it has failed, and stop; rank zero waits until every rank is done."""
@@ -294,7 +270,8 @@ class Monitor(threading.Thread):
         why = found.why
         if is_error and not found.at_fault and not network:
             why += f"; the connection between ranks broke, so the network is at fault: {first.strip()}"
-        lines = [first, *status_lines(self._processes, statuses, found), text, f"  stacks: {self._folder}/rank-*.txt"]
+        lines = [first, *status_lines(self._processes, statuses, found), text]
+        lines.append(f"  stacks: {self._report.parent}/rank-*.txt")
         self._propose(
             RunEnding(
                 found.at_fault,
@@ -329,7 +306,7 @@ class Monitor(threading.Thread):
         self._beats.proposal = ending
         self._beats.flush()
 
-    def _report_failure(self, failure: RankFailure, *, is_secondary: bool) -> RunEnding | None:
+    def _report_failure(self, failure: RunEnding, *, is_secondary: bool) -> RunEnding | None:
         """Report a failure; returns the run's ending if another rank's failure caused this one."""
         self._is_failing = True
         wait = SILENT_SECONDS + ROUND_SECONDS if is_secondary else _FLUSH_SECONDS
@@ -339,7 +316,7 @@ class Monitor(threading.Thread):
             self._tell(FAILING, f"  {self._own} met {failure.line}\n{failure.text}")
         elif self._ending is None:
             line = f"{self._own} was the first to fail: {failure.line}"
-            self._propose(RunEnding((self._own.rank,), line, failure.text, failure.code))
+            self._propose(replace(failure, at_fault=(self._own.rank,), line=line))
         self._ending_known.wait(wait)
         ending = self._ending
         return ending if ending is not None and is_secondary and self._own.rank not in ending.at_fault else None
@@ -351,7 +328,7 @@ class Monitor(threading.Thread):
         self._beats.flush()
         is_alone = ending is not self._beats.ending
         if self._own.rank == 0 or self._is_reporter(ending) or is_alone:
-            mark_ended(self._folder.parent, "hung" if ending.is_hang else "failed", ending.line)
+            mark_ended(self._report.parents[1], "hung" if ending.is_hang else "failed", ending.line)
             if ending.code != USER_ERROR_EXIT_CODE:
                 try_to_finish(lambda: self._write_report(ending, keeps_other=is_alone))
         # Usually every rank has the same error of the user: the reporter prints its own, or this report when it leaves.
@@ -363,11 +340,11 @@ class Monitor(threading.Thread):
         return self._own.rank == min({each.rank for each in self._processes}.difference(ending.at_fault), default=-1)
 
     def _write_report(self, ending: RunEnding, *, keeps_other: bool) -> None:
-        path = self._folder / REPORT
+        path = self._report
         with suppress(OSError):
             # A rank that cannot reach the store does not replace a report that another rank has written of this run.
             if not (keeps_other and path.exists() and path.stat().st_mtime > self._began):
-                self._folder.mkdir(parents=True, exist_ok=True)
+                path.parent.mkdir(parents=True, exist_ok=True)
                 replace_file(path, ending.report + "\n")
 
     def _leave(self, ending: RunEnding) -> NoReturn:
@@ -383,19 +360,13 @@ class Monitor(threading.Thread):
             self._stacks.close()
         for each in self._beside if is_first else ():
             if each.rank in ending.silent:
-                kill_process(each.pid, each.began, folder=self._folder, why=ending.line)
+                kill_process(each, ending.line)
         if ending.silent:
             # Do not exit at once: a launcher that sees this rank exit may signal other ranks, which are still killing.
             time.sleep(1.5)
         self._wait_for_others(ROUND_SECONDS)
-        self._record_cause(ending)
+        try_to_finish(lambda: record_error(ending.line, cause=ending.line))
         os._exit(ending.code or RUN_ERROR_EXIT_CODE)
-
-    def _record_cause(self, ending: RunEnding) -> None:
-        """Record, for `ds-finetune launch`, that this rank ends because the run ends."""
-        # A mistake of the user leaves no files.
-        if ending.code != USER_ERROR_EXIT_CODE:
-            try_to_finish(lambda: record_cause(self._folder, ending.line))
 
     def _write_stacks(self) -> None:
         if (stacks := self._stacks) is not None:
@@ -422,7 +393,7 @@ def start_monitor(progress: RankProgress, world: World, store: dist.Store, outpu
     monitor = Monitor(progress, processes, store, output_dir)
     monitor.start()
     try:
-        with monitor.announce_exits(), monitor.report_errors():
+        with monitor.report_errors():
             yield monitor
     finally:
         monitor.close()

@@ -11,10 +11,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
-from ds_finetune.cluster.watchdog.kills import record_kill
+from ds_finetune.cluster.watchdog.heartbeats import RankProcess
 from ds_finetune.cluster.watchdog.progress import RankStatus
 from ds_finetune.foreign.torch_distributed import flight_record
 from ds_finetune.runs.status import try_to_finish
+from ds_finetune.system.error_file import record_error
 from ds_finetune.system.processes import began_at
 
 _CALLS = 10
@@ -74,17 +75,16 @@ class StackFile:
             self.path.parent.rmdir()
 
 
-def kill_process(pid: int, began: str, *, folder: Path, why: str) -> None:
-    """Kill a hung rank on this machine, after a signal that makes it write its stacks.
+def kill_process(process: RankProcess, why: str) -> None:
+    """Kill a hung rank of this machine, after a signal that makes it write its stacks; `why` becomes its error.
 
-    `why` is recorded in `folder` for programs that see the process die. Nothing is killed if the process id now belongs
-    to a process with another start time than `began`.
+    Nothing is killed if the process id now belongs to a process with another start time.
     """
-    if began and began_at(pid) == began:
-        try_to_finish(lambda: record_kill(folder, pid, began, why))
+    if process.error_file and began_at(process.pid) == process.began:
+        try_to_finish(lambda: record_error(f"killed by the watchdog: {why}", file=process.error_file))
     for number, seconds in ((signal.SIGCONT, 0.0), (signal.SIGQUIT, 1.0), (signal.SIGKILL, 0.0)):
-        if not began or began_at(pid) != began:
+        if not process.began or began_at(process.pid) != process.began:
             return
         with suppress(OSError):
-            os.kill(pid, number)
+            os.kill(process.pid, number)
         time.sleep(seconds)

@@ -67,12 +67,8 @@ def test_lines_of_a_shell_that_look_like_messages_are_none(tmp_path: Path) -> No
 
 RANKS = """
 import os, signal, sys, time
-from pathlib import Path
-from ds_finetune.cluster.watchdog.kills import record_cause, record_kill
 from ds_finetune.system.error_file import record_error
-from ds_finetune.system.processes import began_at
-folder, rank = Path(sys.argv[1]) / "run" / "watchdog", os.environ["RANK"]
-if rank == "0":
+if os.environ["RANK"] == "0":
     time.sleep(100)
 """
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
@@ -80,11 +76,11 @@ ENDS = {
     "an error": ("record_error('no rows'); sys.exit(1)", 1, "rank 1 on localhost failed first: exited with code 1"),
     "a kill": (KILL, 137, "rank 1 on localhost failed first: was killed by SIGKILL"),
     "a kill by the watchdog": (
-        f"record_kill(folder, os.getpid(), began_at(os.getpid()), 'rank 1: hangs'); {KILL}",
+        f"record_error('killed by the watchdog: rank 1 hangs', file=os.environ['TORCHELASTIC_ERROR_FILE']); {KILL}",
         137,
-        "rank 1 on localhost failed first: was killed by SIGKILL: by the watchdog, because rank 1: hangs",
+        "rank 1 on localhost failed first: was killed by SIGKILL",
     ),
-    "an end because of another": ("record_cause(folder, 'rank 0 hangs'); os._exit(1)", 1, "rank 0 hangs"),
+    "an end because of another": ("record_error('rank 0 hangs', cause='rank 0 hangs'); os._exit(1)", 1, "rank 0 hangs"),
 }
 
 
@@ -97,7 +93,8 @@ def test_the_rank_that_fails_is_named(tmp_path: Path, kind: str) -> None:
     (line,) = [line for line in said if line.startswith("attempt 1 failed after ")]
     # The kernel may kill a process of somebody else at the same time, which is then said too.
     assert f" s: {text}" in line
-    assert ("  | no rows" if kind == "an error" else "  | before") in said
+    errors = {"an error": "no rows", "a kill by the watchdog": "killed by the watchdog: rank 1 hangs"}
+    assert f"  | {errors.get(kind, 'before')}" in said
     log = tmp_path / "run" / "logs" / "r-1" / "attempt-1" / "rank-00001.log"
     assert log.read_text() == "before\n"
 

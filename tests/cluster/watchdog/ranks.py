@@ -11,11 +11,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ds_finetune.cluster.watchdog.failure import RankFailure
 from ds_finetune.cluster.watchdog.heartbeats import RankProcess, RunEnding, join
-from ds_finetune.cluster.watchdog.kills import FOLDER
-from ds_finetune.cluster.watchdog.monitor import REPORT, Monitor
+from ds_finetune.cluster.watchdog.monitor import Monitor
 from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress
+from ds_finetune.runs.folder import REPORT
 from ds_finetune.system.processes import began_at
 
 LIMIT = 100.0
@@ -74,7 +73,8 @@ class Ranks:
     def fail(self, rank: int, line: str, *, is_secondary: bool, code: int = 1) -> RunEnding | None:
         """Let a rank report an error, for whose cause it does not wait."""
         self.monitors[rank]._ending_known.set()
-        return self.monitors[rank]._report_failure(RankFailure(line, f"where\n{line}", code), is_secondary=is_secondary)
+        failure = RunEnding((), line, f"where\n{line}", code)
+        return self.monitors[rank]._report_failure(failure, is_secondary=is_secondary)
 
     def ending(self, rank: int) -> RunEnding:
         """How the run ends, as a rank reads it in the store."""
@@ -87,4 +87,4 @@ class Ranks:
         """The report of the watchdog, once rank zero has taken note."""
         self.beat(0)
         self.watch(0)
-        return (self.folder / FOLDER / REPORT).read_text()
+        return (self.folder / REPORT).read_text()

@@ -17,18 +17,17 @@ from ds_finetune.cluster.watchdog import heartbeats
 from ds_finetune.cluster.watchdog import monitor as module
 from ds_finetune.cluster.watchdog.diagnosis import SILENT
 from ds_finetune.cluster.watchdog.heartbeats import DONE, ENDED
-from ds_finetune.cluster.watchdog.kills import FOLDER, why_killed
 from ds_finetune.cluster.watchdog.monitor import (
     CLOSED,
     PREPARING_SECONDS,
-    REPORT,
     ROUND_SECONDS,
     SILENT_SECONDS,
     UNREACHABLE,
     start_monitor,
 )
 from ds_finetune.cluster.watchdog.progress import PREPARING, HangLimits, RankProgress
-from ds_finetune.system.processes import Pause, began_at
+from ds_finetune.runs.folder import REPORT
+from ds_finetune.system.processes import Pause
 from ds_finetune.system.world import World
 from tests.cluster.watchdog.ranks import Ranks
 
@@ -192,14 +191,12 @@ def test_a_rank_that_hangs_without_heartbeats_is_ended_by_one_beside_it(
     assert ending.line == f"rank 1 (host host-a, process {process.pid}): {SILENT}"
     assert f"rank 1 (host host-a, process {process.pid}): no heartbeat" in ending.report
     assert "rank 2 has made no progress for 101 s, and its limit is 100 s" in ending.report
-    began = began_at(process.pid)
     ranks.monitors[2]._beats.state = ENDED
     ranks.beat(2)
     with pytest.raises(LeftError):
         ranks.watch(0, 0)
     assert left == [1]
     assert process.wait(60) in (-signal.SIGKILL, -signal.SIGQUIT)
-    assert why_killed(ranks.folder / FOLDER, process.pid, began) == ending.line
 
 
 def test_a_rank_of_another_machine_that_is_stuck_is_named_and_not_killed(tmp_path: Path) -> None:
@@ -299,7 +296,7 @@ def test_a_pause_of_rank_zero_is_no_silence_of_others(tmp_path: Path, monkeypatc
 def test_a_rank_zero_that_names_nobody_is_stuck_itself(
     machines: str, why: str, silent: tuple[int, ...], left: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "kill_process", lambda pid, began, **_: killed.append(pid))
+    monkeypatch.setattr(module, "kill_process", lambda process, why: killed.append(process.pid))
     killed: list[int] = []
     ranks = Ranks(tmp_path, machines, pids=[os.getppid(), os.getpid()])
     ranks.watch(1, after=101)
@@ -315,7 +312,7 @@ def test_a_rank_zero_that_names_nobody_is_stuck_itself(
     ending = ranks.monitors[1]._ending
     assert ending is not None
     assert (ending.line, ending.silent) == (f"{ranks.processes[0]} {why}", silent)
-    assert (ranks.folder / FOLDER / REPORT).read_text() == f"{ending.line}\n"
+    assert (ranks.folder / REPORT).read_text() == f"{ending.line}\n"
     assert killed == ([os.getppid()] if silent else [])
 
 
@@ -331,7 +328,7 @@ def test_a_rank_that_loses_the_store_names_rank_zero(tmp_path: Path) -> None:
     assert own._ending is not None
     assert own._ending.line == f"{ranks.processes[0]} {CLOSED}"
     # What was written first of this run remains, and rank zero's word replaces it.
-    assert "has not answered" in (ranks.folder / FOLDER / REPORT).read_text()
+    assert "has not answered" in (ranks.folder / REPORT).read_text()
 
 
 def test_a_store_whose_process_ends_is_noticed_at_once(tmp_path: Path) -> None:
@@ -352,29 +349,6 @@ def test_a_store_whose_process_ends_is_noticed_at_once(tmp_path: Path) -> None:
         server.kill()
     beats.join(60)
     assert beats.is_lost
-
-
-@pytest.mark.parametrize("is_forked", [False, True])
-def test_a_rank_that_calls_exit_says_so(
-    is_forked: bool, left: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranks, pid = Ranks(tmp_path), os.getpid()
-    monitor = ranks.monitors[1]
-    monitor._ending_known.set()
-    with monitor.announce_exits():
-        if is_forked:
-            monkeypatch.setattr(os, "getpid", lambda: pid + 1)
-        with pytest.raises(LeftError):
-            os._exit(3)
-    assert left == [3]
-    ranks.beat(2)
-    ending = ranks.monitors[2]._beats.ending
-    if is_forked:
-        assert ending is None
-    else:
-        assert ending is not None
-        assert ending.line.startswith(f"{ranks.processes[1]} called os._exit(3) at ")
-        assert "test_monitor.py" in ending.line
 
 
 def test_a_full_disk_behind_standard_error_does_not_end_the_thread(

@@ -4,16 +4,17 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ds_finetune.cluster.watchdog.diagnosis import Diagnosis, status_lines
-from ds_finetune.cluster.watchdog.failure import RankFailure, is_secondary
-from ds_finetune.cluster.watchdog.heartbeats import RankProcess
-from ds_finetune.cluster.watchdog.kills import why_killed
+from ds_finetune.cluster.watchdog.failure import ending_by, is_secondary
+from ds_finetune.cluster.watchdog.heartbeats import RankProcess, RunEnding
 from ds_finetune.cluster.watchdog.progress import CollectiveCall, RankStatus
 from ds_finetune.cluster.watchdog.stacks import StackFile, kill_process
 from ds_finetune.errors import ConfigError, RunError
@@ -36,12 +37,12 @@ def test_what_follows_from_another_rank_is_told_from_what_does_not(error: Except
 
 
 def test_a_failure_brings_its_line_its_code_and_its_last_lines() -> None:
-    assert RankFailure.of(ConfigError("tp 3 does not divide 8", hint="try 2")) == RankFailure(
-        "ConfigError: tp 3 does not divide 8", "tp 3 does not divide 8\n  hint: try 2", 2
+    assert ending_by(ConfigError("tp 3 does not divide 8", hint="try 2")) == RunEnding(
+        (), "ConfigError: tp 3 does not divide 8", "tp 3 does not divide 8\n  hint: try 2", 2
     )
     with pytest.raises(KeyError) as raised:
         {}["layer"]
-    failure = RankFailure.of(raised.value)
+    failure = ending_by(raised.value)
     assert failure.line == "KeyError: 'layer'"
     assert failure.code == 1
     assert "test_report.py" in failure.text
@@ -65,13 +66,16 @@ def test_ranks_that_do_the_same_are_one_line() -> None:
 @pytest.mark.skipif(not began_at(os.getpid()), reason="processes are told apart by /proc")
 def test_another_process_of_the_same_id_is_left_alone(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    kill_process(child.pid, "1", folder=tmp_path, why="")
+    process = RankProcess(1, "host-a", child.pid, "1", "a", str(tmp_path / "error.json"))
+    kill_process(process, "")
     assert not list(tmp_path.iterdir())
     assert child.poll() is None
     child.send_signal(signal.SIGSTOP)
-    kill_process(child.pid, began := began_at(child.pid), folder=tmp_path, why="it did not answer")
-    assert why_killed(tmp_path, child.pid, began) == "it did not answer"
-    assert child.wait(60) in (-signal.SIGKILL, -signal.SIGQUIT)
+    kill_process(replace(process, began=began_at(child.pid)), "rank 1 did not answer")
+    code = child.wait(60)
+    assert code in (-signal.SIGKILL, -signal.SIGQUIT)
+    failure = ProcessFailure(1, child.pid, code, process.error_file)
+    assert failure.message["message"] == "killed by the watchdog: rank 1 did not answer"
 
 
 def test_the_stacks_of_a_rank_come_with_what_torchfrtrace_reads(
