@@ -1,6 +1,5 @@
 """Converts the keys of another trainer's file, called words here, to keys of a run file, and records each outcome."""
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +10,6 @@ from typing import Any, Literal
 
 import yaml
 
-from ds_finetune.config.dotted_keys import values_by_key
 from ds_finetune.config.edit_run_file import one_line_yaml
 from ds_finetune.config.ineffective_keys import NoEffectError
 from ds_finetune.config.invalid_keys import meant_key
@@ -37,14 +35,13 @@ _SECTIONS = ("trl", "lr_scheduler_kwargs", "peft_config", "optim_config", "dist_
 """Sections of other trainers' files whose keys are converted as if they stood at the top level."""
 _LISTS = ("lora.modules_to_save", "log.trackers", "rollout.stop")
 _ACCUMULATION = ("gradient_accumulation_steps", "gradient_accumulation", "accumulation_steps")
-_BATCH = frozenset(
-    {"train.micro_batch_size", "train.global_batch_size", "rollout.prompts_per_step", "rollout.steps_per_rollout"}
-)
+_BATCH = ("train.micro_batch_size", "train.global_batch_size")
 _PLAIN_TYPES = ("completion", "pretrain")
+_KNOWN_TYPES = ("chat_template", "sharegpt", *_PLAIN_TYPES)
 _OFF: tuple[object, ...] = (None, "", False, 0, "none", "no", "false", "full", "steps", "disabled", [], {})
-_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}
-"""Column names in LLaMA-Factory's dataset_info.json, each with the name of that column in data.columns."""
-_WIDTH, _STAYS = 60, " stays"
+_COLUMNS = {"field": "text", "field_messages": "messages", "field_chosen": "chosen", "field_rejected": "rejected"}
+"""Keys of axolotl's data sets that name a column, each with its key in data.columns."""
+_WIDTH = 60
 
 
 class ConvertedRun:
@@ -79,10 +76,6 @@ class ConvertedRun:
                 self.to_fill[key] = f"the file of {program.name} names none"
         assert self.words.keys() <= self.outcomes.keys(), self.words.keys() - self.outcomes.keys()
         self.config = validate_tree(self.tree, {}, "the run file")
-        values = values_by_key(self.config.model_dump(mode="json", by_alias=True))
-        for word, (outcome, reason) in self.outcomes.items():
-            value = values.get(reason.partition("`" + _STAYS)[0].removeprefix("`"))
-            self.outcomes[word] = outcome, reason.replace(_STAYS, f" is {one_line_yaml(value)} here")
 
     def _take_defaults(self) -> None:
         """Write the program's defaults for keys that no word of the file sets."""
@@ -201,53 +194,29 @@ class ConvertedRun:
         name, _, count = re.sub(r"^(HF|MS)::", "", str(entry).strip()).partition("#")
         if count:
             self.outcomes[f"{word} {entry}"] = "not available", f"all rows are used: write {count} of them to a file"
-        name = self._listed(name)
-        if not Path(name).exists() and ("/" not in name or name.endswith((".yaml", ".yml"))):
+        if not Path(name).exists() and "/" not in name:
             self.to_fill[f"`{name}` of data"] = f"only {self.program.name} knows this name; write the file or hub id"
         return name
-
-    def _listed(self, name: str) -> str:
-        """Path or hub id of data set `name` in LLaMA-Factory's dataset_info.json; `name` where it is not listed."""
-        folder = Path(str(self.words.get("dataset_dir") or "data"))
-        listed: object = {}
-        with suppress(OSError, ValueError):
-            listed = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
-        entry = _entry(_entry(listed).get(name))
-        columns = {_COLUMNS.get(key, key): column for key, column in _entry(entry.get("columns")).items()}
-        renamed = {key: column for key, column in columns.items() if key not in (column, "messages")}
-        if renamed:
-            self._take("data.columns", renamed, f"columns of {name}")
-        return str(folder / entry["file_name"]) if "file_name" in entry else str(entry.get("hf_hub_url", name))
 
     def _described_source(self, word: str, entry: Mapping[str, Any]) -> str:
         """An entry of data.train for a data set that axolotl or TRL describes by several keys."""
         rest = {key: value for key, value in entry.items() if value not in _OFF}
-        path, subset, split, kind = (str(rest.pop(key, "")) for key in ("path", "name", "split", "type"))
+        path, subset, split = (str(rest.pop(key, "")) for key in ("path", "name", "split"))
         files = rest.pop("data_files", None)
-        if "[" in split:
-            reason = f"only whole splits are read: write these rows of `{path}` to a file"
-            self.outcomes[f"{word}.split {split}"] = "not available", reason
-            split = split.partition("[")[0]
-        if kind == "alpaca":
-            self._take("data.layout", "alpaca", f"{word}.type")
-            self._take("data.template", "plain", f"{word}.type")
-        elif kind.partition(".")[0] not in ("chat_template", "sharegpt", *_PLAIN_TYPES, ""):
-            reason = "rows are read by their columns, with the tokenizer's chat template"
-            self.outcomes[f"{word}.type {kind}"] = "not available", reason
-        names = {"field": "text", "field_messages": "messages", "field_chosen": "chosen", "field_rejected": "rejected"}
-        columns = {names[key]: rest.pop(key) for key in names if key in rest}
+        columns = {_COLUMNS[key]: rest.pop(key) for key in _COLUMNS if key in rest}
         if renamed := {key: name for key, name in columns.items() if name not in (key, "conversations")}:
             self._take("data.columns", renamed, f"{word}.field")
         for key, value in rest.items():
-            is_seen = key in ("message_property_mappings", "roles", "ds_type") or key.startswith("message_field")
-            reason = "columns and roles are recognised" if is_seen else "`ds-finetune data show` shows what rows become"
-            self.outcomes[f"{word}.{key} {value}"] = "default" if is_seen else "not available", reason
+            if key == "type" and value in _KNOWN_TYPES:
+                continue
+            reason = "rows are read by their columns; `ds-finetune data show` shows what they become"
+            self.outcomes[f"{word}.{key} {value}"] = "not available", reason
         if files and "/" not in path:
             return str(files[0] if isinstance(files, list) else files)
         return ":".join(part for part in (path, subset, split or (subset and "train")) if part)
 
     def _take_batch(self) -> None:
-        """Set micro-batch and global batch size; with GRPO prompts per step and steps per rollout."""
+        """Set micro-batch and global batch size, or with GRPO prompts per step."""
         mine = {word: self._key(word) for word, value in self.words.items() if value is not None}
         mine = {word: key for word, key in mine.items() if key in _BATCH}
         self.outcomes |= {word: ("taken", key) for word, key in mine.items()}
@@ -259,7 +228,7 @@ class ConvertedRun:
         held = given or self.defaults["gradient_accumulation_steps"]
         if isinstance(micro, int) and held == PER_16_ROWS:
             held = math.ceil(16 / max(micro, 1) / dp)
-        rows, origin = self.words[totals[0]] if totals else self.defaults.get("global_batch_size"), self._said(*totals)
+        rows, origin = self.words[totals[0]] if totals else None, self._said(*totals)
         if isinstance(rows, int):
             rows, held = rows * (dp if totals == ["batch_size"] else 1), 1
         elif isinstance(micro, int) and isinstance(held, int):
@@ -268,22 +237,15 @@ class ConvertedRun:
             self.to_fill["train.global_batch_size"] = f"a forward has {micro} rows, accumulation is {held}"
             return
         self._take("train.micro_batch_size", micro, origin=self._said(*micros))
-        if is_grpo(self.objective):
-            self._take_prompts(rows, origin, held)
-        else:
+        if not is_grpo(self.objective):
             self._take("train.global_batch_size", rows, origin=origin)
-
-    def _take_prompts(self, rows: int, origin: str, accumulation: int) -> None:
+            return
         group = self._size("objective.group_size", 8)
         if rows % group:
             reason = f"a step has {rows} answers ({origin}), no groups of {group}; give the ranks with --ranks"
             self.to_fill["rollout.prompts_per_step"] = reason
-            return
-        self._take("rollout.prompts_per_step", rows // group, origin=f"{origin} / {group} answers to a prompt")
-        steps = self._number("generation_batch_size", 0) / max(rows, 1)
-        steps = steps or self._number("steps_per_generation", accumulation) / accumulation
-        if steps > 1:
-            self._take("rollout.steps_per_rollout", math.ceil(steps), origin="rows of a rollout / rows of a step")
+        else:
+            self._take("rollout.prompts_per_step", rows // group, origin=f"{origin} / {group} answers to a prompt")
 
     def _take_word(self, word: str, value: object, *, is_last: bool = True, is_default: bool = False) -> None:
         """Convert a word and record its outcome; until `is_last`, a word whose key has no effect yet gets none."""
@@ -299,7 +261,7 @@ class ConvertedRun:
             self.outcomes[word] = "default", unused
         elif (converted := self._value(word, value, key)) is None:
             meaning = MEANINGS.get(key, "other values of its own")
-            self.outcomes.setdefault(word, (outcome, f"`{key}`{_STAYS}; it may be {meaning}"))
+            self.outcomes.setdefault(word, (outcome, f"`{key}` keeps its default; it may be {meaning}"))
         else:
             origin = f"default of {self.program.name}" if is_default else self._said(word)
             self._take(key, converted, word, origin=origin, is_last=is_last)
@@ -481,11 +443,6 @@ def _clip_low(self: ConvertedRun, word: str, value: object) -> object:
     return value
 
 
-def _address(self: ConvertedRun, word: str, value: object) -> object:
-    host, port = self.words.get("vllm_server_host"), self.words.get("vllm_server_port", 8000)
-    return value if word.endswith("url") else f"http://{host}:{port}" if host else None
-
-
 _CONVERTERS: Mapping[str, Callable[[ConvertedRun, str, object], object]] = {
     "train.for": _duration,
     "train.max_seq_len": _row_length,
@@ -498,8 +455,7 @@ _CONVERTERS: Mapping[str, Callable[[ConvertedRun, str, object], object]] = {
     "lora.target_modules": _targets,
     "lora.alpha": _alpha,
     "objective.clip_low": _clip_low,
-    "rollout.address": _address,
-    "data.train": lambda self, word, value: None,
+    **dict.fromkeys(("data.train", "rollout.prompts_per_step"), lambda self, word, value: None),
     "rewards": lambda self, word, value: self.to_fill.update(rewards=f"{word} is {value}"),
 }
 """Converters of the run-file keys whose values need more than a table of values, some of them other words."""

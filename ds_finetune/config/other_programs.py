@@ -342,7 +342,7 @@ HUGGING_FACE_TRAINER: Mapping[str, object] = {
     **{"learning_rate": 5e-5, "lr_scheduler_type": "linear", "warmup_ratio": 0, "min_lr_rate": 0, "max_grad_norm": 1.0},
     **{"adam_beta1": 0.9, "adam_beta2": 0.999, "weight_decay": 0.0, "packing": False, "output_dir": "trainer_output"},
 }
-_GRPO: Mapping[str, object] = {
+_GRPO: dict[str, object] = {
     **{"num_generations": 8, "max_completion_length": 512, "beta": 0.0, "epsilon": 0.2, "scale_rewards": "group"},
     **{"loss_type": "dapo", **dict.fromkeys(("packing", "max_length", "truncation_mode", "truncation_strategy"))},
 }
@@ -374,22 +374,6 @@ class Program:
     """Notes for the user by run-file key, printed where the trainer's default or its data set names are taken over."""
 
 
-_SWIFT = {
-    **HUGGING_FACE_TRAINER,
-    **{"per_device_train_batch_size": 1, "learning_rate": 1e-5, "lr_scheduler_type": "cosine", "weight_decay": 0.1},
-    **{"adam_beta2": 0.95, "truncation_strategy": "delete", "output_dir": "output"},
-}
-_SWIFT_OBJECTIVES: Mapping[str, Mapping[str, object]] = {
-    "simpo": {"simpo_gamma": 1.0},
-    "grpo": {
-        **{**_GRPO, "loss_type": "grpo", "beta": 0.04, "temperature": 0.9, "gradient_accumulation_steps": 1},
-    },
-}
-_SWIFT_LORA = {
-    **{"learning_rate": 1e-4, "lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": "all-linear"},
-}
-_SWIFT_PERSON = {"model_name": "write it to the rows"}
-_SWIFT_NOTES = {"data.train": "a name of ModelScope, which Hugging Face may not have"}
 PROGRAMS = (
     Program(
         "axolotl",
@@ -415,27 +399,24 @@ PROGRAMS = (
         trains_adapters=True,
     ),
     Program(
-        "ms-swift on Megatron",
-        "3602360a5",
-        "micro_batch_size global_batch_size lr lr_warmup_fraction min_lr no_save_optim recompute_granularity finetune",
-        r"\bmegatron (sft|pt|rlhf)\b",
-        _SWIFT | {"global_batch_size": 16, "num_train_epochs": None, "output_dir": "megatron_output"},
-        _SWIFT_OBJECTIVES,
-        _SWIFT_LORA,
-        absent=_SWIFT_PERSON,
-        notes=_SWIFT_NOTES,
-    ),
-    Program(
         "ms-swift",
         "3602360a5",
         "tuner_type train_type rlhf_type split_dataset_ratio torch_dtype val_dataset loss_scale model_author",
         r"\bswift (sft|pt|rlhf)\b|\bswift/cli/(?:sft|pt|rlhf)\.py\b",
-        _SWIFT | {"gradient_accumulation_steps": PER_16_ROWS},
-        _SWIFT_OBJECTIVES,
-        _SWIFT_LORA,
+        {
+            **HUGGING_FACE_TRAINER,
+            **{"per_device_train_batch_size": 1, "learning_rate": 1e-5, "lr_scheduler_type": "cosine"},
+            **{"weight_decay": 0.1, "adam_beta2": 0.95, "truncation_strategy": "delete", "output_dir": "output"},
+            "gradient_accumulation_steps": PER_16_ROWS,
+        },
+        {
+            "simpo": {"simpo_gamma": 1.0},
+            "grpo": _GRPO | {"loss_type": "grpo", "beta": 0.04, "temperature": 0.9, "gradient_accumulation_steps": 1},
+        },
+        {"learning_rate": 1e-4, "lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": "all-linear"},
         trains_adapters=True,
-        absent=_SWIFT_PERSON,
-        notes=_SWIFT_NOTES,
+        absent={"model_name": "write it to the rows"},
+        notes={"data.train": "a name of ModelScope, which Hugging Face may not have"},
     ),
     Program(
         "TRL",
