@@ -2,10 +2,8 @@
 
 import os
 import secrets
-from collections.abc import Sequence
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -110,17 +108,18 @@ def _launch(arguments: Arguments) -> None:
             f"--launcher deepspeed starts nothing for {arguments.run}: the ranks are started by `deepspeed` itself",
             hint="run the command that --dry-run prints, or use --launcher torchrun",
         )
-    from ds_finetune.cluster.launch.line_thread import LineThread
     from ds_finetune.cluster.launch.run import show_if_open
 
-    with closing(LineThread(partial(show_if_open, show_line))) as screen:
+    # Another thread prints, so that a slow disk or a stopped pager does not hold up the run.
+    with ThreadPoolExecutor(max_workers=1) as screen:
+
+        def say(line: str) -> None:
+            screen.submit(show_if_open, show_line, line)
+
         for line in environment.lines():
-            screen.put(line)
-        code = (
-            _run_with_agents(config, job, arguments, screen.put)
-            if arguments.launcher == "torchrun"
-            else _run_with_scheduler(job, arguments, screen.put)
-        )
+            say(line)
+        start = _run_with_agents if arguments.launcher == "torchrun" else _run_with_scheduler
+        code = start(config, job, arguments, say)
     if code:
         raise SystemExit(code)
 
@@ -168,11 +167,12 @@ def _emit(arguments: Arguments, job: "Job") -> None:
 def _show(config: RunConfig, job: "Job", arguments: Arguments) -> None:
     from ds_finetune.cluster.launch.commands import dry_run_lines, rank_map
     from ds_finetune.cluster.launch.remote import Remote
+    from ds_finetune.cluster.launch.run import check_plan
     from ds_finetune.plan.mesh import Mesh
 
     remote = Remote.from_environment(arguments.ssh_args)
     if job.hosts:
-        _check_plan(config, job.hosts, "cpu" if job.variables.get("DS_ACCELERATOR") == "cpu" else "cuda")
+        check_plan(config, job.hosts, "cpu" if job.variables.get("DS_ACCELERATOR") == "cpu" else "cuda")
         for line in rank_map(job.hosts, Mesh.of(config.parallel, world_size=job.world_size, rank=0)):
             show_line(line)
     for line in dry_run_lines(
@@ -183,37 +183,16 @@ def _show(config: RunConfig, job: "Job", arguments: Arguments) -> None:
         show_line("started by torch's agent on each host over ssh, at a free port (docs/how-to/several-machines.md)")
 
 
-def _check_plan(config: RunConfig, hosts: Sequence[Host], device: str) -> None:
-    """ConfigError where layout or batch does not fit the number of ranks of `hosts`."""
-    from ds_finetune.cluster.host_checks import world_of
-    from ds_finetune.plan.plan import make_plan
-    from ds_finetune.plan.settings import RunSettings
-
-    make_plan(RunSettings.of(config), world=world_of(hosts, "launch"), device=device)
-
-
 def _run_with_agents(config: RunConfig, job: "Job", arguments: Arguments, say: Say) -> int:
-    from ds_finetune.cluster.launch.environment import interface_variables
     from ds_finetune.cluster.launch.remote import Remote
     from ds_finetune.cluster.launch.run import LaunchRequest, launch
 
     limits = {"greeting_seconds": config.launch.greeting_seconds, "silent_seconds": config.launch.silent_seconds}
-    request = LaunchRequest(
-        job.hosts,
-        tuple(job.rank_command),
-        {**job.variables, **interface_variables(job.interface)},
-        Remote.from_environment(arguments.ssh_args).with_limits(**limits),
-        job.run_id,
-        config.output_dir,
-        config.launch,
-        config.checkpoint,
-        partial(_check_plan, config),
-        arguments.port,
-    )
-    return launch(request, say)
+    remote = Remote.from_environment(arguments.ssh_args).with_limits(**limits)
+    return launch(LaunchRequest(job, config, remote, arguments.port), say)
 
 
-def _run_with_scheduler(job: "Job", arguments: Arguments, say: Say) -> int:
+def _run_with_scheduler(_: RunConfig, job: "Job", arguments: Arguments, say: Say) -> int:
     from ds_finetune.cluster.launch.commands import mpirun_command, srun_command, starting_environment
     from ds_finetune.cluster.launch.remote import Remote
     from ds_finetune.cluster.launch.run import run_scheduler

@@ -18,10 +18,10 @@ from ds_finetune.trainer.loop import BEGINNING
 from tests.conftest import ROOT
 
 WITHOUT_CUDA = {
+    "cli/launch.py": "lines of ranks",
     "checkpoint/tools.py": "digests of files",
     "cluster/host_program.py": "requests",
     "cluster/hosts.py": "lines of other hosts' processes",
-    "cluster/launch/line_thread.py": "lines of ranks",
     "cluster/launch/run.py": "processes of other hosts",
     "export/convert.py": "tensors of files, on the CPU",
     "export/verify/verify.py": "digests of files",

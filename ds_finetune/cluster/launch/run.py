@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from ds_finetune.cluster.host_checks import (
@@ -21,12 +22,16 @@ from ds_finetune.cluster.host_checks import (
     port_check,
     preflight_checks,
     rank_device,
+    world_of,
 )
 from ds_finetune.cluster.hosts import Cluster, Event, Reply
 from ds_finetune.cluster.launch.agent_order import DONE, FAILED, GRACE_SECONDS, AgentOrder
+from ds_finetune.cluster.launch.commands import Job
+from ds_finetune.cluster.launch.environment import interface_variables
 from ds_finetune.cluster.launch.rank_logs import RUN_ID, log_name, logs_folder
 from ds_finetune.cluster.launch.remote import Remote
 from ds_finetune.config.hostfile import Host
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import CheckpointConfig, LaunchConfig
 from ds_finetune.config.units import spans_text
 from ds_finetune.console.phase_line import Say
@@ -37,6 +42,8 @@ from ds_finetune.errors import (
     ConfigError,
     LaunchError,
 )
+from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.info import HostInfo, gather_host_info
 from ds_finetune.system.processes import handle_signals
 
@@ -61,22 +68,28 @@ _QUOTED = "  | "
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """The run that `launch` starts, and its hosts."""
+    """The run that `launch` starts, and how to reach its hosts."""
 
-    hosts: tuple[Host, ...]
-    argv: tuple[str, ...]
-    """Command of each rank."""
-    env: dict[str, str]
-    """Environment variables of every rank."""
+    job: Job
+    config: RunConfig
     remote: Remote
-    run_id: str
-    output_dir: str
-    launch: LaunchConfig
-    checkpoint: CheckpointConfig
-    check_plan: Callable[[Sequence[Host], str], object]
-    """Raises ConfigError where the run does not fit the ranks of these hosts on this kind of device."""
     port: int = 0
     """Port of the first host at which the agents meet; 0 takes a free port."""
+
+    @property
+    def hosts(self) -> tuple[Host, ...]:
+        """The hosts of the job, in the order of their ranks."""
+        return self.job.hosts
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Environment variables of every rank, besides those that torch's agent sets."""
+        return {**self.job.variables, **interface_variables(self.job.interface)}
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the logs of the run's ranks, on each host."""
+        return logs_folder(self.config.output_dir, self.job.run_id)
 
 
 def launch(request: LaunchRequest, say: Say) -> int:
@@ -86,8 +99,8 @@ def launch(request: LaunchRequest, say: Say) -> int:
     the exit code of the first failed rank, or 128 + N if signal N killed it. LaunchError and ConfigError before the
     first start.
     """
-    _check_restartable(request.launch, request.checkpoint)
-    say(f"run {request.run_id}: logs in {logs_folder(request.output_dir, request.run_id)} on each host")
+    _check_restartable(request.config.launch, request.config.checkpoint)
+    say(f"run {request.job.run_id}: logs in {request.logs} on each host")
     with closing(_LaunchedRun(request, say)) as run:
         run.start()
         with handle_signals(run.signal):
@@ -112,6 +125,11 @@ def _check_restartable(settings: LaunchConfig, checkpoint: CheckpointConfig) -> 
             "saved is lost with it",
             hint="save to a shared folder, or leave launch.min_hosts out",
         )
+
+
+def check_plan(config: RunConfig, hosts: Sequence[Host], device: str) -> None:
+    """ConfigError where layout or batch does not fit the number of ranks of `hosts`; `device` is `cpu` or `cuda`."""
+    make_plan(RunSettings.of(config), world=world_of(hosts, "launch"), device=device)
 
 
 def check_hosts(
@@ -141,10 +159,10 @@ def largest_fit(request: LaunchRequest, fit: Sequence[Host], *, device: str) -> 
 
     Empty where that is less than launch.min_hosts, or less than all hosts if this key is not set.
     """
-    fewest = request.launch.min_hosts or len(request.hosts)
+    fewest = request.config.launch.min_hosts or len(request.hosts)
     for number in range(len(fit), fewest - 1, -1):
         try:
-            request.check_plan(fit[:number], device)
+            check_plan(request.config, fit[:number], device)
         except ConfigError:
             continue
         return tuple(fit[:number])
@@ -191,7 +209,7 @@ class _LaunchedRun:
     """A running launch: the agents' reports, hosts that are lost and come back, and signals."""
 
     def __init__(self, request: LaunchRequest, say: Say) -> None:
-        self._request, self._say = request, say
+        self._request, self._say, self._settings = request, say, request.config.launch
         self._clusters: list[Cluster] = []
         self._members: dict[Host, _Member] = {}
         self._standby: dict[Host, Cluster] = {}
@@ -216,11 +234,11 @@ class _LaunchedRun:
         """Check every host and start its agent; LaunchError or ConfigError where a host is not ready."""
         request, first = self._request, self._request.hosts[0]
         cluster = self._open(request.hosts)
-        infos = cluster.infos(request.env, request.port, seconds=request.launch.greeting_seconds)
+        infos = cluster.infos(request.env, request.port, seconds=self._settings.greeting_seconds)
         check_hosts(cluster.answers(infos), gather_host_info(), request, self._say, cluster.clocks)
         known = {host: infos[label(host)] for host in request.hosts}
         self._device = rank_device(infos, request.env)
-        request.check_plan(request.hosts, self._device)
+        check_plan(request.config, request.hosts, self._device)
         self._address = meeting_address(request.hosts, known)
         if not self._address:
             raise LaunchError(
@@ -266,18 +284,18 @@ class _LaunchedRun:
         return late
 
     def _open(self, hosts: Sequence[Host]) -> Cluster:
-        cluster = Cluster(hosts, self._request.remote, PROGRAM, name=self._request.run_id)
+        cluster = Cluster(hosts, self._request.remote, PROGRAM, name=self._request.job.run_id)
         self._clusters.append(cluster)
         return cluster
 
     def _start_agent(self, host: Host, cluster: Cluster) -> None:
         request, is_first = self._request, host == self._request.hosts[0]
-        settings, most = request.launch, len(request.hosts)
+        settings, most = self._settings, len(request.hosts)
         self._num_opened += 1
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.devices))} if host.devices else {}
         order = AgentOrder(
             name=f"{request.hosts.index(host):05}.{self._num_opened}",
-            argv=request.argv,
+            argv=tuple(request.job.rank_command),
             slots=host.slots,
             fewest=(settings.min_hosts or most) if settings.restarts else most,
             most=most,
@@ -287,9 +305,9 @@ class _LaunchedRun:
             address=self._address,
             port=self._port,
             is_first=is_first,
-            run_id=request.run_id,
-            logs=str(logs_folder(request.output_dir, request.run_id)),
-            environ=devices | {RUN_ID: request.run_id},
+            run_id=request.job.run_id,
+            logs=str(request.logs),
+            environ=devices | {RUN_ID: request.job.run_id},
         )
 
         def take(event: Event) -> None:
@@ -328,7 +346,7 @@ class _LaunchedRun:
         if event["started"] != self._attempt:
             self._tell_failure()
             if self._failures:
-                self._say(f"starting again, restart {event['restart']} of {self._request.launch.restarts}")
+                self._say(f"starting again, restart {event['restart']} of {self._settings.restarts}")
             elif self._attempt:
                 self._say("a host has joined: the ranks have saved, and start again")
             self._attempt, self._began = event["started"], time.monotonic()
@@ -351,9 +369,9 @@ class _LaunchedRun:
             check, tail = member.cluster.lose(label(member.host), result), result.splitlines()[-_TAIL_LINES:]
             text = check.found if tail else "its agent or the connection has ended"
             # A lost host is noticed late: failures that ranks of other hosts reported meanwhile are its consequences.
-            at = time.monotonic() - self._request.launch.silent_seconds
+            at = time.monotonic() - self._settings.silent_seconds
             self._fail(_FirstFailure(member.host, None, text, RUN_ERROR_EXIT_CODE, at, tail=tail))
-            is_ending = member.host == self._request.hosts[0] or not self._request.launch.restarts
+            is_ending = member.host == self._request.hosts[0] or not self._settings.restarts
             self._let_go(member)
         if is_ending:
             self._ending_since = self._ending_since or time.monotonic()
@@ -387,7 +405,7 @@ class _LaunchedRun:
 
     def _regain_hosts(self) -> None:
         is_ending = self._ending_since is not None or self._signals
-        if is_ending or not self._request.launch.restarts or time.monotonic() - self._last_retry < _RETRY_SECONDS:
+        if is_ending or not self._settings.restarts or time.monotonic() - self._last_retry < _RETRY_SECONDS:
             return
         self._last_retry = time.monotonic()
         for host in self._request.hosts:
@@ -406,7 +424,7 @@ class _LaunchedRun:
     def _reopen(self, host: Host) -> Cluster | str:
         """A program started on a lost host, or why the host cannot take part."""
         cluster = self._open([host])
-        infos = cluster.infos(self._request.env, 0, seconds=self._request.launch.greeting_seconds)
+        infos = cluster.infos(self._request.env, 0, seconds=self._settings.greeting_seconds)
         late = [clock_check(name, *clock) for name, clock in cluster.clocks.items()]
         cluster.ask({name: {"load": {}} for name in infos}, seconds=_LOAD_SECONDS)
         (checks,) = preflight_checks(cluster.answers(infos), gather_host_info(), self._request.env, late).values()
@@ -469,8 +487,8 @@ class _LaunchedRun:
             yield f"{head} by the error above, with exit code {first.code}"
         else:
             yield f"{head}: {first.cause or f'{who} failed first: {first.text}'}"
-            logs = logs_folder(self._request.output_dir, self._request.run_id)
-            name = "" if first.rank is None else f" of {logs}/attempt-{self._attempt}/{log_name(first.rank)}"
+            folder = self._request.logs / f"attempt-{self._attempt}"
+            name = "" if first.rank is None else f" of {folder / log_name(first.rank)}"
             if not is_printed:
                 yield "its error:" if first.error else f"the last {len(lines)} lines{name or ' of its output'}:"
                 yield from (f"{_QUOTED}{line}" for line in lines)
@@ -502,13 +520,11 @@ def run_scheduler(command: Sequence[str], env: Mapping[str, str], say: Say) -> i
     return 128 - code if code < 0 else code
 
 
-def show_if_open(show: Callable[[str], None], line: str) -> bool:
-    """Print `line` with `show`; returns whether more can be printed, since a closed terminal must not end the run."""
+def show_if_open(show: Callable[[str], None], line: str) -> None:
+    """Print `line` with `show`; a closed terminal does not end the run: later lines go to the null device."""
     try:
         show(line)
     except (OSError, SystemExit):
         # A pipe without a reader: rich would end the program (14.1, console.py, on_broken_pipe), and Python's flush at
         # exit would change the exit code.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return False
-    return True

@@ -6,17 +6,15 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from ds_finetune.cluster.launch.line_thread import LineThread
+from ds_finetune.cluster.launch.commands import Job
 from ds_finetune.cluster.launch.remote import Remote
-from ds_finetune.cluster.launch.run import LaunchRequest, launch, show_if_open
+from ds_finetune.cluster.launch.run import LaunchRequest, launch
 from ds_finetune.config.hostfile import Host
-from ds_finetune.config.sections import CheckpointConfig, LaunchConfig
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import LaunchError
 from tests.conftest import ROOT
 from tests.running import tiny_task
@@ -38,18 +36,12 @@ def run(
 ) -> tuple[int, list[str]]:
     """Exit code and lines of a launch whose ranks are Python programs, with their folder as argument."""
     said: list[str] = []
-    request = LaunchRequest(
-        hosts=(Host("localhost", ranks, 1),),
-        argv=(sys.executable, "-u", "-c", code, str(folder)),
-        env={"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"},
-        remote=remote or _remote(folder),
-        run_id="r-1",
-        output_dir=str(folder / "run"),
-        launch=LaunchConfig.model_validate({"greeting_seconds": SECONDS, "silent_seconds": 60} | settings),
-        checkpoint=CheckpointConfig(),
-        check_plan=lambda *_: None,
-    )
-    return launch(request, said.append), said
+    environ = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    hosts = (Host("localhost", ranks, 1),)
+    tree = {"model": "m", "data": {"train": "t"}, "output_dir": str(folder / "run"), "train": {"global_batch_size": 2}}
+    config = RunConfig.model_validate(tree | {"launch": {"greeting_seconds": SECONDS, "silent_seconds": 60} | settings})
+    job = Job(str(folder), (), hosts, "r-1", variables=environ, entry=("-c", code))
+    return launch(LaunchRequest(job, config, remote or _remote(folder)), said.append), said
 
 
 LIKE_MESSAGES = ['["reply", [0, {}]]', '["event", {"failed": 1}]', '{"reply": 5}', "5", "null", "r-1.x ["]
@@ -226,21 +218,6 @@ def test_a_program_that_does_not_start_is_told_from_a_silent_host(
     with pytest.raises(LaunchError, match="1 of 1 hosts are not ready, nothing was started") as refused:
         run(tmp_path, "", remote=_remote(tmp_path, script), greeting_seconds=seconds)
     assert f"localhost (line 1): {wanted}\n" in refused.value.message
-
-
-def test_a_screen_that_is_gone_or_stopped_holds_up_nobody() -> None:
-    shown = []
-
-    def show(line: str) -> None:
-        shown.append(line)
-        raise BrokenPipeError
-
-    began = time.monotonic()
-    with closing(LineThread(partial(show_if_open, show))) as screen:
-        for number in range(1000):
-            screen.put(str(number))
-    assert shown == ["0"]
-    assert time.monotonic() - began < 60
 
 
 def test_a_reader_that_leaves_does_not_end_a_launch(tmp_path: Path) -> None:

@@ -1,12 +1,10 @@
 """Which hosts a launch refuses, from the facts that they report, in the same words as the doctor."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 
-from ds_finetune.cli.launch import _check_plan
 from ds_finetune.cluster.host_checks import (
     Check,
     describe,
@@ -16,6 +14,7 @@ from ds_finetune.cluster.host_checks import (
     preflight_checks,
     unreachable_check,
 )
+from ds_finetune.cluster.launch.commands import Job
 from ds_finetune.cluster.launch.remote import Remote
 from ds_finetune.cluster.launch.run import LaunchRequest, check_hosts, largest_fit
 from ds_finetune.config.hostfile import Host
@@ -120,10 +119,7 @@ def _config(**sections: Any) -> RunConfig:
 
 
 def _request(hosts: tuple[Host, ...], env: dict[str, str], **sections: Any) -> LaunchRequest:
-    config = _config(**sections)
-    check_plan = partial(_check_plan, config)
-    parts = (config.output_dir, config.launch, config.checkpoint, check_plan)
-    return LaunchRequest(hosts, (), env, Remote(), "r-1", *parts)
+    return LaunchRequest(Job("r.yaml", (), hosts, "r-1", variables=env), _config(**sections), Remote())
 
 
 def test_the_most_hosts_that_the_layout_allows() -> None:
