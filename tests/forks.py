@@ -172,8 +172,6 @@ _IMPORTED += (
     "ds_finetune.console.tables",
     "ds_finetune.runs.report.write",
     "ds_finetune.runs.report.figures",
-    "matplotlib.backends.backend_agg",
-    "matplotlib.ticker",
     "ds_finetune.trainer.train",
     "ds_finetune.reference.selftest.run",
 )

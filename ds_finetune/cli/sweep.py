@@ -53,8 +53,13 @@ def _words(text: str) -> tuple[str, ...]:
 
 def _scaling(arguments: Arguments) -> None:
     require_extra("pages", "the page of `ds-finetune scaling`")
-    from ds_finetune.runs.experiments.pages import write_scaling_page
-    from ds_finetune.runs.experiments.scaling import COLUMNS, ScalingRequest, compare_scaling, table_row
+    from ds_finetune.runs.experiments.scaling import (
+        COLUMNS,
+        ScalingRequest,
+        compare_scaling,
+        table_row,
+        write_scaling_page,
+    )
 
     request = ScalingRequest(
         run_file=Path(arguments.run),
@@ -81,8 +86,7 @@ def _sweep(arguments: Arguments) -> None:
         return
     if given := [name for name in ("steps", "ranks", "out") if getattr(arguments, name) is not None]:
         raise ConfigError(f"--{given[0]} belongs to --lr-range, and a sweep file has keys", hint="leave it out")
-    from ds_finetune.runs.experiments.pages import REPORT, value_text
-    from ds_finetune.runs.experiments.sweep import BEST, run_sweep
+    from ds_finetune.runs.experiments.sweep import BEST, REPORT, run_sweep, value_text
     from ds_finetune.runs.experiments.sweep_file import read_sweep
 
     sweep = read_sweep(Path(arguments.file), arguments.overrides)
@@ -95,8 +99,7 @@ def _sweep(arguments: Arguments) -> None:
 
 def _lr_range(arguments: Arguments) -> None:
     require_extra("pages", "the page of --lr-range")
-    from ds_finetune.runs.experiments.lr_range import RangeRequest, range_lines, run_range_test
-    from ds_finetune.runs.experiments.pages import write_range_page
+    from ds_finetune.runs.experiments.lr_range import RangeRequest, range_lines, run_range_test, write_range_page
 
     low, high = arguments.lr_range
     request = RangeRequest(

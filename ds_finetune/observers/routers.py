@@ -1,17 +1,11 @@
-"""Load balance of routed experts: metrics of each step, a warning, and the file `experts.bin`.
+"""Load balance of routed experts: metrics of each step, a warning, and the file `experts.jsonl`.
 
 `counts` int64 [layers, experts] are the tokens routed to each expert. Without any token every metric is 0.
-
-`experts.bin` begins with a line of JSON that describes the binary records after it, one per recorded step, all of the
-same size and in ascending order of steps. An incomplete record of a killed run is cut off when the run resumes.
 """
 
 import json
-import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,10 +15,9 @@ from numpy.typing import NDArray
 from ds_finetune.config.sections import LoraConfig, RouterConfig
 from ds_finetune.config.units import MIB
 from ds_finetune.console.phase_line import Say
-from ds_finetune.errors import OutputError
 from ds_finetune.model.routers import RouterChoices
 from ds_finetune.observers.record import Observer, Remembering, StepRecord
-from ds_finetune.observers.writers import Outage, append_whole
+from ds_finetune.observers.writers import LineFile
 
 _MOST_STEPS = 50
 """Number of steps over which loads are summed for the warning, or a tenth of the run where that is less."""
@@ -38,14 +31,12 @@ _GROWTH, _HIGH = 2.0, 2.0
 """MaxVio triggers the warning above `_HIGH` if it has grown by the factor `_GROWTH` since the run's first steps."""
 Counts = NDArray[np.int64]
 Layers = NDArray[np.float64]
-MOST_BYTES = 64 * MIB
-"""Maximum size of the records of a run: a long run of a large model records only every second step, every third, and so
-on.
-
-An extended run keeps its records, and its further steps may take as much again.
+MOST_BYTES, _BYTES_PER_LOAD = 64 * MIB, 8
+"""Maximum size of `experts.jsonl`, if a load has at most seven digits: a long run of a large model records only every
+second step, every third, and so on. An extended run keeps its records, and its further steps may take as much again.
 """
 _MOST_WAITING = 100
-"""Maximum number of records that wait for space on a full disk."""
+"""Maximum number of lines that are queued on a full disk."""
 
 
 def max_violations(counts: Counts) -> Layers:
@@ -196,121 +187,25 @@ def load_advice(lora: LoraConfig | None, router: RouterConfig | None) -> str:
     return f"raise router.balance ({router.balance:g}), or lower optim.lr"
 
 
-@dataclass(frozen=True)
-class TableLayout:
-    """Layout of the records of an `experts.bin` file."""
+class ExpertLoadsFile(LineFile):
+    """Writes `experts.jsonl`: the expert loads of every n-th step of a run of `steps` steps.
 
-    layers: tuple[int, ...]
-    """Numbers of the layers that have routed experts."""
-    experts: int
-
-    @property
-    def record(self) -> np.dtype[Any]:
-        """dtype of a record: step, number of tokens without padding, entropy of each router, tokens by expert."""
-        layers = len(self.layers)
-        return np.dtype(
-            [
-                ("step", "<i8"),
-                ("num_tokens", "<i8"),
-                ("entropy", "<f4", (layers,)),
-                ("counts", "<i4", (layers, self.experts)),
-            ]
-        )
-
-    @property
-    def header(self) -> bytes:
-        """First line of the file."""
-        fields = [[name, kind.base.str, list(kind.shape)] for name, (kind, _) in self._fields()]
-        return json.dumps({"version": 1, "layers": self.layers, "record": fields}).encode() + b"\n"
-
-    def steps_between(self, steps: int) -> int:
-        """Number of steps between records, for a run of `steps` steps."""
-        return -(-steps * self.record.itemsize // MOST_BYTES)
-
-    def _fields(self) -> list[tuple[str, Any]]:
-        fields = self.record.fields
-        assert fields is not None
-        return list(fields.items())
-
-
-class ExpertTable:
-    """The `experts.bin` file of a run, to which records are appended.
-
-    A run that resumes after `after_step` continues its file; records of later steps are removed, because these steps
-    are repeated.
-
-    Raises:
-        OutputError: the file belongs to another model.
+    A line has the step, its number of tokens without padding, the indices of the layers with routed experts, the
+    entropy of each of their routers in nats, and the number of tokens by layer and expert. On a full disk at most 100
+    lines are queued.
     """
 
-    def __init__(self, path: Path, layout: TableLayout, *, after_step: int) -> None:
-        self.path, self._layout = path, layout
-        self._file = FileIO(path, "r+" if after_step and path.exists() else "w+")
-        header = layout.header
-        found = self._file.read(len(header))
-        if found == header:
-            self._remove_after(after_step)
-        elif header.startswith(found):
-            # A new file, or one of a run that was killed while it wrote the header.
-            self._file.truncate(0)
-            with suppress(OSError):
-                # On a full disk the first record writes the header, and reports an error.
-                append_whole(self._file, header)
-        else:
-            raise OutputError(
-                f"{path} begins with {found[:200]!r}, and this run's table with {header[:200]!r}",
-                hint="move the file away; training starts another one",
-            )
-
-    def append(self, step: int, num_tokens: int, *, entropy: NDArray[np.float64], counts: NDArray[np.int64]) -> None:
-        """Append the record of a step: `entropy` [layers] in nats, `counts` [layers, experts].
-
-        Raises:
-            OSError: the disk is full; no part of the record, or of a missing header, is left.
-        """
-        record = np.zeros((), dtype=self._layout.record)
-        record["step"], record["num_tokens"], record["entropy"], record["counts"] = step, num_tokens, entropy, counts
-        is_empty = os.fstat(self._file.fileno()).st_size == 0
-        append_whole(self._file, (self._layout.header if is_empty else b"") + record.tobytes())
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def _remove_after(self, step: int) -> None:
-        size, start = self._layout.record.itemsize, len(self._layout.header)
-        self._file.seek(start)
-        whole = (os.fstat(self._file.fileno()).st_size - start) // size
-        steps = [self._step_of(number) for number in range(whole)]
-        self._file.truncate(start + size * sum(found <= step for found in steps))
-
-    def _step_of(self, number: int) -> int:
-        at = len(self._layout.header) + number * self._layout.record.itemsize
-        return int.from_bytes(os.pread(self._file.fileno(), 8, at), "little", signed=True)
-
-
-class ExpertTableWriter:
-    """Appends the loads of every `every`-th step to `table`.
-
-    A record that cannot be written is queued, with at most 100 others (`Outage`).
-    """
-
-    def __init__(self, table: ExpertTable, *, every: int, say: Say) -> None:
-        self._table, self._every = table, every
-        self._records = Outage(str(table.path), self._append, say, most=_MOST_WAITING)
+    def __init__(self, path: Path, layers: Sequence[int], experts: int, *, steps: int, say: Say) -> None:
+        super().__init__(path, say, most=_MOST_WAITING)
+        self._layers = layers
+        self.every = -(-steps * len(layers) * experts * _BYTES_PER_LOAD // MOST_BYTES)
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Append the loads of the step if it is to be recorded."""
-        if "routers" in record.counted and record.step % self._every == 0:
-            self._records.put((record.step, record.counted["routers"]))
+        """Write the loads of the step if it is to be recorded."""
+        if "routers" in record.counted and record.step % self.every == 0:
+            choices: RouterChoices = record.counted["routers"]
+            loads = {"num_tokens": choices.num_tokens, "layers": self._layers}
+            loads |= {"entropy": [float(f"{nats:.6g}") for nats in choices.entropy.tolist()]}
+            loads |= {"counts": choices.counts.tolist()}
+            self.put(json.dumps({"step": record.step, **loads}, separators=(",", ":")) + "\n")
         return record
-
-    def close(self) -> None:
-        """Write queued records and close the file."""
-        self._records.close()
-        self._table.close()
-
-    def _append(self, of_step: tuple[int, RouterChoices]) -> None:
-        step, choices = of_step
-        entropy, counts = choices.entropy.numpy(), choices.counts.numpy()
-        self._table.append(step, choices.num_tokens, entropy=entropy, counts=counts)

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from numpy.typing import NDArray
 
-from ds_finetune.checkpoint.commit import MANIFEST, STATE, Manifest, complete_steps, step_name
+from ds_finetune.checkpoint.commit import MANIFEST, Manifest, complete_steps, step_name
 from ds_finetune.config.run_file import parse_yaml
 from ds_finetune.errors import CheckpointError
 from ds_finetune.runs.metrics import (
@@ -26,15 +26,15 @@ from ds_finetune.runs.metrics import (
     read_samples,
     read_tail,
 )
-from ds_finetune.runs.status import STATUS, LastChange, RunStatus, changed_at, parse_object, read_object, seen_status
+from ds_finetune.runs.status import STATUS, LastChange, RunStatus, parse_object, read_object, seen_status
 from ds_finetune.system.disk import bytes_below
 
-CONFIG, PLAN, EXPERTS, LOG, RANK_TIMES = "config.yaml", "plan.json", "experts.bin", "log.txt", "ranks.jsonl"
+CONFIG, PLAN, EXPERTS, LOG, RANK_TIMES = "config.yaml", "plan.json", "experts.jsonl", "log.txt", "ranks.jsonl"
 STARTS = "starts.jsonl"
 REPORT = "watchdog/report.txt"
 _WHOLE_NUMBERS = ("after_step", "steps", "ranks", "ranks_per_host", "pid")
 """Integer fields recorded by each start of a run; another version may store another type."""
-_MOST_BYTES, _MOST_LINE_BYTES = 2**22, 2**12
+_MOST_BYTES = 2**22
 _MOST_DEPTH, _MOST_RUNS = 4, 1_000
 
 
@@ -78,18 +78,7 @@ class RunFolder:
         """The run's state, or how it ended."""
         if os.path.lexists(self.path / STATUS) and self.file(STATUS) is None:
             return RunStatus("unknown", f"{STATUS} is no file of this folder")
-        status = seen_status(self.path, change=self._status_change)
-        return self._status_of_earlier_version(status) if status.state == "unknown" else status
-
-    def _status_of_earlier_version(self, unknown: RunStatus) -> RunStatus:
-        """The status of a run whose version wrote no status.json: `failed` with the first line of the watchdog's report
-        if that is newer than the metrics, else `unknown`.
-        """
-        path = self.file(REPORT)
-        if path is None or changed_at(path) < changed_at(self.path / METRICS):
-            return unknown
-        lines = (self.text(REPORT, _MOST_LINE_BYTES) or "").splitlines()
-        return RunStatus("failed", lines[0], updated_at=changed_at(path)) if lines else unknown
+        return seen_status(self.path, change=self._status_change)
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -130,15 +119,10 @@ class RunFolder:
 
     @property
     def versions(self) -> Mapping[str, str]:
-        """Versions of the run's packages, from its last start or else from its last checkpoint."""
+        """Versions of packages at the last start of the run."""
         starts = self.starts
-        found = starts[-1].get("versions") if starts else None
-        for checkpoint in reversed(self.checkpoints if not isinstance(found, dict) else []):
-            state = self.recorded(f"checkpoints/{step_name(checkpoint.step)}/{STATE}")
-            if state:
-                found = state.get("versions")
-                break
-        return {str(name): str(text) for name, text in found.items()} if isinstance(found, dict) else {}
+        versions = starts[-1].get("versions") if starts else None
+        return {str(name): str(text) for name, text in versions.items()} if isinstance(versions, dict) else {}
 
     @property
     def checkpoints(self) -> list[SavedCheckpoint]:
@@ -182,15 +166,16 @@ class RunFolder:
         return [] if (path := self.file(ROLLOUTS)) is None else read_rollouts(path)
 
     @property
-    def experts(self) -> tuple[list[int], NDArray[Any]] | None:
-        """Indices of the layers with routed experts, and the records of their loads (`read_expert_table`)."""
+    def experts(self) -> tuple[list[int], dict[str, NDArray[Any]]] | None:
+        """Indices of the layers with routed experts, and their loads (`read_expert_table`); None without records."""
         if (path := self.file(EXPERTS)) is None:
             return None
         try:
-            return read_expert_table(path)
+            table = read_expert_table(path)
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._note(f"{EXPERTS} cannot be read: {error}")
             return None
+        return table if table[0] else None
 
     def log_tail(self, most_bytes: int = 16_384) -> str:
         """The last complete lines of `log.txt`; bytes that are not UTF-8 are replaced."""

@@ -4,10 +4,10 @@ import json
 import math
 import os
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,12 +16,11 @@ from ds_finetune.config.units import MIB
 from ds_finetune.runs.status import parse_object
 
 METRICS, SAMPLES, ROLLOUTS = "metrics.jsonl", "samples.jsonl", "rollouts.jsonl"
-_CHUNK_BYTES, _MOST_BYTES = 4 * MIB, 8 * MIB
+_MOST_LINE_BYTES, _MOST_BYTES = 4 * MIB, 8 * MIB
 _TAIL_BYTES = 64 * 1024
-_KEPT_BYTES = 256
+_COMPARED_BYTES = 256
 _STEP = "step"
 _MOST_INTEGER = 2**53
-_WORDS = ("non_finite", "notice", "slow")
 
 
 class Curve:
@@ -48,105 +47,77 @@ class Curve:
         """The last value."""
         return float(self._values[-1])
 
-    def extend(self, steps: Sequence[int], values: Sequence[float]) -> None:
-        """Append points."""
-        self._steps.extend(steps)
-        self._values.extend(values)
+    def append(self, step: int, value: float) -> None:
+        """Append a point."""
+        self._steps.append(step)
+        self._values.append(value)
 
-    def since(self, number: int) -> tuple[list[int], list[float]]:
-        """Steps and values from point `number` on."""
-        return self._steps[number:].tolist(), self._values[number:].tolist()
+    def points(self) -> list[tuple[int, float]]:
+        """Steps with their values."""
+        return list(zip(self._steps, self._values, strict=True))
 
 
 class MetricsReader:
-    """A run's metrics by name, its notices by step, and the slow rank by step.
+    """Reads a run's metrics by name, its notices by step, and its slow ranks by step.
 
-    An incomplete last line is left for the next update. If the file was replaced, as a resumed run does, or truncated,
-    it is read again from the beginning and `generation` grows. A file that was replaced twice may have its first inode
-    again, so the last bytes read are compared too. `problem` tells of lines that are no record of a step, which are
-    skipped, or of an unreadable file; it is empty otherwise.
+    An incomplete last line is left for the next update. A file that was replaced, as by a resumed run, or truncated is
+    read again from the beginning. Since a file that was replaced twice may have its first inode again, the end of the
+    last line read is compared too. `problem` names lines that are no record of a step, which are skipped, or an
+    unreadable file; it is empty otherwise.
     """
 
-    def __init__(self, path: Path, *, chunk_bytes: int = _CHUNK_BYTES) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.generation = 0
-        self._chunk_bytes = chunk_bytes
-        self._reset()
+        self._reset(0)
 
-    def _reset(self) -> None:
+    def _reset(self, inode: int) -> None:
         self.curves: dict[str, Curve] = {}
         self.notices: list[tuple[int, str]] = []
         self.slow: list[tuple[int, str]] = []
         self.problem = ""
         self.last_step = 0
-        self._inode = self._offset = self._num_lines = self._num_invalid = 0
-        self._kept = b""
+        self._inode, self._offset, self._num_lines, self._num_invalid = inode, 0, 0, 0
+        self._line_end = b""
 
-    def update(self) -> bool:
-        """Read appended lines, at most a few MiB; returns whether there may be more to read now."""
+    def update(self) -> None:
+        """Read all appended lines."""
         try:
             with self.path.open("rb") as file:
-                return self._read(file.fileno())
+                self._read(file)
         except FileNotFoundError:
-            if self._inode:
-                self._begin_again(0)
+            self._reset(0)
         except OSError as error:
             self.problem = f"{self.path.name} cannot be read: {error.strerror}"
-        return False
 
-    def update_all(self) -> None:
-        """Read all appended lines."""
-        while self.update():
-            pass
+    def _read(self, file: BinaryIO) -> None:
+        inode = os.fstat(file.fileno()).st_ino
+        file.seek(self._offset - len(self._line_end))
+        if inode != self._inode or file.read(len(self._line_end)) != self._line_end:
+            self._reset(inode)
+            file.seek(0)
+        while (line := file.readline(_MOST_LINE_BYTES)).endswith(b"\n"):
+            self._offset += len(line)
+            self._line_end = line[-_COMPARED_BYTES:]
+            self._add(line)
+        if len(line) == _MOST_LINE_BYTES:
+            self.problem = f"line {self._num_lines + 1} of {self.path.name} has more than {_MOST_LINE_BYTES:,} bytes"
 
-    def _read(self, file: int) -> bool:
-        status = os.fstat(file)
-        kept = os.pread(file, len(self._kept), self._offset - len(self._kept))
-        if status.st_ino != self._inode or kept != self._kept:
-            self._begin_again(status.st_ino)
-        piece = os.pread(file, self._chunk_bytes, self._offset)
-        end = piece.rfind(b"\n") + 1
-        if not end and len(piece) == self._chunk_bytes:
-            self.problem = f"line {self._num_lines + 1} of {self.path.name} has more than {self._chunk_bytes:,} bytes"
-            return False
-        self._offset += end
-        self._kept = (self._kept + piece[:end])[-_KEPT_BYTES:]
-        self._add(piece[:end].splitlines())
-        return len(piece) == self._chunk_bytes
-
-    def _begin_again(self, inode: int) -> None:
-        self.generation += bool(self._inode)
-        self._reset()
-        self._inode = inode
-
-    def _add(self, lines: list[bytes]) -> None:
-        records = []
-        for line in lines:
-            self._num_lines += 1
-            record = _record_of(line)
-            if record is None:
-                self._num_invalid += 1
-                self.problem = (
-                    f"{self._num_invalid:,} of {self._num_lines:,} lines of {self.path.name} are no records of a step "
-                    f"(the last is line {self._num_lines:,}): the file is damaged, or of another program or version"
-                )
-            else:
-                records.append(record)
-        if records:
-            self._add_records(records)
-
-    def _add_records(self, records: list[dict[str, Any]]) -> None:
-        self.last_step = records[-1][_STEP]
-        names = dict.fromkeys(name for record in records for name in record)
-        for name in names:
-            if name == _STEP or name in _WORDS:
-                continue
-            found = [(record[_STEP], _number(record[name])) for record in records if name in record]
-            points = [(step, value) for step, value in found if value is not None]
-            if points:
-                self.curves.setdefault(name, Curve()).extend(*zip(*points, strict=True))
-        self.notices += [(record[_STEP], str(record["notice"])) for record in records if "notice" in record]
-        self.slow += [(record[_STEP], str(record["slow"])) for record in records if "slow" in record]
+    def _add(self, line: bytes) -> None:
+        self._num_lines += 1
+        record = _record_of(line)
+        if record is None:
+            self._num_invalid += 1
+            self.problem = (
+                f"{self._num_invalid:,} of {self._num_lines:,} lines of {self.path.name} are no records of a step "
+                f"(the last is line {self._num_lines:,}): the file is damaged, or of another program or version"
+            )
+            return
+        self.last_step = step = record.pop(_STEP)
+        self.notices += [(step, str(record.pop("notice")))] if "notice" in record else []
+        self.slow += [(step, str(record.pop("slow")))] if "slow" in record else []
+        for name, value in record.items():
+            if (number := _number(value)) is not None:
+                self.curves.setdefault(name, Curve()).append(step, number)
 
 
 def last_record(path: Path) -> Mapping[str, Any]:
@@ -184,15 +155,16 @@ def read_tail(path: Path, most_bytes: int) -> bytes:
     return tail[tail.find(b"\n") + 1 :] if start else tail
 
 
-def read_expert_table(path: Path) -> tuple[list[int], NDArray[Any]]:
-    """Indices of the layers, and the complete records of a table, with the fields of `TableLayout.record`.
+def read_expert_table(path: Path) -> tuple[list[int], dict[str, NDArray[Any]]]:
+    """Indices of the layers with routed experts, and arrays with an entry for each line of `experts.jsonl`.
 
-    observers/routers.py may be writing the table. ValueError for another kind of file.
+    The arrays are `step` and `num_tokens` [n], `entropy` [n, layers] and `counts` [n, layers, experts]. OSError for a
+    missing file, ValueError, KeyError or TypeError for another kind of file.
     """
-    with path.open("rb") as file:
-        header = json.loads(file.readline())
-        kind = np.dtype([(name, base, tuple(shape)) for name, base, shape in header["record"]])
-        return list(header["layers"]), np.fromfile(file, kind)
+    records = [record for line in path.read_bytes().splitlines() if (record := _record_of(line))]
+    layers = [int(layer) for layer in records[-1]["layers"]] if records else []
+    names = ("step", "num_tokens", "entropy", "counts")
+    return layers, {name: np.array([np.array(record[name]) for record in records]) for name in names}
 
 
 def read_rank_times(path: Path) -> tuple[NDArray[np.int64], NDArray[np.float64]] | None:
@@ -268,6 +240,7 @@ def read_samples(path: Path) -> list[Sample]:
 
 
 def _sample_of(line: bytes) -> Sample | None:
+    # pydantic would refuse half of a surrogate pair, which answers may contain.
     try:
         sample = Sample(**parse_object(line))
     except TypeError:

@@ -1,7 +1,6 @@
 """`ds-finetune watch`: serves live pages of the runs in a folder, and a table of the runs."""
 
 import hmac
-import re
 import secrets
 import socket
 import threading
@@ -48,7 +47,6 @@ MOST_COMPARED = 20
 """Maximum number of runs shown together, and whose curves are kept in memory: 16 MB for a run of 100,000 steps."""
 _SEARCH_SECONDS = 2.0
 _CLOSING_SECONDS = 2
-_POSITION = re.compile(r"(\d{1,9})-(\d{1,16})", re.ASCII)
 COOKIE = "ds_finetune_watch"
 _HEADERS = {
     "Content-Security-Policy": (
@@ -195,19 +193,17 @@ class _Runs:
         nothing = Remark("There is no run in this folder yet. A run appears here once its model is loaded.")
         section = ReportSection("runs", "Runs", [RunTable(rows) if rows else nothing])
         page = Page("Runs", str(self._root), "", tiles, [section])
-        return _html(render_page(page, positions=[]))
+        return _html(render_page(page, is_live=True))
 
     def page(self, request: Request) -> Response:
-        """The page of one run, or of several runs overlaid; with `after`, only later points of its charts."""
+        """The page of one run, or of several runs overlaid; `figures=no` leaves out what the browser has drawn."""
         names = list(dict.fromkeys(request.query_params.getlist("run")))
         if not 1 <= len(names) <= MOST_COMPARED:
             raise HTTPException(400, f"{len(names)} runs are named, and 1 to {MOST_COMPARED} are allowed")
         with self._lock:
             runs = [self._read(name) for name in names]
             page = run_page(runs[0], is_live=True) if len(runs) == 1 else overlay_page(runs)
-            positions = [f"{run.metrics.generation}-{run.metrics.last_step}" for run in runs]
-            known = _known_steps(request.query_params.getlist("after"), positions)
-            return _html(render_page(page, positions=positions, known=known))
+            return _html(render_page(page, is_live=True, has_figures=request.query_params.get("figures") != "no"))
 
     def _read(self, name: str) -> ReportedRun:
         """A run found below the folder, with its metrics read; the least recently used ones are dropped."""
@@ -281,14 +277,6 @@ def _row_of(name: str, run: _WatchedRun) -> dict[str, Any]:
         texts = dict.fromkeys(("model", "tone", "step", "eta", "loss", "speed", "seen"), NONE)
         why = f"the folder cannot be read: {type(error).__name__}"
         return {**texts, "name": name, "state": "unknown", "reason": why, "updated_at": 0.0}
-
-
-def _known_steps(after: Sequence[str], positions: Sequence[str]) -> list[int]:
-    """The last step of each run that a browser has; empty if a file was replaced since, or the request names none."""
-    found = [_POSITION.fullmatch(text) for text in after]
-    now = [_POSITION.fullmatch(text) for text in positions]
-    known = [int(had[2]) for had, has in zip(found, now, strict=False) if had and has and had[1] == has[1]]
-    return known if len(known) == len(after) == len(positions) else []
 
 
 def _html(text: str) -> Response:

@@ -26,17 +26,16 @@ from ds_finetune.observers.performance import Utilisation
 from ds_finetune.observers.progress import ANSWERS, EVALUATION, EXPORT, SAVE, ProgressLine, TimeLeft
 from ds_finetune.observers.record import Observer, Resumable
 from ds_finetune.observers.routers import (
-    ExpertTable,
-    ExpertTableWriter,
+    ExpertLoadsFile,
     LoadWatch,
     RouterMetrics,
-    TableLayout,
     load_advice,
 )
 from ds_finetune.observers.stopping import SkippedSteps, StopSignals
 from ds_finetune.observers.trackers import Trackers
 from ds_finetune.observers.writers import MOST_SAMPLES, MetricsFile, RankTimesFile, SampleFile
 from ds_finetune.plan.estimate.peaks import gpu_of_device
+from ds_finetune.runs.folder import EXPERTS
 from ds_finetune.runs.metrics import Sample
 from ds_finetune.trainer.batches import batch_plan
 from ds_finetune.trainer.exports import Exports
@@ -105,7 +104,7 @@ def make_observers(started: StartedRun, signals: StopSignals, rollouts: RolloutS
     if started.run.observers:
         observers.append(OutsideObservers(started.run.observers, all_gather_object))
     restore_observers(resumable, started.resume_point)
-    observers += [*([] if samples is None else [samples]), *_expert_table(started)]
+    observers += [*([] if samples is None else [samples]), *_expert_loads_file(started)]
     if started.saver is not None:
         observers.append(_checkpointing(started, started.saver, left, signals, resumable))
     return [*observers, *(_writers(started, left, rollouts) if started.engine.is_rank_zero else [])]
@@ -139,14 +138,13 @@ def _router_observers(started: StartedRun) -> dict[str, RouterMetrics | LoadWatc
     }
 
 
-def _expert_table(started: StartedRun) -> list[Observer]:
+def _expert_loads_file(started: StartedRun) -> list[Observer]:
     """Writer of expert loads on rank zero, which runs before a checkpoint of the same step is saved."""
-    router = started.run.model.router
+    run, router = started.run, started.run.model.router
     if router is None or not started.engine.is_rank_zero:
         return []
-    layout = TableLayout(router.layers, router.experts)
-    table = ExpertTable(started.run.output_dir / "experts.bin", layout, after_step=started.resume_point.progress.step)
-    return [ExpertTableWriter(table, every=layout.steps_between(started.run.schedule.steps), say=started.say)]
+    path, steps = run.output_dir / EXPERTS, run.schedule.steps
+    return [ExpertLoadsFile(path, router.layers, router.experts, steps=steps, say=started.say)]
 
 
 def _sample_file(started: StartedRun) -> SampleFile | None:

@@ -22,7 +22,7 @@ from ds_finetune.export.output_folder import as_output_errors, check_out_empty
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.writers import line_of
 from ds_finetune.plan.estimate.states import DiskNeed
-from ds_finetune.runs.folder import PLAN, RANK_TIMES, REPORT, STARTS
+from ds_finetune.runs.folder import EXPERTS, PLAN, RANK_TIMES, STARTS
 from ds_finetune.runs.metrics import METRICS, ROLLOUTS, SAMPLES
 from ds_finetune.runs.status import read_object
 from ds_finetune.system.disk import bytes_below, nearest_existing
@@ -33,7 +33,7 @@ _LOGS = (".log", ".out", ".err")
 """Suffixes of files to which a shell or scheduler redirects output; no run writes such a file itself."""
 Rows = Iterable[Mapping[str, object]]
 """A list of dictionaries, a `datasets.Dataset`, or any other iterable of dictionaries."""
-RECORDS = (METRICS, RANK_TIMES, SAMPLES, ROLLOUTS)
+RECORDS = (METRICS, RANK_TIMES, SAMPLES, ROLLOUTS, EXPERTS)
 """Files with a line per step or answer."""
 ROWS = "rows"
 """Folder of the rows passed by a program, in the run folder."""

@@ -27,7 +27,7 @@ from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.writers import LineFile
-from ds_finetune.runs.folder import EXPERTS, LOG, STARTS
+from ds_finetune.runs.folder import LOG, STARTS
 from ds_finetune.runs.report.write import REPORT, try_run_report
 from ds_finetune.runs.status import ALIVE_SECONDS, RunStatus, State, mark_ended, write_running
 from ds_finetune.system.processes import began_at, own_pid_namespace
@@ -202,7 +202,7 @@ def synchronise_records(folder: Path) -> None:
     """Flush the records of a run to disk, so that a power failure cannot lose records before a checkpoint or of a
     finished run. If that fails, the run continues: only a crash of the machine could lose records.
     """
-    for name in (*RECORDS, STARTS, LOG, EXPERTS, PAGE):
+    for name in (*RECORDS, STARTS, LOG, PAGE):
         with suppress(OSError):
             synchronise(folder / name)
     with suppress(OSError):

@@ -85,7 +85,7 @@ class Running:
 def numbers(folder: Path) -> list[dict[str, Any]]:
     """What must be equal, of each step; with the loads of experts from their table, which has each step once."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    _, table = read_expert_table(folder / "experts.bin")
+    _, table = read_expert_table(folder / "experts.jsonl")
     assert table["step"].tolist() == [record["step"] for record in records]
     return [
         {name: value for name, value in record.items() if name in ("step", *NUMBERS) or name.startswith("router/")}

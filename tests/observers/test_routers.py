@@ -11,11 +11,9 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.model.routers import RouterChoices
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.routers import (
-    ExpertTable,
-    ExpertTableWriter,
+    ExpertLoadsFile,
     LoadWatch,
     RouterMetrics,
-    TableLayout,
     load_advice,
 )
 from ds_finetune.runs.metrics import read_expert_table
@@ -82,8 +80,9 @@ def test_biases_drift_by_the_rate_of_each_step() -> None:
 
 
 def test_the_table_has_the_steps_whose_turn_it_is(tmp_path: Path) -> None:
-    path, said = tmp_path / "experts.bin", list[str]()
-    writer = ExpertTableWriter(ExpertTable(path, TableLayout((1, 2), 4), after_step=0), every=2, say=said.append)
+    path, said = tmp_path / "experts.jsonl", list[str]()
+    writer = ExpertLoadsFile(path, (1, 2), 4, steps=8, say=said.append)
+    writer.every = 2
     for step in range(1, 4):
         writer.after_step(record(step, SKEWED))
     with files_of_at_most(path.stat().st_size + 10):

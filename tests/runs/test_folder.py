@@ -66,10 +66,9 @@ def test_what_a_run_leaves_is_read(tmp_path: Path) -> None:
     checkpoint = run.path / "checkpoints" / "step-000002"
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text(Manifest(2, 1, (0,), "host", "token", 1.5, {}).text())
-    (checkpoint / "state.json").write_text('{"versions": {"torch": "2"}}')
     (run.path / "checkpoints" / "step-000003.partial-1").mkdir()
     assert [(found.step, found.eval_loss) for found in run.checkpoints] == [(2, 1.5)]
-    assert run.versions == {"torch": "2"}
+    assert run.versions == {}
     sample = Sample(2, "eval", "1 + 1 = <", "2", "2")
     line = json.dumps(asdict(sample))
     (run.path / "samples.jsonl").write_text(f'{line}\n{{"step": 3}}\n{line[:10]}')
@@ -84,11 +83,11 @@ def test_unreadable_files_are_absent_and_named(tmp_path: Path) -> None:
     run = RunFolder(make_run(tmp_path / "run"))
     (run.path / "config.yaml").write_text("a: [")
     (run.path / "plan.json").write_text("[]")
-    (run.path / "experts.bin").write_bytes(b"\0\0\0")
+    (run.path / "experts.jsonl").write_text('{"step": 1}\n')
     (run.path / "samples.jsonl").mkdir()
     os.mkfifo(run.path / "log.txt")
     assert (run.config, run.plan, run.samples, run.log_tail(), run.experts) == ({}, {}, [], "", None)
-    assert [problem.split()[0] for problem in run.problems] == ["config.yaml", "experts.bin"]
+    assert [problem.split()[0] for problem in run.problems] == ["config.yaml", "experts.jsonl"]
 
 
 def test_a_configuration_that_would_grow_without_end_is_named(tmp_path: Path) -> None:
@@ -178,27 +177,6 @@ def test_a_status_of_another_program_is_unknown(tmp_path: Path, text: str) -> No
 def test_the_status_of_a_later_version_is_read(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text('{"format": 2, "state": "finished", "step": 4, "colour": "red"}')
     assert (seen_status(tmp_path).state, seen_status(tmp_path).step) == ("finished", 4)
-
-
-def test_the_watchdogs_report_tells_the_end_of_an_earlier_versions_run(tmp_path: Path) -> None:
-    make_run(tmp_path / "run")
-    (tmp_path / "run" / "watchdog").mkdir()
-    (tmp_path / "run" / "watchdog" / "report.txt").write_text("rank 1 does not answer\nmore\n")
-    seen = RunFolder(tmp_path / "run").status
-    assert (seen.state, seen.reason) == ("failed", "rank 1 does not answer")
-
-
-def test_a_report_outside_the_folder_is_not_read_and_a_long_line_is_cut(tmp_path: Path) -> None:
-    run, outside = make_run(tmp_path / "runs" / "run"), tmp_path / "secret"
-    outside.write_text("secret\n")
-    (run / "watchdog").mkdir()
-    report = run / "watchdog" / "report.txt"
-    report.symlink_to(outside)
-    seen = RunFolder(run, within=tmp_path / "runs").status
-    assert (seen.state, "secret" in seen.reason) == ("unknown", False)
-    report.unlink()
-    report.write_text("x" * 100_000)
-    assert len(RunFolder(run).status.reason) < 5_000
 
 
 def test_a_process_that_proc_hides_has_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

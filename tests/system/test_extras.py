@@ -10,7 +10,7 @@ from ds_finetune.system.versions import require_extra, requirements_of
 from tests.running import metrics, start, tiny_task
 from tests.runs.report.made_runs import make_run
 
-PAGES = ["bokeh", "matplotlib", "starlette", "uvicorn"]
+PAGES = ["bokeh", "starlette", "uvicorn"]
 OPTIONAL = [*PAGES, "optuna", "fastapi", "openai"]
 BLOCKED = "import sys; sys.modules.update(dict.fromkeys(sys.argv.pop(1).split(','))); "
 """Makes the packages of the first argument as absent as those that are not installed."""
@@ -23,7 +23,7 @@ def test_training_does_without_pages_and_says_what_is_missing(tmp_path: Path) ->
     assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "run"
     (line,) = [line for line in done.stdout.splitlines() if "REPORT NOT WRITTEN" in line]
-    assert "needs bokeh, matplotlib, starlette, uvicorn: the extra `pages` is not installed" in line
+    assert "needs bokeh, starlette, uvicorn: the extra `pages` is not installed" in line
     assert "pip install 'ds_finetune[pages]'" in line
     assert f"`ds-finetune report {run}` tries again" in line
     assert not (run / "report.html").exists()

@@ -73,7 +73,7 @@ def test_a_run_with_several_chunks_a_rank_is_the_run_of_one_rank(tmp_path: Path)
 def _check_same_loads(shared: Path, alone: Path, *, ep: int) -> None:
     """Every token is counted once, on whichever rank its router ran."""
     (layers, found), (wanted_layers, wanted) = (
-        read_expert_table(folder / "run" / "experts.bin") for folder in (shared, alone)
+        read_expert_table(folder / "run" / "experts.jsonl") for folder in (shared, alone)
     )
     assert layers == wanted_layers == [1]
     for field in ("step", "num_tokens", "counts"):

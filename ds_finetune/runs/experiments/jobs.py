@@ -27,7 +27,7 @@ from ds_finetune.system.processes import die_with_parent, handle_signals
 from ds_finetune.system.whole_file import replace_file
 
 _PROGRAM = (sys.executable, "-u", "-m", "ds_finetune")
-LOG, RUN_FILE, RUN, CHECKPOINTS = "output.log", "run.yaml", "run", "checkpoints"
+LOG, RUN_FILE, RUN, CHECKPOINTS, REPORT = "output.log", "run.yaml", "run", "checkpoints", "report.html"
 _LAST_LINES = 3
 _POLL_SECONDS = 0.2
 
@@ -129,7 +129,7 @@ class ExperimentRun:
         try:
             while True:
                 is_running = process.poll() is None
-                self.metrics.update_all()
+                self.metrics.update()
                 if should_stop() and not is_stopped:
                     process.terminate()
                     is_stopped = True

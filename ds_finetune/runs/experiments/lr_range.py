@@ -17,7 +17,10 @@ from numpy.typing import NDArray
 from ds_finetune.config.schema import validate_tree
 from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import USER_ERROR_EXIT_CODE, ConfigError, OutputError, RunError
-from ds_finetune.runs.experiments.jobs import LOG, RUN, ExperimentRun, places, run_jobs, short_run
+from ds_finetune.runs.experiments.jobs import LOG, REPORT, RUN, ExperimentRun, places, run_jobs, short_run
+from ds_finetune.runs.report.blocks import Charts, Facts, Page, ReportSection, Tile
+from ds_finetune.runs.report.charts import Chart, Line
+from ds_finetune.runs.report.write import write_page
 
 RESULT = "lr_range.json"
 _SMOOTHING = 0.9
@@ -118,3 +121,21 @@ def range_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     if found["diverged"] is not None:
         rows.append(("diverged", f"{found['diverged']:.2e} (smoothed loss {_DIVERGED:g} times the least)"))
     return rows
+
+
+def write_range_page(folder: Path, found: dict[str, Any]) -> Path:
+    """Write the report of a range test, whose `lr_range.json` holds `found`; returns the file."""
+    ends = (min(found["losses"]), max(found["losses"]))
+    lines = [
+        Line("train/loss", found["rates"], found["losses"], role="faint"),
+        Line("smoothed", found["rates"], found["smoothed"]),
+        Line("steepest fall", (found["steepest"],) * 2, ends, role="dashed", colour=2),
+        Line("least loss", (found["lowest"],) * 2, ends, role="dashed", colour=4),
+    ]
+    summary = f"steepest fall at {found['steepest']:.2e}, least loss at {found['lowest']:.2e}"
+    note = "A range test sets nothing. With AdamW and warm-up it often points at too high a rate."
+    title, x_name = "Loss over the learning rate", "learning rate"
+    chart = Chart(title, lines, summary, x_name=x_name, has_log_x=True, is_wide=True, height=380, note=note)
+    section = ReportSection("curve", "Range test", [Charts([chart]), Facts(range_lines(found))])
+    tiles = [Tile("steepest fall", f"{found['steepest']:.2e}"), Tile("least loss", f"{found['lowest']:.2e}")]
+    return write_page(Page(f"Learning rates of {found['run']}", "train/loss", "", tiles, [section]), folder / REPORT)

@@ -16,7 +16,10 @@ from ds_finetune.errors import ConfigError, FinetuneError, OutputError, RunError
 from ds_finetune.plan.deepspeed_config import given_choices
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
-from ds_finetune.runs.experiments.jobs import RUN, ExperimentRun, places, run_jobs, short_run
+from ds_finetune.runs.experiments.jobs import REPORT, RUN, ExperimentRun, places, run_jobs, short_run
+from ds_finetune.runs.report.blocks import Charts, DataTable, Page, ReportSection, Tile
+from ds_finetune.runs.report.charts import Chart, Line
+from ds_finetune.runs.report.write import write_page
 from ds_finetune.runs.status import read_object
 from ds_finetune.system.world import World
 
@@ -162,3 +165,35 @@ def table_row(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['memory_gib']:.2f}",
         f"{row['loss_difference']:.1e}",
     )
+
+
+def write_scaling_page(folder: Path, tree: dict[str, Any]) -> Path:
+    """Write the report of a comparison, whose `scaling.json` holds `tree`; returns the file."""
+    rows = tree["rows"]
+    fastest = max(rows, key=lambda row: row["speedup"])
+    off = f"{max(row['loss_difference'] for row in rows):.1e}"
+    charts = []
+    ranks = sorted({row["variant"]["ranks"] for row in rows})
+    if len(ranks) > 1:
+        lines = [Line("ideal", ranks, [each / rows[0]["variant"]["ranks"] for each in ranks], role="dashed", colour=7)]
+        for colour, layout in enumerate(dict.fromkeys(row["variant"]["layout"] for row in rows)):
+            own = sorted(
+                (row["variant"]["ranks"], row["speedup"]) for row in rows if row["variant"]["layout"] == layout
+            )
+            x, y = zip(*own, strict=True)
+            lines.append(Line(layout or "measured", x, y, role="points", colour=colour))
+        charts.append(Chart("Speed-up", lines, f"up to {fastest['speedup']:.2f}", x_name="ranks"))
+    curves = [
+        Line(row["name"], range(1, len(row["losses"]) + 1), row["losses"], colour=colour)
+        for colour, row in enumerate(rows)
+    ]
+    charts.append(Chart("train/loss", curves, f"curves differ by at most {off}"))
+    table = DataTable("Relative to the first row", COLUMNS, [table_row(row) for row in rows])
+    section = ReportSection("table", "Comparison", [table, Charts(charts)])
+    tiles = [
+        Tile("fastest", fastest["name"], f"{fastest['speedup']:.2f} times {rows[0]['name']}"),
+        Tile("losses differ by", off, "at most, relative"),
+    ]
+    warnings = [f"{name} failed: {reason}" for name, reason in tree["failed"].items()]
+    page = Page(f"Scaling of {tree['run']}", "the same global batches", "", tiles, [section], warnings)
+    return write_page(page, folder / REPORT)

@@ -19,10 +19,32 @@ from ds_finetune.config.run_file import read_yaml
 from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, ConfigError, DependencyError, RunError
 from ds_finetune.export.output_folder import check_out_empty
-from ds_finetune.runs.experiments.jobs import CHECKPOINTS, RUN, ExperimentRun, Job, Place, places, run_jobs, yaml_text
-from ds_finetune.runs.experiments.pages import value_text, write_sweep_page
+from ds_finetune.runs.experiments.jobs import (
+    CHECKPOINTS,
+    REPORT,
+    RUN,
+    ExperimentRun,
+    Job,
+    Place,
+    places,
+    run_jobs,
+    yaml_text,
+)
 from ds_finetune.runs.experiments.sweep_file import SweepConfig, import_optuna, make_pruner, make_sampler
 from ds_finetune.runs.metrics import MetricsReader
+from ds_finetune.runs.report.blocks import (
+    NONE,
+    Charts,
+    DataTable,
+    Facts,
+    Page,
+    ReportSection,
+    Tile,
+    duration_text,
+    number_text,
+)
+from ds_finetune.runs.report.charts import Chart, Line
+from ds_finetune.runs.report.write import write_page
 from ds_finetune.system.whole_file import replace_file
 
 if TYPE_CHECKING:
@@ -157,7 +179,7 @@ async def _run_trial(sweep: SweepConfig, study: "Study", trial: "Trial", say: Sa
     def should_stop() -> bool:
         nonlocal reported, is_pruned
         curve = run.metrics.curves.get(sweep.metric)
-        for step, value in zip(*curve.since(0), strict=True) if curve is not None else ():
+        for step, value in curve.points() if curve is not None else ():
             if step > reported and math.isfinite(value) and not is_pruned:
                 reported = step
                 trial.report(value, step)
@@ -246,3 +268,51 @@ def write_result(sweep: SweepConfig, study: "Study") -> dict[str, Any]:
     }
     replace_file(Path(sweep.output_dir) / RESULT, json.dumps(tree, indent=1) + "\n")
     return tree
+
+
+def write_sweep_page(folder: Path, tree: dict[str, Any]) -> Path:
+    """Write the page of a sweep, whose `sweep.json` holds `tree`; returns the file."""
+    trials, metric, keys = tree["trials"], tree["metric"], list(tree["space"])
+    best = trials[tree["best"]]
+    rows = [
+        (
+            str(trial["number"]),
+            f"{trial['state']}: {trial['reason']}" if trial["reason"] else trial["state"],
+            *(value_text(trial["values"].get(key)) for key in keys),
+            number_text(trial["value"]),
+            duration_text(trial["seconds"]) if trial["seconds"] else NONE,
+        )
+        for trial in trials
+    ]
+    table = DataTable("All trials", ("trial", "state", *keys, metric, "time"), rows, 2)
+    states = [trial["state"] for trial in trials]
+    tiles = [
+        Tile("trials", f"{len(states)}", f"{states.count('pruned')} pruned, {states.count('fail')} failed"),
+        Tile(f"best {metric}", number_text(best["value"]), f"trial {best['number']}"),
+        *(Tile(key, value_text(value)) for key, value in best["values"].items()),
+        Tile("time of trials", duration_text(sum(trial["seconds"] or 0 for trial in trials))),
+    ]
+    valued = [trial for trial in trials if trial["value"] is not None and math.isfinite(trial["value"])]
+    charts = [_key_chart(tree, key, valued) for key in keys]
+    sections = [
+        ReportSection("search", "Search", [Charts(charts)], "A dot is a trial that has a value at its end."),
+        ReportSection("trials", "Trials", [table, Facts([("best run file", f"{folder / BEST}")])]),
+    ]
+    return write_page(Page(f"Sweep of {tree['run']}", metric, "", tiles, sections), folder / REPORT)
+
+
+def _key_chart(tree: dict[str, Any], key: str, trials: list[dict[str, Any]]) -> Chart:
+    """The metric of trials over their values of one key of the search space."""
+    space, y = tree["space"][key], [trial["value"] for trial in trials]
+    texts = tuple(dict.fromkeys(map(value_text, space.get("choices") or ())))
+    values = [trial["values"][key] for trial in trials]
+    x = [texts.index(value_text(value)) for value in values] if texts else values
+    best = tree["trials"][tree["best"]]
+    summary = f"{len(trials)} trials; trial {best['number']} is best, with {value_text(best['values'][key])}"
+    line = Line(tree["metric"], x, y, role="dots")
+    return Chart(key, [line], summary, x_name=key, has_log_x=bool(space.get("log")), x_texts=texts)
+
+
+def value_text(value: object) -> str:
+    """A value of the run file as text."""
+    return f"{value:.4g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)

@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ds_finetune.config.units import GIB, MIB, share_text
-from ds_finetune.runs.report.charts import Line, LinePlot, MapPlot, ParallelPlot
+from ds_finetune.runs.report.charts import Chart
 
 TEMPLATES = Path(__file__).parent / "templates"
 Row = tuple[str, ...]
@@ -20,24 +20,15 @@ NONE = "-"
 """Text for an unknown number."""
 
 
-class Block:
-    """A part of a section, for which the template has a macro."""
-
-    @property
-    def kind(self) -> str:
-        """Name of the template's macro for the block."""
-        return type(self).__name__
-
-
 @dataclass(frozen=True)
-class Facts(Block):
+class Facts:
     """Names with texts."""
 
     rows: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class DataTable(Block):
+class DataTable:
     """A table with a caption; columns after the first `text_columns` are numbers, and right-aligned."""
 
     caption: str
@@ -49,35 +40,7 @@ class DataTable(Block):
 
 
 @dataclass(frozen=True)
-class Chart:
-    """Lines, a heat map or parallel coordinates, drawn by report/figures.py.
-
-    `number` is the format of numbers: `number`, `percent`, `seconds`, `gib` or `ratio`. Screen readers read `summary`.
-    """
-
-    title: str
-    plot: LinePlot | MapPlot | ParallelPlot
-    summary: str
-    number: str = "number"
-    is_wide: bool = False
-    can_be_logarithmic: bool = False
-    height: int = 260
-    """Height in pixels."""
-    note: str = ""
-
-    @property
-    def lines(self) -> Sequence[Line]:
-        """Lines of the chart; those of a running run grow."""
-        return self.plot.lines if isinstance(self.plot, LinePlot) else ()
-
-    @property
-    def legend(self) -> dict[str, str]:
-        """The colour of each name in the legend."""
-        return {line.name: line.hex_colour for line in self.lines}
-
-
-@dataclass(frozen=True)
-class Charts(Block):
+class Charts:
     """Charts beside each other, as many in a row as fit; with a caption, they are collapsed at first."""
 
     charts: Sequence[Chart]
@@ -85,7 +48,7 @@ class Charts(Block):
 
 
 @dataclass(frozen=True)
-class MarkedText(Block):
+class MarkedText:
     """A document whose supervised spans are coloured."""
 
     title: str
@@ -93,7 +56,7 @@ class MarkedText(Block):
 
 
 @dataclass(frozen=True)
-class PromptAnswers(Block):
+class PromptAnswers:
     """A prompt, the expected answer, and the model's answer at each step."""
 
     title: str
@@ -103,7 +66,7 @@ class PromptAnswers(Block):
 
 
 @dataclass(frozen=True)
-class Remark(Block):
+class Remark:
     """A sentence or two; `tone` is `plain`, `good` or `bad`."""
 
     text: str
@@ -111,7 +74,7 @@ class Remark(Block):
 
 
 @dataclass(frozen=True)
-class Code(Block):
+class Code:
     """Text shown as code; with `is_tail`, scrolled to its end."""
 
     title: str
@@ -121,10 +84,14 @@ class Code(Block):
 
 
 @dataclass(frozen=True)
-class RunTable(Block):
+class RunTable:
     """The runs of a folder with links to their pages; the page compares two or more that are ticked."""
 
     rows: Sequence[Mapping[str, Any]]
+
+
+Block = Facts | DataTable | Charts | MarkedText | PromptAnswers | Remark | Code | RunTable
+"""A part of a section; the template has a macro for each kind but charts."""
 
 
 @dataclass(frozen=True)

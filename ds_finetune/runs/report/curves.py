@@ -1,4 +1,4 @@
-"""The curves of one run, or of several runs overlaid, as charts."""
+"""Charts of the metrics of one run, or of several runs overlaid."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -6,24 +6,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_finetune.runs.curves import drawn_points, smooth
-from ds_finetune.runs.report.blocks import Chart, number_text
-from ds_finetune.runs.report.charts import Line, LinePlot
+from ds_finetune.runs.metrics import Curve
+from ds_finetune.runs.report.blocks import number_text
+from ds_finetune.runs.report.charts import Chart, Line
 from ds_finetune.runs.report.run import ReportedRun
 
 MOST_POINTS = 1200
 """Maximum number of points of a drawn curve."""
-_SMOOTHED_SHARE, _MOST_REACH = 40, 100
-"""A smoothed curve averages over a fortieth of the run before and after each step, at most over 100 steps each."""
-_LEAST_SMOOTHED = 30
-"""Curves with fewer points are not smoothed."""
-_PAGE_POINTS, _LEAST_POINTS = 60_000, 16
+POINTS_PER_BUCKET = 4
+"""Maximum number of points drawn per bucket of a curve: lowest, highest and last value, and first non-finite one."""
+_SMOOTHING_FRACTION, _MOST_SMOOTHED_STEPS, _FEWEST_SMOOTHED_POINTS = 40, 100, 30
+"""A smoothed curve averages over a fortieth of the run before and after each step, at most over 100 steps each. Curves
+with fewer than 30 points are not smoothed.
+"""
+_PAGE_POINTS, _FEWEST_POINTS = 60_000, 16
 """Points of all lines of a page, and minimum points of a line; a smoothed line adds half as many points."""
-_MOST_OTHERS, _MOST_RANKS, _LATE_RECORDS = 24, 8, 10
-
-
-LOSS = "Loss"
-"""Title of the chart of losses."""
+_MOST_OTHERS, _MOST_RANKS = 24, 8
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ GROUPS = (
     ),
     CurveGroup("Reward accuracy", _trained_and_held_out("reward_accuracy"), "percent", is_smoothed=True),
     CurveGroup("Reward margin", _trained_and_held_out("reward_margin"), is_smoothed=True),
-    CurveGroup(LOSS, _trained_and_held_out("loss"), is_smoothed=True, can_be_logarithmic=True),
+    CurveGroup("Loss", _trained_and_held_out("loss"), is_smoothed=True, can_be_logarithmic=True),
     CurveGroup(
         "Accuracy", _trained_and_held_out("accuracy") | {"eval/exact_match": "exact match"}, "percent", is_smoothed=True
     ),
@@ -135,20 +133,17 @@ def rank_chart(run: ReportedRun) -> list[Chart]:
     if times is None or times[1].shape[1] < 2:
         return []
     steps, seconds = times
-    kept = drawn_points(seconds.max(axis=1), MOST_POINTS)
-    named = named_times(seconds)
-    # This file may be written some steps later than the metrics.
-    reach = int(steps[-1] - steps[-_LATE_RECORDS:][0])
+    shown = drawn_points(seconds.max(axis=1), MOST_POINTS)
     lines = [
-        Line(name, steps[kept], each[kept], colour=colour, reach=reach)
-        for colour, (name, each) in enumerate(named.items())
+        Line(name, steps[shown], times[shown], colour=colour)
+        for colour, (name, times) in enumerate(_named_times(seconds).items())
     ]
     slowest = int(seconds[-1].argmax())
     summary = f"at the last step rank {slowest} is the slowest, with {number_text(seconds[-1, slowest], 'seconds')}"
-    return [Chart("Step seconds of each rank, without collectives", LinePlot(lines), summary, "seconds", note=summary)]
+    return [Chart("Step seconds of each rank, without collectives", lines, summary, "seconds", note=summary)]
 
 
-def named_times(seconds: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
+def _named_times(seconds: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
     """Step times [records] by name of the line that shows them; `seconds` are [records, ranks]."""
     ranks = seconds.shape[1]
     if ranks <= _MOST_RANKS:
@@ -160,7 +155,7 @@ def named_times(seconds: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
 def _points_of_a_line(runs: Sequence[ReportedRun]) -> int:
     """Maximum points per line, so that the page stays small."""
     lines = sum(len(run.curves) for run in runs)
-    return max(_LEAST_POINTS, min(MOST_POINTS, _PAGE_POINTS // max(lines, 1)))
+    return max(_FEWEST_POINTS, min(MOST_POINTS, _PAGE_POINTS // max(lines, 1)))
 
 
 def _groups_of(runs: Sequence[ReportedRun]) -> list[CurveGroup]:
@@ -191,18 +186,17 @@ def _chart(
     markers: Sequence[tuple[int, str]] = (),
 ) -> Chart:
     """A chart with a line for each of `series`: line name, run and metric."""
-    runs = list(dict.fromkeys(id(run) for _, run, _ in series))
+    is_one_run = len({id(run) for _, run, _ in series}) == 1
     lines: list[Line] = []
     texts = []
     for colour, (label, run, name) in enumerate(series):
         if name in run.curves:
-            smoothed = ("smoothed" if len(runs) == 1 else label) * group.is_smoothed
-            lines += _lines_of(run, name, Line(label, (), (), "", colour, runs.index(id(run))), smoothed, most)
-            texts.append(f"{label}: {_course(run, name, group.number)}")
+            smoothed = ("smoothed" if is_one_run else label) * group.is_smoothed
+            lines += _lines_of(run.curves[name], name, Line(label, (), (), colour=colour), smoothed, most)
+            texts.append(f"{label}: {_range_text(run.curves[name], group.number)}")
     values = np.concatenate([np.asarray(line.y) for line in lines])
     can_be_logarithmic = group.can_be_logarithmic and bool((values[np.isfinite(values)] > 0).all())
-    plot = LinePlot(lines, markers=markers)
-    return Chart(title, plot, "; ".join(texts), group.number, can_be_logarithmic=can_be_logarithmic)
+    return Chart(title, lines, "; ".join(texts), group.number, markers=markers, can_be_logarithmic=can_be_logarithmic)
 
 
 def run_labels(runs: Sequence[ReportedRun]) -> list[str]:
@@ -215,27 +209,68 @@ def run_labels(runs: Sequence[ReportedRun]) -> list[str]:
         depth += 1
 
 
-def _lines_of(run: ReportedRun, name: str, line: Line, smoothed: str, most: int) -> list[Line]:
+def _lines_of(curve: Curve, name: str, line: Line, smoothed: str, most: int) -> list[Line]:
     """The lines of a metric: points for evaluations and saves, else a line, faint behind one named `smoothed`."""
-    curve = run.curves[name]
     steps, values = curve.steps, curve.values
-    kept = drawn_points(values, most)
-    line = replace(line, x=steps[kept], y=values[kept], role="line")
+    shown = drawn_points(values, most)
+    line = replace(line, x=steps[shown], y=values[shown])
     if name.startswith(("eval/", "checkpoint/")):
         return [replace(line, role="points")]
-    if not smoothed or len(curve) < _LEAST_SMOOTHED:
+    if not smoothed or len(curve) < _FEWEST_SMOOTHED_POINTS:
         return [line]
-    reach = max(1, min(_MOST_REACH, len(curve) // _SMOOTHED_SHARE))
-    means = smooth(values, reach)
-    kept = drawn_points(means, most // 2)
-    changed = int(steps[-1] - steps[-1 - reach])
-    return [replace(line, role="faint"), replace(line, name=smoothed, x=steps[kept], y=means[kept], reach=changed)]
+    means = smooth(values, max(1, min(_MOST_SMOOTHED_STEPS, len(curve) // _SMOOTHING_FRACTION)))
+    shown = drawn_points(means, most // 2)
+    return [replace(line, role="faint"), replace(line, name=smoothed, x=steps[shown], y=means[shown])]
 
 
-def _course(run: ReportedRun, name: str, number: str) -> str:
-    curve = run.curves[name]
+def _range_text(curve: Curve, number: str) -> str:
     values = curve.values[np.isfinite(curve.values)]
     if not len(values):
         return "no finite value"
     texts = [number_text(float(value), number) for value in (values[0], values[-1], values.min(), values.max())]
     return f"from {texts[0]} to {texts[1]}, lowest {texts[2]}, highest {texts[3]}, {len(values):,} values"
+
+
+def drawn_points(values: NDArray[np.float64], most: int) -> NDArray[np.intp]:
+    """Ascending indices [at most `most`] of values [n] with which a curve looks as with all values.
+
+    The values are cut into buckets of equal length. The lowest, the highest and the last value of each bucket are
+    drawn, and its first NaN or infinity, so that no spike, dip or gap is lost; the first value too. `most` is at least
+    8.
+    """
+    assert most >= 2 * POINTS_PER_BUCKET, most
+    n = len(values)
+    if n <= most:
+        return np.arange(n)
+    buckets = (most - 1) // POINTS_PER_BUCKET
+    size = -(-n // buckets)
+    padded = np.full(buckets * size, np.nan)
+    padded[:n] = values
+    grid = padded.reshape(buckets, size)
+    is_finite = np.isfinite(grid)
+    starts = np.arange(buckets) * size
+    ends = np.minimum(starts + size, n) - 1
+    has_finite, is_used = is_finite.any(axis=1), starts < n
+    is_missing = ~is_finite
+    is_missing.reshape(-1)[n:] = False
+    indices = [
+        np.zeros(1, dtype=np.intp),
+        (starts + np.where(is_finite, grid, np.inf).argmin(axis=1))[has_finite],
+        (starts + np.where(is_finite, grid, -np.inf).argmax(axis=1))[has_finite],
+        (starts + is_missing.argmax(axis=1))[is_missing.any(axis=1)],
+        ends[is_used],
+    ]
+    return np.unique(np.concatenate(indices))
+
+
+def smooth(values: NDArray[np.float64], reach: int) -> NDArray[np.float64]:
+    """Centred moving average [n]: the mean of the finite values [n] up to `reach` before and after each value.
+
+    A centred average does not lag behind a falling curve. Windows are cut off at both ends. NaN and infinity become
+    NaN.
+    """
+    is_finite, window = np.isfinite(values), np.ones(2 * reach + 1)
+    sums, counts = (
+        np.convolve(part, window)[reach : reach + len(values)] for part in (np.where(is_finite, values, 0.0), is_finite)
+    )
+    return np.where(is_finite, sums / np.maximum(counts, 1), np.nan)

@@ -170,7 +170,7 @@ def _results_at(run: ReportedRun, step: int) -> Iterator[tuple[str, float]]:
         metric = name.removeprefix("eval/")
         if metric == name or "/" in metric:
             continue
-        for at, value in zip(*curve.since(0), strict=True):
+        for at, value in curve.points():
             if at == step and value == value:
                 yield metric, value
 

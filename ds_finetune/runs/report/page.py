@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,6 @@ import numpy as np
 
 from ds_finetune import __version__
 from ds_finetune.console.phase_line import time_text
-from ds_finetune.runs.curves import rounded
 from ds_finetune.runs.report.blocks import (
     NONE,
     TEMPLATES,
@@ -106,12 +106,11 @@ def _differences(parts: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
-def render_page(page: Page, *, positions: Sequence[str] | None = None, known: Sequence[int] = ()) -> str:
-    """The page as self-contained HTML: styles, scripts and the plot library are inside.
+def render_page(page: Page, *, is_live: bool = False, has_figures: bool = True) -> str:
+    """The page as self-contained HTML, with styles, scripts and the plot library inside.
 
-    Its content security policy forbids all requests, and all scripts but these two. For `watch`, `positions` say up to
-    where each run was read: the page then loads its scripts, and requests later steps. `known` are the last steps of
-    each run that the browser has: charts then contain only later ones.
+    Its content security policy forbids all requests, and all scripts but these two. A live page, for `watch`, loads its
+    scripts instead, and requests itself again without figures for the points of its charts.
 
     DependencyError where the extra `pages` is not installed.
     """
@@ -121,22 +120,22 @@ def render_page(page: Page, *, positions: Sequence[str] | None = None, known: Se
         from ds_finetune.runs.report.figures import UNITS, bokehjs, chart_items
 
         for chart in page.charts:
-            items = [] if known else chart_items(chart)
+            items = chart_items(chart) if has_figures else []
             figures += [item for item in items if not any(item is other for other in figures)]
-            places = [place for item in items for place, other in enumerate(figures) if item is other]
-            lines = [_points(line, known[line.run] if known else None) for line in chart.lines]
+            indices = [index for item in items for index, other in enumerate(figures) if item is other]
+            lines = [_points(line) for line in chart.lines]
             unit = UNITS.get(chart.number, "")
-            charts.append({"title": chart.title, "unit": unit, "figures": places, "lines": lines})
-        library = bokehjs().read_text(encoding="utf-8") if positions is None else ""
+            charts.append({"title": chart.title, "unit": unit, "figures": indices, "lines": lines})
+        library = "" if is_live else bokehjs().read_text(encoding="utf-8")
     script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
-    tree = {"charts": charts, "figures": figures, "positions": positions}
+    tree = {"charts": charts, "figures": figures, "isLive": is_live}
     data = json.dumps(tree, separators=(",", ":"), allow_nan=False)
     return render_template(
         "page.html.j2",
         is_escaped=True,
         page=page,
         version=__version__,
-        is_live=positions is not None,
+        is_live=is_live,
         style=(TEMPLATES / "page.css").read_text(encoding="utf-8"),
         script=script,
         library=library,
@@ -146,16 +145,17 @@ def render_page(page: Page, *, positions: Sequence[str] | None = None, known: Se
     )
 
 
-def _points(line: Line, known: int | None) -> dict[str, Any]:
-    """The points of a line, with values of six significant digits: all, or if the browser has points up to `known`,
-    those later than `since`.
-    """
-    x, y = np.asarray(line.x), np.asarray(line.y, dtype=np.float64)
-    since = None if known is None else known - line.reach
-    if since is not None:
-        x, y = x[later := x > since], y[later]
-    numbers = x.tolist() if np.issubdtype(x.dtype, np.integer) else rounded(x.tolist())
-    return {"name": line.name, "role": line.role, "since": since, "x": numbers, "y": rounded(y.tolist())}
+def _points(line: Line) -> dict[str, Any]:
+    """A line with its points as JSON, which has null for a value that is not finite."""
+    x, y = ([_rounded(value) for value in np.asarray(part).tolist()] for part in (line.x, line.y))
+    return {"name": line.name, "role": line.role, "x": x, "y": y}
+
+
+def _rounded(value: float) -> float | None:
+    """The value with six significant digits, a whole number unchanged; None for NaN and infinity."""
+    if isinstance(value, int):
+        return value
+    return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def _hash(script: str) -> str:

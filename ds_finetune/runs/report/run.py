@@ -44,7 +44,7 @@ class ReportedRun:
     def of(cls, folder: RunFolder, metrics: MetricsReader) -> "ReportedRun":
         """The run in `folder`, after reading new metrics; OutputError if no metrics line has a step."""
         if folder.file(METRICS) is not None:
-            metrics.update_all()
+            metrics.update()
         if metrics.problem and not metrics.curves:
             raise OutputError(
                 f"`{folder.path}` is no run of this version: {metrics.problem}",

@@ -13,7 +13,6 @@ from ds_finetune.runs.metrics import Sample
 from ds_finetune.runs.report.blocks import (
     NONE,
     Block,
-    Chart,
     Charts,
     Code,
     DataTable,
@@ -26,7 +25,7 @@ from ds_finetune.runs.report.blocks import (
     number_text,
     size_text,
 )
-from ds_finetune.runs.report.charts import load_map, value_map
+from ds_finetune.runs.report.charts import Chart, HeatMap
 from ds_finetune.runs.report.curves import rank_chart, run_charts
 from ds_finetune.runs.report.run import ReportedRun
 
@@ -325,22 +324,27 @@ def _rank_table(summary: Mapping[str, Any]) -> DataTable:
 
 def expert_section(run: ReportedRun) -> ReportSection | None:
     """Heat maps of expert loads; None for a run without routed experts."""
-    found = run.folder.experts
-    if found is None or not len(found[1]):
+    if (table := run.folder.experts) is None:
         return None
-    # In a file of another origin these may be texts.
-    layers, records = [int(layer) for layer in found[0]], found[1]
-    counts, steps = records["counts"].astype(np.float64), records["step"]
+    layers, loads = table
+    counts, steps = loads["counts"].astype(np.float64), loads["step"]
     tenth = max(len(counts) // 10, 1)
     row = _ROW_PIXELS if len(layers) <= _MANY_ROWS else _ROW_PIXELS_OF_MANY
     height = int(np.clip(_FRAME_PIXELS + row * len(layers), _LEAST_PIXELS, _MOST_PIXELS))
-    charts: list[Chart] = []
     parts = {"first": slice(0, tenth), "last": slice(len(counts) - tenth, len(counts))}
+    maps = list[tuple[str, HeatMap, str]]()
     if len(layers) * counts.shape[2] <= _MOST_CELLS:
-        for word, part in parts.items():
-            span = f"steps {steps[part][0]:,} to {steps[part][-1]:,}" if tenth > 1 else f"step {steps[part][0]:,}"
-            charts.append(_load_map(f"Load of each expert, {word} tenth ({span})", counts[part], layers, height))
-    charts.append(_violation_map(counts, layers, steps, height))
+        for part, records in parts.items():
+            begin, end = steps[records][[0, -1]]
+            span = f"steps {begin:,} to {end:,}" if tenth > 1 else f"step {begin:,}"
+            title = f"Load of each expert, {part} tenth ({span})"
+            maps.append((title, *_load_map(relative_loads(counts[records]), layers)))
+    title = "Busiest expert of each layer over the run (largest load over the mean, less 1)"
+    maps.append((title, *_violation_map(counts, layers, steps)))
+    charts = [
+        Chart(title, (), summary, heat_map=heat_map, is_wide=True, height=height, note=summary)
+        for title, heat_map, summary in maps
+    ]
     lead = (
         "The load of an expert is the number of tokens sent to it. Colours show it relative to the mean load of its "
         "layer: grey is the mean, blue less and orange more."
@@ -358,28 +362,31 @@ def relative_loads(counts: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.divide(total, mean, out=np.zeros_like(total), where=mean > 0)
 
 
-def _load_map(title: str, counts: NDArray[np.float64], layers: list[int], height: int) -> Chart:
-    loads = relative_loads(counts)
+def _load_map(loads: NDArray[np.float64], layers: list[int]) -> tuple[HeatMap, str]:
+    """Heat map of relative loads [layers, experts] on a scale of 1/4 to 4, and its summary."""
     row, expert = np.unravel_index(int(loads.argmax()), loads.shape)
     summary = (
         f"The busiest expert is {expert} of layer {layers[row]}, with {loads.max():.2f} times the mean load; "
         f"{int((loads == 0).sum()):,} of {loads.size:,} experts had no token."
     )
-    return Chart(title, load_map(loads, layers), summary, "ratio", is_wide=True, height=height, note=summary)
+    experts = [str(expert) for expert in range(loads.shape[1])]
+    ticks = ((-2.0, "1/4"), (0.0, "mean load"), (2.0, "4x"))
+    shades = np.log2(np.clip(loads, 0.25, 4.0))
+    return HeatMap("expert", experts, layers, loads, shades, ticks, is_diverging=True), summary
 
 
-def _violation_map(counts: NDArray[np.float64], layers: list[int], steps: NDArray[Any], height: int) -> Chart:
-    """MaxVio of each layer (equation 4 of arXiv 2408.15664) over spans of steps."""
+def _violation_map(counts: NDArray[np.float64], layers: list[int], steps: NDArray[Any]) -> tuple[HeatMap, str]:
+    """Heat map of each layer's MaxVio (equation 4 of arXiv 2408.15664) over spans of steps, and its summary."""
     spans = np.array_split(np.arange(len(counts)), min(len(counts), _MOST_COLUMNS))
-    values = np.array([relative_loads(counts[span]).max(axis=1) - 1 for span in spans]).T
+    values = np.maximum(np.array([relative_loads(counts[span]).max(axis=1) - 1 for span in spans]).T, 0.0)
     least_even = int(values[:, -1].argmax())
     summary = (
         f"At the end layer {layers[least_even]} is the least even one: its busiest expert has "
         f"{values[:, -1].max() + 1:.2f} times the mean load."
     )
-    plot = value_map(np.maximum(values, 0.0), layers, [int(steps[span[0]]) for span in spans])
-    title = "Busiest expert of each layer over the run (largest load over the mean, less 1)"
-    return Chart(title, plot, summary, "number", is_wide=True, height=height, note=summary)
+    top = max(round(float(values.max()), 2), 0.1)
+    columns = [f"{int(steps[span[0]]):,}" for span in spans]
+    return HeatMap("step", columns, layers, values, values, ((0.0, "0"), (top, f"{top:g}"))), summary
 
 
 SECTIONS: tuple[Callable[[ReportedRun], ReportSection | None], ...] = (

@@ -2,30 +2,26 @@
 
 import shlex
 from collections.abc import Sequence
-from io import BytesIO
 from pathlib import Path
-
-import numpy as np
 
 from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import OutputError
 from ds_finetune.runs.report.blocks import Page
-from ds_finetune.runs.report.curves import LOSS
 from ds_finetune.runs.report.model_card import write_model_cards
 from ds_finetune.runs.report.page import overlay_page, render_page, run_page
 from ds_finetune.runs.report.run import ReportedRun
 from ds_finetune.runs.status import State
 from ds_finetune.system.whole_file import replace_file
 
-REPORT, PICTURE = "report.html", "loss.png"
+REPORT = "report.html"
 _MARK = b'<meta name="generator" content="ds_finetune '
 _HEAD_BYTES = 1024
 
 
 def write_run_report(run_folder: Path, *, state: State | None = None) -> Path:
-    """Write `report.html` and `loss.png` into a run folder, and model cards into its exports; returns the page.
+    """Write `report.html` into a run folder, and model cards into its exports; returns the path of the page.
 
-    `state` is the state of a run that ends with this report; left out, it is what an observer sees.
+    `state` is the final state of a run that ends with this report; the default is the state in the folder.
 
     Raises:
         OutputError: the folder holds no run, or the page cannot be written.
@@ -35,9 +31,7 @@ def write_run_report(run_folder: Path, *, state: State | None = None) -> Path:
     _check_replaceable(path)
     # First the model cards: a failure of other reports must not prevent them.
     write_model_cards(run)
-    write_page(page := run_page(run, state=state), path)
-    write_loss_plot(page, run_folder / PICTURE)
-    return path
+    return write_page(run_page(run, state=state), path)
 
 
 def write_report(run_folders: Sequence[Path], out: Path) -> Path:
@@ -87,32 +81,3 @@ def _check_replaceable(path: Path) -> None:
         head = file.read(_HEAD_BYTES)
     if head and _MARK not in head:
         raise OutputError(f"`{path}` exists and is not a report", hint="name another file, or move that one away")
-
-
-def write_loss_plot(page: Page, path: Path) -> bool:
-    """Draw a page's loss chart as a picture of 1200 x 675 pixels; returns False if it has no finite loss."""
-    # Without pyplot the figure has no window.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    lines = next((chart.lines for chart in page.charts if chart.title == LOSS), ())
-    if not any(np.isfinite(line.y).any() for line in lines):
-        return False
-    figure = Figure(figsize=(8.0, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for line in lines:
-        marker = "o" if line.role == "points" or np.size(line.x) == 1 else None
-        alpha = 0.35 if line.role == "faint" else 1.0
-        axes.plot(line.x, line.y, color=line.hex_colour, label=line.name, alpha=alpha, marker=marker)
-    # A name may contain a dollar sign, which would begin a formula.
-    axes.set_title(page.title, parse_math=False)
-    axes.set(xlabel="step", ylabel="loss")
-    axes.grid(alpha=0.25)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(frameon=False)
-    picture = BytesIO()
-    figure.savefig(picture, format="png")
-    replace_file(path, picture.getvalue())
-    return True

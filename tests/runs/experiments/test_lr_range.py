@@ -10,8 +10,7 @@ import pytest
 import yaml
 
 from ds_finetune.errors import ConfigError, OutputError, RunError
-from ds_finetune.runs.experiments.lr_range import RangeRequest, evaluate, run_range_test
-from ds_finetune.runs.experiments.pages import write_range_page
+from ds_finetune.runs.experiments.lr_range import RangeRequest, evaluate, run_range_test, write_range_page
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_range.py")))
 

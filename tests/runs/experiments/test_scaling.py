@@ -10,8 +10,7 @@ import pytest
 import yaml
 
 from ds_finetune.errors import ConfigError, LaunchError, OutputError, RunError
-from ds_finetune.runs.experiments.pages import write_scaling_page
-from ds_finetune.runs.experiments.scaling import ScalingRequest, compare_scaling, largest_difference
+from ds_finetune.runs.experiments.scaling import ScalingRequest, compare_scaling, largest_difference, write_scaling_page
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_scaling.py")))
 

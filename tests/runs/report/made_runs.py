@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import yaml
 
-from ds_finetune.observers.routers import ExpertTable, TableLayout
-
 LAYERS, EXPERTS = (1, 2, 3), 8
 CONFIG: dict[str, Any] = {
     "model": {"path": "deepseek-ai/DeepSeek-V2-Lite"},
@@ -69,7 +67,7 @@ def make_run(folder: Path, *, steps: int = 60, **config: Any) -> Path:
     ]
     (folder / "samples.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
     _make_exports(folder, steps)
-    _make_experts(folder / "experts.bin")
+    _make_experts(folder / "experts.jsonl")
     return folder
 
 
@@ -89,11 +87,12 @@ def _make_exports(folder: Path, steps: int) -> None:
 
 def _make_experts(path: Path) -> None:
     """Expert 5 of layer 2 has all tokens of its layer from the middle on; the other layers are even."""
-    table = ExpertTable(path, TableLayout(LAYERS, EXPERTS), after_step=0)
+    lines = []
     for step in range(1, 41):
         counts = np.full((len(LAYERS), EXPERTS), 10)
         if step > 20:
             counts[1] = 0
             counts[1, 5] = 80
-        table.append(step, 40, entropy=np.ones(len(LAYERS)), counts=counts)
-    table.close()
+        record = {"step": step, "num_tokens": 40, "layers": LAYERS, "entropy": [1.0] * 3, "counts": counts.tolist()}
+        lines.append(json.dumps(record) + "\n")
+    path.write_text("".join(lines))

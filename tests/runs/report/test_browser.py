@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ds_finetune.runs.report.blocks import Chart, Charts, Page, ReportSection
-from ds_finetune.runs.report.charts import CoordinateAxis, Line, LinePlot, ParallelPlot
+from ds_finetune.runs.report.blocks import Charts, Page, ReportSection
+from ds_finetune.runs.report.charts import Chart, Line
 from ds_finetune.runs.report.write import write_page, write_run_report
 from tests.browser import NEEDS_BROWSER, open_browser, resize, use_dark_theme
 from tests.runs.report.made_runs import make_run
@@ -81,17 +81,21 @@ class Pointer:
 
 
 @pytest.fixture
-def two_charts(browser: Any, tmp_path: Path) -> tuple[Pointer, Pointer]:
+def charts(browser: Any, tmp_path: Path) -> tuple[Pointer, Pointer]:
     steps = list(range(1, 101))
     lines = [Line("one <b>", steps, [step / 100 for step in steps]), Line("two", [50], [0.5], "points", 1)]
-    axes = [CoordinateAxis("lr", is_log=True), CoordinateAxis("kind", choices=("a", "b")), CoordinateAxis("loss")]
-    trials = ParallelPlot(axes, [[1e-4, "a", 1.0], [1e-2, "b", 2.0]], is_maximized=False)
-    charts = [Chart("Lines", LinePlot(lines), "two lines"), Chart("Trials", trials, "two trials")]
-    page = Page("charts", "", "", [], [ReportSection("drawn", "Drawn", [Charts(charts)])])
+    trials = Line("loss", [1e-4, 1e-2, 1e-3], [1.0, 2.0, 0.5], "dots")
+    kinds = Line("loss", [0, 1, 1], [1.0, 2.0, 0.5], "dots")
+    drawn = [
+        Chart("Lines", lines, "two lines"),
+        Chart("lr", [trials], "three trials", x_name="lr", has_log_x=True),
+        Chart("kind", [kinds], "three trials", x_name="kind", x_texts=("a", "b")),
+    ]
+    page = Page("charts", "", "", [], [ReportSection("drawn", "Drawn", [Charts(drawn)])])
     use_dark_theme(browser, is_dark=False)
     resize(browser, WIDE)
     browser.get(write_page(page, tmp_path / "page.html").as_uri())
-    _wait(browser, lambda: browser.execute_script("return document.documentElement.dataset.drawn") == "2")
+    _wait(browser, lambda: browser.execute_script("return document.documentElement.dataset.drawn") == "3")
     return Pointer(browser, 0), Pointer(browser, 1)
 
 
@@ -101,13 +105,15 @@ def _wait(browser: Any, is_so: Callable[[], Any]) -> None:
     WebDriverWait(browser, PATIENCE_SECONDS).until(lambda _: is_so())
 
 
-def test_readers_see_values_hide_lines_and_enlarge_parts(browser: Any, two_charts: tuple[Pointer, Pointer]) -> None:
-    pointer, _ = two_charts
+def test_readers_see_values_hide_lines_and_enlarge_parts(browser: Any, charts: tuple[Pointer, Pointer]) -> None:
+    pointer, _ = charts
     assert pointer.told() == ["one <b>: undefined", "two: undefined"]
     assert _step(browser, pointer, 0.93) > 90
     assert pointer.told()[1] == "two: 0.5 at 50"
+    shown = browser.execute_script(DRAWN)[0]
     hidden = "const each = document.querySelectorAll('.entry')[1]; each.click(); return each.ariaPressed"
     assert browser.execute_script(hidden) == "false"
+    _wait(browser, lambda: browser.execute_script(DRAWN)[0] < shown)
     before = browser.execute_script(DRAWN)[0]
     pointer("mousePressed", 0.3, 0.5, button="left", clickCount=1, buttons=1)
     for across in (0.4, 0.6):
@@ -129,14 +135,11 @@ def _step(browser: Any, pointer: Pointer, across: float) -> int:
     return int(pointer.told()[0].rpartition(" ")[2])
 
 
-def test_readers_narrow_an_axis_of_trials(browser: Any, two_charts: tuple[Pointer, Pointer]) -> None:
-    _, pointer = two_charts
-    before = browser.execute_script(DRAWN)[1]
-    pointer("mousePressed", 0.05, 0.5, button="left", clickCount=1, buttons=1)
-    for across, down in ((0.12, 0.7), (0.2, 0.95)):
-        pointer("mouseMoved", across, down, button="left", buttons=1)
-    pointer("mouseReleased", 0.2, 0.95, button="left", clickCount=1)
-    _wait(browser, lambda: browser.execute_script(DRAWN)[1] != before)
+def test_readers_see_the_values_of_a_trial(browser: Any, charts: tuple[Pointer, Pointer]) -> None:
+    _, pointer = charts
+    pointer("mouseMoved", 0.93, 0.5)
+    _wait(browser, lambda: pointer.told() == ["loss: 2 at 0.01"])
+    assert all(colours > 5 for colours in browser.execute_script(DRAWN))
     assert _errors(browser) == []
 
 

@@ -1,38 +1,22 @@
-"""Files beside the page: the picture of the loss, model cards, and the plot library."""
+"""Files beside the page: model cards, and the plot library."""
 
 import json
 import math
 from importlib.metadata import version
 from pathlib import Path
 
-import numpy as np
 import pytest
 from huggingface_hub import ModelCard
-from PIL import Image
 
 from ds_finetune.runs.report.figures import bokehjs
 from ds_finetune.runs.report.model_card import write_card_of_source, write_model_cards
-from ds_finetune.runs.report.page import run_page
 from ds_finetune.runs.report.run import ReportedRun
-from ds_finetune.runs.report.write import write_loss_plot
 from tests.runs.report.made_runs import make_run
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     return make_run(tmp_path / "run-$a")
-
-
-def test_the_loss_is_drawn(run: Path) -> None:
-    assert write_loss_plot(run_page(ReportedRun.read(run)), run / "loss.png")
-    with Image.open(run / "loss.png") as picture:
-        assert (picture.format, picture.size) == ("PNG", (1200, 675))
-        pixels = np.asarray(picture.convert("RGB")).reshape(-1, 3)
-    for colour in ((0x3B, 0x7D, 0xDD), (0xE0, 0x70, 0x1A)):
-        assert (pixels == colour).all(axis=1).sum() > 200, "lines of training and of evaluations"
-    (run / "metrics.jsonl").write_text("")
-    assert not write_loss_plot(run_page(ReportedRun.read(run)), run / "none.png")
-    assert not (run / "none.png").exists()
 
 
 def test_model_cards_are_those_of_the_hub(run: Path) -> None:

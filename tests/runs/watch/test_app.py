@@ -42,9 +42,9 @@ def _rows(root: Path) -> dict[str, str]:
     return {unescape(row.partition('value="')[2].partition('"')[0]): unescape(row) for row in rows}
 
 
-def _numbers(client: TestClient, *runs: str, after: tuple[str, ...] = ()) -> dict[str, Any]:
+def _numbers(client: TestClient, *runs: str, **query: str) -> dict[str, Any]:
     """What the page of runs has for its script."""
-    answer = client.get("/run", params={"run": runs, "after": after})
+    answer = client.get("/run", params={"run": runs, **query})
     assert answer.status_code == 200, answer.text
     return json.loads(PageParser(answer.text).scripts[0])
 
@@ -92,52 +92,27 @@ def test_eta_of_the_page_is_that_of_the_line(runs: Path) -> None:
     assert "make it again" not in top
 
 
-def test_later_points_are_added_to_the_same_lines(runs: Path) -> None:
+def test_later_points_are_in_the_same_lines(runs: Path) -> None:
     client = _client(runs)
     first = _numbers(client, "a")
-    assert (first["positions"], _points(first)["x"], _points(first)["since"]) == (["0-5"], [1, 2, 3, 4, 5], None)
+    assert (first["isLive"], len(first["figures"]), _points(first)["x"]) == (True, 2, [1, 2, 3, 4, 5])
     _add(runs / "a", {"step": 6, "train/loss": 0.5}, {"step": 7, "train/loss": None})
-    later = _numbers(client, "a", after=("0-5",))
-    assert (later["positions"], later["charts"][0]["figures"]) == (["0-7"], [])
-    points = _points(later)
-    assert (points["since"], points["x"], points["y"]) == (5, [6, 7], [0.5, None])
-    assert _points(_numbers(client, "a", after=("0-7",)))["x"] == []
+    later = _numbers(client, "a", figures="no")
+    assert (later["figures"], later["charts"][0]["figures"]) == ([], [])
+    assert (_points(later)["x"], _points(later)["y"][-2:]) == ([1, 2, 3, 4, 5, 6, 7], [0.5, None])
     # A resumed run replaces the file.
     (runs / "a" / "new").write_text('{"step": 1, "train/loss": 3.0}\n{"step": 8, "train/loss": 2.0}\n')
     (runs / "a" / "new").rename(runs / "a" / "metrics.jsonl")
-    anew = _numbers(client, "a", after=("0-7",))
-    assert (anew["positions"], _points(anew)["since"], _points(anew)["x"]) == (["1-8"], None, [1, 8])
-    for wrong in (("x",), ("1-8", "1-8"), ("1--8",), ("1-" + "9" * 30,)):
-        assert _points(_numbers(client, "a", after=wrong))["since"] is None, wrong
-
-
-def test_smoothed_values_are_replaced_where_later_steps_change_them(runs: Path) -> None:
-    """The browser's line is then the one of a page that is loaded anew."""
-    client, run = _client(runs), runs / "a"
-    _add(run, *({"step": step, "train/loss": float(step % 7)} for step in range(6, 1001)))
-    first = _numbers(client, "a")
-    _add(run, *({"step": step, "train/loss": float(step % 5)} for step in range(1001, 1011)))
-    later, anew = _numbers(client, "a", after=("0-1000",)), _numbers(client, "a")
-    smoothed = [page["charts"][0]["lines"][1] for page in (first, later, anew)]
-    assert [line["name"] for line in smoothed] == ["smoothed"] * 3
-    before, added, wanted = ([*zip(line["x"], line["y"], strict=True)] for line in smoothed)
-    reach = 1010 // 40
-    assert smoothed[1]["since"] == 1000 - reach
-    joined = dict([point for point in before if point[0] <= smoothed[1]["since"]] + added)
-    both = [(joined[step], value) for step, value in wanted if step in joined and step > reach]
-    assert len(both) > 100
-    assert [one for one, _ in both] == pytest.approx([other for _, other in both])
+    assert _points(_numbers(client, "a", figures="no"))["x"] == [1, 8]
 
 
 def test_runs_are_compared_with_later_points_of_each(runs: Path) -> None:
     client = _client(runs)
     make_run(runs / "b", steps=3)
-    first = _numbers(client, "a", "b")
-    assert [line["name"] for line in first["charts"][0]["lines"]] == ["a", "b"]
+    assert [line["name"] for line in _numbers(client, "a", "b")["charts"][0]["lines"]] == ["a", "b"]
     _add(runs / "b", {"step": 4, "train/loss": 7.0})
-    later = _numbers(client, "a", "b", after=tuple(first["positions"]))
-    assert [line["x"] for line in later["charts"][0]["lines"]] == [[], [4]]
-    assert later["positions"] == ["0-5", "0-4"]
+    later = _numbers(client, "a", "b", figures="no")
+    assert [line["x"][-1] for line in later["charts"][0]["lines"]] == [5, 4]
 
 
 @pytest.mark.parametrize("name", ["..", "../secret", "/etc", "deep", "", "a/../a", "a\0", "link", "deep/link"])
@@ -153,13 +128,13 @@ def test_a_run_that_becomes_a_link_to_elsewhere_is_read_no_more(runs: Path) -> N
     secret = make_run(runs.parent / "secret", steps=7)
     (secret / "log.txt").write_text("secret")
     (secret / "status.json").write_text('{"state": "failed", "reason": "secret"}')
-    assert _numbers(client, "a")["positions"] == ["0-5"]
+    assert _points(_numbers(client, "a"))["x"][-1] == 5
     shutil.rmtree(runs / "a")
     (runs / "a").symlink_to(secret)
     for path in ("/", "/run"):
         text = client.get(path, params={"run": "a"}).text
         assert "secret" not in text.replace(str(runs), "")
-        assert "0-7" not in text
+        assert "[1,2,3,4,5,6,7]" not in text
         assert "7 of" not in text
 
 

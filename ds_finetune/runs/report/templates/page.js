@@ -1,9 +1,9 @@
 // The page of runs: charts that are drawn once they come into sight, their legends, the theme, and later steps.
 "use strict";
 (() => {
-  const MOST_POINTS = 4000, LEAST_PAUSE = 2000, END = 1e9;
+  const LEAST_PAUSE = 2000, END = 1e9;
   const root = document.documentElement;
-  let { charts, figures, positions } = JSON.parse(document.getElementById("numbers").textContent);
+  const { charts, figures, isLive } = JSON.parse(document.getElementById("numbers").textContent);
   const boxes = [...document.querySelectorAll(".plot")];
   const prefersDark = matchMedia("(prefers-color-scheme: dark)");
   const drawings = boxes.map((box, at) => ({ box, chart: charts[at], hidden: new Set(), isLog: 0, plot: null, done: Promise.resolve() }));
@@ -54,38 +54,14 @@
       plot.on_event("doubletap", () => plot.reset.emit());
       for (const event of ["mousemove", "tap"]) plot.on_event(event, ({ x }) => tell(drawing, x));
       plot.on_event("mouseleave", () => tell(drawing, null));
-      if (plot.select_one("trials")) narrow(plot, plot.select_one("trials"));
       root.dataset.drawn = String(drawings.filter((each) => each.plot).length);
-    });
-  }
-
-  // Keeps the trials that pass through the ranges that are dragged, one for each axis; a double click keeps all.
-  function narrow(plot, source) {
-    const kept = new Map();
-    const { ys } = source.data;
-    const dim = () => {
-      const isKept = (row) => [...kept].every(([at, { bottom, top }]) => row[at] >= bottom && row[at] <= top);
-      source.data = { ...source.data, alpha: ys.map((row) => (isKept(row) ? 0.8 : 0.06)) };
-    };
-    plot.on_event("selectiongeometry", ({ geometry: { x0, x1, y0, y1 }, final }) => {
-      const at = Math.round((x0 + x1) / 2);
-      if (!final || at < Math.min(x0, x1) - 0.2 || at > Math.max(x0, x1) + 0.2 || !(at in ys[0])) return;
-      if (kept.has(at)) kept.get(at).visible = false;
-      kept.set(at, new Bokeh.Models.BoxAnnotation({ left: at - 0.04, right: at + 0.04, bottom: Math.min(y0, y1), top: Math.max(y0, y1) }));
-      plot.add_layout(kept.get(at));
-      dim();
-    });
-    plot.on_event("doubletap", () => {
-      for (const box of kept.values()) box.visible = false;
-      kept.clear();
-      dim();
     });
   }
 
   const sight = new IntersectionObserver((entries) => entries.filter((entry) => entry.isIntersecting).forEach(({ target }) => {
     sight.unobserve(target);
     draw(drawings[boxes.indexOf(target)]);
-  }), { rootMargin: positions ? "300px" : "100000px" });
+  }), { rootMargin: isLive ? "300px" : "100000px" });
   if (drawings.length) Bokeh.logger.set_level("error");
   for (const drawing of drawings) {
     const figure = drawing.box.parentElement;
@@ -112,7 +88,7 @@
   function store(theme) {
     try { return theme ? localStorage.setItem("theme", theme) : localStorage.getItem("theme"); } catch { return null; }
   }
-  if (positions && store()) root.dataset.theme = store();
+  if (isLive && store()) root.dataset.theme = store();
   button.hidden = false;
   button.addEventListener("click", () => {
     root.dataset.theme = isDark() ? "light" : "dark";
@@ -131,7 +107,7 @@
   }
   document.addEventListener("input", filterRuns);
   document.querySelector("pre.tail")?.scrollTo(0, END);
-  if (!positions) return;
+  if (!isLive) return;
 
   // Takes over the texts of a newer page; what is open, ticked or in focus stays.
   function takeTexts(newer) {
@@ -152,14 +128,11 @@
     filterRuns();
   }
 
-  // Joins later points to those of the lines; where there are many, the server is asked for fewer next time.
-  function takePoints(later) {
-    later.forEach(({ lines }, at) => lines.forEach(({ since, x, y }, which) => {
+  function takePoints(newer) {
+    newer.forEach(({ lines }, at) => lines.forEach(({ x, y }, which) => {
       const line = charts[at].lines[which];
-      if (since !== null && (!x.length || x.at(-1) === line.x.at(-1))) return;
-      const kept = since === null ? 0 : line.x.filter((each) => each <= since).length;
-      line.x = [...line.x.slice(0, kept), ...x];
-      line.y = [...line.y.slice(0, kept), ...y];
+      // A line to which nothing was added is not drawn again.
+      if (x.length !== line.x.length || x.at(-1) !== line.x.at(-1)) Object.assign(line, { x, y });
     }));
     drawings.filter(({ plot }) => plot).forEach(fill);
   }
@@ -168,8 +141,7 @@
     all.map(({ title, lines }) => [title, lines.map(({ name, role }) => [name, role])])]);
   async function look() {
     const query = new URLSearchParams(location.search);
-    const isLong = charts.some(({ lines }) => lines.some(({ x }) => x.length > MOST_POINTS));
-    for (const position of isLong ? [] : positions) query.append("after", position);
+    query.set("figures", "no");
     const answer = await fetch(`${location.pathname}?${query}`);
     const newer = new DOMParser().parseFromString(await answer.text(), "text/html");
     if (!answer.ok) throw new Error(newer.body.textContent);
@@ -177,7 +149,6 @@
     if (shapeOf(newer, data.charts) !== shapeOf(document, charts)) return location.reload();
     takePoints(data.charts);
     takeTexts(newer);
-    positions = data.positions;
   }
 
   async function follow() {
