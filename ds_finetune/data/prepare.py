@@ -47,13 +47,14 @@ from ds_finetune.data.row_report import check_columns, check_dropped_rows
 from ds_finetune.data.sample_tokens import RULES_VERSION
 from ds_finetune.data.samples import check_layout_name
 from ds_finetune.data.sources import RecordChoice, Source, estimate_rows, find_sources
-from ds_finetune.data.text_encoder import text_encoder
 from ds_finetune.data.tokenizer_files import tokenizer_digest
 from ds_finetune.data.units import ROWS_PER_PART, Tokenisation, tokenise_records
 from ds_finetune.errors import ConfigError, DataError, RunError
 
 FORMAT_VERSION = 10
 """Incremented when the format of the cache changes, so that older caches are not read."""
+_BYTES_FOR_PROCESSES = 2_000_000
+"""Bytes of raw data above which several processes tokenise it."""
 _Task = tuple[Path, list[tuple[str, ReadRecord]]]
 """Folder of a part, and its records, each with its location (`file line 7`)."""
 
@@ -236,7 +237,7 @@ def _tokenise(
     """Write missing parts of `ROWS_PER_PART` rows each, then join all parts."""
     parts: dict[Path, int] = {}
     tasks = _open_parts(choice, sources, folder, parts)
-    is_divided = workers > 1 and _is_large(sources, tokenisation)
+    is_divided = workers > 1 and _is_large(sources)
     warmup = (workers if is_divided else 1) * ROWS_PER_PART
     kept = len(list(folder.glob("part-??????"))) * ROWS_PER_PART
     # Only the process with the lock gets here, whatever its rank.
@@ -283,11 +284,11 @@ def _open_parts(
                 yield part, chunk
 
 
-def _is_large(sources: Sequence[Source], tokenisation: Tokenisation) -> bool:
+def _is_large(sources: Sequence[Source]) -> bool:
     """Whether there is enough raw data to outweigh the one or two seconds that each process takes to start."""
-    enough = 10_000_000 if text_encoder(tokenisation.tokenizer).is_by_word else 2_000_000
     return (
-        any(source.format == "hub" for source in sources) or sum(source.fingerprint[1] for source in sources) > enough
+        any(source.format == "hub" for source in sources)
+        or sum(source.fingerprint[1] for source in sources) > _BYTES_FOR_PROCESSES
     )
 
 

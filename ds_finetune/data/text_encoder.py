@@ -1,22 +1,6 @@
-"""Token ids of texts from a cache of their words.
+"""Token ids of the consecutive texts of a document, and control tokens inside the texts of a row.
 
-Half of the time of a preparation is the tokenizer's, most of it in the regular expressions that split a text into
-words, and a data set has few distinct words. For tokenizers whose expressions are known (`_CUTS`), a text is cut here
-at spaces, each distinct piece is encoded once, and the ids of a text are those of its pieces. Every other tokenizer
-encodes whole texts.
-
-A cut before a space is exact if (1) no expression matches both the character before the space and the space, (2) no
-expression has a look-behind, and (3) look-aheads only test for the end of white space. Then the words on both sides are
-those of the whole text, and byte-level BPE merges only within words. (1) holds for the characters of `_CUTS`: letters
-and digits, and the signs that an expression of its own matches. NFC composes nothing across a space, and added tokens
-have no spaces and do not strip them (`_has_plain_added_tokens`).
-
-A new piece of ASCII characters is cut further (`_PART`), because most distinct pieces differ by numbers and
-punctuation: after letters, after digits, and between a sign and a digit. None of the expressions matches characters on
-both sides of such a cut. White space is never cut from the text after it, so look-aheads see the same text. Pieces with
-an added token that would be cut stay whole.
-
-Consecutive texts of a document are encoded as continuations of each other (`encode_after`), since SentencePiece
+Each text of a document is encoded as a continuation of the text before it (`TextEncoder.encode`), since SentencePiece
 tokenizers put a space before a text that they encode separately. A token never has characters of two texts: where the
 tokenizer would merge the end of a prompt with the beginning of its answer, the prompt keeps the tokens that a server
 makes of it, and the answer begins with a new token.
@@ -26,16 +10,12 @@ chat template writes real control tokens: `ControlTokens.protect` puts such text
 tokenises bracketed texts as plain text.
 """
 
-import hashlib
 import json
 import re
 import unicodedata
-from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate, chain
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
@@ -43,103 +23,44 @@ from transformers import PreTrainedTokenizerBase
 from ds_finetune.data.messages import Conversation, map_texts
 from ds_finetune.errors import DataError
 
-_ANY_SIGN = r"!-~"
-_PUNCTUATION = r"0-9A-Za-z!\"#%&'()*,\-./:;?@\[\\\]_{}"
-"""Letters, digits, and the signs of Unicode's class P."""
-_CUTS: Mapping[str, str] = {
-    "2d98886545175e55": _PUNCTUATION,  # DeepSeek Coder: signs outside class P join the space after them
-    "308bc0fc18f7896c": _ANY_SIGN,  # DeepSeek LLM, V2
-    "8e9a9de6f59e7d8e": _ANY_SIGN,  # DeepSeek V3
-    "ec3ddd824c16ec63": _ANY_SIGN,  # Qwen 2, 2.5 and 3
-    "37cdc9d768b5f12d": _ANY_SIGN,  # Llama 3, GLM
-}
-"""Characters after which a space begins a word, by the digest of a tokenizer (`_digest`)."""
-_PART = re.compile(r"[0-9]+|[^0-9A-Za-z]*(?:[A-Za-z]+|(?<=\s)[0-9]+)|[^0-9A-Za-z]+")
-"""A part of an ASCII piece: digits, letters with the signs before them, or signs."""
-_MOST_PIECES = 500_000
-"""Maximum number of cached pieces; an English one takes about 300 bytes."""
-_PIECES_PER_TEXT = 500
-"""Number of pieces that are encoded as one text."""
-_LONGEST_KEPT = 32
-"""Maximum characters of a cached piece. Longer ones, as in texts without spaces, seldom occur again."""
 _CONTEXT, _CONTEXT_WITHOUT_ADDED = 64, 16
 """Number of preceding characters on which the first tokens of a text depend, with and without an added token among
 them."""
 
 
-def text_encoder(tokenizer: PreTrainedTokenizerBase) -> "TextEncoder":
-    """The cached encoder of `tokenizer`; a new one after the tokenizer has changed."""
-    core = tokenizer.backend_tokenizer
-    state = (core.get_vocab_size(), _digest(core))
-    if tokenizer not in _encoders or _encoders[tokenizer].state != state:
-        _encoders[tokenizer] = TextEncoder(core, state)
-    return _encoders[tokenizer]
-
-
 class TextEncoder:
-    """Encodes texts without adding special tokens."""
+    """Encodes texts as continuations of other texts, without adding special tokens."""
 
-    def __init__(self, core: Tokenizer, state: tuple[int, str]) -> None:
+    def __init__(self, core: Tokenizer) -> None:
         self._core = core
-        self.state = state
-        before = _CUTS.get(state[1]) if _has_plain_added_tokens(core) else None
-        # `re` searches fastest for patterns that begin with a literal.
-        self._cut = None if before is None else re.compile(f" (?<=[{before}] )")
-        self._ends_like_a_cut = re.compile(f"[{before}]\\Z")
-        self._first: dict[str, list[int]] = {}
-        """Cache: token ids of a piece of text (up to the next space) that begins a text."""
-        self._later: dict[str, list[int]] = {}
-        """Cache: token ids of a piece that follows a space; the key is the piece without the space."""
-        self._inner: dict[str, list[int]] = {}
-        """Ids of the second and later parts of pieces."""
-        contents = [unicodedata.normalize("NFC", token.content) for token in core.get_added_tokens_decoder().values()]
-        self._uncut = re.compile(
-            "|".join(re.escape(text) for text in contents if len(_PART.findall(text)) > 1) or "(?!)"
+        added = core.get_added_tokens_decoder().values()
+        self._added = _any_of([unicodedata.normalize("NFC", token.content) for token in added])
+        steps = [json.loads(part.__getstate__()) for part in (core.normalizer, core.pre_tokenizer) if part]
+        self._adds_space = any(_without_space(step) != step for step in steps)
+        self._is_cut_after_added = not self._adds_space and not any(
+            token.lstrip or token.rstrip or token.single_word or " " in token.content for token in added
         )
-        """Matches added tokens that `_PART` would cut."""
-        longest_first = sorted(contents, key=len, reverse=True)
-        self._added = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self._adds_space = any(_without_space(step) != step for step in chain(*_splitting_steps(core)))
-        self._is_cut_after_added = not self._adds_space and _has_plain_added_tokens(core)
         """Whether a text has the same ids after an added token as at the start of a text."""
 
-    @property
-    def is_by_word(self) -> bool:
-        """Whether texts are cut into cached pieces."""
-        return self._cut is not None
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text."""
-        if self._cut is None:
-            return self._encode_whole(texts)
-        pieces = [self._cut.split(text) for text in texts]
-        first = {parts[0] for parts in pieces} - self._first.keys()
-        # First pieces are included needlessly, which does no harm.
-        later = set(chain.from_iterable(pieces)) - self._later.keys()
-        self._first.update(zip(first, self._encode_whole([*first]), strict=True))
-        begins = self._learn(later)
-        of_piece = self._later.__getitem__
-        found = [[*self._first[parts[0]], *chain.from_iterable(map(of_piece, parts[1:]))] for parts in pieces]
-        _forget(self._first, first)
-        _forget(self._later, later | begins)
-        return found
-
-    def encode_after(self, texts: Sequence[tuple[str, str]]) -> list[tuple[list[int], bool]]:
+    def encode(self, texts: Sequence[tuple[str, str]]) -> list[tuple[list[int], bool]]:
         """For each pair (text, preceding text): ids of the text as a continuation, and whether the tokenizer would
         merge characters of both in one token.
 
         The preceding text is empty at the start of a document.
         """
         contexts = [self._context(before) if text else "" for text, before in texts]
-        wanted = [*contexts, *(context + text for context, (text, _) in zip(contexts, texts, strict=True))]
-        distinct = list(dict.fromkeys(wanted))
-        ids = dict(zip(distinct, self.encode(distinct), strict=True))
-        found = []
+        distinct = [*{*contexts, *(context + text for context, (text, _) in zip(contexts, texts, strict=True))}]
+        # transformers 5.23 does this before each call of the tokenizer.
+        self._core.no_truncation()
+        self._core.no_padding()
+        encodings = self._core.encode_batch_fast(distinct, add_special_tokens=False)
+        ids = {text: encoding.ids for text, encoding in zip(distinct, encodings, strict=True)}
+        results = []
         for context, (text, _) in zip(contexts, texts, strict=True):
             begin, both = ids[context], ids[context + text]
             is_merged = both[: len(begin)] != begin
-            found.append((self._encode_inside(text) if is_merged else both[len(begin) :], is_merged))
-        return found
+            results.append((self._encode_separately(text) if is_merged else both[len(begin) :], is_merged))
+        return results
 
     def _context(self, before: str) -> str:
         """The end of a text on which the next text's first tokens depend, at most from its last added token on."""
@@ -150,97 +71,18 @@ class TextEncoder:
         start, stop = added[-1]
         return "" if stop == len(end) and self._is_cut_after_added else end[start:]
 
-    def _encode_inside(self, text: str) -> list[int]:
-        """Ids of a text inside a longer one, tokenised separately and without an added space."""
-        if not self._adds_space:
-            return self.encode([text])[0]
-        return self._inside.encode(text, add_special_tokens=False).ids
+    def _encode_separately(self, text: str) -> list[int]:
+        """Ids of a text that no token shares with the text before it, without an added space."""
+        core = self._without_added_space if self._adds_space else self._core
+        return core.encode(text, add_special_tokens=False).ids
 
     @cached_property
-    def _inside(self) -> Tokenizer:
+    def _without_added_space(self) -> Tokenizer:
         """The tokenizer without the step that prepends a space to a text."""
         written = json.loads(self._core.to_str())
         for name in ("normalizer", "pre_tokenizer"):
             written[name] = _without_space(written[name])
         return Tokenizer.from_str(json.dumps(written))
-
-    def _learn(self, later: Collection[str]) -> set[str]:
-        """Cache the ids of pieces after a space, made of their parts' ids; returns the new first parts."""
-        parts = {piece: self._parts(piece) for piece in later}
-        begins = {each[0] for each in parts.values()} - self._later.keys()
-        inner = {part for each in parts.values() for part in each[1:]} - self._inner.keys()
-        self._later.update(self._encode_later(begins))
-        self._inner.update(zip(inner, self._encode_whole([*inner]), strict=True))
-        of_part = self._inner.__getitem__
-        for piece, (begin, *others) in parts.items():
-            if others:
-                self._later[piece] = [*self._later[begin], *chain.from_iterable(map(of_part, others))]
-        _forget(self._inner, inner)
-        return begins
-
-    def _parts(self, piece: str) -> list[str]:
-        if not piece or not piece.isascii() or self._uncut.search(piece):
-            return [piece]
-        return _PART.findall(piece)
-
-    def _encode_whole(self, texts: Sequence[str]) -> list[list[int]]:
-        # transformers 5.23 does this before each call of the tokenizer.
-        self._core.no_truncation()
-        self._core.no_padding()
-        return [encoding.ids for encoding in self._core.encode_batch_fast(texts, add_special_tokens=False)]
-
-    def _encode_later(self, pieces: Collection[str]) -> dict[str, list[int]]:
-        """Ids of each piece after a space.
-
-        Pieces that end where a text may be cut are joined to long texts first, since each text of a call has a cost.
-        """
-        joined = [piece for piece in pieces if self._ends_like_a_cut.search(piece)]
-        alone = [*set(pieces).difference(joined)]
-        found = dict(zip(alone, self._encode_whole([f" {piece}" for piece in alone]), strict=True))
-        groups = [joined[at : at + _PIECES_PER_TEXT] for at in range(0, len(joined), _PIECES_PER_TEXT)]
-        texts = ["".join(f" {piece}" for piece in group) for group in groups]
-        for group, encoding in zip(groups, self._core.encode_batch(texts, add_special_tokens=False), strict=True):
-            ids, ends = encoding.ids, [end for _, end in encoding.offsets]
-            done = 0
-            for piece, end in zip(group, accumulate(len(piece) + 1 for piece in group), strict=True):
-                last = bisect_right(ends, end, done)
-                found[piece] = ids[done:last]
-                done = last
-            assert done == len(ids)
-        return found
-
-
-def _forget(known: dict[str, list[int]], added: Collection[str]) -> None:
-    """Remove long pieces among `added` from the cache, or clear the cache if it is too large."""
-    if len(known) > _MOST_PIECES:
-        known.clear()
-    for piece in added:
-        if len(piece) > _LONGEST_KEPT:
-            known.pop(piece, None)
-
-
-_encoders: WeakKeyDictionary[PreTrainedTokenizerBase, TextEncoder] = WeakKeyDictionary()
-
-
-def _has_plain_added_tokens(core: Tokenizer) -> bool:
-    added = core.get_added_tokens_decoder().values()
-    return not any(token.lstrip or token.rstrip or token.single_word or " " in token.content for token in added)
-
-
-def _digest(core: Tokenizer) -> str:
-    """Digest of everything that decides how a text is split into words and merged, except vocabulary and merges."""
-    model = core.model
-    parts: list[object] = [
-        _splitting_steps(core),
-        type(model).__name__,
-        [getattr(model, name, None) for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")],
-    ]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _splitting_steps(core: Tokenizer) -> list[list[dict[str, Any]]]:
-    """Steps of the normalizer, and steps of the pre-tokenizer."""
-    return [_steps(json.loads(part.__getstate__())) if part else [] for part in (core.normalizer, core.pre_tokenizer)]
 
 
 def _without_space(part: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -257,16 +99,6 @@ def _without_space(part: dict[str, Any] | None) -> dict[str, Any] | None:
     return {**part, **changes.get(part["type"], {})}
 
 
-def _steps(part: dict[str, Any]) -> list[dict[str, Any]]:
-    """Steps of a normalizer or pre-tokenizer in a canonical form, without settings that affect only offsets."""
-    if part["type"] == "Sequence":
-        return [step for inner in part.get("pretokenizers", part.get("normalizers", ())) for step in _steps(inner)]
-    step = {name: value for name, value in part.items() if name != "trim_offsets"}
-    if "Regex" in step.get("pattern", ""):
-        step["pattern"] = step["pattern"]["Regex"].replace("\r", "\\r").replace("\n", "\\n")
-    return [step]
-
-
 _OPEN, _CLOSE = "\ue0f3", "\ue0f4"
 """Brackets around a control token in a row's text. Rows with them are refused (`messages.RESERVED_CHARACTERS`)."""
 _THINK = ("<think>", "</think>")
@@ -280,16 +112,16 @@ class ControlTokens:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None, choice: str) -> None:
-        self._tokenizer = tokenizer
-        self._choice = choice
+        self._tokenizer, self._choice = tokenizer, choice
+        self._encoder = TextEncoder(tokenizer.backend_tokenizer)
         added = tokenizer.added_tokens_decoder.values()
         special = [token.content for token in added if token.special]
         written = [
             token.content for token in added if template and token.content in template and not token.content.isspace()
         ]
         # Answers and system prompts may have added tokens for reasoning and tool calls.
-        own = _pattern([token for token in special if token not in _THINK])
-        foreign = _pattern([*special, *written])
+        own = _any_of([token for token in special if token not in _THINK])
+        foreign = _any_of([*special, *written])
         self._patterns = {"system": own, "assistant": own, "user": foreign, "tool": foreign}
         self._as_text: dict[str, list[int]] = {}
 
@@ -338,7 +170,7 @@ class ControlTokens:
                     plain.append((strip_brackets(piece), "\n" if number else before))
                     before = plain[-1][0] or before
                 before = "\n" if len(pieces) > 1 and not pieces[-1] else before
-        encoded = iter(text_encoder(self._tokenizer).encode_after(plain))
+        encoded = iter(self._encoder.encode(plain))
         return [[self._joined(pieces, encoded) for pieces in of_document] for of_document in parts]
 
     def _joined(self, pieces: Sequence[str], encoded: Iterator[tuple[list[int], bool]]) -> tuple[list[int], bool]:
@@ -375,7 +207,8 @@ def find_token(token: str, text: str) -> list[int]:
     return [match.start() for match in re.finditer(f"(?<!{_OPEN}){re.escape(token)}", text)] if token else []
 
 
-def _pattern(tokens: Sequence[str]) -> re.Pattern[str]:
+def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:
+    """A pattern that matches any of the tokens, of several at one position the longest."""
     longest_first = sorted(set(tokens), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 

@@ -16,6 +16,8 @@ from ds_finetune.data.messages import Conversation
 from ds_finetune.data.record_layouts import Completion, PlainText
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.sample_tokens import SampleTokeniser, TemplateSettings, Tokens
+from ds_finetune.data.text_encoder import TextEncoder
+from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.data.units import Tokenisation, tokenise_records
 
 LLAMA = (
@@ -175,3 +177,16 @@ def test_a_text_that_ends_in_the_eos_token_gets_no_second_one(spacing: PreTraine
     assert tokens_of(spacing, PlainText(text)).ids == ids_of(spacing, text)
     sample = Completion("Tom saw\n", text, Conversation(()))
     assert tokens_of(spacing, sample, separator="").ids == ids_of(spacing, f"Tom saw\n{text}")
+
+
+@pytest.mark.parametrize(
+    "added", [AddedToken("<a>"), AddedToken("<a>", lstrip=True), AddedToken("<a>", rstrip=True)], ids=str
+)
+def test_a_text_after_an_added_token_has_the_ids_of_the_whole_text(added: AddedToken, shared_data: Path) -> None:
+    tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "deepseek-coder"))
+    tokenizer.add_tokens([added])
+    before, text = "x <a>", "\n y1 z"
+    ((ids, is_merged),) = TextEncoder(tokenizer.backend_tokenizer).encode([(text, before)])
+    start, whole = ids_of(tokenizer, before), ids_of(tokenizer, before + text)
+    assert is_merged == (whole[: len(start)] != start)
+    assert [*start, *ids] == whole
