@@ -1,4 +1,4 @@
-"""Jobs that a rank sends to its writer process (part_writer_process.py), and their replies.
+"""Jobs that a rank sends to its writer process (part_writer_process.py) over a pipe, and their replies.
 
 The writer process imports this module, so it does not import torch.
 """
@@ -6,7 +6,6 @@ The writer process imports this module, so it does not import torch.
 from dataclasses import dataclass
 
 from ds_finetune.checkpoint.commit import Manifest
-from ds_finetune.system.process_messages import ProcessMessage
 
 
 @dataclass(frozen=True)
@@ -23,13 +22,15 @@ class CommitJob:
     linked: dict[str, str]
 
 
-class ReserveJob(ProcessMessage, kind="reserve"):
+@dataclass(frozen=True)
+class ReserveJob:
     """Allocate `num_bytes` of shared memory in advance."""
 
     num_bytes: int
 
 
-class WriteJob(ProcessMessage, kind="write"):
+@dataclass(frozen=True)
+class WriteJob:
     """Write the first `num_bytes` of shared memory to the file `part`, then run `commit` where it is given."""
 
     part: str
@@ -37,21 +38,23 @@ class WriteJob(ProcessMessage, kind="write"):
     commit: CommitJob | None
 
 
-class RemoveJob(ProcessMessage, kind="remove"):
+@dataclass(frozen=True)
+class RemoveJob:
     """Remove checkpoints."""
 
     folders: list[str]
 
 
-class StopWaiting(ProcessMessage, kind="stop_waiting"):
+class StopWaiting:
     """End a commit that waits for the parts of other ranks, one of which has failed. There is no reply."""
 
 
-class JobDone(ProcessMessage, kind="done"):
-    """Reply to a job of kind `job`, with its error if there was one."""
+Job = ReserveJob | WriteJob | RemoveJob
 
-    job: str
+
+@dataclass(frozen=True)
+class JobDone:
+    """Reply to a job of the class `job`, with its error if there was one."""
+
+    job: type[Job]
     error: str
-
-
-JOBS: tuple[type[ProcessMessage], ...] = (ReserveJob, WriteJob, RemoveJob, StopWaiting)

@@ -11,15 +11,16 @@ import subprocess
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ds_finetune.checkpoint.commit import ChecksummedFile, mark_part_written
-from ds_finetune.checkpoint.messages import JobDone, RemoveJob, StopWaiting
+from ds_finetune.checkpoint.messages import Job, JobDone, RemoveJob, StopWaiting
 from ds_finetune.config.units import MIB
-from ds_finetune.system.process_messages import MessageReader, ProcessMessage, send
 from ds_finetune.system.processes import python_module, with_package
 
 
@@ -84,22 +85,22 @@ class WriterProcess:
         self._memory = os.memfd_create("checkpoint")
         self._map: mmap.mmap | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._answers: MessageReader[JobDone] | None = None
+        self._pipe: Connection[Job | StopWaiting, JobDone] | None = None
         self._num_sent = self._num_answered = 0
 
     def start(self) -> None:
         """Start the process."""
+        self._pipe, theirs = Pipe()
+        arguments = str(self._memory), str(theirs.fileno())
         self._process = subprocess.Popen(
-            python_module("ds_finetune.checkpoint.part_writer_process", str(self._memory)),
+            python_module("ds_finetune.checkpoint.part_writer_process", *arguments),
             env=with_package(os.environ),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=[self._memory, *self._inherited],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[self._memory, theirs.fileno(), *self._inherited],
         )
-        assert self._process.stdout is not None
-        self._answers = MessageReader(self._process.stdout.fileno(), [JobDone], peer="the checkpoint writer")
+        theirs.close()
 
-    def send(self, job: ProcessMessage) -> None:
+    def send(self, job: Job) -> None:
         """Send a job; `errors` reports a process that has exited, not this method."""
         self._num_sent += 1
         self._send(job)
@@ -108,10 +109,10 @@ class WriterProcess:
         """End a commit that waits for the parts of other ranks, with an error."""
         self._send(StopWaiting())
 
-    def _send(self, message: ProcessMessage) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        send(self._process.stdin.fileno(), message)
+    def _send(self, message: Job | StopWaiting) -> None:
+        assert self._pipe is not None
+        with suppress(ConnectionError):
+            self._pipe.send(message)
 
     @property
     def is_busy(self) -> bool:
@@ -124,12 +125,14 @@ class WriterProcess:
         A failed removal of a checkpoint is not an error: it is tried again after the next save.
         """
         assert self._process is not None
-        assert self._answers is not None
+        assert self._pipe is not None
         errors = []
-        while (done := self._answers.next(0)) is not None:
-            self._num_answered += 1
-            if done.error and done.job != RemoveJob.kind:
-                errors.append(done.error)
+        with suppress(EOFError, ConnectionError):
+            while self._pipe.poll(0):
+                done = self._pipe.recv()
+                self._num_answered += 1
+                if done.error and done.job is not RemoveJob:
+                    errors.append(done.error)
         if self._process.poll() is not None and self.is_busy:
             self._num_answered = self._num_sent
             errors.append(f"the writer process ended with code {self._process.returncode}")
@@ -160,8 +163,8 @@ class WriterProcess:
 
     def close(self) -> None:
         """Let the process end after its last job, and wait some seconds for it."""
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
+        if self._process is not None and self._pipe is not None:
+            self._pipe.close()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_CLOSE_SECONDS)
         self._pinned.release()

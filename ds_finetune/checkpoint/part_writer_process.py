@@ -1,8 +1,8 @@
 """The process that writes a rank's part of each checkpoint to disk while training continues.
 
-It is started as `python -m ds_finetune.checkpoint.part_writer_process FD`. Jobs (messages.py) arrive on standard input,
-and replies go to standard output. It does not import torch: it copies bytes from shared memory (file descriptor FD) to
-the file. On the leader (folder.py) it also waits for the parts of the other ranks and commits the checkpoint.
+It is started as `python -m ds_finetune.checkpoint.part_writer_process MEMORY PIPE`. Jobs (messages.py) arrive on the
+file descriptor PIPE, to which replies go. It does not import torch: it copies bytes from shared memory (file descriptor
+MEMORY) to the file. On the leader (folder.py) it also waits for the parts of other ranks and commits the checkpoint.
 """
 
 import mmap
@@ -12,11 +12,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from ds_finetune.checkpoint.commit import byte_pieces, commit, mark_part_written, remove_checkpoint, write_checksummed
-from ds_finetune.checkpoint.messages import JOBS, CommitJob, JobDone, RemoveJob, ReserveJob, StopWaiting, WriteJob
-from ds_finetune.system.process_messages import MessageReader, ProcessMessage, send
+from ds_finetune.checkpoint.messages import Job, JobDone, RemoveJob, ReserveJob, StopWaiting, WriteJob
 
 ORPHAN_SECONDS = 10.0
 """Seconds that this process, after its rank has exited, waits for parts of other ranks that do not grow."""
@@ -25,24 +26,28 @@ ORPHAN_SECONDS = 10.0
 class _JobQueue:
     """Jobs in the order of arrival; `is_closed` is true once the rank has exited."""
 
-    def __init__(self) -> None:
-        self._reader = MessageReader(0, JOBS, peer="the rank")
-        self._deferred = deque[ProcessMessage]()
+    def __init__(self, rank: "Connection[JobDone, Job | StopWaiting]") -> None:
+        self._rank = rank
+        self._deferred = deque[Job]()
+        self.is_closed = False
 
-    @property
-    def is_closed(self) -> bool:
-        return self._reader.is_closed
-
-    def next(self) -> ProcessMessage | None:
+    def next(self) -> Job | StopWaiting | None:
         """Wait for the next job; None once the rank has exited."""
-        return self._deferred.popleft() if self._deferred else self._reader.next()
+        return self._deferred.popleft() if self._deferred else self._receive()
 
-    def is_told_to_stop(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether a StopWaiting has arrived; any other job that has arrived is kept for later."""
-        job = self._reader.next(0)
+        job = self._receive() if self._rank.poll(0) else None
         if job is not None and not isinstance(job, StopWaiting):
             self._deferred.append(job)
         return isinstance(job, StopWaiting)
+
+    def _receive(self) -> Job | StopWaiting | None:
+        try:
+            return self._rank.recv()
+        except (EOFError, OSError):
+            self.is_closed = True
+            return None
 
 
 def main() -> None:
@@ -51,7 +56,9 @@ def main() -> None:
         # Launchers, schedulers and a closing terminal send signals to every process of a job. Only the rank decides
         # when this process ends.
         signal.signal(name, signal.SIG_IGN)
-    memory, jobs = int(sys.argv[1]), _JobQueue()
+    memory = int(sys.argv[1])
+    rank: Connection[JobDone, Job | StopWaiting] = Connection(int(sys.argv[2]))
+    jobs = _JobQueue(rank)
     while (job := jobs.next()) is not None:
         if isinstance(job, StopWaiting):
             # The request to stop waiting came after the checkpoint commit had ended.
@@ -64,26 +71,20 @@ def main() -> None:
                     # later ones.
                     os.posix_fallocate(memory, 0, max(1, job.num_bytes))
                 case WriteJob():
-                    _write_part_file(Path(job.part), job.num_bytes, memory)
-                    if job.commit is not None:
-                        _commit(job.commit, jobs)
+                    # The map is not closed: after a failure the traceback still refers to it, and close() would raise.
+                    staged = mmap.mmap(memory, job.num_bytes, access=mmap.ACCESS_READ)
+                    part = Path(job.part)
+                    mark_part_written(part, write_checksummed(part, byte_pieces(memoryview(staged))))
+                    if (new := job.commit) is not None:
+                        partial = Path(new.partial)
+                        commit(partial, new.manifest, new.texts, new.linked, _wait_condition(jobs, partial))
                 case RemoveJob():
                     for folder in job.folders:
                         remove_checkpoint(Path(folder))
         except Exception as failed:  # noqa: BLE001 - the rank reports whatever went wrong, and this process continues
             error = f"{type(failed).__name__}: {failed}"
-        send(sys.stdout.fileno(), JobDone(job.kind, error))
-
-
-def _write_part_file(part: Path, num_bytes: int, memory: int) -> None:
-    # The map is not closed: after a failure the traceback still refers to it, and close() would raise another error.
-    staged = mmap.mmap(memory, num_bytes, access=mmap.ACCESS_READ)
-    mark_part_written(part, write_checksummed(part, byte_pieces(memoryview(staged))))
-
-
-def _commit(job: CommitJob, jobs: _JobQueue) -> None:
-    partial = Path(job.partial)
-    commit(partial, job.manifest, job.texts, job.linked, _wait_condition(jobs, partial))
+        with suppress(ConnectionError):
+            rank.send(JobDone(type(job), error))
 
 
 def _wait_condition(jobs: _JobQueue, partial: Path) -> Callable[[], bool]:
@@ -94,7 +95,7 @@ def _wait_condition(jobs: _JobQueue, partial: Path) -> Callable[[], bool]:
 
     def keep_waiting() -> bool:
         if not jobs.is_closed:
-            return not jobs.is_told_to_stop()
+            return not jobs.should_stop()
         nonlocal size, since
         now = sum(entry.stat().st_size for entry in os.scandir(partial))
         if now != size:

@@ -1,26 +1,15 @@
-"""Messages between processes over real pipes and sockets: framing, types, limits, and a peer that closes."""
+"""Messages between processes: the types of their fields, and lines that are no message."""
 
 import json
-import os
-import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
 
-from ds_finetune.system.process_messages import (
-    LineBuffer,
-    MessageError,
-    MessageReader,
-    ProcessMessage,
-    decode,
-    encode,
-    send,
-)
+from ds_finetune.system.process_messages import MessageError, ProcessMessage, decode, encode
 from tests.conftest import ROOT
 
 
@@ -64,15 +53,6 @@ MESSAGE = Everything(
     3, 0.5, True, Nested("a", (Point(1, 2.0),)), (4, "b"), ["c"], {"d": 5}, [None, {}], {"0": [(6, "e")]}
 )
 PEER = "rank 7"
-
-
-@pytest.fixture
-def pipe() -> Iterator[tuple[int, int]]:
-    """A pipe to read from and to write to."""
-    ends = os.pipe()
-    yield ends
-    for end in ends:
-        os.close(end)
 
 
 def test_a_message_comes_back_with_its_types() -> None:
@@ -135,70 +115,6 @@ def test_every_field_has_its_declared_type(change: dict[str, Any], reason: str) 
     with pytest.raises(MessageError) as refused:
         decode(json.dumps(tree).encode(), TYPES, peer=PEER)
     assert reason in refused.value.reason
-
-
-def test_lines_are_cut_wherever_the_bytes_were() -> None:
-    buffer = LineBuffer(peer=PEER)
-    assert list(buffer.feed(b"one\ntw")) == [b"one"]
-    assert list(buffer.feed(b"")) == []
-    assert list(buffer.feed(b"o\nthree\n\nfo")) == [b"two", b"three", b""]
-    assert list(buffer.feed(b"ur\n")) == [b"four"]
-
-
-def test_lines_that_are_not_taken_stay() -> None:
-    buffer = LineBuffer(peer=PEER)
-    assert next(buffer.feed(b"one\ntwo\n")) == b"one"
-    assert list(buffer.feed(b"three\n")) == [b"two", b"three"]
-
-
-@pytest.mark.parametrize("sent", [b"ok\n" + b"x" * 9, b"ok\n" + b"x" * 9 + b"\n"], ids=["without end", "with end"])
-def test_a_line_beyond_the_limit_is_refused_after_those_before_it(sent: bytes) -> None:
-    lines = LineBuffer(peer=PEER, max_bytes=8).feed(sent)
-    assert next(lines) == b"ok"
-    with pytest.raises(MessageError, match=r"rank 7 sent .* at least 9 bytes, at most 8"):
-        next(lines)
-
-
-def test_a_reader_gives_one_message_after_the_other(pipe: tuple[int, int]) -> None:
-    reader = MessageReader(pipe[0], TYPES, peer=PEER)
-    assert reader.next(0) is None
-    os.write(pipe[1], encode(Short("one")) + encode(MESSAGE) + encode(Short("three"))[:5])
-    assert reader.next() == Short("one")
-    assert reader.next(0) == MESSAGE
-    assert reader.next(0.05) is None
-    os.write(pipe[1], encode(Short("three"))[5:])
-    assert reader.next() == Short("three")
-    assert not reader.is_closed
-
-
-def test_a_line_that_is_no_message_is_dropped_and_the_next_one_read(pipe: tuple[int, int]) -> None:
-    reader = MessageReader(pipe[0], [Short], peer=PEER)
-    os.write(pipe[1], b"nonsense\n" + encode(Short("next")))
-    with pytest.raises(MessageError):
-        reader.next()
-    assert reader.next() == Short("next")
-
-
-def test_a_peer_that_closes_is_noticed_by_both_sides() -> None:
-    ours, theirs = socket.socketpair()
-    with ours:
-        with theirs:
-            assert send(theirs.fileno(), Short("last"))
-            theirs.sendall(b'{"kind": "sho')
-        reader = MessageReader(ours.fileno(), TYPES, peer=PEER)
-        assert reader.next() == Short("last")
-        assert reader.next() is None
-        assert reader.is_closed
-        assert reader.next(0) is None
-        assert not send(ours.fileno(), Short("too late"))
-
-
-def test_a_message_larger_than_the_pipe_is_sent_whole(pipe: tuple[int, int]) -> None:
-    message = Short("x" * 1_000_000)
-    thread = threading.Thread(target=send, args=(pipe[1], message))
-    thread.start()
-    assert MessageReader(pipe[0], [Short], peer=PEER).next() == message
-    thread.join()
 
 
 def test_the_module_needs_no_package_that_starts_slowly() -> None:
