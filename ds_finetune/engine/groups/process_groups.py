@@ -124,8 +124,9 @@ def open_groups(
 ) -> Iterator[Groups]:
     """Create the groups of `mesh`, collectively, and destroy them at the end.
 
-    With `shares_embedding` the first and last pipeline stage share a group, because both hold the embedding. With more
-    than one chunk per rank (`vpp`), pipelines have a group for each `Link`.
+    With `shares_embedding` the first and last pipeline stage share a group, because both hold the embedding. Pipelines
+    have a group for each `Link`; those between the last and the first rank exist with more than one chunk per rank
+    (`vpp`).
 
     The groups are destroyed explicitly, because DeepSpeed 0.19.8 keeps a ZeRO-3 model, and with it the groups, after
     `destroy`.
@@ -159,9 +160,8 @@ def _stage(made: _GroupMaker, *, shares_embedding: bool, vpp: int) -> PipelineGr
     mesh = made.mesh
     stage = PipelineGroup(made.line("pp"), mesh.pp, mesh.place("pp"))
     stage.num_chunks = vpp
-    if vpp > 1:
-        ways = (Link(is_forward, wraps) for is_forward in (True, False) for wraps in (True, False))
-        stage.links = {way: made.own(mesh.lines("pp")) for way in ways}
+    links = [Link(is_forward, wraps) for is_forward in (True, False) for wraps in (False, vpp > 1)]
+    stage.links = {link: made.own(mesh.lines("pp")) for link in dict.fromkeys(links)}
     if shares_embedding:
         ends = [
             [rank for rank in line if mesh.place("pp", rank) in (0, mesh.pp - 1)]

@@ -5,8 +5,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 from functools import cache
@@ -37,7 +35,6 @@ _OFFLOADED = {"adam": "cpu_adam", "adamw": "cpu_adam", "muon": "cpu_adam", "lion
 _CAUSE = re.compile(
     r"error:|cannot find -l|not found|No such file|[Uu]nsupported|does not match|No space left|Killed|Permission denied"
 )
-_LIBAIO = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
 
 
 def needed_ops(plan: Plan) -> list[str]:
@@ -58,14 +55,13 @@ def build_op(name: str, say: Say = say_nothing) -> None:
     import deepspeed.ops.op_builder as builders
 
     if not (_folder(name) / f"{name}.so").exists():
-        program = shlex.split(_compiler())[0]
+        # The compiler that torch 2.13 uses (utils/cpp_extension.py, get_cxx_compiler).
+        program = shlex.split(os.environ.get("CXX", "c++"))[0]
         if not shutil.which(program):
             raise ConfigError(
                 f"DeepSpeed's {name} cannot be built: no compiler `{program}` on this host",
                 hint="install one (Debian: g++), or set CXX",
             )
-        if name == "async_io":
-            _check_libaio()
     # Failures come from the compiler, the linker, a full disk, CUDA, or DeepSpeed's own checks.
     causes: tuple[type[Exception], ...] = (RuntimeError, OSError, ImportError, AssertionError)
     try:
@@ -93,6 +89,7 @@ def _hint(text: str) -> str:
             "install the CUDA toolkit of torch's version, or a torch of the toolkit's",
         ),
         ("CUDA_HOME", "install the CUDA toolkit of torch's version and set CUDA_HOME"),
+        ("JIT load the async_io op", "install libaio with its headers (Debian: libaio-dev)"),
         ("Python.h", "install Python's headers (Debian: python3-dev)"),
         ("ninja", "install ninja, as `pip install ds_finetune` does"),
         ("No space left", "free some space, or set TORCH_EXTENSIONS_DIR to another disk"),
@@ -107,11 +104,6 @@ def _folder(name: str) -> Path:
     from torch.utils import cpp_extension
 
     return Path(cpp_extension._get_build_directory(name, False))
-
-
-def _compiler() -> str:
-    """The compiler that torch 2.13 uses (utils/cpp_extension.py, get_cxx_compiler)."""
-    return os.environ.get("CXX", "c++")
 
 
 def _check_toolkit(name: str) -> None:
@@ -129,30 +121,6 @@ def _check_toolkit(name: str) -> None:
         raise builder.CUDAMismatchException(
             f"nvcc is of CUDA {major}.{minor}, which does not match the version torch was compiled with, "
             f"{torch.version.cuda}"
-        )
-
-
-def _check_libaio() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "libaio.cpp"
-        source.write_text(_LIBAIO)
-        command = [
-            *shlex.split(_compiler()),
-            *shlex.split(os.environ.get("CFLAGS", "")),
-            str(source),
-            "-o",
-            f"{folder}/out",
-        ]
-        done = subprocess.run(
-            [*command, *shlex.split(os.environ.get("LDFLAGS", "")), "-laio"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    if done.returncode:
-        raise ConfigError(
-            f"DeepSpeed's async_io cannot be built: {true_cause(done.stderr)}",
-            hint="install libaio with its headers (Debian: libaio-dev)",
         )
 
 

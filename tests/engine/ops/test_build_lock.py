@@ -1,25 +1,30 @@
-"""A lock on a folder of compiled operators: reported while it is held, and removed where its holder has certainly died."""
+"""A lock on a folder of compiled operators: reported while it is held, and removed where its holder has died."""
 
-import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
 from ds_finetune.engine.ops import build_lock
-from ds_finetune.engine.ops.build_lock import holder_of, reported_lock
+from ds_finetune.engine.ops.build_lock import reported_lock
 from ds_finetune.errors import ConfigError
-from ds_finetune.system.processes import began_at
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="processes are read from /proc")
-OTHER = {"pid": 7, "host": "node7", "machine": "another boot pid:[1]", "started": "1"}
+_HOLD = """
+import sys, time
+from torch.utils import cpp_extension
+from ds_finetune.engine.ops.build_lock import reported_lock
+with reported_lock("fused_adam", lambda line: None):
+    baton = cpp_extension.FileBaton(sys.argv[1])
+    assert baton.try_acquire()
+    print("held", flush=True)
+    time.sleep(600)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -29,119 +34,83 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def ended() -> int:
-    """The number of a process that has ended."""
-    done = subprocess.Popen([sys.executable, "-c", ""])
-    done.wait()
-    return done.pid
+def lock(tmp_path: Path) -> Path:
+    folder = tmp_path / "fused_adam"
+    folder.mkdir()
+    return folder / "lock"
 
 
 @pytest.fixture
-def running() -> Iterator[subprocess.Popen[bytes]]:
-    """A process of this machine."""
-    with subprocess.Popen(["sleep", "60"]) as process:
+def holder(lock: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A process that compiles."""
+    command = [sys.executable, "-c", _HOLD, str(lock)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
         yield process
         process.kill()
 
 
-def _record(**fields: object) -> str:
-    return json.dumps(json.loads(build_lock._own_record()) | fields)
+def test_a_process_that_compiles_is_named_and_waited_for(lock: Path, holder: "subprocess.Popen[str]") -> None:
+    """It is killed, as a run is that somebody ends, and the lock is taken over."""
+    lines: list[str] = []
 
+    def say(text: str) -> None:
+        lines.append(text)
+        holder.kill()
 
-def test_the_lock_of_a_dead_process_is_removed(tmp_path: Path, ended: int) -> None:
-    lock, said = tmp_path / "lock", []
-    lock.write_text(_record(pid=ended))
-    with reported_lock("cpu_adam", said.append):
+    with reported_lock("fused_adam", say):
         baton = cpp_extension.FileBaton(str(lock))
         assert baton.try_acquire()
-        assert json.loads(lock.read_text())["pid"] == os.getpid()
+        assert lock.read_text().startswith(f"process {os.getpid()} on ")
+        (lock.parent / "fused_adam.so").touch()
         baton.release()
     assert not lock.exists()
-    assert "was left by process" in said[0]
-    assert said[1] == f"compiling DeepSpeed's cpu_adam in {tmp_path}, which takes minutes the first time"
+    assert lines[0].startswith(f"waiting for DeepSpeed's fused_adam, which process {holder.pid} on ")
+    assert lines[0].endswith(f" compiles; it holds {lock}")
+    removed, begins, ends = (line for line in lines if not line.startswith("waiting"))
+    assert f"{lock} was left by process {holder.pid} on " in removed
+    assert begins == f"compiling DeepSpeed's fused_adam in {lock.parent}, which takes minutes the first time"
+    assert ends.startswith("compiled DeepSpeed's fused_adam in ")
     assert cpp_extension.FileBaton is FileBaton
 
 
-def test_a_process_with_the_number_of_a_dead_one_does_not_hold_its_lock(
-    tmp_path: Path, running: subprocess.Popen[bytes]
-) -> None:
-    (tmp_path / "lock").write_text(_record(pid=running.pid, started="1"))
-    holder = holder_of(tmp_path / "lock")
-    assert holder is not None
-    assert holder.is_dead
+def test_a_lock_of_a_process_that_compiles_is_never_removed(lock: Path, holder: "subprocess.Popen[str]") -> None:
+    """However long it has been quiet."""
+    past = time.time() - build_lock.QUIET_SECONDS - 1
+    reports = 0
+
+    def say(_: str) -> None:
+        nonlocal reports
+        os.utime(lock, (past, past))
+        reports += 1
+        if reports == 3:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, reported_lock("fused_adam", say), pytest.raises(KeyboardInterrupt):
+        patch.setattr(build_lock, "REPORT_SECONDS", 0.0)
+        cpp_extension.FileBaton(str(lock)).try_acquire()
+    assert lock.read_text().startswith(f"process {holder.pid} on ")
 
 
-def test_the_holder_that_compiles_is_named_and_waited_for(tmp_path: Path, running: subprocess.Popen[bytes]) -> None:
-    """It is killed, as a run is that somebody ends, and the lock is taken over."""
-    lock, said = tmp_path / "lock", []
-    lock.write_text(_record(pid=running.pid, started=began_at(running.pid)))
-
-    def say(text: str) -> None:
-        said.append(text)
-        running.kill()
-
-    with reported_lock("fused_adam", say):
+def test_a_program_with_torchs_own_lock_is_waited_for(lock: Path) -> None:
+    other = FileBaton(str(lock))
+    assert other.try_acquire()
+    with reported_lock("fused_adam", lambda text: other.release() if "waiting" in text else None):
         assert cpp_extension.FileBaton(str(lock)).try_acquire()
-    assert said[0].startswith(f"waiting for DeepSpeed's fused_adam, which process {running.pid} on ")
-    assert said[0].endswith(f" compiles; it holds {lock}")
-    assert f"was left by process {running.pid} on " in said[1]
 
 
-def test_what_another_process_has_built_meanwhile_is_loaded(tmp_path: Path) -> None:
-    lock = tmp_path / "lock"
-    lock.write_text(json.dumps(OTHER))
-
-    def build(_: str) -> None:
-        (tmp_path / "cpu_adam.so").touch()
-        lock.unlink()
-
-    with reported_lock("cpu_adam", build):
-        assert not cpp_extension.FileBaton(str(lock)).try_acquire()
-
-
-def test_a_lock_of_another_host_is_never_removed(tmp_path: Path) -> None:
-    lock, said = tmp_path / "lock", []
-    lock.write_text(json.dumps(OTHER))
+def test_a_lock_of_another_program_is_never_removed(lock: Path) -> None:
+    lock.touch()
     past = time.time() - build_lock.QUIET_SECONDS - 1
     os.utime(lock, (past, past))
-    with reported_lock("cpu_adam", said.append), pytest.raises(ConfigError) as caught:
+    lines: list[str] = []
+    with reported_lock("fused_adam", lines.append), pytest.raises(ConfigError) as caught:
         cpp_extension.FileBaton(str(lock)).try_acquire()
     assert (
-        f"{lock} is held by process 7 on node7, and nothing has changed beside it for 10 minutes"
+        f"{lock} is held by a process of another program, and nothing has changed beside it for 10 minutes"
         in caught.value.message
     )
     assert caught.value.hint == f"remove {lock} if nothing compiles there any more"
-    assert "waiting for DeepSpeed's cpu_adam, which process 7 on node7 compiles" in said[0]
+    assert "waiting for DeepSpeed's fused_adam, which a process of another program compiles" in lines[0]
     assert lock.exists()
-
-
-def test_a_lock_without_a_record_is_held_by_who_has_it_open(tmp_path: Path) -> None:
-    """As plain torch writes it."""
-    baton = FileBaton(str(tmp_path / "lock"))
-    assert baton.try_acquire()
-    holder = holder_of(tmp_path / "lock")
-    assert holder is not None
-    assert (holder.is_alive, holder.is_dead) == (True, False)
-    assert holder.name.startswith(f"process {os.getpid()} on ")
-    baton.release()
-    assert holder_of(tmp_path / "lock") is None
-
-
-@pytest.mark.parametrize(
-    ("file_system", "namespace", "is_dead"), [("ext4", True, True), ("nfs4", True, False), ("ext4", False, False)]
-)
-def test_a_lock_without_a_record_is_dead_only_where_every_process_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file_system: str, namespace: bool, is_dead: bool
-) -> None:
-    """Not on a shared file system, and not in a container beside which another may compile."""
-    (tmp_path / "lock").touch()
-    # A sandbox may hide what its first process has open, and then nothing is certain.
-    monkeypatch.setattr(build_lock, "_has_open", lambda process, status: False)
-    monkeypatch.setattr(
-        build_lock.psutil, "disk_partitions", lambda **_: [SimpleNamespace(mountpoint="/", fstype=file_system)]
-    )
-    own = str(Path("/proc/self/ns/pid").readlink())
-    monkeypatch.setattr(build_lock, "_FIRST_PID_NAMESPACE", own if namespace else "pid:[1]")
-    holder = holder_of(tmp_path / "lock")
-    assert holder is not None
-    assert holder.is_dead == is_dead
