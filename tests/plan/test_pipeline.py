@@ -13,8 +13,8 @@ from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.pipeline import (
     PipelineTurn,
     idle_share,
-    pipeline_turns,
     num_held_forwards,
+    pipeline_turns,
 )
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings

@@ -75,8 +75,11 @@ def test_a_process_that_compiles_is_named_and_waited_for(lock: Path, holder: "su
     assert cpp_extension.FileBaton is FileBaton
 
 
-def test_a_lock_of_a_process_that_compiles_is_never_removed(lock: Path, holder: "subprocess.Popen[str]") -> None:
+def test_a_lock_of_a_process_that_compiles_is_never_removed(
+    lock: Path, holder: "subprocess.Popen[str]", monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However long it has been quiet."""
+    monkeypatch.setattr(build_lock, "REPORT_SECONDS", 0.0)
     past = time.time() - build_lock.QUIET_SECONDS - 1
     reports = 0
 
@@ -87,8 +90,7 @@ def test_a_lock_of_a_process_that_compiles_is_never_removed(lock: Path, holder: 
         if reports == 3:
             raise KeyboardInterrupt
 
-    with pytest.MonkeyPatch.context() as patch, reported_lock("fused_adam", say), pytest.raises(KeyboardInterrupt):
-        patch.setattr(build_lock, "REPORT_SECONDS", 0.0)
+    with reported_lock("fused_adam", say), pytest.raises(KeyboardInterrupt):
         cpp_extension.FileBaton(str(lock)).try_acquire()
     assert lock.read_text().startswith(f"process {holder.pid} on ")
 
