@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from ds_finetune.config.objectives import GrpoObjective, ObjectiveField
 from ds_finetune.data.batches import BatchPlan, MicroBatch, Position, make_batch
 from ds_finetune.data.prepared_rows import Row, RowDocuments
-from ds_finetune.engine.rank_rows import rank_rows
+from ds_finetune.engine.rank_rows import host_rows
 from ds_finetune.model.attention.by_document import BY_DOCUMENT
 from ds_finetune.model.loss.forward_rows import ForwardRows
 from ds_finetune.model.loss.token_loss import StepNumbers, TrainedModel, install_loss_head
@@ -196,7 +196,7 @@ class _Models:
 
 
 def _rows(micro: MicroBatch) -> ForwardRows:
-    return rank_rows(micro, None, torch.device("cpu"))
+    return host_rows(micro, None)
 
 
 def _loss(section: dict[str, Any], folder: Path) -> dict[str, float]:

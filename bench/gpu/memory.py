@@ -18,7 +18,7 @@ from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
-from ds_finetune.trainer.tracing.planned import planned_traces
+from ds_finetune.trainer.tracing.cache import planned_traces
 
 _LIMIT = 0.05
 """Largest difference of planned and measured bytes, relative."""

@@ -82,7 +82,7 @@ def _search(arguments: Arguments, config: RunConfig, target: "Target") -> None:
     from ds_finetune.model.build.planned_model import model_of_run
     from ds_finetune.plan.search.search_run import result_notes, result_tree, search_layouts
     from ds_finetune.plan.settings import RunSettings
-    from ds_finetune.trainer.tracing.planned import planned_traces
+    from ds_finetune.trainer.tracing.cache import planned_traces
 
     run = RunSettings.of(config)
     result = search_layouts(run, target, model_of_run(run), planned_traces(run, ERR.print))
@@ -124,7 +124,7 @@ def _show_forecast(config: RunConfig, target: "Target", *, is_json: bool) -> Non
     from ds_finetune.model.build.planned_model import model_of_run
     from ds_finetune.plan.search.forecast import forecast_run
     from ds_finetune.plan.settings import RunSettings
-    from ds_finetune.trainer.tracing.planned import planned_traces
+    from ds_finetune.trainer.tracing.cache import planned_traces
 
     run = RunSettings.of(config)
     traces = planned_traces(run, ERR.print)

@@ -82,16 +82,13 @@ def choose_device() -> str:
     if wanted not in (None, "cpu", "cuda"):
         raise ConfigError(f"DS_ACCELERATOR is `{wanted}`", hint="set it to cuda or cpu, or unset it")
     usable = torch.cuda.is_available()
-    if wanted == "cuda" and not usable:
+    present = 0 if usable or wanted else present_gpus()
+    if not usable and (wanted == "cuda" or present):
+        program, host = f"torch {torch.__version__}", socket.gethostname()
+        problem = f"{host} has {present} NVIDIA GPUs, and {program} can use none"
+        problem = problem if present else f"DS_ACCELERATOR is cuda, and {program} can use no GPU on {host}"
         raise ConfigError(
-            f"DS_ACCELERATOR is cuda, and torch {torch.__version__} can use no GPU on {socket.gethostname()}: "
-            f"{why_no_gpu()}",
-            hint="install a driver and a torch that fit each other (docs/how-to/install.md), or set DS_ACCELERATOR=cpu",
-        )
-    if wanted is None and not usable and (present := present_gpus()):
-        raise ConfigError(
-            f"{socket.gethostname()} has {present} NVIDIA GPUs, and torch {torch.__version__} can use none: "
-            f"{why_no_gpu()}",
+            f"{problem}: {why_no_gpu()}",
             hint="install a driver and a torch that fit each other (docs/how-to/install.md), or set DS_ACCELERATOR=cpu",
         )
     if wanted is None and not usable and torch.xpu.is_available():

@@ -24,9 +24,9 @@ from ds_finetune.engine.gradients import FiniteProbe, clip_gradients
 from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.groups.communication import CommunicationMeter
 from ds_finetune.engine.groups.process_groups import Groups
-from ds_finetune.engine.kept_weights import KeptWeights
 from ds_finetune.engine.loss_normalisation import UNITS, detached_sums, scale_for_deepspeed, term_weights, unit_counts
 from ds_finetune.engine.patches.deepspeed_engine import gradients_reduced_at_end
+from ds_finetune.engine.patches.deepspeed_gathering import KeptWeights
 from ds_finetune.engine.pipeline_schedules import StageForward, run_pipeline
 from ds_finetune.engine.rank_rows import RankBatch, copy_to_device, host_rows, rank_batch, rows_on_device
 from ds_finetune.engine.results import (
@@ -39,7 +39,6 @@ from ds_finetune.engine.results import (
     global_counts,
     read_step,
     scores_of,
-    step_result,
 )
 from ds_finetune.engine.sampling.answers import SampledAnswer, SamplingLimits, SamplingRequest
 from ds_finetune.engine.sampling.sampler import check_answers, sample_prompts
@@ -141,15 +140,22 @@ class Engine:
         norm, is_skipped = self._step_optimizer()
         if self._ds.module.in_fp32.params:
             self.state.update_fp32()
-        tokens = int(reading.counts["tokens"])
+        number, loss = {unit: int(count) for unit, count in reading.counts.items()}, self._total_loss
         counted = {
-            extra.name: extra.finish_step(*reading.counted[extra.name], num_tokens=tokens, is_skipped=is_skipped)
-            for extra in self._total_loss.extras
+            extra.name: extra.finish_step(
+                *reading.counted[extra.name], num_tokens=number["tokens"], is_skipped=is_skipped
+            )
+            for extra in loss.extras
             if extra.name in reading.counted
         }
-        result = step_result(reading, self._total_loss, norm, own_norms=self.own_norms, is_skipped=is_skipped)
-        return replace(
-            result,
+        own = {f"{name}_grad_norm": math.inf if is_skipped else own for name, own in self.own_norms.items()}
+        return StepResult(
+            metrics={**loss.metrics(loss.named(reading.sums), reading.counts), **own},
+            grad_norm=norm,
+            num_tokens=number["tokens"],
+            num_supervised_tokens=number["supervised_tokens"],
+            num_examples=number["examples"],
+            skipped=is_skipped,
             counted=counted,
             culprit=self._probe.culprit(mesh) if is_skipped else "",
             communication=self.meter.counted() if mesh.world_size > 1 else None,
@@ -376,7 +382,7 @@ class Engine:
                 assert isinstance(out, LossAndSums)
                 if varies:
                     self._ds.set_gradient_accumulation_boundary(index == len(every))
-                self._ds.backward(self._scaled(out.loss), scale_wrt_gas=False)
+                self._ds.backward(scale_for_deepspeed(out.loss, zero_ranks=self.plan.zero_ranks), scale_wrt_gas=False)
                 sums += out.sums
                 if index < len(every) and not once:
                     self._ds.step()
@@ -389,7 +395,7 @@ class Engine:
         def forward(rows: ForwardRows) -> StageForward:
             out = self._forward(rows, numbers)
             sums.add_(detached_sums(out, len(sums)))
-            loss = None if out.loss is None else self._scaled(out.loss)
+            loss = None if out.loss is None else scale_for_deepspeed(out.loss, zero_ranks=self.plan.zero_ranks)
             return StageForward(loss, out.hidden if isinstance(out, StageOutput) else None)
 
         with gradients_reduced_at_end(self._ds, zero_stage=self.plan.zero_stage):
@@ -403,9 +409,6 @@ class Engine:
         stage, module = self._stage, self._ds.module
         if stage is not None and stage.is_end and mtp_layers(module.config) and not self._trains_both_ends:
             stage.broadcast_embedding(module.lm.get_input_embeddings().weight)
-
-    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        return scale_for_deepspeed(loss, zero_ranks=self.plan.zero_ranks)
 
     def _no_sums(self) -> torch.Tensor:
         return torch.zeros(len(self._total_loss.sum_names), dtype=torch.float64, device=self._device)

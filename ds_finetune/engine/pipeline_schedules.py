@@ -1,4 +1,4 @@
-"""Schedule of pipeline stages: 1F1B, in which forwards and backwards of micro-batches alternate. It is interleaved where
+"""Schedule of pipeline stages: 1F1B, in which forwards and backwards of micro-batches alternate. It is interleaved if
 ranks hold several chunks of layers, and so idle less (Narayanan et al., arXiv 2104.04473, section 2.2).
 """
 

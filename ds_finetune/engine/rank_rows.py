@@ -56,11 +56,6 @@ def copy_to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
     return (numbers.pin_memory() if pins_memory(device) else numbers).to(device, non_blocking=True)
 
 
-def rank_rows(micro: MicroBatch, sequence: SequenceParallelGroup | None, device: torch.device) -> ForwardRows:
-    """The rows of a micro-batch on `device`; a rank of `sequence` gets its tokens of each row."""
-    return rows_on_device(host_rows(micro, sequence), device)
-
-
 def rows_on_device(rows: ForwardRows, device: torch.device) -> ForwardRows:
     """`rows` on `device`; copies from pinned memory are asynchronous."""
     return with_tensors(rows, lambda tensor: tensor.to(device, non_blocking=True))

@@ -1,6 +1,5 @@
 """Results of a step and of an evaluation, read by the host with one all-reduce and one device synchronisation."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ from ds_finetune.engine.groups.communication import StepCommunication
 from ds_finetune.engine.loss_normalisation import UNITS, unit_counts
 from ds_finetune.engine.rank_rows import copy_to_device
 from ds_finetune.errors import RunError
-from ds_finetune.model.loss.extra_loss import ExtraLoss, TotalLoss
+from ds_finetune.model.loss.extra_loss import ExtraLoss
 from ds_finetune.model.loss.forward_rows import StageOutput
 from ds_finetune.objectives.objective import LossAndSums
 from ds_finetune.plan.mesh import Mesh
@@ -143,20 +142,3 @@ class HeldOutScores:
     def loss(self) -> float:
         """The loss over all held-out rows."""
         return self.metrics["loss"]
-
-
-def step_result(
-    reading: StepReading, loss: TotalLoss, grad_norm: float, *, own_norms: Mapping[str, float], is_skipped: bool
-) -> StepResult:
-    """The result of a step, from the sums of its forwards and the gradient norm; `culprit` is still empty."""
-    counts = reading.counts
-    own = {f"{name}_grad_norm": math.inf if is_skipped else norm for name, norm in own_norms.items()}
-    return StepResult(
-        metrics={**loss.metrics(loss.named(reading.sums), counts), **own},
-        grad_norm=grad_norm,
-        num_tokens=int(counts["tokens"]),
-        num_supervised_tokens=int(counts["supervised_tokens"]),
-        num_examples=int(counts["examples"]),
-        skipped=is_skipped,
-        culprit="",
-    )

@@ -18,7 +18,7 @@ from ds_finetune.engine.patches.deepspeed_clipping import set_own_clipping
 from ds_finetune.engine.patches.deepspeed_engine import correct_start, destroyed_at_end
 from ds_finetune.engine.patches.deepspeed_init import zenflow_keeps_matrices
 from ds_finetune.engine.rank_model import build_rank_model, saved_frozen, start_teacher, trained_model
-from ds_finetune.engine.state.parameter_tags import experts_marker, is_trained_expert, parameter_groups
+from ds_finetune.engine.state.parameter_tags import experts_marker, is_expert, parameter_groups
 from ds_finetune.features.feature import RankParts
 from ds_finetune.features.table import features_of
 from ds_finetune.model.build.model_plan import ModelPlan
@@ -83,7 +83,9 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
 def _start_deepspeed(trained: TrainedModel, plan: Plan, groups: Groups) -> tuple[Any, Any]:
     import deepspeed
 
-    if groups.experts is not None and plan.zero_stage < 3 and any(map(is_trained_expert, trained.parameters())):
+    # With adapters there may be no trained expert.
+    trains_experts = any(is_expert(param) and param.requires_grad for param in trained.parameters())
+    if groups.experts is not None and plan.zero_stage < 3 and trains_experts:
         trained.has_experts = experts_marker(groups.experts.size)
     own = None
     if plan.optimizer == "adamw8bit":

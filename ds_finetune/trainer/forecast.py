@@ -21,8 +21,11 @@ _MOST_CHANGES = 5
 
 def forecast_lines(run: PreparedRun) -> list[tuple[str, str]]:
     """Plan lines about memory."""
+    free = "" if run.memory is None else f" of {run.memory.free_bytes / GIB:.3f} GiB that are free"
     try:
-        text = _memory_text(run, _estimate(run))
+        memory = _estimate(run)
+        stage = f" (stage {memory.stage})" if run.plan.mesh.pp > 1 else ""
+        text = f"{memory.device_bytes / GIB:.3f} GiB at most{stage}{free}, predicted"
     except FinetuneError as unknown:
         text = f"not known: {unknown.message}"
     lines = [("memory of a rank", text)]
@@ -40,13 +43,6 @@ def forecast_check(run: PreparedRun, *, say: Say, log: Say) -> MemoryCheck:
     assert run.peak is not None
     peak, is_host = run.peak.num_bytes, run.plan.device == "cpu"
     return MemoryCheck(predicted, peak, lambda value: all_reduce_max(value)[0], say, is_host=is_host)
-
-
-def _memory_text(run: PreparedRun, memory: MemoryEstimate) -> str:
-    """Text with the peak and the free memory of the device."""
-    free = "" if run.memory is None else f" of {run.memory.free_bytes / GIB:.3f} GiB that are free"
-    stage = f" (stage {memory.stage})" if run.plan.mesh.pp > 1 else ""
-    return f"{memory.device_bytes / GIB:.3f} GiB at most{stage}{free}, predicted"
 
 
 class OutOfMemoryError(RunError):
@@ -78,8 +74,7 @@ def _estimate(run: PreparedRun) -> MemoryEstimate:
 
 def what_fits(run: PreparedRun, *, budget: int) -> str:
     """Hint with the nearest settings that fit into `budget` bytes."""
-    settings = run.plan
-    changes = fitting_changes(settings, run.plan, run.model.described, run.traces, budget=budget)
+    changes = fitting_changes(run.plan, run.plan, run.model.described, run.traces, budget=budget)
     if not changes:
         return "by the estimate no change of the run file fits: take more ranks, or devices with more memory"
     return f"by the estimate these fit, each with its need: {first_texts(changes, _MOST_CHANGES)}"

@@ -165,7 +165,9 @@ def _evaluation(
 ) -> tuple[Evaluation, BestAndPatience]:
     config, progress = started.run.config, started.rank_progress
     collect = None if samples is None else samples.collect
-    evaluate, exact_match = evaluation_functions(started.run, started.engine, signals, collect=collect)
+    held_out = HeldOutEvaluation(started.run, started.engine, signals, collect)
+    evaluate: Scored = held_out.scores
+    exact_match: Answered | None = held_out.exact_match if config.eval.generate.prompts else None
     if rollouts is not None:
         evaluate = RewardEvaluation(rollouts, signals.is_stop_requested, collect).scores
     evaluation = Evaluation(
@@ -219,25 +221,19 @@ def _utilisation(run: PreparedRun) -> list[Observer]:
     return [Utilisation(flops, gpu.peak(plan.precision), plan.world.world_size)]
 
 
-def evaluation_functions(
-    run: PreparedRun, engine: Engine, signals: StopSignals, *, collect: Collect | None = None
-) -> tuple[Scored, Answered | None]:
-    """Functions that evaluate the loss and that score generated answers by exact match; the second is None without
-    `eval.generate`, and passes the first answers of each set to `collect`.
-
-    Results are keyed by the first part of metric names: `eval` for all rows together, and `eval/NAME` for each named
-    set. A function returns None where a signal ended it.
-    """
-    evaluation = _HeldOutEvaluation(run, engine, signals, collect)
-    return evaluation.scores, evaluation.exact_match if run.config.eval.generate.prompts else None
-
-
 @dataclass(frozen=True)
-class _HeldOutEvaluation:
+class HeldOutEvaluation:
+    """Evaluates the loss of the held-out sets, and exact matches of generated answers.
+
+    Results are keyed by the first part of metric names: `eval` for all rows, and `eval/NAME` for each named set. They
+    are None where a signal ended the evaluation.
+    """
+
     run: PreparedRun
     engine: Engine
     signals: StopSignals
     collect: Collect | None = None
+    """Receives the first generated answers of each set."""
 
     def scores(self) -> Mapping[str, HeldOutScores] | None:
         """Scores of each set and of all sets pooled; in the pool each unit has the same weight."""

@@ -306,47 +306,35 @@ def _tokenizer(section: ModelConfig) -> PreTrainedTokenizerBase:
 
 def freeze_parameters(plan: Plan, model: ModelPlan) -> Plan:
     """Freeze parameters that no loss reaches and parameters that features freeze."""
-    return complete_features(freeze_unreached(with_whole_keys(plan, model), model), model)
+    names, notes = _unreached_parameters(plan, model)
+    if plan.mesh.tp > 1 and family_of(model.hf_config.model_type).compresses:
+        shared = "all heads share one key and value head, which each tensor parallel rank has whole"
+        notes = [f"{shared}, with compressed entries", *notes]
+    if names:
+        kept = f"{len(names)} parameters that the loss does not reach, kept as they are: {patterns_of(names)}"
+        plan, notes = replace(plan, frozen=names), [*notes, f"frozen: {kept}"]
+    return complete_features(replace(plan, notes=(*plan.notes, *notes)), model)
 
 
-def with_whole_keys(plan: Plan, model: ModelPlan) -> Plan:
-    """The plan with a note on tensors of DeepSeek-V4 that tensor parallelism cannot divide."""
-    if plan.mesh.tp == 1 or not family_of(model.hf_config.model_type).compresses:
-        return plan
-    note = "all heads share one key and value head, which each tensor parallel rank has whole, with compressed entries"
-    return replace(plan, notes=(*plan.notes, note))
-
-
-def freeze_unreached(plan: Plan, model: ModelPlan) -> Plan:
-    """Freeze parameters that get no gradient, since weight decay would shrink them; a note names them.
+def _unreached_parameters(plan: Plan, model: ModelPlan) -> tuple[tuple[str, ...], list[str]]:
+    """Names of parameters that get no gradient, which weight decay would shrink; and notes, where that is not known.
 
     In families of the table these are indexers, or if only indexers are trained all other parameters.
     """
-    hf_config = model.hf_config
+    hf_config, decay = model.hf_config, plan.optim.weight_decay
     family = family_of(hf_config.model_type)
-    if model.lora is not None:
-        return plan
+    if model.lora is not None or not (family.indexer is not None or family.is_generic):
+        return (), []
     if family.indexer is not None:
-        return _with_frozen(plan, tuple(filter(model.is_untrained, model.described.tensors.by_name)))
-    if not family.is_generic:
-        return plan
-    decay = plan.optim.weight_decay
+        return tuple(filter(model.is_untrained, model.described.tensors.by_name)), []
     try:
-        names = unused_parameters(hf_config, tokens=plan.batch.max_seq_len, task=model.task)
+        return unused_parameters(hf_config, tokens=plan.batch.max_seq_len, task=model.task), []
     except NotImplementedError as unknown:
         note = (
             f"not examined: whether the loss reaches every parameter of model_type {hf_config.model_type} ({unknown}); "
             f"optim.weight_decay {decay} would shrink one that it does not reach"
         )
-        return replace(plan, notes=(*plan.notes, note)) if decay else plan
-    return _with_frozen(plan, names)
-
-
-def _with_frozen(plan: Plan, names: tuple[str, ...]) -> Plan:
-    if not names:
-        return plan
-    note = f"frozen: {len(names)} parameters that the loss does not reach, kept as they are: {patterns_of(names)}"
-    return replace(plan, frozen=names, notes=(*plan.notes, note))
+        return (), [note] * bool(decay)
 
 
 def complete_features(plan: Plan, model: ModelPlan) -> Plan:

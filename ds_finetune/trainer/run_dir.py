@@ -96,22 +96,12 @@ def check_run_folder(folder: Path, policy: CheckpointConfig) -> None:
             f"output_dir `{folder}`: `{dangling}` is a link to `{dangling.readlink()}`, which does not exist",
             hint="make that folder, or name another output_dir",
         )
-    if not existing.is_dir():
-        raise OutputError(
-            f"output_dir `{folder}` is below `{existing}`, which is not a folder", hint="name another output_dir"
-        )
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise OutputError(
-            f"output_dir `{folder}`: no permission to write in `{existing}`",
-            hint="change the permissions or name another output_dir",
-        )
     try:
-        # In /proc and on a full disk creating a folder fails although permissions allow it.
         Path(tempfile.mkdtemp(prefix=".trial-", dir=existing)).rmdir()
     except OSError as refused:
         raise OutputError(
             f"output_dir `{folder}`: no folder can be made in `{existing}`: {refused.strerror}",
-            hint="make room, or name another output_dir",
+            hint="change its permissions, make room, or name another output_dir",
         ) from refused
 
 
@@ -142,10 +132,8 @@ def remove_empty_on_failure(folder: Path) -> Iterator[None]:
     except BaseException:
         if not (folder / METRICS).exists():
             remove_own_lock(folder / CHECKPOINTS)
-            with suppress(OSError):
-                (folder / CHECKPOINTS).rmdir()
-            with suppress(OSError):
-                folder.rmdir()
+            _remove_empty(folder / CHECKPOINTS)
+            _remove_empty(folder)
         raise
 
 

@@ -33,7 +33,7 @@ from ds_finetune.plan.settings import RunSettings
 from ds_finetune.runs.metrics import Sample
 from ds_finetune.system.world import World
 from ds_finetune.trainer.loop import run_steps, step_values
-from ds_finetune.trainer.observers import evaluation_functions
+from ds_finetune.trainer.observers import HeldOutEvaluation
 
 
 def values(**more: float) -> dict[str, float]:
@@ -273,14 +273,13 @@ def test_a_runs_evaluation_takes_the_limit() -> None:
         stop_ids=[],
         pad_token_id=0,
     )
-    evaluate, exact_match = evaluation_functions(
+    evaluation = HeldOutEvaluation(
         SimpleNamespace(config=config, plan=plan, model=model, inputs=inputs, reference={}),
         engine,
         SimpleNamespace(is_stop_requested=lambda: bool(asked.append(True))),
     )  # type: ignore[arg-type]
-    assert evaluate() == {"eval": [(0, 1), (2,)]}
+    assert evaluation.scores() == {"eval": [(0, 1), (2,)]}
     assert asked == [True, True], "each batch asks whether the run is to end"
-    assert exact_match is None
 
 
 def test_answers_are_written_with_the_step_of_their_evaluation(tmp_path: Path) -> None:

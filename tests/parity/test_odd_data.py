@@ -20,7 +20,7 @@ from ds_finetune.data.batches import Batch, BatchPlan, eval_batches, training_ba
 from ds_finetune.data.documents import make_documents
 from ds_finetune.data.prepared_rows import PreparedRows, pack
 from ds_finetune.data.sample_tokens import Tokens
-from ds_finetune.engine.rank_rows import rank_rows
+from ds_finetune.engine.rank_rows import host_rows
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build.skeleton import build_skeleton, read_hf_config
 from ds_finetune.model.loss.token_loss import TrainedModel, install_loss_head
@@ -78,7 +78,7 @@ def ours(model: TrainedModel, batches: Iterator[Batch]) -> tuple[float, int]:
     for batch in batches:
         number += batch.num_supervised_tokens
         for micro in batch.micro:
-            found = model(rank_rows(micro, None, torch.device("cpu")))
+            found = model(host_rows(micro, None))
             assert isinstance(found, LossAndSums)
             found.loss.backward()
             total += found.loss.item()

@@ -414,7 +414,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "no template file": (None, {"data": {"template": "none.jinja"}}, "data.template `none.jinja` does not exist"),
     "unknown tracker": (None, {"log": {"trackers": ["wandbb"]}}, "log.trackers names `wandbb`"),
-    "output below a file": (None, {"output_dir": "{folder}/run.yaml/run"}, "which is not a folder"),
+    "output below a file": (None, {"output_dir": "{folder}/run.yaml/run"}, "/run.yaml`: Not a directory"),
     "no supervised tokens": (
         lambda f: _lines(f / "train.jsonl", '{"messages": [{"role": "user", "content": "x"}]}'),
         {},

@@ -28,7 +28,10 @@ def check_offload(plan: Plan, model: ModelPlan) -> None:
     """ConfigError where the plan offloads to a disk that `check_folder` refuses, or with buffers that are too small."""
     for folder in nvme_folders(plan):
         check_folder(Path(folder), f"probe-rank{plan.world.rank}")
-    _check_buffers(plan, model)
+    if plan.offload_param == "nvme":
+        local = copy.deepcopy(local_config(model.hf_config, plan.mesh.tp))
+        skeleton = build_skeleton(local, attention=model.attention, dtype=torch.bfloat16, device="meta")
+        check_largest_slice(plan, ((param.numel(), name) for name, param in skeleton.named_parameters()))
 
 
 def nvme_folders(plan: Plan) -> list[str]:
@@ -36,15 +39,6 @@ def nvme_folders(plan: Plan) -> list[str]:
     zero = plan.zero
     sections = (zero.get("offload_optimizer"), zero.get("offload_param"))
     return sorted({str(section["nvme_path"]) for section in sections if section and section.get("device") == "nvme"})
-
-
-def _check_buffers(plan: Plan, model: ModelPlan) -> None:
-    """ConfigError of `check_largest_slice`, for the tensors of this rank's model."""
-    if plan.offload_param != "nvme":
-        return
-    local = copy.deepcopy(local_config(model.hf_config, plan.mesh.tp))
-    skeleton = build_skeleton(local, attention=model.attention, dtype=torch.bfloat16, device="meta")
-    check_largest_slice(plan, ((param.numel(), name) for name, param in skeleton.named_parameters()))
 
 
 def check_folder(folder: Path, name: str = "probe") -> None:

@@ -1,13 +1,14 @@
-"""Corrections of DeepSpeed's ZeRO-3: forwards without gathering while all weights are gathered, and a check that
-gathers are ordered after the optimizer step.
+"""Corrections of DeepSpeed's ZeRO-3: forwards without gathering while all weights are gathered, forwards with earlier
+weights, and a check that gathers are ordered after the optimizer step.
 """
 
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from ds_finetune.engine.patches.deepspeed_init import forget_second_copies
@@ -72,21 +73,41 @@ def whole_weights(optimizer: Any, lm: nn.Module) -> Iterator[None]:  # noqa: ANN
         yield
 
 
-@contextmanager
-def repartitioned(lm: nn.Module) -> Iterator[None]:
-    """Within this context the partitions that ZeRO-3 keeps on each rank may be changed. Afterwards parameters that were
-    gathered, such as small ones, are gathered again from their partitions. Collective.
+class KeptWeights:
+    """A host copy of the parameters and buffers of `module.lm`, with which it can run again later in training; under
+    ZeRO-3, of this rank's partitions.
     """
-    from deepspeed.runtime.zero import partition_parameters
 
-    status = _PARTS.attribute(partition_parameters, "ZeroParamStatus").AVAILABLE
-    whole: list[Any] = [param for param in lm.parameters() if getattr(param, "ds_status", None) is status]
-    for param in whole:
-        param.partition()
-    yield
-    forget_second_copies(lm)
-    for first in whole[:1]:
-        first.all_gather(whole)
+    def __init__(self, module: Any) -> None:  # noqa: ANN401 - the module that DeepSpeed wraps
+        self._lm: nn.Module = module.lm
+        # DeepSpeed keeps a rank's partition of a parameter in this attribute.
+        params = [getattr(param, "ds_tensor", param) for param in module.lm.parameters()]
+        self._tensors: list[torch.Tensor] = [*params, *module.lm.buffers(), *module.in_fp32.values.values()]
+        self._values = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors]
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Within this context the model has the kept weights, on its device; collective under ZeRO-3."""
+        own = [tensor.data for tensor in self._tensors]
+        self._set([value.to(now.device) for value, now in zip(self._values, own, strict=True)])
+        try:
+            yield
+        finally:
+            self._set(own)
+
+    def _set(self, values: Sequence[torch.Tensor]) -> None:
+        """Overwrite the weights. Parameters that ZeRO-3 had gathered, such as small ones, are gathered again."""
+        from deepspeed.runtime.zero import partition_parameters
+
+        status = _PARTS.attribute(partition_parameters, "ZeroParamStatus").AVAILABLE
+        gathered: list[Any] = [param for param in self._lm.parameters() if getattr(param, "ds_status", None) is status]
+        for param in gathered:
+            param.partition()
+        for tensor, value in zip(self._tensors, values, strict=True):
+            tensor.data = value
+        forget_second_copies(self._lm)
+        for first in gathered[:1]:
+            first.all_gather(gathered)
 
 
 @contextmanager

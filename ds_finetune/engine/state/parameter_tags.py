@@ -36,11 +36,6 @@ def is_expert(param: torch.Tensor) -> bool:
     return getattr(param, "ds_zero_placement_family", "") == "autoep_expert"
 
 
-def is_trained_expert(param: torch.Tensor) -> bool:
-    """Whether the parameter is a trained expert; with adapters there may be none."""
-    return is_expert(param) and param.requires_grad
-
-
 def tag_apart(param: nn.Parameter, loss: str) -> None:
     """Mark a parameter that gets its gradient only from the auxiliary loss of this name. Such parameters are clipped by
     their own gradient norm, and excluded from the norm of the others.

@@ -14,7 +14,7 @@ from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.patches.deepspeed_engine import link_optimizer_states
 from ds_finetune.engine.patches.deepspeed_init import forget_second_copies
 from ds_finetune.engine.state.parameter_tags import is_copy
-from ds_finetune.engine.state.whole_tensors import partition, persistent_buffers
+from ds_finetune.engine.state.whole_tensors import named_parameters, partition, persistent_buffers
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build.skeleton import Fragment, in_memory
 from ds_finetune.model.parallel.sharding import ModelShard, shape_in_model
@@ -35,6 +35,10 @@ class Part:
     offset: int
     is_state: bool = False
     """Whether it is a whole tensor of state with another shape than its parameter."""
+
+    def of(self, held: torch.Tensor) -> torch.Tensor:
+        """View of the part in its master tensor or in an optimizer state of that, 1-D."""
+        return held.detach().view(-1)[self.offset : self.offset + self.numel]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +74,7 @@ class Master:
 
 def master_weights(wrapped: Any, plan: Plan) -> list[Master]:  # noqa: ANN401 - a DeepSpeedEngine
     """The master tensors of this rank, with parts by Hugging Face name. A parameter in no master is frozen."""
-    names = {id(param): name.removeprefix("lm.") for name, param in wrapped.module.named_parameters()}
+    names = {id(param): name for name, param in named_parameters(wrapped.module)}
     optimizer = wrapped.optimizer
     if plan.zero_stage == 3:
         return list(_masters_of_stage_3(optimizer, names, plan))
@@ -187,7 +191,7 @@ class EngineState:
         self._ds, self._plan, self._same_part = wrapped, plan, same_part
         self._model_shard = ModelShard.of(plan.mesh, family_of(wrapped.module.lm.config.model_type))
         self._masters = master_weights(wrapped, plan)
-        self._copies = {name.removeprefix("lm.") for name, param in wrapped.module.named_parameters() if is_copy(param)}
+        self._copies = {name for name, param in named_parameters(wrapped.module) if is_copy(param)}
         self._is_plain = plan.is_engine_clipping
         self._is_fp16 = plan.precision == "fp16"
         # With an offload ratio below 1, some sub-groups have a second optimizer (zero/stage3.py:1253).
@@ -223,7 +227,7 @@ class EngineState:
         return {
             "steps": common,
             "steps_of": others if self._counts_each_parameter else {},
-            "loss_scale": loss_scale(self._scaler) if self._is_fp16 else {},
+            "loss_scale": loss_scale(scaler_of(self._ds.optimizer)) if self._is_fp16 else {},
         }
 
     def create_optimizer_state(self, kinds_of: Mapping[str, set[str]]) -> None:
@@ -259,7 +263,7 @@ class EngineState:
             if "step" in group:
                 group["step"] = scalars["steps"]
         if self._is_fp16:
-            restore_loss_scale(self._scaler, scalars["loss_scale"])
+            restore_loss_scale(scaler_of(self._ds.optimizer), scalars["loss_scale"])
         self._update_model_weights()
         self.update_fp32()
         self._ds.module.in_fp32.round_into_parameters()
@@ -293,7 +297,7 @@ class EngineState:
         for master in self._masters:
             for part in master.parts:
                 if part.name in names:
-                    yield part, master.flat.detach().view(-1)[part.offset : part.offset + part.numel]
+                    yield part, part.of(master.flat)
 
     def first_moment(self, param: nn.Parameter) -> torch.Tensor:
         """Adam's first moment of a full parameter, fp32; collective among ranks that share the parameter."""
@@ -305,10 +309,6 @@ class EngineState:
         if stage < 3:
             link_optimizer_states(optimizer)
         return safe_get_full_optimizer_state(param, "exp_avg").detach().float()
-
-    @property
-    def _scaler(self) -> Any:  # noqa: ANN401
-        return scaler_of(self._ds.optimizer)
 
     @property
     def _counts_each_parameter(self) -> bool:
@@ -349,8 +349,7 @@ class EngineState:
 
         def read(key: str) -> torch.Tensor:
             kind, master, part = sources[key]
-            value = master.flat if kind == WEIGHT else self._kinds(master)[kind]
-            return value.detach().view(-1)[part.offset : part.offset + part.numel]
+            return part.of(master.flat if kind == WEIGHT else self._kinds(master)[kind])
 
         return StateGroup(tuple(slices), lambda write: self._open_masters(masters, read, write))
 
@@ -487,15 +486,10 @@ class EngineState:
         elif stage:
             optimizer.update_lp_params()
         elif not self._is_plain:
-            self._copy_masters_to_model()
-
-    def _copy_masters_to_model(self) -> None:
-        params = {name.removeprefix("lm."): param for name, param in self._ds.module.named_parameters()}
-        for master in self._masters:
-            for part in master.parts:
-                params[part.name].data.view(-1).copy_(
-                    master.flat.detach().view(-1)[part.offset : part.offset + part.numel]
-                )
+            params = dict(named_parameters(self._ds.module))
+            for master in self._masters:
+                for part in master.parts:
+                    params[part.name].data.view(-1).copy_(part.of(master.flat))
 
 
 def scaler_of(optimizer: Any) -> Any:  # noqa: ANN401 - one of DeepSpeed's wrappers
@@ -505,21 +499,16 @@ def scaler_of(optimizer: Any) -> Any:  # noqa: ANN401 - one of DeepSpeed's wrapp
     return getattr(optimizer, "loss_scale_config", None) or optimizer.loss_scaler
 
 
-def is_dynamic(scaler: Any) -> bool:  # noqa: ANN401
-    """Whether the loss scale is dynamic, not a constant of the run file."""
-    return bool(getattr(scaler, "dynamic_loss_scale", getattr(scaler, "dynamic", False)))
-
-
 def loss_scale(scaler: Any) -> dict[str, Any]:  # noqa: ANN401
-    """The values of a dynamic loss scale, empty for a static one."""
-    return {name: getattr(scaler, name) for name in _SCALER if hasattr(scaler, name)} if is_dynamic(scaler) else {}
+    """The values of a dynamic loss scale; empty for a constant of the run file."""
+    is_dynamic = getattr(scaler, "dynamic_loss_scale", getattr(scaler, "dynamic", False))
+    return {name: getattr(scaler, name) for name in _SCALER if hasattr(scaler, name)} if is_dynamic else {}
 
 
 def restore_loss_scale(scaler: Any, saved: Mapping[str, Any]) -> None:  # noqa: ANN401
     """Set a dynamic loss scale to `saved`, the result of `loss_scale`, as far as this kind of scaler has its values."""
-    for name, value in saved.items() if is_dynamic(scaler) else ():
-        if hasattr(scaler, name):
-            setattr(scaler, name, value)
+    for name in loss_scale(scaler).keys() & saved.keys():
+        setattr(scaler, name, saved[name])
 
 
 @contextmanager

@@ -127,7 +127,7 @@ def _fp32_rows(plan: Plan, model: DescribedModel, weights: RankWeights) -> Itera
 
 
 def _kept_rows(plan: Plan, weights: RankWeights) -> Iterator[MemoryRow]:
-    """Weights of the reference model (engine/kept_weights.py), and on a GPU their copy while they are used."""
+    """Weights of the reference model (`KeptWeights`), and on a GPU their copy while they are used."""
     if is_grpo(plan.objective) and plan.objective.reference == "start":
         held = weights.numel if plan.zero_stage < 3 else sum(kind.sharded for kind in weights.kinds)
         size, option = WEIGHT_BYTES[plan.precision] * held, "objective.reference"

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from ds_finetune.config.objectives import ClassificationObjective, RewardObjective
 from ds_finetune.data.batches import BatchPlan, Position, make_batch
 from ds_finetune.data.prepared_rows import Row, RowDocuments
-from ds_finetune.engine.rank_rows import rank_rows
+from ds_finetune.engine.rank_rows import host_rows
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build.skeleton import build_skeleton, read_hf_config, whole
@@ -79,7 +79,7 @@ def test_loss_is_that_of_transformers_on_single_texts(family: str, row_len: int 
         rows = [packed_row([each], [target]) for each, target in zip(ids, targets, strict=True)]
     plan = BatchPlan(len(rows), len(rows), 0, 1, 0, False, PAD, row_len, documents_per_unit=1)
     (micro,) = make_batch(rows, plan, Position(0, 0), ()).micro
-    found = model(rank_rows(micro, None, torch.device("cpu")))
+    found = model(host_rows(micro, None))
     wanted = plain_scores(model, [*ids[:4], torch.tensor([7, 8, 0])])
     torch.testing.assert_close(found.scores[:4], wanted[:4], atol=1e-5, rtol=0)
     # transformers takes the token before the end of the last text, which is the padding token.
@@ -93,7 +93,7 @@ def test_no_document_gives_zero_and_zero_gradients() -> None:
     model = model_of(config_of("llama"), Classification(LABELS))
     plan = BatchPlan(1, 1, 0, 1, 0, False, PAD, None, documents_per_unit=1)
     (micro,) = make_batch([None], plan, Position(0, 0), ()).micro
-    found = model(rank_rows(micro, None, torch.device("cpu")))
+    found = model(host_rows(micro, None))
     found.loss.backward()
     assert found.loss.item() == 0
     assert not found.sums.any()
@@ -131,7 +131,7 @@ def test_the_first_loss_of_a_reward_model_is_ln_2(tmp_path: Path) -> None:
     row = packed_row(texts((5, 7, 9, 4)), [0.0] * 4)
     plan = BatchPlan(1, 1, 0, 1, 0, False, PAD, 32, documents_per_unit=2)
     (micro,) = make_batch([row], plan, Position(0, 0), ()).micro
-    found = model(rank_rows(micro, None, torch.device("cpu")))
+    found = model(host_rows(micro, None))
     assert found.loss.item() / 2 == pytest.approx(math.log(2), abs=1e-3)
     found.loss.backward()
     assert all(param.grad is not None and param.grad.any() for param in model.parameters())
