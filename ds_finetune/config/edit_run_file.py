@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from ds_finetune.config.run_file import SHORT_FORMS
+from ds_finetune.config.run_file import SHORT_FORMS, parse_yaml
 from ds_finetune.config.schema import RunConfig, dump_config, validate_tree
 from ds_finetune.config.shipped import shipped_file
 from ds_finetune.errors import ConfigError, OutputError
@@ -30,7 +30,7 @@ def written_run_file(source: Path, values: Mapping[str, object], wanted: RunConf
     comment = "".join(f"# {line}\n" for line in header)
     try:
         text = with_values(path.read_text(encoding="utf-8"), values)
-        if dump_config(validate_tree(yaml.safe_load(text), {}, "the run file")) == dump_config(wanted):
+        if dump_config(validate_tree(parse_yaml(text), {}, "the run file")) == dump_config(wanted):
             return comment + text
     except (ConfigError, yaml.YAMLError):
         pass
@@ -60,7 +60,7 @@ def _with_value(text: str, keys: tuple[str, ...], value: object) -> str:
         depth += 1
         if depth < len(keys) and not isinstance(found, yaml.MappingNode):
             # The section has its short form, such as `model: PATH`.
-            short = {SHORT_FORMS[keys[0]]: yaml.safe_load(_slice(text, found)), keys[depth]: value}
+            short = {SHORT_FORMS[keys[0]]: parse_yaml(_slice(text, found)), keys[depth]: value}
             return _replace(text, found, short)
         node = found
     return _replace(text, node, value)
@@ -107,4 +107,4 @@ def override_values(overrides: Sequence[str]) -> Iterator[tuple[str, object]]:
     """Key and value of overrides `a.b=value`."""
     for override in overrides:
         name, _, text = override.partition("=")
-        yield name, yaml.safe_load(text)
+        yield name, parse_yaml(text)

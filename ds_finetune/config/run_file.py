@@ -1,5 +1,6 @@
 """Reads a YAML run file as a nested dictionary with the line of each key, and applies overrides `a.b=value`."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,18 @@ SHORT_FORMS = {"model": "path", "objective": "name", "lora": "rank"}
 _MOST_BYTES, _MOST_NODES, _MOST_DEPTH = 2**20, 50_000, 100
 
 
-def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:  # noqa: ANN401 - any YAML value, by a class of yaml
+class PlainLoader(yaml.SafeLoader):
+    """SafeLoader for which `010`, `1:30` and `2026-01-31` are texts; YAML 1.1 makes 8, 90 and a date of them."""
+
+
+_TEXT = re.compile(r"(?:[-+]?0[0-7_]+|[-+]?[0-9_]+(:[0-9]+)+\.?[0-9_]*|\d{4}-\d\d?-\d\d?.*)$")
+PlainLoader.yaml_implicit_resolvers = {
+    first: [("tag:yaml.org,2002:str", _TEXT), *resolvers]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def parse_yaml(text: str, loader: Any = PlainLoader) -> Any:  # noqa: ANN401 - any YAML value, by a class of yaml
     """Parse a YAML document; yaml.YAMLError where it is invalid or has too many values or levels.
 
     An alias counts as all values that it expands to, which bounds the memory that a small file can take.

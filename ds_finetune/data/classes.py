@@ -99,6 +99,20 @@ def _read_labels(records: Iterable[tuple[str, Record]], columns: Mapping[str, st
 
 def _by_name(found: _Labels, kind: RowKind) -> RowKind:
     labels = tuple(found.order) or tuple(sorted(found.names))
+    plain: dict[str, str] = {}
+    for name, where in found.names.items():
+        other = plain.setdefault(name.strip().casefold(), name)
+        if other != name and not found.order:
+            raise DataError(
+                f"{where}: column `{found.column}` is {name!r}, and {found.names[other]} has {other!r}, which differs "
+                "only in white space or case",
+                hint="write the class in one way, or name all classes in objective.labels",
+            )
+    if len(labels) == 1:
+        raise DataError(
+            f"column `{found.column}` is {labels[0]!r} in all rows, the first of which is {found.names[labels[0]]}",
+            hint="give rows of two classes at least, or name all classes in objective.labels",
+        )
     if kind.num_labels not in (None, len(labels)):
         places = ", ".join(f"{label!r} in {found.names.get(label, 'no row')}" for label in labels[:_SHOWN_CLASSES])
         raise DataError(
@@ -135,7 +149,7 @@ def target_of(label: object, kind: RowKind, column: str, where: str) -> float:
     """Target for a label: the class index, or the number itself for regression; DataError where it is neither."""
     assert kind.has_known_classes
     if kind.is_regression:
-        return _read_number(label, column, where)
+        return _read_number(label.name if isinstance(label, ClassNumber) else label, column, where)
     is_named = bool(kind.labels) and isinstance(label, ClassNumber)
     label = label.name if is_named and isinstance(label, ClassNumber) else label
     if str(label) in kind.labels and isinstance(label, str | int):

@@ -246,6 +246,8 @@ def _read_csv(path: str) -> Iterator[tuple[str, ReadRecord]]:
                 f"{where} (line {rows.line_num}) has {len(row)} values, and the header has {len(header)} columns",
                 hint="put values with commas or line breaks in double quotes",
             )
+        elif not isinstance(row, DataError) and [value.removeprefix("\ufeff") for value in row] == header:
+            row = DataError(f"{where} repeats the header", hint="remove that line: two files were joined")
         yield where, row if isinstance(row, DataError) else dict(zip(header, row, strict=True))
 
 

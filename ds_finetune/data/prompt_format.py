@@ -198,7 +198,7 @@ def _chat_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> st
     if config.template in named:
         return _shipped_template(named[config.template], tokenizer)
     try:
-        with Path(config.template).open(encoding="utf-8") as file:
+        with Path(config.template).open(encoding="utf-8-sig") as file:
             text = file.read(MIB + 1)
     except FileNotFoundError:
         raise ConfigError(
@@ -209,6 +209,11 @@ def _chat_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> st
         raise ConfigError(
             f"data.template `{config.template}` cannot be read: {unreadable}", hint="name a Jinja file in UTF-8"
         ) from None
+    if stray := next((character for character in "\0\ufeff\ufffd" if character in text), ""):
+        raise ConfigError(
+            f"data.template `{config.template}` contains U+{ord(stray):04X}, which every prompt would have",
+            hint="remove the character; a wrong conversion of the file's encoding leaves it",
+        )
     if len(text) > MIB:
         raise ConfigError(f"data.template `{config.template}` has more than 1 MiB", hint="name a Jinja file")
     return text

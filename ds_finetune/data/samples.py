@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from ds_finetune.config.objectives import KindName
 from ds_finetune.data.classes import target_of
+from ds_finetune.data.files import ClassNumber
 from ds_finetune.data.messages import shown_value, without_nulls
 from ds_finetune.data.preferences import PAIR_LAYOUTS, Preference
 from ds_finetune.data.prompts import PROMPT_LAYOUTS, Prompt
@@ -69,6 +70,8 @@ def read_row(
     """
     check_no_tree(record, where)
     record = {name: without_nulls(value) for name, value in record.items()}
+    if kind.name != "labelled":
+        record = {name: value.name if isinstance(value, ClassNumber) else value for name, value in record.items()}
     given = {name: value for name, value in record.items() if value is not None}
     check_media(record, columns, where)
     named = columns

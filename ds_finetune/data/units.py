@@ -5,7 +5,8 @@ completion, a labelled text or a prompt. Dropped rows are counted by their reaso
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, datetime, time
 from decimal import Decimal
@@ -36,6 +37,14 @@ from ds_finetune.errors import DataError
 
 _MOST_CHARACTERS, _MOST_CHARACTERS_PER_TOKEN = 4_000_000, 8
 ROWS_PER_PART = 2000
+_NOTED_CHARACTERS = {
+    "windows_lines": (re.compile(r"\\r\\n"), re.compile("\r\n")),
+    "conversion": (
+        re.compile(r"\\x[0189]|\\x7f|\\ufe?ff|\\ufffe|\ufffd"),
+        re.compile("[\0-\x08\x0e-\x1f\x7f-\x9f\ufeff\ufffd-\uffff]"),
+    ),
+}
+"""For each remark on characters (`row_report.NOTED`): how they appear in a repr, and in a text."""
 Made = tuple[Documents, Counts, Sequence[Tokens]]
 """Documents, counts of their rows, and for each row a `Tokens` with its remarks, whose ids and mask are not used."""
 
@@ -78,7 +87,7 @@ def tokenise_records(records: Sequence[tuple[str, ReadRecord]], how: Tokenisatio
         bad_rows=len(errors),
         bad=tuple(errors[:BAD_ROWS_SHOWN]),
         dropped=NamedCounts.of(([row.dropped] * bool(row.dropped), where) for (where, _), row, _ in remarked),
-        noted=NamedCounts.of((_notes(record, row), where) for (where, record), row, _ in remarked),
+        noted=NamedCounts.of((_notes(record, columns, row), where) for (where, record), row, columns in remarked),
         forms=NamedCounts.of(([row.form] * bool(row.form), where) for (where, _), row, _ in remarked),
         unread=NamedCounts.of(((*columns, *row.unread), where) for (where, _), row, columns in remarked),
         named=NamedCounts.of(([k for k, column in how.columns.items() if column in each], w) for w, each in good),
@@ -106,7 +115,7 @@ def _check_characters(record: Record, max_seq_len: int, where: str) -> None:
 
     A tokenizer takes about 400 bytes per character. A row that may fit into a document is never refused.
     """
-    number, most = _num_characters(record), max(_MOST_CHARACTERS, _MOST_CHARACTERS_PER_TOKEN * max_seq_len)
+    number, most = sum(map(len, _texts(record))), max(_MOST_CHARACTERS, _MOST_CHARACTERS_PER_TOKEN * max_seq_len)
     if number > most:
         raise DataError(
             f"{where} has {number:,} characters, and a row may have {most:,}",
@@ -114,11 +123,13 @@ def _check_characters(record: Record, max_seq_len: int, where: str) -> None:
         )
 
 
-def _num_characters(value: object) -> int:
+def _texts(value: object) -> Iterator[str]:
+    """All texts in `value`, a record or a part of one."""
     if isinstance(value, str):
-        return len(value)
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return sum(map(_num_characters, parts))
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(part)
 
 
 def _errors_of(samples: Sequence[tuple[str, Any]], how: Tokenisation) -> dict[str, DataError]:
@@ -134,18 +145,12 @@ def _errors_of(samples: Sequence[tuple[str, Any]], how: Tokenisation) -> dict[st
     return {}
 
 
-def _notes(record: Record, row: Tokens) -> tuple[str, ...]:
-    # Searching the repr first is ten times as fast; it also matches a backslash and r typed in a text.
-    has_windows_lines = "\\r\\n" in repr(record) and _has_windows_lines(record)
-    return ("windows_lines", *row.notes) if has_windows_lines else row.notes
-
-
-def _has_windows_lines(value: object) -> bool:
-    """Whether any text in `value`, a record or a part of one, has a carriage return before a line feed."""
-    if isinstance(value, str):
-        return "\r\n" in value
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return any(map(_has_windows_lines, parts))
+def _notes(record: Record, unused: Sequence[str], row: Tokens) -> tuple[str, ...]:
+    read = {name: value for name, value in record.items() if name not in unused}
+    # The repr escapes control characters; searching it first is ten times as fast as searching each text.
+    suspects = [name for name, (in_repr, _) in _NOTED_CHARACTERS.items() if in_repr.search(repr(read))]
+    noted = [name for name in suspects if any(map(_NOTED_CHARACTERS[name][1].search, _texts(read)))]
+    return (*noted, *row.notes)
 
 
 def _make_token_documents(samples: Sequence[tuple[str, Sample]], how: Tokenisation) -> Made:

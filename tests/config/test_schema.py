@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from ds_finetune.config.invalid_keys import explain, section_keys
@@ -122,6 +123,42 @@ def test_bad_override(run_file: Path, override: str, message: str) -> None:
     assert message in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("key", "written", "expected"),
+    [
+        ("log.every", "010", 10),
+        ("log.every", "08", 8),
+        ("log.every", "0x10", 16),
+        ("log.every", "1_000", 1000),
+        ("log.every", "1:30", None),
+        ("optim.lr", "1:30.5", None),
+        ("optim.lr", "1e-3", 0.001),
+        ("output_dir", "007", "007"),
+        ("output_dir", "2026-01-31", "2026-01-31"),
+        ("output_dir", "12:30", "12:30"),
+    ],
+)
+def test_numbers_are_those_that_people_write(key: str, written: str, expected: object, tmp_path: Path) -> None:
+    """YAML 1.1 reads `010` as 8, `1:30` as 90 and `2026-01-31` as a date."""
+    tree = yaml.safe_load(MINIMAL)
+    rest = yaml.safe_dump({name: value for name, value in tree.items() if name != key})
+    section, _, name = key.partition(".")
+    text = f"{section}: {{{name}: {written}}}\n" if name else f"{section}: {written}\n"
+    (tmp_path / "run.yaml").write_text(rest + text)
+    for read in (
+        lambda: read_config(tmp_path / "run.yaml"),
+        lambda: read_config(tmp_path / "run.yaml", [f"{key}={written}"]),
+    ):
+        if expected is None:
+            with pytest.raises(ConfigError, match=rf"`{key}` is '{written}'"):
+                read()
+        else:
+            value: object = read()
+            for part in key.split("."):
+                value = getattr(value, part)
+            assert value == expected
+
+
 def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.yaml` does not exist"):
         read_config(tmp_path / "none.yaml")
@@ -142,7 +179,7 @@ _MERGED = "x0: &x0 {k: 1}\n" + "".join(f"x{i}: &x{i} {{<<: [{', '.join(9 * [f'*x
         ("data: &a [*a]\n", "`*a` in line 1 contains itself"),
         ("data: &a\n  train: *a\n", "`*a` in line 2 contains itself"),
         ("data: &a {<<: *a}\n", "`*a` in line 1 contains itself"),
-        ("train: {seed: 2001-99-99}\n", "month must be in 1..12"),
+        ("train: {seed: !!timestamp 2001-99-99}\n", "month must be in 1..12"),
         (f"train: {{seed: {'9' * 5000}}}\n", "5000 digits"),
         ("train: {seed: !!float x}\n", "could not convert string to float"),
         ("x: " + "x" * 2**20, "has more than 1048576 bytes"),

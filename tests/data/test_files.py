@@ -71,6 +71,7 @@ def test_values_of_csv_are_text(tmp_path: Path) -> None:
     [
         ("prompt,completion\na,b,c\n", "row 1 (line 2) has 3 values, and the header has 2 columns"),
         ("prompt,completion\na\n", "row 1 (line 2) has 1 values, and the header has 2 columns"),
+        ("\ufeffprompt,completion\na,b\n\ufeffprompt,completion\nc,d\n", "row 2 repeats the header"),
         ("prompt,prompt\na,b\n", "two columns named `prompt`"),
         ('prompt,completion\na,"b\n', "is not CSV: unexpected end of data"),
     ],

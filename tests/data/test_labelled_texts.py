@@ -180,6 +180,37 @@ def test_a_class_label_is_mapped_by_name(kind: str, tokenizer: PreTrainedTokeniz
         prepared(written(["a", "b"], [-1, 1], CLASSES), kind_of())
 
 
+@pytest.mark.parametrize(
+    ("kind", "names", "expected"),
+    [
+        (RowKind(name="marked"), ["good", "bad"], "column `label` is str 'good', which marks no answer"),
+        (RowKind(name="marked"), ["1", "0"], [1, 0]),
+        (kind_of(num_labels=1), ["5", "2.5"], [5, 2.5]),
+        (kind_of(num_labels=1), ["low", "high"], "column `label` is str 'low', not a finite number"),
+        (RowKind(name="prompts"), ["yes", "no"], ["yes", "no"]),
+    ],
+)
+def test_a_class_label_means_its_name_in_every_objective(
+    kind: RowKind, names: list[str], expected: Any, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    columns: dict[str, Any] = {name: ["a", "b"] for name in ("text", "prompt", "completion")} | {"label": [0, 1]}
+    unused = {"marked": ["text"], "prompts": ["text", "completion"], "labelled": ["prompt", "completion"]}[kind.name]
+    dataset = Dataset.from_dict(columns).remove_columns(unused).cast_column("label", ClassLabel(names=names))
+    dataset.to_parquet(tmp_path / "rows.parquet")
+    given = {"train": str(tmp_path / "rows.parquet"), "cache_dir": str(tmp_path / "cache"), "template": "plain"}
+    config = DataConfig.model_validate(given)
+    if isinstance(expected, str):
+        with pytest.raises(DataError, match=expected):
+            prepare_rows(config, "train", tokenizer=tokenizer, limits=TokenLimits(32, 128), kind=kind)
+        return
+    documents = prepare_rows(config, "train", tokenizer=tokenizer, limits=TokenLimits(32, 128), kind=kind).documents
+    if kind.name == "prompts":
+        rows = [json.loads(line) for line in documents.records.tobytes().decode().splitlines()]
+        assert [row["label"] for row in rows] == [row["answer"] for row in rows] == expected
+    else:
+        assert documents.targets.tolist() == expected
+
+
 def test_labels_of_the_objective_give_the_order(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     records = [{"text": "x", "label": name} for name in ("yes", "no", 0)]
     rows = rows_of(records, tokenizer, tmp_path, kind=kind_of(labels=["yes", "no"]))
@@ -251,6 +282,9 @@ def test_one_label_is_regression(tokenizer: PreTrainedTokenizerBase, tmp_path: P
         ([0, 2], {}, "item 2: column `label` is 2, and no row has the class 1"),
         ([1, 2], {}, "item 2: column `label` is 2, and no row has the class 0"),
         ([0, 0], {}, "column `label` is 0 in all rows, the first of which is .* item 1"),
+        (["a", "a"], {}, "column `label` is 'a' in all rows, the first of which is .* item 1"),
+        (["a", " a", "b"], {}, r"item 2: column `label` is ' a', and .* item 1 has 'a', which differs only in white"),
+        (["Yes", "no", "yes"], {}, r"item 3: column `label` is 'yes', and .* item 1 has 'Yes', which differs only in"),
         ([0, 3], {"num_labels": 2}, "item 2: column `label` is 3, and the classes are 0 to 1"),
         (
             ["a", "b", "c"],

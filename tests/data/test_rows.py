@@ -396,6 +396,23 @@ def test_empty_answers_are_counted(tokenizer: PreTrainedTokenizerBase, tmp_path:
         assert f"1 of {len(some)} rows have an empty answer" in "\n".join(row_notes(found.counts))
 
 
+@pytest.mark.parametrize("character", ["\ufeff", "\ufffd", "\0", "\x1b", "\x93", "\uffff"])
+def test_characters_of_a_wrong_conversion_are_counted(
+    character: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """Characters that no keyboard writes, at the beginning and inside a text; other rare ones have no note."""
+    texts = [f"{character}ab", f"a{character}b", "a\tb\n\x0c", "\N{NO-BREAK SPACE}\N{SOFT HYPHEN}", "\\x00 \\ufeff"]
+    rows = [{"prompt": text, "completion": "c"} for text in texts] + [{"prompt": "c", "completion": "d", "x": "\0"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig.model_validate(
+        {"train": str(tmp_path / "rows.jsonl"), "cache_dir": str(tmp_path / "cache"), "template": "plain"}
+    )
+    counts = prepare_rows(config, "train", tokenizer=tokenizer, limits=LIMITS).counts
+    (note,) = [note for note in row_notes(counts) if "wrong conversion" in note]
+    assert note.startswith("2 of 6 rows ")
+    assert note.endswith("rows.jsonl line 1")
+
+
 def test_padding_is_a_document_of_its_own_for_attention_in_both_directions() -> None:
     ids = np.arange(5, dtype=np.int32)
     row = Row(input_ids=ids, position_ids=ids, labels=np.full(5, IGNORE_INDEX, dtype=np.int32), supervised=0)

@@ -60,3 +60,18 @@ def test_a_template_without_an_end_is_refused(tmp_path: Path, chat_tokenizer: Pr
     config = DataConfig(train=(str(tmp_path / "a.jsonl"),), template="/dev/zero")
     with pytest.raises(ConfigError, match="has more than 1 MiB"):
         plan_tokenisation(config, "train", tokenizer=chat_tokenizer, limits=TokenLimits(256, 200_000))
+
+
+def test_no_prompt_begins_with_the_byte_order_mark_of_a_file(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    file, source = tmp_path / "chat.jinja", "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    config = DataConfig(train=(str(tmp_path / "a.jsonl"),), template=str(file))
+    file.write_bytes(b"\xef\xbb\xbf" + source.encode())
+    _, tokenisation = plan_tokenisation(config, "train", tokenizer=chat_tokenizer, limits=TokenLimits(256, 200_000))
+    assert tokenisation.settings.chat_template == source
+    for character, code in (("\0", "0000"), ("\ufeff", "FEFF"), ("\ufffd", "FFFD")):
+        file.write_text(source + character, encoding="utf-8")
+        with pytest.raises(ConfigError, match=rf"contains U\+{code}, which every prompt would have"):
+            plan_tokenisation(config, "train", tokenizer=chat_tokenizer, limits=TokenLimits(256, 200_000))
