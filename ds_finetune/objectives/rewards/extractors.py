@@ -17,7 +17,15 @@ _NUMBER = re.compile(
     rf"(?: ?\* ?10\^(?P<scale>[-+]?\d+)|\^(?P<power>[-+]?\d+)|/(?P<below>{_DIGITS})| (?P<part>\d+/\d+)(?!\d))?"
 )
 _ARGUMENT = r"\s*(?:\{\s*([-+]?[\d.]+)\s*\}|(\d))"
-_FRACTION = re.compile(rf"(\d\s*)?\\[dt]?frac{_ARGUMENT}{_ARGUMENT}")
+_FRACTION = re.compile(rf"(\d\s*)?\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}")
+_OVER = re.compile(r"\{\s*([-+]?[\d.]+)\s*\\over\s*([-+]?[\d.]+)\s*\}")
+_NO_NUMBER = re.compile(r"\\sqrt|\\pi\b|[\u221a\u03c0]")
+"""Parts of an expression whose digits are not its value."""
+_POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_LARGE = re.compile(rf"(?<=\d) ?({'|'.join(_POWERS)})\b", re.IGNORECASE)
+_RAISED = re.compile("(?<=[0-9])[\u207b]?[\u00b2\u00b3\u00b9\u2070\u2074-\u2079]+")
+_POINTS = re.compile(r"(?<![\d.,])(\d{1,3})(?:((?:\.\d{3})++),(\d++)|((?:\.\d{3}){2,}+))(?![.,]?\d)")
+"""Numbers with points between thousands, as `1.234,5` and `1.000.000`."""
 _VULGAR = re.compile("(\\d\\s*)?([\u00bc-\u00be\u2150-\u215e])")
 _SPELLINGS = (
     ("\u2212", "-"),
@@ -26,7 +34,11 @@ _SPELLINGS = (
     (r"\\[,;: ]|[\u00a0\u2009\u202f]", " "),
     (r"\\\$", "$"),
     (r"\\times|\\cdot|[\u00d7\u00b7]", "*"),
+    (r"[\u20ac\u00a3\u00a5\u20b9]", "$"),
+    (r"(?<=\d)['\u2019_](?=\d{3}(?!\d))", ","),
     (r"(?<=\d)\*\*(?=[-+]?\d)", "^"),
+    (r"(?<=\d) ?[xX] ?(?=10\^)", "*"),
+    (r"(?<=\d) ?[/\u2044] ?(?=\d)", "/"),
     (r"\^[{(]\s*([-+]?\d+)\s*[})]", r"^\1"),
     (r"\*\*|__", ""),
 )
@@ -34,18 +46,21 @@ _SPELLINGS = (
 _EXACT = decimal.Context(prec=50, traps=[])
 
 _STYLE = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
-_MARKS = re.compile(r"\*\*|__|\$|`|\\[()\[\]]")
+_MARKS = re.compile(r"\*\*|__|[$`\"\u201c\u201d]|\\[()\[\]]|</?answer>|(?<!\w)'(?=\w\W)|(?<=\W\w)'(?!\w)")
 _LETTER = (
     # `A` and `I` are choice letters only where no ordinary word follows, unlike in `A bird`.
     r"[(\[{*]*\b(?:([A-Z])(?![\w'\u2019+#/-])"
-    r"(?!(?<=[AI])\s+(?!(?:is|because|since|as|and|or|but|not)\b)\w)|([a-z])(?=\)))"
+    r"(?!(?<=[AI])\s+(?!(?:is|because|since|as|and|or|but|not)\b)\w)(?!\s+(?:or|and)\s+\(?[A-Z]\b(?!\s+(?:is|are)\b))"
+    r"|([a-z])(?=\)|[.,;]?\s*(?:\n|$)))"
 )
 _STATED = re.compile(
-    r"(?i:\b(?:answer|(?:right|correct|best)\s+(?:option|choice)))\b(?:[^.:=\n]{0,60}?(?i:\b(?:is|be)\b|[:=]))?"
+    r"(?i:\b(?:answer|(?:right|correct|best)\s+(?:option|choice|one)|antwort|r[\xe9e]ponse|respuesta|risposta|resposta)\b"
+    r"|\u7b54\u6848|\u6b63\u786e\u9009\u9879|\u043e\u0442\u0432\u0435\u0442|\b(?:choice|correct|solution|result)\b(?=\s*:))"
+    r"(?:[^.:=\n]{0,60}?(?i:\b(?:is|be|ist|est|es)\b|[:=\u662f\u4e3a]))?"
     rf"\s*[:\u2013-]?\s*(?i:(?:option|choice)\s+)?{_LETTER}"
 )
 _FIRST = re.compile(rf"(?i:(?:option|choice)\s+)?{_LETTER}")
-_LONE_LINE = re.compile(r"\W*([A-Z])\W*")
+_LONE_LINE = re.compile(r"\W*([A-Za-z])\W*")
 
 
 def last_number(text: str) -> decimal.Decimal | None:
@@ -60,13 +75,25 @@ def last_number(text: str) -> decimal.Decimal | None:
 def _read_number(text: str, *, which: int) -> decimal.Decimal | None:
     boxed = last_box(text)
     text = text if boxed is None else boxed
+    if boxed is not None and _NO_NUMBER.search(boxed):
+        return None
+    text = _RAISED.sub(lambda raised: "^" + unicodedata.normalize("NFKC", raised[0]).replace("\u2212", "-"), text)
     for written, plain in _SPELLINGS:
         text = re.sub(written, plain, text)
-    text = _FRACTION.sub(lambda f: f"{f[1] or ''}{' ' * bool(f[1])}{f[2] or f[3]}/{f[4] or f[5]}", text)
+    text = _POINTS.sub(lambda n: f"{n[1]}{(n[2] or n[4]).replace('.', '')}{'.' * bool(n[3])}{n[3] or ''}", text)
+    text = _LARGE.sub(lambda large: f"*10^{_POWERS[large[1].lower()]}", text)
+    text = _FRACTION.sub(_plain_fraction, _OVER.sub(r"\\frac{\1}{\2}", text))
     text = _VULGAR.sub(lambda f: f"{f[1] or ''}{' ' * bool(f[1])}{unicodedata.normalize('NFKC', f[2])}", text)
     numbers = list(_NUMBER.finditer(text.replace("\u2044", "/")))
     number = _value(numbers[which]) if numbers else decimal.Decimal("NaN")
     return number if number.is_finite() else None
+
+
+def _plain_fraction(fraction: re.Match[str]) -> str:
+    """`3 1/2` for `3\\frac12`; a sign below the line stands before the fraction."""
+    whole, above, below = fraction[1] or "", fraction[2] or fraction[3], fraction[4] or fraction[5]
+    is_negative = above.startswith("-") != below.startswith("-")
+    return f"{whole}{' ' * bool(whole)}{'-' * is_negative}{above.lstrip('+-')}/{below.lstrip('+-')}"
 
 
 def _value(number: re.Match[str]) -> decimal.Decimal:
@@ -87,11 +114,12 @@ def _value(number: re.Match[str]) -> decimal.Decimal:
 
 
 def gsm8k(text: str) -> str | None:
-    """The first number after the last `####`, the form of answers in GSM8K (Cobbe et al., arXiv 2110.14168), parsed as
-    in `last_number` and written without leading or trailing zeros.
+    """The first number after the last `####`, or after `=` on that line, parsed as in `last_number` and written without
+    leading or trailing zeros. It is the form of answers in GSM8K (Cobbe et al., arXiv 2110.14168).
     """
     _, mark, result = text.rpartition("####")
-    number = _read_number(result.strip().partition("\n")[0], which=0) if mark else None
+    line = result.strip().partition("\n")[0]
+    number = _read_number(line.partition("(")[0].rpartition("=")[2], which=0) if mark else None
     return None if number is None else f"{number.normalize(_EXACT) + 0:f}"
 
 
@@ -102,7 +130,7 @@ def choice(text: str) -> str | None:
     option` (`Answer: B`, `the answer I choose is (b)`); without these words, it is the only one on the last line, or
     the text begins with it.
     """
-    text = _MARKS.sub("", _STYLE.sub(r"\1", last_box(text) or text)).strip()
+    text = _MARKS.sub("", _STYLE.sub(r"\1", unicodedata.normalize("NFKC", last_box(text) or text))).strip()
     stated = [first or second for first, second in _STATED.findall(text)]
     if stated:
         return str(stated[-1]).upper()

@@ -234,6 +234,20 @@ def test_every_builtin_has_a_case() -> None:
         (r"\boxed{72\text{ apples}}", 72),
         (r"\boxed{x^2}", None),
         ("10^999999999", None),
+        ("10\u2076 m\u00b2", 10**6),
+        ("1.5 x 10\u207b\u00b2", 0.015),
+        (r"\boxed{\frac{1}{-2}}", -0.5),
+        (r"\boxed{{1 \over 2}}", 0.5),
+        ("5 / 2", 2.5),
+        ("1_000", 1000),
+        ("1'000'000", 10**6),
+        ("-\u20ac5", -5),
+        ("2.5 million dollars", 2_500_000),
+        ("1.234.567,5", 1234567.5),
+        ("1.000.000", 10**6),
+        ("version 1.234", 1.234),
+        (r"\boxed{2\sqrt{3}}", None),
+        (r"\boxed{\frac{3}{4}\pi}", None),
     ],
 )
 def test_numbers_as_people_write_them(text: str, value: float | None) -> None:
@@ -245,3 +259,4 @@ def test_a_number_is_found_in_linear_time() -> None:
     assert last_number("1," * 200_000 + "7") == 7
     assert last_number("1 " * 200_000 + "7") == 7
     assert last_number("1" * 200_000) is not None
+    assert last_number("1" + ".000" * 200_000 + ".00") is not None
