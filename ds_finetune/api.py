@@ -66,10 +66,10 @@ def train(
     from ds_finetune.trainer.run_dir import begun_with_rows
     from ds_finetune.trainer.train import train as train_run
 
-    given = {name: value for name, value in (("train", rows), ("eval", eval_rows)) if value is not None}
-    named = [f"data.{name}=rows" for name in given]
+    sets = {name: value for name, value in (("train", rows), ("eval", eval_rows)) if value is not None}
+    named = [f"data.{name}=rows" for name in sets]
     run = read_config(config, [*overrides, *named] if isinstance(overrides, list | tuple) else overrides)
-    with _unchanged_environment(world), begun_with_rows(Path(run.output_dir), given, is_first=world.rank == 0) as files:
+    with _unchanged_environment(world), begun_with_rows(Path(run.output_dir), sets, is_first=world.rank == 0) as files:
         if files:
             run = run.model_copy(update={"data": run.data.model_copy(update=files)})
         report = train_run(run, announce=show_plan, say=show_line, observers=observers)
@@ -159,10 +159,10 @@ def verify_folder(folder: Path, base: Path | None) -> "VerificationResult":
 
 def check_verified(results: "Sequence[VerificationResult]") -> None:
     """VerificationError with the exported folders that differ from their records."""
-    wrong = [result for result in results if result.problems]
-    if wrong:
+    failed = [result for result in results if result.problems]
+    if failed:
         raise VerificationError(
-            "; ".join(f"{result.folder} is not what was exported: {'; '.join(result.problems)}" for result in wrong),
+            "; ".join(f"{result.folder} is not what was exported: {'; '.join(result.problems)}" for result in failed),
             hint="do not serve it; export it again, and please report this if it stays",
         )
 
@@ -199,14 +199,14 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     cannot be scored.
     """
     check_versions()
-    least = {
+    minima = {
         "max_seq_len": (max_seq_len, 2),
         "max_new_tokens": (max_new_tokens, 1),
         "batch_tokens": (batch_tokens, 1),
         "limit": (limit, 1),
         "samples": (samples, 0),
     }
-    for name, (value, bound) in least.items():
+    for name, (value, bound) in minima.items():
         if value is not None:
             check_whole_number(name, value, least=bound)
     from ds_finetune.evaluation.evaluate import EvalRequest, evaluate_model
@@ -224,9 +224,9 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     limits = (max_seq_len, max_new_tokens, batch_tokens, limit)
     with TemporaryDirectory() as folder:
         paths = _held_out_paths(data, Path(folder))
-        given = {"train": (), "eval": paths, **settings, "max_truncated_ratio": 1.0, "packing": False}
+        section = {"train": (), "eval": paths, **settings, "max_truncated_ratio": 1.0, "packing": False}
         try:
-            rows = DataConfig.model_validate(given)
+            rows = DataConfig.model_validate(section)
         except ValidationError as invalid:
             raise explain(invalid, DataConfig, "evaluate", {}) from None
         if rows.held_out_share:

@@ -78,12 +78,12 @@ def choose_device() -> str:
     ConfigError where `DS_ACCELERATOR` names an accelerator that cannot be used; where it is not set and this machine
     has GPUs that torch or this program cannot use; and where the installed torch has no kernels for this process's GPU.
     """
-    wanted = os.environ.get("DS_ACCELERATOR") or None
-    if wanted not in (None, "cpu", "cuda"):
-        raise ConfigError(f"DS_ACCELERATOR is `{wanted}`", hint="set it to cuda or cpu, or unset it")
+    requested = os.environ.get("DS_ACCELERATOR") or None
+    if requested not in (None, "cpu", "cuda"):
+        raise ConfigError(f"DS_ACCELERATOR is `{requested}`", hint="set it to cuda or cpu, or unset it")
     usable = torch.cuda.is_available()
-    present = 0 if usable or wanted else present_gpus()
-    if not usable and (wanted == "cuda" or present):
+    present = 0 if usable or requested else present_gpus()
+    if not usable and (requested == "cuda" or present):
         program, host = f"torch {torch.__version__}", socket.gethostname()
         problem = f"{host} has {present} NVIDIA GPUs, and {program} can use none"
         problem = problem if present else f"DS_ACCELERATOR is cuda, and {program} can use no GPU on {host}"
@@ -91,12 +91,12 @@ def choose_device() -> str:
             f"{problem}: {why_no_gpu()}",
             hint="install a driver and a torch that fit each other (docs/how-to/install.md), or set DS_ACCELERATOR=cpu",
         )
-    if wanted is None and not usable and torch.xpu.is_available():
+    if requested is None and not usable and torch.xpu.is_available():
         raise ConfigError(
             f"{socket.gethostname()} has an Intel GPU, and ds-finetune runs on those of NVIDIA and AMD",
             hint="set DS_ACCELERATOR=cpu to train on the CPU",
         )
-    device = "cuda" if usable and wanted != "cpu" else "cpu"
+    device = "cuda" if usable and requested != "cpu" else "cpu"
     if device == "cuda" and torch.version.cuda:
         # torch's allocator uses expandable segments, so that fragmentation does not add up to gigabytes. It reads the
         # variable when CUDA is first used (2.13, c10/core/AllocatorConfig.h). The default is kept where the user has
@@ -146,20 +146,20 @@ def deepspeed_local_rank(index: int) -> Iterator[None]:
     DeepSpeed uses the local rank as the index of its GPU (0.19.8, runtime/engine.py:1941-1966).
     """
     names = [name for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK") if name in os.environ]
-    kept = {name: os.environ[name] for name in names}
+    previous = {name: os.environ[name] for name in names}
     os.environ.update(dict.fromkeys(names, str(index)))
     try:
         yield
     finally:
-        os.environ.update(kept)
+        os.environ.update(previous)
 
 
-def exchange(store: dist.Store, world: World, topic: str, mine: str, *, timeout: timedelta) -> list[str]:
+def exchange(store: dist.Store, world: World, topic: str, text: str, *, timeout: timedelta) -> list[str]:
     """Exchange a text with all ranks through `store`, before there is a process group; returns the texts by rank.
     RunError after `timeout`.
     """
     keys = [f"{topic}/{rank}" for rank in range(world.world_size)]
-    store.set(keys[world.rank], mine)
+    store.set(keys[world.rank], text)
     try:
         store.wait(keys, timeout)
     except (dist.DistError, RuntimeError):
@@ -177,23 +177,23 @@ def own_device(world: World, device: str) -> str:
     return json.dumps({"device": device, "gpu": gpu, "host": socket.gethostname()})
 
 
-def check_same_devices(found: list[str]) -> None:
+def check_same_devices(texts: list[str]) -> None:
     """LaunchError where ranks use different kinds of accelerators, or two ranks the same GPU; `found` are the
     `own_device` texts by rank.
     """
-    ranks = [json.loads(text) for text in found]
+    ranks = [json.loads(text) for text in texts]
     first = ranks[0]
-    for rank, one in enumerate(ranks):
-        if one["device"] != first["device"]:
+    for rank, info in enumerate(ranks):
+        if info["device"] != first["device"]:
             raise LaunchError(
-                f"rank 0 on {first['host']} uses {first['device']} and rank {rank} on {one['host']} uses "
-                f"{one['device']}",
+                f"rank 0 on {first['host']} uses {first['device']} and rank {rank} on {info['host']} uses "
+                f"{info['device']}",
                 hint="see nvidia-smi on the host without a GPU, leave that host out, or set DS_ACCELERATOR=cpu on all",
             )
-        same = next((other for other in range(rank) if one["gpu"] and ranks[other]["gpu"] == one["gpu"]), None)
+        same = next((earlier for earlier in range(rank) if info["gpu"] and ranks[earlier]["gpu"] == info["gpu"]), None)
         if same is not None:
             raise LaunchError(
-                f"ranks {same} and {rank} on {one['host']} use the same GPU {one['gpu']}",
+                f"ranks {same} and {rank} on {info['host']} use the same GPU {info['gpu']}",
                 hint="start as many ranks on a host as it has GPUs, or show each rank a GPU of its own",
             )
 
@@ -231,11 +231,11 @@ def read_device_memory(world: World, device: str) -> DeviceMemory:
         index = visible_device(world.local_rank)
         of_gpu, size = torch.cuda.mem_get_info(index)
         return DeviceMemory(torch.cuda.get_device_name(index), size, of_gpu)
-    share = available_bytes() // world.local_world_size
+    num_bytes = available_bytes() // world.local_world_size
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
-        share = min(share, max(0, limit - _status_bytes("VmSize")))
-    return DeviceMemory("CPU", total_bytes() // world.local_world_size, share)
+        num_bytes = min(num_bytes, max(0, limit - _status_bytes("VmSize")))
+    return DeviceMemory("CPU", total_bytes() // world.local_world_size, num_bytes)
 
 
 class PeakMemory:
@@ -254,8 +254,8 @@ class PeakMemory:
         """
         if self._index is None:
             return max(0, peak_bytes("cpu") - self._before)
-        others = max(0, _bytes_besides_torch(self._index) - self._before)
-        return torch.cuda.max_memory_reserved(self._index) + others
+        other_bytes = max(0, _bytes_besides_torch(self._index) - self._before)
+        return torch.cuda.max_memory_reserved(self._index) + other_bytes
 
 
 def _bytes_besides_torch(index: int) -> int:

@@ -191,17 +191,17 @@ class Engine:
         totals = self._sum_over_ranks(sums, copies=self.plan.mesh.tp)
         units = self._sum_over_ranks(unit_counts(counts).to(self._device), copies=self.plan.mesh.sharing)
         everywhere = dict(zip(UNITS, units, strict=True))
-        together = gather_scores(scores, self.plan.mesh) if self.objective.gathers_scores else NO_SCORES
-        return self._scores(self._total_loss.named(totals), everywhere, together)
+        all_scores = gather_scores(scores, self.plan.mesh) if self.objective.gathers_scores else NO_SCORES
+        return self._scores(self._total_loss.named(totals), everywhere, all_scores)
 
     def pool(self, scores: Iterable[HeldOutScores]) -> HeldOutScores:
         """Metrics over the rows of several evaluations pooled."""
-        sums, counts, together = Counter[str](), Counter[str](), NO_SCORES
+        sums, counts, all_scores = Counter[str](), Counter[str](), NO_SCORES
         for part in scores:
             sums.update(part.sums)
             counts.update(part.counts)
-            together = np.concatenate([together, part.scores])
-        return self._scores(sums, counts, together)
+            all_scores = np.concatenate([all_scores, part.scores])
+        return self._scores(sums, counts, all_scores)
 
     def document_log_probs(self, batches: Iterable[Batch]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Numbers [n] of all documents of `batches`, ascending, and their log-probabilities [n] in nats, each summed
@@ -219,10 +219,10 @@ class Engine:
                 numbers.append(micro.examples.numbers.numpy())
         mesh = self.plan.mesh
         is_first = mesh.place("tp") == mesh.place("sp") == mesh.place("pp") == 0
-        mine = (np.concatenate(numbers), np.concatenate(logps)) if is_first else (numbers[0], logps[0])
-        every = [np.concatenate(parts) for parts in zip(*all_gather_object(mine), strict=True)]
-        order = np.argsort(every[0], kind="stable")
-        return every[0][order], every[1][order]
+        own = (np.concatenate(numbers), np.concatenate(logps)) if is_first else (numbers[0], logps[0])
+        merged = [np.concatenate(parts) for parts in zip(*all_gather_object(own), strict=True)]
+        order = np.argsort(merged[0], kind="stable")
+        return merged[0][order], merged[1][order]
 
     def token_log_probs(
         self, batches: Iterable[Batch], *, of_reference: bool = False
@@ -234,7 +234,7 @@ class Engine:
         `keep_as_reference`, or else the model with its adapters disabled.
         """
         self._ds.eval()
-        mine = list[tuple[int, NDArray[np.float32]]]()
+        own = list[tuple[int, NDArray[np.float32]]]()
         reference = turn_adapters_off(self.lm) if self._kept is None else self._kept.used()
         with reference if of_reference else nullcontext():
             for batch in batches:
@@ -244,14 +244,14 @@ class Engine:
                     assert supervised is not None
                     index = examples.index.reshape(-1)[supervised]
                     ends = index.bincount(minlength=len(examples.numbers)).cumsum(0)
-                    mine += zip(examples.numbers.tolist(), np.split(logp, ends.tolist()[:-1]), strict=False)
+                    own += zip(examples.numbers.tolist(), np.split(logp, ends.tolist()[:-1]), strict=False)
         mesh = self.plan.mesh
-        shares = all_gather_object((mesh.place("sp"), mine if mesh.place("tp") == 0 else []))
-        found: dict[int, list[NDArray[np.float32]]] = {}
-        for _, share in sorted(shares, key=itemgetter(0)):
-            for number, part in share:
-                found.setdefault(number, []).append(part)
-        return {number: np.concatenate(parts) for number, parts in found.items()}
+        of_ranks = all_gather_object((mesh.place("sp"), own if mesh.place("tp") == 0 else []))
+        parts_of_document: dict[int, list[NDArray[np.float32]]] = {}
+        for _, of_rank in sorted(of_ranks, key=itemgetter(0)):
+            for number, part in of_rank:
+                parts_of_document.setdefault(number, []).append(part)
+        return {number: np.concatenate(parts) for number, parts in parts_of_document.items()}
 
     def keep_as_reference(self) -> None:
         """Keep a copy of the current weights in host memory, as the reference of `token_log_probs`."""
@@ -280,26 +280,26 @@ class Engine:
         None.
         """
         self._ds.eval()
-        mine = answer_prompts(self._ds, self.plan, prompts, limits, is_over=is_over)
-        if mine is None:
+        own = answer_prompts(self._ds, self.plan, prompts, limits, is_over=is_over)
+        if own is None:
             return None
-        merged = {index: answer for part in all_gather_object(mine) for index, answer in part.items()}
+        merged = {index: answer for part in all_gather_object(own) for index, answer in part.items()}
         return [merged[index] for index in range(len(prompts))]
 
     def sample(self, request: SamplingRequest) -> list[list[SampledAnswer]] | None:
         """Sampled answers to each prompt, on every rank; prompts are distributed over the ranks."""
         was_training = self._ds.training
         self._ds.eval()
-        mine = sample_prompts(self._ds, self.plan, self._groups.tensor, request)
+        own = sample_prompts(self._ds, self.plan, self._groups.tensor, request)
         self._ds.train(was_training)
-        if mine is None:
+        if own is None:
             return None
         is_first = self.plan.mesh.place("tp") == self.plan.mesh.place("pp") == 0
-        shares = all_gather_object(mine if is_first else {})
-        every = {place: answer for share in shares for place, answer in share.items()}
-        check_answers(every.values())
+        of_ranks = all_gather_object(own if is_first else {})
+        answers = {index: answer for of_rank in of_ranks for index, answer in of_rank.items()}
+        check_answers(answers.values())
         size = request.group_size
-        return [[every[prompt * size + at] for at in range(size)] for prompt in range(len(request.prompts))]
+        return [[answers[prompt * size + at] for at in range(size)] for prompt in range(len(request.prompts))]
 
     def logits(self, prompts: Sequence[Sequence[int]]) -> Iterator[torch.Tensor]:
         """Logits of each prompt (token ids), computed in the run's precision and returned as fp32 [tokens, vocabulary]
@@ -359,36 +359,36 @@ class Engine:
         with turn_adapters_off(self.lm):
             return replace(rows, examples=replace(_examples_of(rows), reference=self._log_probs(rows)))
 
-    def _baseline(self, every: Iterable[ForwardRows]) -> float:
+    def _baseline(self, forwards: Iterable[ForwardRows]) -> float:
         """The objective's baseline of the global batch, from the log-ratios of the documents of all ranks."""
         if not self.objective.needs_baseline:
             return 0.0
         self._ds.eval()
         numbers = torch.zeros(2, dtype=torch.float64, device=self._device)
-        for rows in map(self._with_reference, every):
+        for rows in map(self._with_reference, forwards):
             reference = _examples_of(rows).reference.to(self._device, non_blocking=True)
             numbers[0] += (self._log_probs(rows) - reference).sum()
             numbers[1] += len(reference)
         return self.objective.baseline(*self._sum_over_ranks(numbers, copies=self.plan.mesh.sharing))
 
-    def _run_micro_batches(self, every: Sequence[ForwardRows], numbers: StepNumbers) -> torch.Tensor:
+    def _run_micro_batches(self, micro_batches: Sequence[ForwardRows], numbers: StepNumbers) -> torch.Tensor:
         """Forward and backward of all micro-batches; returns this rank's sums of the objective, fp64."""
         sums, once = self._no_sums(), self.plan.reduces_once
         # The number of forwards varies with the sampled answers, so DeepSpeed is told which micro-batch is the last.
         varies = not once and is_of_answers(self.objective)
         with gradients_reduced_at_end(self._ds, zero_stage=self.plan.zero_stage) if once else nullcontext():
-            for index, rows in enumerate(every, start=1):
+            for index, rows in enumerate(micro_batches, start=1):
                 out = self._forward(rows, numbers)
                 assert isinstance(out, LossAndSums)
                 if varies:
-                    self._ds.set_gradient_accumulation_boundary(index == len(every))
+                    self._ds.set_gradient_accumulation_boundary(index == len(micro_batches))
                 self._ds.backward(scale_for_deepspeed(out.loss, zero_ranks=self.plan.zero_ranks), scale_wrt_gas=False)
                 sums += out.sums
-                if index < len(every) and not once:
+                if index < len(micro_batches) and not once:
                     self._ds.step()
         return sums
 
-    def _run_pipeline(self, every: Sequence[ForwardRows], numbers: StepNumbers, stage: PipelineGroup) -> torch.Tensor:
+    def _run_pipeline(self, batches: Sequence[ForwardRows], numbers: StepNumbers, stage: PipelineGroup) -> torch.Tensor:
         """Forward and backward of all micro-batches on a pipeline stage; only the last stage has nonzero sums."""
         sums = self._no_sums()
 
@@ -399,7 +399,7 @@ class Engine:
             return StageForward(loss, out.hidden if isinstance(out, StageOutput) else None)
 
         with gradients_reduced_at_end(self._ds, zero_stage=self.plan.zero_stage):
-            run_pipeline(stage, every, forward, lambda scalar: self._ds.backward(scalar, scale_wrt_gas=False))
+            run_pipeline(stage, batches, forward, lambda scalar: self._ds.backward(scalar, scale_wrt_gas=False))
             if self._trains_both_ends:
                 stage.all_reduce_embedding_grad(self._ds.module.lm.get_input_embeddings().weight.grad)
         return sums
@@ -422,12 +422,12 @@ class Engine:
         return TotalLoss(self.objective, self._ds.module.extras)
 
     def _scores(
-        self, sums: Mapping[str, float], counts: Mapping[str, float], together: DocumentScores
+        self, sums: Mapping[str, float], counts: Mapping[str, float], all_scores: DocumentScores
     ) -> HeldOutScores:
         metrics = self._total_loss.metrics(sums, counts)
         if self.objective.gathers_scores:
-            metrics |= self.objective.score_metrics(together[:, 0], together[:, 1])
-        return HeldOutScores(metrics, counts, self.objective.is_per_token, sums, together)
+            metrics |= self.objective.score_metrics(all_scores[:, 0], all_scores[:, 1])
+        return HeldOutScores(metrics, counts, self.objective.is_per_token, sums, all_scores)
 
     def _step_optimizer(self) -> tuple[float, bool]:
         """The optimizer step; returns the gradient norm before clipping, and whether the step was skipped."""
@@ -453,14 +453,14 @@ class Engine:
                 hint="please report this",
             )
         # ZenFlow computes a norm only in steps that update all weights.
-        found = self._ds.get_global_grad_norm() if self._ds.global_steps > steps_before else None
-        return math.nan if found is None else float(found), skipped
+        global_norm = self._ds.get_global_grad_norm() if self._ds.global_steps > steps_before else None
+        return math.nan if global_norm is None else float(global_norm), skipped
 
     @property
     def _trains_both_ends(self) -> bool:
         """Whether the first and the last stage both train the embedding's weight, each with a part of its gradient."""
         module, is_end = self._ds.module, self._stage is not None and self._stage.is_end
-        trains_copy = has_tied_head(module.lm) or any(each.trains_embedding for each in module.extras)
+        trains_copy = has_tied_head(module.lm) or any(extra.trains_embedding for extra in module.extras)
         return is_end and trains_copy and module.lm.get_input_embeddings().weight.requires_grad
 
     def _sum_over_ranks(self, values: torch.Tensor, *, copies: int) -> list[float]:

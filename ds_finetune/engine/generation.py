@@ -117,7 +117,7 @@ def _obstacle_to_whole_weights(lm: nn.Module, plan: Plan) -> str:
     if plan.offload_param != "none":
         return f"offload_param keeps them on {plan.offload_param}"
     need = sum(math.prod(local_shape(param)) * param.element_size() for param in lm.parameters())
-    least = least_free_bytes(plan)
-    if need <= WEIGHTS_SHARE * least:
+    free = least_free_bytes(plan)
+    if need <= WEIGHTS_SHARE * free:
         return ""
-    return f"all of them take {need / GIB:.1f} GiB, more than half of the {least / GIB:.1f} GiB that a rank has free"
+    return f"all of them take {need / GIB:.1f} GiB, more than half of the {free / GIB:.1f} GiB that a rank has free"

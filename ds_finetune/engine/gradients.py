@@ -25,11 +25,11 @@ def clip_gradients(
     """
     parts = [[param for param in params if loss_of(param) == loss] for loss in (None, *losses)]
     norms = torch.stack([global_gradient_norm(part, groups, device) for part in parts])
-    found = norms.tolist()
-    if max_norm and all(map(math.isfinite, found)):
+    values = norms.tolist()
+    if max_norm and all(map(math.isfinite, values)):
         for part, norm in zip(parts, norms.unbind(), strict=True):
             torch.nn.utils.clip_grads_with_norm_(part, max_norm, norm)
-    return found
+    return values
 
 
 def global_gradient_norm(params: Sequence[nn.Parameter], groups: Groups, device: torch.device) -> torch.Tensor:

@@ -34,13 +34,13 @@ _PARAMETER_SWAPS = ("swap_in", "synchronize_reads", "swap_out_and_release", "swa
 @contextmanager
 def wrapped_phases(engine: Engine, during: Callable[[str], ContextDecorator]) -> Iterator[None]:
     """Within this context, `during(phase)` decorates the methods of `engine` that run the phases of a step."""
-    places = [
+    methods = [
         *((engine, name, phase) for name, phase in _OWN.items()),
         *((engine._ds, name, phase) for name, phase in _DEEPSPEED.items()),
         *((swapper, name, OFFLOAD) for swapper, names in _swappers(engine) for name in names if hasattr(swapper, name)),
     ]
     with ExitStack() as stack:
-        for owner, name, phase in places:
+        for owner, name, phase in methods:
             stack.enter_context(replaced(owner, name, during(phase)(getattr(owner, name))))
         yield
 
@@ -51,6 +51,6 @@ def _swappers(engine: Engine) -> Iterator[tuple[object, tuple[str, ...]]]:
     if optimizer is not None:
         yield optimizer, _OPTIMIZER_SWAPS
     params = (param for _, param in named_parameters(engine._ds.module))
-    swapper = next((found for param in params if (found := getattr(param, "nvme_swapper", None))), None)
+    swapper = next((candidate for param in params if (candidate := getattr(param, "nvme_swapper", None))), None)
     if swapper is not None:
         yield swapper, _PARAMETER_SWAPS

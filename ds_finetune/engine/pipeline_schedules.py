@@ -79,13 +79,13 @@ class _TensorMessage(NamedTuple):
         return self.tensor
 
 
-def run_pipeline(stage: PipelineGroup, every: Sequence[ForwardRows], forward: Forward, backward: Backward) -> None:
+def run_pipeline(stage: PipelineGroup, batches: Sequence[ForwardRows], forward: Forward, backward: Backward) -> None:
     """Forward and backward of all micro-batches through all chunks of this rank.
 
     Sends are asynchronous: with blocking sends, neighbours would wait for each other.
     """
-    step = _PipelineStep(stage, every)
-    turns = pipeline_turns(pp=stage.size, vpp=stage.num_chunks, micro_batches=len(every), rank=stage.group_rank)
+    step = _PipelineStep(stage, batches)
+    turns = pipeline_turns(pp=stage.size, vpp=stage.num_chunks, micro_batches=len(batches), rank=stage.group_rank)
     try:
         arriving = step.receive(turns[0])
         for number, turn in enumerate(turns, start=1):
@@ -104,8 +104,8 @@ def run_pipeline(stage: PipelineGroup, every: Sequence[ForwardRows], forward: Fo
 class _PipelineStep:
     """Tensors that a rank keeps during an optimizer step, by chunk and micro-batch."""
 
-    def __init__(self, stage: PipelineGroup, every: Sequence[ForwardRows]) -> None:
-        self._stage, self._every = stage, every
+    def __init__(self, stage: PipelineGroup, batches: Sequence[ForwardRows]) -> None:
+        self._stage, self._every = stage, batches
         self._arrived: dict[tuple[int, int], torch.Tensor | None] = {}
         self._done: dict[tuple[int, int], StageForward] = {}
         self._sent: dict[tuple[int, int], _TensorMessage] = {}
@@ -138,9 +138,9 @@ class _PipelineStep:
             # The receiver had these hidden states before it sent their gradient, so the send is complete.
             self._sent.pop(key).wait()
         backward(scalar_of(self._done.pop(key), arrived))
-        given = self._arrived.pop(key)
-        if given is not None:
-            self._sent_grads.append(self._send(grad_of(given), is_forward=False))
+        received = self._arrived.pop(key)
+        if received is not None:
+            self._sent_grads.append(self._send(grad_of(received), is_forward=False))
         # The receiver is at most one turn behind, so waiting is short and memory is bounded.
         while len(self._sent_grads) > self._stage.size:
             self._sent_grads.popleft().wait()

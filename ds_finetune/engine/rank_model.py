@@ -101,14 +101,14 @@ def install_groups(lm: PreTrainedModel, model: ModelPlan, groups: Groups) -> Non
 def placement_of(lm: PreTrainedModel, plan: Plan, groups: Groups) -> AdapterPlacement:
     """How features place new parameters of `lm`: sharded and partitioned like its own."""
     is_partitioned = plan.zero_stage == 3
-    share = partial(_partition_like_model, lm) if is_partitioned else None
+    partition_like = partial(_partition_like_model, lm) if is_partitioned else None
     placement = AdapterPlacement(
-        four_bit_or(partition if is_partitioned else whole, share),
+        four_bit_or(partition if is_partitioned else whole, partition_like),
         ModelShard.of(plan.mesh, family_of(lm.config.model_type)),
         tp_group=groups.tensor,
         mark_expert=partial(tag_expert, groups=groups),
     )
-    return placement if share is None else replace(placement, share=share)
+    return placement if partition_like is None else replace(placement, share=partition_like)
 
 
 def _partition_like_model(lm: PreTrainedModel, params: list[nn.Parameter]) -> None:

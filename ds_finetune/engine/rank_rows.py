@@ -44,11 +44,11 @@ def pins_memory(device: torch.device) -> bool:
 
 def _share_examples(examples: Examples, share: Callable[[torch.Tensor], torch.Tensor]) -> Examples:
     """`examples` with the per-token tensors restricted to this rank's tokens."""
-    known = examples.answers
-    if known is not None:
-        experts = None if known.experts is None else share(known.experts)
-        known = AnswerNumbers(share(known.old), share(known.reference), share(known.sampled), experts)
-    return replace(examples, index=share(examples.index), answers=known)
+    answers = examples.answers
+    if answers is not None:
+        experts = None if answers.experts is None else share(answers.experts)
+        answers = AnswerNumbers(share(answers.old), share(answers.reference), share(answers.sampled), experts)
+    return replace(examples, index=share(examples.index), answers=answers)
 
 
 def copy_to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -36,8 +36,8 @@ def scores_of(out: LossAndSums | StageOutput, micro: MicroBatch) -> DocumentScor
 def gather_scores(parts: list[DocumentScores], mesh: Mesh) -> DocumentScores:
     """Scores of all ranks, on every rank. Of ranks with the same rows only the first contributes."""
     is_first = mesh.place("tp") == mesh.place("sp") == 0
-    mine = np.concatenate([NO_SCORES, *parts]) if is_first else NO_SCORES
-    return np.concatenate(all_gather_object(mine))
+    own = np.concatenate([NO_SCORES, *parts]) if is_first else NO_SCORES
+    return np.concatenate(all_gather_object(own))
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ def read_step(
         has_bad_gradient=bool(bad > 0),
         counts=dict(zip(UNITS, (units / mesh.sharing).tolist(), strict=True)),
         counted={
-            name: (one.view_as(table), other.view(table.shape))
-            for (name, table), one, other in zip(tables.items(), here, on_host, strict=True)
+            name: (on_device.view_as(table), host_count.view(table.shape))
+            for (name, table), on_device, host_count in zip(tables.items(), here, on_host, strict=True)
         },
     )
 

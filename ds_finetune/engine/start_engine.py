@@ -74,8 +74,8 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         engine.drawn = drawn
         # Dropout uses torch's generator: seeds differ between ranks with other tokens or layers, and are equal on
         # tensor parallel ranks, which draw for whole activations. A resumed run restores the generator's state.
-        places = ".".join(str(plan.mesh.place(axis)) for axis in ("dp", "sp", "pp"))
-        torch.manual_seed(seed_of(plan.train.seed, f"dropout.{places}"))
+        coordinates = ".".join(str(plan.mesh.place(axis)) for axis in ("dp", "sp", "pp"))
+        torch.manual_seed(seed_of(plan.train.seed, f"dropout.{coordinates}"))
         with engine.meter.counting():
             yield engine
 

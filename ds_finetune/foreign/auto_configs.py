@@ -36,11 +36,11 @@ def register_models(name: str, *, built_as: str) -> None:
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, conversion_mapping
 
     register_config(name, built_as=built_as)
-    known, own = CONFIG_MAPPING[built_as], CONFIG_MAPPING[name]
+    built_config, own_config = CONFIG_MAPPING[built_as], CONFIG_MAPPING[name]
     for factory in (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification):
         classes = _CLASSES.attribute(factory, "_model_mapping")
-        if known in classes:
-            classes.register(own, classes[known], exist_ok=True)
+        if built_config in classes:
+            classes.register(own_config, classes[built_config], exist_ok=True)
     if _CONVERSIONS.attribute(conversion_mapping, "_checkpoint_conversion_mapping_cache") is not None:
         _add_conversions(conversion_mapping, name, built_as)
         return

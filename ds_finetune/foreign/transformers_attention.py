@@ -79,12 +79,12 @@ def attention_function(name: str) -> Callable[..., Any]:
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)  # type: ignore[no-any-return]
 
 
-def rotate(turn: str, *given: Any) -> Any:  # noqa: ANN401 - untyped
+def rotate(turn: str, *arguments: Any) -> Any:  # noqa: ANN401 - untyped
     """Rotate queries and keys [rows, heads, tokens, width] by cosines and sines. `turn` `pairs` rotates neighbouring
     columns, `halves` columns half the width apart.
     """
     name = {"pairs": "apply_rotary_pos_emb_interleave", "halves": "apply_rotary_pos_emb"}[turn]
-    return _LATENT.attribute(modeling_deepseek_v3, name)(*given)
+    return _LATENT.attribute(modeling_deepseek_v3, name)(*arguments)
 
 
 def replace_forward(attention: nn.Module, mixin: type[nn.Module]) -> None:

@@ -63,14 +63,14 @@ def mixture_lines(run: PreparedRun) -> list[str]:
     if isinstance(rows, StreamedRows) or rows.mixture is None:
         return []
     mixture, total = rows.mixture, total_rows(run, rows)
-    drawn = mixture.count_rows(total, seed=run.plan.train.seed, shuffle=run.config.data.shuffle)
-    passes = [number / size for number, size in zip(drawn, mixture.sizes, strict=True)]
+    rows_of = mixture.count_rows(total, seed=run.plan.train.seed, shuffle=run.config.data.shuffle)
+    passes = [number / size for number, size in zip(rows_of, mixture.sizes, strict=True)]
     tokens = [number * times for number, times in zip(rows.tokens_of_sources, passes, strict=True)]
     return [
         f"{name}: {share_text(number / total)} of the rows and {share_text(of_source / sum(tokens))} of the tokens of "
         f"the run, {times:.2f} passes over {size:,} rows"
         for name, number, of_source, times, size in zip(
-            mixture.names, drawn, tokens, passes, mixture.sizes, strict=True
+            mixture.names, rows_of, tokens, passes, mixture.sizes, strict=True
         )
     ]
 

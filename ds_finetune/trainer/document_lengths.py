@@ -88,11 +88,11 @@ def _limits(model: ModelPlan) -> Iterator[DocumentLimit]:
     tokens = longest_document(model.hf_config)
     if tokens is not None:
         if model.attention not in OWN_ATTENTIONS:
-            given = f"with model.attention {model.attention}"
-            yield DocumentLimit(tokens, given, "model.attention: sdpa", holds_for_answers=True)
+            where = f"with model.attention {model.attention}"
+            yield DocumentLimit(tokens, where, "model.attention: sdpa", holds_for_answers=True)
         for layer in _first_layers_without_choice(model):
-            given = f"where a stage of parallel.pp {len(model.stages)} begins with layer {layer}, without an indexer"
-            yield DocumentLimit(tokens, given, "parallel.pp: 1, or other parallel.pp_layers", holds_for_answers=True)
+            where = f"where a stage of parallel.pp {len(model.stages)} begins with layer {layer}, without an indexer"
+            yield DocumentLimit(tokens, where, "parallel.pp: 1, or other parallel.pp_layers", holds_for_answers=True)
     if model.teacher is not None:
         tokens = longest_document(model.teacher.hf_config)
         if tokens is not None:

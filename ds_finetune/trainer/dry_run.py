@@ -107,9 +107,9 @@ def _rank_map(mesh: Mesh, per_node: int) -> Table:
         table.add_column(head)
     for node in shown:
         ranks = range(node * per_node, (node + 1) * per_node)
-        places = [_range({mesh.place(axis, rank) for rank in ranks}) for axis in axes]
+        coordinates = [_range({mesh.place(axis, rank) for rank in ranks}) for axis in axes]
         parts = [_range({replace(mesh, rank=rank).expert_place for rank in ranks})] if mesh.ep > 1 else []
-        table.add_row(str(node), _range(set(ranks)), *places, *parts)
+        table.add_row(str(node), _range(set(ranks)), *coordinates, *parts)
     lines = [(axis, mesh.lines(axis)) for axis in axes] + ([("experts", mesh.expert_lines())] if mesh.ep > 1 else [])
     table.caption = "; ".join(f"a group along {axis} spans {_nodes(groups, per_node)}" for axis, groups in lines)
     table.caption_justify = "left"
@@ -117,8 +117,8 @@ def _rank_map(mesh: Mesh, per_node: int) -> Table:
 
 
 def _nodes(groups: list[list[int]], per_node: int) -> str:
-    most = max(len({rank // per_node for rank in group}) for group in groups)
-    return "one node" if most == 1 else f"{most} nodes"
+    most_nodes = max(len({rank // per_node for rank in group}) for group in groups)
+    return "one node" if most_nodes == 1 else f"{most_nodes} nodes"
 
 
 def _range(values: set[int]) -> str:
@@ -147,10 +147,10 @@ def model_lines(model: ModelPlan, plan: Plan, *, capability: tuple[int, int] | N
     `capability` is the compute capability of this rank's GPU; None on CPUs and in a dry run.
     """
     tree = model.hf_config.to_dict()
-    takes = plan.kernels.has_others
-    flash_3 = TORCH_ONLY if not takes else None if capability is None else problem_of_flash_3(model.hf_config)
+    fused = plan.kernels.has_others
+    flash_3 = TORCH_ONLY if not fused else None if capability is None else problem_of_flash_3(model.hf_config)
     kernel = attention_lines(model.attention, tree, device=plan.device, precision=plan.precision, flash_3=flash_3)
-    experts = experts_lines(tree, device=plan.device, precision=plan.precision, capability=capability, has_triton=takes)
+    experts = experts_lines(tree, device=plan.device, precision=plan.precision, capability=capability, has_triton=fused)
     context = model.context.lines() if model.context is not None else []
     return [
         *context,
@@ -190,6 +190,6 @@ def _vocabulary_lines(model: ModelPlan) -> list[tuple[str, str]]:
     if not model.resizes_vocabulary:
         return []
     before, after = model.published_vocab_size, int(model.hf_config.vocab_size)
-    drawn = f"{before} -> {after} tokens; {after - before} new rows of embedding and head are drawn like the old ones"
+    grown = f"{before} -> {after} tokens; {after - before} new rows of embedding and head are drawn like the old ones"
     fits = f"the tokenizer's ids fit the {before} tokens; model.resize_vocabulary adds nothing"
-    return [("vocabulary", drawn if after > before else fits)]
+    return [("vocabulary", grown if after > before else fits)]

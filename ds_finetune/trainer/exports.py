@@ -75,7 +75,7 @@ def verify_run_exports(
     VerificationError with the folders that stay unverified where a signal has arrived.
     """
     best = output_dir / "export-best"
-    folders = [each for each in (*exports, best) if (each / RECORD).is_file() and (each / UNVERIFIED).is_file()]
+    folders = [path for path in (*exports, best) if (path / RECORD).is_file() and (path / UNVERIFIED).is_file()]
     if not folders:
         return ()
     interruption.check(folders)
@@ -146,8 +146,8 @@ class Exports:
     def _links_to_best(self, names: tuple[str, ...]) -> bool:
         """Link to the best export; whether rank zero succeeded, on every rank."""
         folder = self.run.output_dir
-        made = (link_folder(folder / f"{name}-best", folder / name) for name in names)
-        return all(all_gather_object(not self.engine.is_rank_zero or all(made)))
+        links = (link_folder(folder / f"{name}-best", folder / name) for name in names)
+        return all(all_gather_object(not self.engine.is_rank_zero or all(links)))
 
     def _print(self, notes: Iterable[str]) -> None:
         for note in notes:
@@ -220,18 +220,18 @@ def _write_adapters(run: PreparedRun, engine: Engine, out: Path | None, parts: F
     if lora is None:
         return {}
     # Cloned, since gathered tensors are released, and the model's own tensors (on CPUs) change with the next step.
-    whole = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
-    factors = factors_of(whole, lora.scale)
+    adapters = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
+    factors = factors_of(adapters, lora.scale)
     assert run.model.lora is not None
     trained = engine.named_tensors(run.model.lora.whole)
-    kept = {name: tensor.clone() for name, tensor in trained if tensor is not None}
+    full_weights = {name: tensor.clone() for name, tensor in trained if tensor is not None}
     if engine.is_rank_zero and out is not None:
         base = AdapterBase(
             name=inputs.model.path,
             digest=inputs.base,
             family=family_of(inputs.hf_config.model_type),
             module=text_module(inputs.folder) if is_composite(inputs.config_tree) else "model",
-            whole=kept,
+            whole=full_weights,
             classifier_config=inputs.config_tree if run.model.task == "sequence_classification" else {},
             files=parts.files,
             texts=parts.texts,
@@ -268,11 +268,11 @@ def _tokenizer_config(inputs: RunInputs) -> dict[str, str]:
     one is exported, since programs read either, and `add_bos_token` if training rows had no BOS.
     """
     file, tokenizer = inputs.tokenizer_folder / TOKENIZER_CONFIG, inputs.tokenizer
-    given = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    published = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     has_bos = inputs.prompts.text_ids(tokenizer, "x")[:1] == [tokenizer.bos_token_id]
     left_out = {"chat_template": bool(inputs.prompts.template), "add_bos_token": not has_bos}
-    tree = {key: value for key, value in given.items() if not (value and left_out.get(key))}
-    return {} if tree == given else {TOKENIZER_CONFIG: json.dumps(tree, indent=2, ensure_ascii=False) + "\n"}
+    tree = {key: value for key, value in published.items() if not (value and left_out.get(key))}
+    return {} if tree == published else {TOKENIZER_CONFIG: json.dumps(tree, indent=2, ensure_ascii=False) + "\n"}
 
 
 def _encode_of(run: PreparedRun) -> Encode | None:
@@ -321,6 +321,6 @@ def _with_texts(record: ExportRecord, run: PreparedRun, tokenizer: FittedTokeniz
     encoded = {} if encode is None else {text: encode(text, None) for text in TEXTS}
     short = {text: tuple(ids) for text, ids in encoded.items() if len(ids) < limit}
     ending = next((ids[-1:] for ids in short.values()), ())
-    made = classifier_prompts(record.vocab_size, pad=hf_config.pad_token_id, ending=ending)
+    prompts = classifier_prompts(record.vocab_size, pad=hf_config.pad_token_id, ending=ending)
     texts = tuple(short) if set(short) <= set(tokenizer.texts) else ()
-    return replace(record, prompts=(*made, *short.values()), num_labels=int(hf_config.num_labels), texts=texts)
+    return replace(record, prompts=(*prompts, *short.values()), num_labels=int(hf_config.num_labels), texts=texts)

@@ -90,9 +90,9 @@ def explain_out_of_memory(run: PreparedRun) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, FinetuneError) or not is_out_of_memory(error):
             raise
-        told = _out_of_memory(run, error, run.memory)
-        told.hint = "; ".join(filter(None, [_remember(run), told.hint]))
-        raise told from error
+        explained = _out_of_memory(run, error, run.memory)
+        explained.hint = "; ".join(filter(None, [_remember(run), explained.hint]))
+        raise explained from error
 
 
 def _remember(run: PreparedRun) -> str:
@@ -121,15 +121,15 @@ def _out_of_memory(run: PreparedRun, error: Exception, device: DeviceMemory | No
             hint="lower train.micro_batch_size, or take a higher zero_optimization.stage or more ranks",
         )
     need = f"by the estimate a rank needs {estimate.device_bytes / GIB:.3f} GiB at most"
-    has = f"the {device.name} had {device.free_bytes / GIB:.3f} GiB free for it when the run was prepared"
-    text = "\n".join([message, f"{need}, and {has}:", *memory_table(estimate)])
+    available = f"the {device.name} had {device.free_bytes / GIB:.3f} GiB free for it when the run was prepared"
+    text = "\n".join([message, f"{need}, and {available}:", *memory_table(estimate)])
     bucket = _bucket_hint(run, device)
     if estimate.device_bytes >= device.free_bytes:
         fits = what_fits(run, budget=device.free_bytes)
         return OutOfMemoryError(text, hint=f"{bucket}; then {fits}" if bucket else fits)
     less = what_fits(run, budget=estimate.device_bytes)
-    other = "the estimate is less than what was free: look for other processes and limits, or take less"
-    return OutOfMemoryError(text, hint=bucket or f"{other}; {less}")
+    unexpected = "the estimate is less than what was free: look for other processes and limits, or take less"
+    return OutOfMemoryError(text, hint=bucket or f"{unexpected}; {less}")
 
 
 def _bucket_hint(run: PreparedRun, device: DeviceMemory) -> str:

@@ -103,11 +103,11 @@ class RunInputs:
     @cached_property
     def beside(self) -> dict[str, Path]:
         """Source paths of files that an export copies beside its weights, by file name."""
-        found = tokenizer_files(self.tokenizer_folder)
+        files = tokenizer_files(self.tokenizer_folder)
         if self.prompts.template:
-            found = {name: path for name, path in found.items() if "/" not in name and name not in CHAT_TEMPLATES}
+            files = {name: path for name, path in files.items() if "/" not in name and name not in CHAT_TEMPLATES}
         generation = self.folder / GENERATION
-        return found | ({GENERATION: generation} if generation.is_file() else {})
+        return files | ({GENERATION: generation} if generation.is_file() else {})
 
     @cached_property
     def beginning(self) -> dict[str, str]:
@@ -215,12 +215,12 @@ def untrained_tokens(
         seen[ids[start : start + _STRIP]] = True
     named, used = set(own.get_vocab().values()), set(np.flatnonzero(seen).tolist())
     added = sorted(used & tokenizer.added_tokens_decoder.keys() & named)
-    found = [*sorted(used - named), *untrained_rows(folder, added, named)]
-    if found:
-        shown = ", ".join(f"{tokenizer.convert_ids_to_tokens(number)!r} ({number})" for number in found[:5])
+    untrained = [*sorted(used - named), *untrained_rows(folder, added, named)]
+    if untrained:
+        shown = ", ".join(f"{tokenizer.convert_ids_to_tokens(number)!r} ({number})" for number in untrained[:5])
         yield (
-            f"lora trains neither embedding nor head, and the base seems not to have trained those of {len(found)} "
-            f"tokens of the rows: {shown}{', ...' if found[5:] else ''}; lora.modules_to_save may name them"
+            f"lora trains neither embedding nor head, and the base seems not to have trained those of {len(untrained)} "
+            f"tokens of the rows: {shown}{', ...' if untrained[5:] else ''}; lora.modules_to_save may name them"
         )
 
 
@@ -274,8 +274,8 @@ def check_teacher_tokens(model: ModelPlan, tokenizer: PreTrainedTokenizerBase) -
     """ModelError where a live teacher's tokenizer has other tokens for the ids; DataError where it has none."""
     if model.teacher is not None:
         folder = resolve_folder(model.teacher.path, files=TOKENIZER_PATTERNS)
-        theirs = load_tokenizer(str(folder))
-        check_same_tokens(model.teacher, theirs.get_vocab(), tokenizer.get_vocab())
+        teacher_tokenizer = load_tokenizer(str(folder))
+        check_same_tokens(model.teacher, teacher_tokenizer.get_vocab(), tokenizer.get_vocab())
 
 
 def open_scores(

@@ -41,10 +41,10 @@ def decide_recomputation(
         own = json.dumps(run.memory.total_bytes if run.memory is not None else 0)
         sizes = exchange(store, plan.world, "memory of devices", own, timeout=_TIMEOUT)
         budget = min(map(int, sizes)) or None
-    chosen, reason = chosen_recomputation(plan, run.model.described, run.traces, budget=budget)
-    train = run.config.train.model_copy(update={"activation_checkpointing": chosen})
-    config, plan = run.config.model_copy(update={"train": train}), replace(plan, activation_checkpointing=chosen)
-    return replace(run, config=config, plan=plan), [("recomputation", f"{chosen} (auto: {reason})")]
+    recomputation, reason = chosen_recomputation(plan, run.model.described, run.traces, budget=budget)
+    train = run.config.train.model_copy(update={"activation_checkpointing": recomputation})
+    config, plan = run.config.model_copy(update={"train": train}), replace(plan, activation_checkpointing=recomputation)
+    return replace(run, config=config, plan=plan), [("recomputation", f"{recomputation} (auto: {reason})")]
 
 
 def decide_micro_batch(run: PreparedRun, store: dist.Store, monitor: Monitor) -> PreparedRun:

@@ -79,7 +79,7 @@ class StartedRun:
 def make_observers(started: StartedRun, signals: StopSignals, rollouts: RolloutSource | None = None) -> list[Observer]:
     """Observers in the order in which they receive records, with their state from the checkpoint restored."""
     config, plan = started.run.config, started.run.plan
-    left = make_time_left(started.run)
+    time_left = make_time_left(started.run)
     skipped = SkippedSteps(config.train.max_skipped_steps, plan.precision)
     observers: list[Observer] = []
     if plan.world.world_size > 1:
@@ -98,7 +98,7 @@ def make_observers(started: StartedRun, signals: StopSignals, rollouts: RolloutS
         resumable |= {"rollouts": rollouts, "rollout_metrics": metrics}
     samples = _sample_file(started)
     if started.run.inputs.held_out:
-        evaluation, best = _evaluation(started, left, signals, samples, rollouts)
+        evaluation, best = _evaluation(started, time_left, signals, samples, rollouts)
         observers += [evaluation, best]
         resumable |= {"evaluation": evaluation, "best": best}
     if started.run.observers:
@@ -106,23 +106,23 @@ def make_observers(started: StartedRun, signals: StopSignals, rollouts: RolloutS
     restore_observers(resumable, started.resume_point)
     observers += [*([] if samples is None else [samples]), *_expert_loads_file(started)]
     if started.saver is not None:
-        observers.append(_checkpointing(started, started.saver, left, signals, resumable))
-    return [*observers, *(_writers(started, left, rollouts) if started.engine.is_rank_zero else [])]
+        observers.append(_checkpointing(started, started.saver, time_left, signals, resumable))
+    return [*observers, *(_writers(started, time_left, rollouts) if started.engine.is_rank_zero else [])]
 
 
 def make_time_left(run: PreparedRun) -> TimeLeft:
     """Estimator of the remaining time, with what is known before the first step."""
     config, held_out = run.config, run.inputs.held_out
-    every = {SAVE: run.interval(config.checkpoint)} if config.checkpoint.saves else {}
+    intervals = {SAVE: run.interval(config.checkpoint)} if config.checkpoint.saves else {}
     steps = 0.0
     if held_out:
-        every |= dict.fromkeys((EVALUATION, ANSWERS), run.interval(config.eval))
+        intervals |= dict.fromkeys((EVALUATION, ANSWERS), run.interval(config.eval))
         # A forward is about a third of a training step's work on a row.
         num_rows = sum(num_eval_rows(rows, config.eval.limit) for rows in held_out.values())
         steps = num_rows / config.train.global_batch_size / 3
     exported = run.estimate.files.exports * run.estimate.files.export_bytes
     return TimeLeft(
-        run.schedule.steps, every, evaluation_steps=steps, export_bytes=exported, verifies=config.export.verify
+        run.schedule.steps, intervals, evaluation_steps=steps, export_bytes=exported, verifies=config.export.verify
     )
 
 
@@ -158,7 +158,7 @@ def _sample_file(started: StartedRun) -> SampleFile | None:
 
 def _evaluation(
     started: StartedRun,
-    left: TimeLeft,
+    time_left: TimeLeft,
     signals: StopSignals,
     samples: SampleFile | None,
     rollouts: RolloutSource | None,
@@ -172,28 +172,28 @@ def _evaluation(
         evaluate = RewardEvaluation(rollouts, signals.is_stop_requested, collect).scores
     evaluation = Evaluation(
         started.run.interval(config.eval),
-        left.during(EVALUATION)(progress.during("evaluation")(evaluate)),
-        exact_match and left.during(ANSWERS)(progress.during("evaluation")(exact_match)),
+        time_left.during(EVALUATION)(progress.during("evaluation")(evaluate)),
+        exact_match and time_left.during(ANSWERS)(progress.during("evaluation")(exact_match)),
     )
     write_best = progress.during("export")(started.exports.write_best)
-    return evaluation, BestAndPatience(config.eval, left.during(EXPORT)(write_best))
+    return evaluation, BestAndPatience(config.eval, time_left.during(EXPORT)(write_best))
 
 
 def _checkpointing(
-    started: StartedRun, saver: Saver, left: TimeLeft, signals: StopSignals, resumable: dict[str, Resumable]
+    started: StartedRun, saver: Saver, time_left: TimeLeft, signals: StopSignals, resumable: dict[str, Resumable]
 ) -> Checkpointing:
     policy = started.run.config.checkpoint
-    kept = CheckpointPolicy(started.run.interval(policy), policy.keep, policy.keep_best, policy.max_failed)
-    state_text, saving = make_state_text(started.run, started.engine), partial(_saving, started, left)
-    return Checkpointing(saver, signals, kept, resumable, state_text, started.say, saving)
+    kept_policy = CheckpointPolicy(started.run.interval(policy), policy.keep, policy.keep_best, policy.max_failed)
+    state_text, saving = make_state_text(started.run, started.engine), partial(_saving, started, time_left)
+    return Checkpointing(saver, signals, kept_policy, resumable, state_text, started.say, saving)
 
 
-def _writers(started: StartedRun, left: TimeLeft, rollouts: RolloutSource | None) -> list[Observer]:
+def _writers(started: StartedRun, time_left: TimeLeft, rollouts: RolloutSource | None) -> list[Observer]:
     """Observers of rank zero that write files and print."""
     run, say = started.run, started.say
     is_resumed = started.resume_point.progress.step > 0
     return [
-        left,
+        time_left,
         MetricsFile(run.output_dir / "metrics.jsonl", say),
         *([] if rollouts is None else [RolloutSamples(run.output_dir, rollouts, say)]),
         *([RankTimesFile(run.output_dir / "ranks.jsonl", say)] if run.plan.world.world_size > 1 else []),
@@ -203,8 +203,8 @@ def _writers(started: StartedRun, left: TimeLeft, rollouts: RolloutSource | None
 
 
 @contextmanager
-def _saving(started: StartedRun, left: TimeLeft) -> Iterator[None]:
-    with started.rank_progress.during("save"), left.during(SAVE):
+def _saving(started: StartedRun, time_left: TimeLeft) -> Iterator[None]:
+    with started.rank_progress.during("save"), time_left.during(SAVE):
         if started.engine.is_rank_zero:
             synchronise_records(started.run.output_dir)
         yield
@@ -240,7 +240,7 @@ class HeldOutEvaluation:
         plan, sets, limit = batch_plan(self.run), self.run.inputs.held_out, self.run.config.eval.limit
         per_round = plan.micro_batch_size * plan.dp
         rounds = sum(math.ceil(num_eval_rows(rows, limit) / per_round) for rows in sets.values())
-        found: dict[str, HeldOutScores] = {}
+        scores_of: dict[str, HeldOutScores] = {}
         with self._phase("evaluation", rounds) as line:
             is_over = line.before_each(self.signals.is_stop_requested)
             for name, rows in sets.items():
@@ -250,8 +250,8 @@ class HeldOutEvaluation:
                 )
                 if scores is None:
                     return None
-                found[name] = scores
-        return found if _ALL in found else {_ALL: self.engine.pool(found.values()), **found}
+                scores_of[name] = scores
+        return scores_of if _ALL in scores_of else {_ALL: self.engine.pool(scores_of.values()), **scores_of}
 
     def exact_match(self) -> Mapping[str, float] | None:
         """Share of exact matches among answers to the first prompts of each set, and of all sets together."""
@@ -268,19 +268,19 @@ class HeldOutEvaluation:
                 answers[name] = (self._texts(ids), self._texts([answer for _, answer in of_set]))
         if self.collect is not None:
             self.collect([sample for name in pairs for sample in self._samples(name, pairs[name], *answers[name])])
-        shares = {name: matches(*of_set) for name, of_set in answers.items()}
-        given, expected = ([text for of_set in answers.values() for text in of_set[side]] for side in (0, 1))
-        return {_ALL: matches(given, expected), **shares}
+        fractions = {name: matches(*of_set) for name, of_set in answers.items()}
+        generated, expected = ([text for of_set in answers.values() for text in of_set[side]] for side in (0, 1))
+        return {_ALL: matches(generated, expected), **fractions}
 
     def _baseline(self, rows: PreparedRows, plan: BatchPlan) -> Iterator[MicroBatch]:
         mismatched = mismatched_answers(self.run.plan, self.engine.objective, rows)
         return iter(()) if mismatched is None else eval_baseline(mismatched, plan, limit=self.run.config.eval.limit)
 
     def _samples(
-        self, name: str, pairs: Sequence[tuple[list[int], list[int]]], given: list[str], expected: list[str]
+        self, name: str, pairs: Sequence[tuple[list[int], list[int]]], generated: list[str], expected: list[str]
     ) -> Iterator[Sample]:
         """First answers of a held-out set with their prompts as rendered; the caller sets the step later."""
-        rows = list(zip(pairs, given, expected, strict=True))[:MOST_SAMPLES]
+        rows = list(zip(pairs, generated, expected, strict=True))[:MOST_SAMPLES]
         for (prompt, _), answer, of_data in rows:
             yield Sample(0, name, self.run.inputs.tokenizer.decode(prompt), answer, of_data)
 

@@ -36,8 +36,8 @@ def preview_of(run: RunSettings, *, samples: int) -> RenderableType:
     unusable = unusable_record(run.rewards, rows) if rows.kind.name == "prompts" else ""
     notes = (*rows.notes, *row_notes(rows.counts), *filter(None, [unusable]))
     table = Table(title="counts", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
-    most = limits.max_seq_len - limits.answer_tokens
-    for name, text in count_lines(rows, most, is_packed=run.data.packing and rows.kind.name != "prompts"):
+    longest = limits.max_seq_len - limits.answer_tokens
+    for name, text in count_lines(rows, longest, is_packed=run.data.packing and rows.kind.name != "prompts"):
         table.add_row(name, escaped(text))
     return Group(*shown, table, *(Text(escaped(note)) for note in notes))
 

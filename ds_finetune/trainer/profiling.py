@@ -33,8 +33,8 @@ def profiled(records: Iterator[StepRecord], started: StartedRun) -> Iterator[Ite
     first, last = settings.first_and_last
     size = run.plan.world.world_size
     ranks = tuple(range(size)) if settings.ranks == "all" else settings.ranks
-    about = ProfiledRun(run.plan.device, str(run.plan.mesh), size, ranks)
-    profiler = StepProfiler(about, started.store, clock=HostClock(), wrap=lambda each: _wrap(started, each))
+    info = ProfiledRun(run.plan.device, str(run.plan.mesh), size, ranks)
+    profiler = StepProfiler(info, started.store, clock=HostClock(), wrap=lambda labels: _wrap(started, labels))
 
     try:
         profiled_steps = _steps(profiler, records, max(first, done + 1), started)
@@ -80,16 +80,16 @@ def without_peak_of_profile(records: Iterator[StepRecord], first: int, last: int
 
     Profiled steps repeat the peak of earlier steps, if any. Later steps are measured from the end of the profile.
     """
-    known: dict[str, float] = {}
+    peak_before: dict[str, float] = {}
     for record in records:
         if record.step < first:
-            known = {_PEAK: record.values[_PEAK]}
+            peak_before = {_PEAK: record.values[_PEAK]}
             yield record
         elif record.step <= last:
-            others = {name: value for name, value in record.values.items() if name != _PEAK}
-            yield replace(record, values={**others, **known})
+            without_peak = {name: value for name, value in record.values.items() if name != _PEAK}
+            yield replace(record, values={**without_peak, **peak_before})
         else:
-            yield record.with_values({_PEAK: max(record.values[_PEAK], *known.values(), 0.0)})
+            yield record.with_values({_PEAK: max(record.values[_PEAK], *peak_before.values(), 0.0)})
 
 
 @contextmanager

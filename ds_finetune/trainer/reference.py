@@ -43,11 +43,11 @@ def find_reference(run: PreparedRun) -> dict[str, LogProbs | None]:
     """Read cached reference log-probabilities by name of the rows; None where they must be computed. Empty without a
     cached reference. Collective: if a rank lacks some, all ranks compute them.
     """
-    found: dict[str, LogProbs | None] = {}
+    cached: dict[str, LogProbs | None] = {}
     for name, rows in _rows(run).items():
-        mine = _read(_folder(run, name, rows))
-        found[name] = mine if all(all_gather_object(mine is not None)) else None
-    return found
+        own = _read(_folder(run, name, rows))
+        cached[name] = own if all(all_gather_object(own is not None)) else None
+    return cached
 
 
 def complete_reference(run: PreparedRun, engine: Engine, cached: Mapping[str, LogProbs | None]) -> PreparedRun:
@@ -57,9 +57,9 @@ def complete_reference(run: PreparedRun, engine: Engine, cached: Mapping[str, Lo
     """
     logps: dict[str, LogProbs] = {}
     for name, rows in _rows(run).items():
-        known = cached[name]
-        logps[name] = _compute(run, engine, name, rows) if known is None else known
-        if known is None and run.plan.world.local_rank == 0:
+        log_probs = cached[name]
+        logps[name] = _compute(run, engine, name, rows) if log_probs is None else log_probs
+        if log_probs is None and run.plan.world.local_rank == 0:
             _write(_folder(run, name, rows), logps[name])
     return replace(run, reference=logps)
 
@@ -89,9 +89,9 @@ def _compute(run: PreparedRun, engine: Engine, name: str, rows: PreparedRows) ->
     with PhaseLine(what, num_batches, is_rank_zero=engine.is_rank_zero) as line:
         numbers, logps = engine.document_log_probs(chain(first, _with_baselines(batches, line)))
     if not np.isfinite(logps).all():
-        wrong = int(np.flatnonzero(~np.isfinite(logps))[0])
+        index = int(np.flatnonzero(~np.isfinite(logps))[0])
         raise RunError(
-            f"the reference model gives document {numbers[wrong]} of data.{name} the log-probability {logps[wrong]}",
+            f"the reference model gives document {numbers[index]} of data.{name} the log-probability {logps[index]}",
             hint="look at the row with `ds-finetune data show`, and at the weights of model.path",
         )
     # NaN for documents beyond eval.limit, which no batch contains.
@@ -148,12 +148,12 @@ def _start(lora: LoraConfig | None) -> dict[str, object]:
 
 
 def _read(folder: Path) -> LogProbs | None:
-    whole = folder / "logps"
-    if not whole.is_dir():
+    saved = folder / "logps"
+    if not saved.is_dir():
         return None
     with lock_folder(folder):
-        remove_damaged([whole], since=time.time())
-    return np.load(whole / "values.npy") if whole.is_dir() else None
+        remove_damaged([saved], since=time.time())
+    return np.load(saved / "values.npy") if saved.is_dir() else None
 
 
 def _write(folder: Path, values: LogProbs) -> None:

@@ -247,9 +247,9 @@ def try_generic_type(run: RunSettings, model: ModelPlan) -> tuple[str, ...]:
     teacher would not keep documents apart.
     """
     lora = model.lora
-    adapted = () if lora is None else {last_part(each.name) for each in (*lora.targets, *lora.quantised)}
+    adapted = () if lora is None else {last_part(target.name) for target in (*lora.targets, *lora.quantised)}
     tried = [(model.hf_config, adapted), *([(model.teacher.hf_config, ())] if model.teacher is not None else [])]
-    found = [
+    notes = [
         check_generic_type(
             hf_config,
             objective=model.objective,
@@ -261,7 +261,7 @@ def try_generic_type(run: RunSettings, model: ModelPlan) -> tuple[str, ...]:
         )
         for hf_config, names in tried
     ]
-    return tuple(dict.fromkeys(line for lines in found for line in lines))
+    return tuple(dict.fromkeys(line for lines in notes for line in lines))
 
 
 def token_limits(run: RunSettings, hf_config: PretrainedConfig) -> TokenLimits:
@@ -359,8 +359,8 @@ def plan_model(hf_config: PretrainedConfig, run: RunSettings) -> ModelPlan:
     if "adapters" in features:
         check_stages(features["adapters"], stages, ep_size=run.parallel.ep)
     if "freezing" in features:
-        given = f"train.only {list(run.train.only)}, train.freeze {list(run.train.freeze)}"
-        check_trained_stages(features["freezing"].trained, stages, ep_size=run.parallel.ep, given=given)
+        condition = f"train.only {list(run.train.only)}, train.freeze {list(run.train.freeze)}"
+        check_trained_stages(features["freezing"].trained, stages, ep_size=run.parallel.ep, given=condition)
     check_model(run.with_model(hf_config.to_dict(), stages=stages), "stages")
     return ModelPlan(
         path=model.path,
@@ -382,11 +382,11 @@ def _without_noise(hf_config: PretrainedConfig) -> tuple[PretrainedConfig, tuple
 
     With dropout or noise, the trained model would differ from its reference before the first step.
     """
-    hf_config, found = copy.deepcopy(hf_config), list[str]()
+    hf_config, settings = copy.deepcopy(hf_config), list[str]()
     parts = [hf_config, *(part for part in vars(hf_config).values() if isinstance(part, PretrainedConfig))]
     for part in parts:
         for key, value in part.to_dict().items():
             if ("drop" in key or "jitter" in key) and isinstance(value, float) and value:
-                found.append(f"{key} {value:g}")
+                settings.append(f"{key} {value:g}")
                 setattr(part, key, 0.0)
-    return hf_config, tuple(found)
+    return hf_config, tuple(settings)

@@ -89,59 +89,59 @@ def find_resume_point(run: PreparedRun, say: Say) -> ResumePoint:
     checkpoints = open_checkpoint_folder(folder, rank=run.plan.world.rank, node_local=policy.node_local)
     folder_lock = _lock_folder(checkpoints, say)
     try_saving(checkpoints, is_asynchronous=run.plan.saves_asynchronously)
-    found = None if policy.resume == "never" else _find_checkpoint(run, checkpoints, say)
+    usable = None if policy.resume == "never" else _find_checkpoint(run, checkpoints, say)
     # Remove unfinished checkpoints of earlier starts only now, when nothing can refuse this start any more.
-    for left in unfinished_folders(checkpoints.path) if checkpoints.is_leader else ():
-        say(f"removed: {left}, never completed")
-        remove_checkpoint(left)
-    return ResumePoint(checkpoints, folder_lock, found)
+    for unfinished in unfinished_folders(checkpoints.path) if checkpoints.is_leader else ():
+        say(f"removed: {unfinished}, never completed")
+        remove_checkpoint(unfinished)
+    return ResumePoint(checkpoints, folder_lock, usable)
 
 
 def _find_checkpoint(run: PreparedRun, checkpoints: CheckpointFolder, say: Say) -> UsableCheckpoint | None:
-    folder, wanted = run.output_dir / CHECKPOINTS, run.config.checkpoint.resume
-    is_automatic = wanted == "auto"
-    found = newest_checkpoint(checkpoints, folder) if is_automatic else named_checkpoint(checkpoints, Path(wanted))
-    if found is None:
+    folder, requested = run.output_dir / CHECKPOINTS, run.config.checkpoint.resume
+    is_automatic = requested == "auto"
+    usable = newest_checkpoint(checkpoints, folder) if is_automatic else named_checkpoint(checkpoints, Path(requested))
+    if usable is None:
         if (run.output_dir / "metrics.jsonl").exists():
             say(
                 f"{run.output_dir} holds a run that ended before its first checkpoint: it begins again, and its "
                 "records are removed"
             )
         return None
-    state = found.state
+    state = usable.state
     later = [step_name(step) for step in complete_steps(folder) if step > state.step]
     error = CheckpointError(
         f"{folder} holds {', '.join(later)}, later than step {state.step} that checkpoint.resume names",
         hint="move them away, or name another output_dir",
     )
     raise_on_every_rank(error if later and not is_automatic else None)
-    raise_on_every_rank(model_mismatch(found.folder / BASE, CONFIG, run.inputs.config_tree))
+    raise_on_every_rank(model_mismatch(usable.folder / BASE, CONFIG, run.inputs.config_tree))
     lines = [
         *changes_since_checkpoint(state, inputs_of(run)),
-        *_random_state_changes(found, run),
-        *_rows_left_out(found, run),
-        *best_weights_elsewhere(found, run.output_dir),
+        *_random_state_changes(usable, run),
+        *_rows_left_out(usable, run),
+        *best_weights_elsewhere(usable, run.output_dir),
     ]
-    for line in found.passed_over:
+    for line in usable.passed_over:
         say(line)
     # Checkpoints after the resume point must not count among the newest that are kept.
     for name in later if checkpoints.is_leader else ():
         say(f"{checkpoints.path / name} is now {rename_unusable(checkpoints.path / name).name}")
     saved_by = f"{state.layout.get('mesh')}, ZeRO-{state.layout.get('zero_stage')}"
-    for line in (f"resuming from {found.folder}, step {state.step} of {saved_by}", *lines):
+    for line in (f"resuming from {usable.folder}, step {state.step} of {saved_by}", *lines):
         say(line)
-    return found
+    return usable
 
 
-def best_weights_elsewhere(found: UsableCheckpoint, output_dir: Path) -> list[str]:
+def best_weights_elsewhere(usable: UsableCheckpoint, output_dir: Path) -> list[str]:
     """A line with the path of the best weights so far, if they are in another run's folder."""
-    other, best = found.folder.parent.parent, found.state.observers.get("best", {})
-    names = [name for name in ("export-best", "adapter-best") if (other / name).is_dir()]
-    if not names or other.resolve() == output_dir.resolve():
+    other_folder, best = usable.folder.parent.parent, usable.state.observers.get("best", {})
+    names = [name for name in ("export-best", "adapter-best") if (other_folder / name).is_dir()]
+    if not names or other_folder.resolve() == output_dir.resolve():
         return []
-    kept = " and ".join(str(other / name) for name in names)
+    paths = " and ".join(str(other_folder / name) for name in names)
     return [
-        f"the best evaluation so far is of step {best.get('best_step')}: until a better one, its weights are {kept}"
+        f"the best evaluation so far is of step {best.get('best_step')}: until a better one, its weights are {paths}"
     ]
 
 
@@ -356,25 +356,25 @@ def inputs_of(run: PreparedRun) -> RunIdentity:
     )
 
 
-def _rows_left_out(found: UsableCheckpoint, run: PreparedRun) -> list[str]:
+def _rows_left_out(usable: UsableCheckpoint, run: PreparedRun) -> list[str]:
     """A line on rows that a lengthened run misses: the shorter run had filled its last step up with empty rows."""
     rows, config = run.inputs.train, run.config
-    if isinstance(rows, StreamedRows) or found.state.config["train"]["for"] == config.train.duration:
+    if isinstance(rows, StreamedRows) or usable.state.config["train"]["for"] == config.train.duration:
         return []
-    epoch, index = found.state.position[:2]
+    epoch, index = usable.state.position[:2]
     of_step = rows_of_step(config.objective, config.rollout, config.train.global_batch_size)
-    missed = found.state.step * of_step - (epoch * rows.rows_per_epoch + index)
-    text = f"{missed} rows of epoch {epoch + 1} are left out: step {found.state.step} was the last one, and not full"
+    missed = usable.state.step * of_step - (epoch * rows.rows_per_epoch + index)
+    text = f"{missed} rows of epoch {epoch + 1} are left out: step {usable.state.step} was the last one, and not full"
     return [text] if missed > 0 else []
 
 
-def _random_state_changes(found: UsableCheckpoint, run: PreparedRun) -> list[str]:
+def _random_state_changes(usable: UsableCheckpoint, run: PreparedRun) -> list[str]:
     """A line where dropout and another layout change results: random states belong to ranks."""
     tree = run.inputs.hf_config.to_dict()
     ratios = {key: value for key, value in tree.items() if key.endswith(("dropout", "_pdrop", "_dropout_prob"))}
     drops = [f"{key} {value}" for key, value in ratios.items() if isinstance(value, float) and value]
     drops += [f"lora.dropout {lora.dropout:g}"] if (lora := run.config.lora) is not None and lora.dropout else []
-    then, now = found.state.layout.get("mesh"), str(run.plan.mesh)
+    then, now = usable.state.layout.get("mesh"), str(run.plan.mesh)
     if not drops or then == now:
         return []
     return [f"{', '.join(drops)} draws other numbers than without the interruption: layout {then} -> {now}"]

@@ -53,9 +53,9 @@ def check_only_own_files(folder: Path, inputs: Iterable[tuple[str, Path]], *, ca
             )
     if folder.is_dir() and not _is_run(folder):
         cache = Path(cache_dir).resolve()
-        said = f"output_dir `{folder}` is not empty and holds no run"
+        problem = f"output_dir `{folder}` is not empty and holds no run"
         with as_output_errors(folder):
-            check_out_empty(folder, said, may_hold=lambda entry: _is_kept(entry, cache))
+            check_out_empty(folder, problem, may_hold=lambda entry: _is_kept(entry, cache))
 
 
 def _is_run(folder: Path) -> bool:
@@ -90,7 +90,7 @@ def check_run_folder(folder: Path, policy: CheckpointConfig) -> None:
             f"output_dir `{folder}` already holds a run (metrics.jsonl)",
             hint="name another output_dir, or move that run away",
         )
-    dangling = next((place for place in (folder, *folder.parents) if place.is_symlink() and not place.exists()), None)
+    dangling = next((path for path in (folder, *folder.parents) if path.is_symlink() and not path.exists()), None)
     if dangling is not None:
         raise OutputError(
             f"output_dir `{folder}`: `{dangling}` is a link to `{dangling.readlink()}`, which does not exist",
@@ -167,10 +167,10 @@ def _remove_records(file: Path, after_step: int, last: StepRecord | None) -> Non
     if not file.exists():
         return
     steps = [(line, step) for line in file.read_bytes().split(b"\n") if (step := _step_of(line)) is not None]
-    kept = [line + b"\n" for line, step in steps if step <= after_step]
+    lines = [line + b"\n" for line, step in steps if step <= after_step]
     if last is not None and all(step != last.step for _, step in steps):
-        kept.append(line_of(last).encode())
-    replace_file(file, b"".join(kept), is_synced=True)
+        lines.append(line_of(last).encode())
+    replace_file(file, b"".join(lines), is_synced=True)
 
 
 def _missing_steps(folder: Path, after_step: int) -> str:
@@ -180,8 +180,8 @@ def _missing_steps(folder: Path, after_step: int) -> str:
         # The checkpoint is from another folder.
         return ""
     first = next(iter(starts.read_bytes().splitlines() if starts.exists() else ()), b"")
-    found = set(map(_step_of, metrics.read_bytes().split(b"\n") if metrics.exists() else ()))
-    missing = sorted(set(range(_start_of(first) + 1, after_step + 1)) - found)
+    recorded = set(map(_step_of, metrics.read_bytes().split(b"\n") if metrics.exists() else ()))
+    missing = sorted(set(range(_start_of(first) + 1, after_step + 1)) - recorded)
     if not missing:
         return ""
     return f"{metrics} LACKS THE RECORDS OF STEPS {spans_text(missing, ', ')}: trained, but lost with a machine or disk"
@@ -210,7 +210,7 @@ def write_rows(output_dir: Path, rows: Mapping[str, Rows]) -> dict[str, tuple[st
 
     DataError for rows that cannot be written as JSON, OutputError where the folder cannot be written.
     """
-    return {name: (_write(given, name, output_dir / ROWS),) for name, given in rows.items()}
+    return {name: (_write(rows_of_set, name, output_dir / ROWS),) for name, rows_of_set in rows.items()}
 
 
 @contextmanager
@@ -223,8 +223,8 @@ def begun_with_rows(folder: Path, rows: Mapping[str, Rows], *, is_first: bool) -
         if is_first and not _is_run(folder):
             for path in (path for name in rows for path in (folder / ROWS).glob(f"{name}-*.jsonl")):
                 path.unlink(missing_ok=True)
-            for made in (folder / ROWS,) if was_there else (folder / ROWS, folder):
-                _remove_empty(made)
+            for created in (folder / ROWS,) if was_there else (folder / ROWS, folder):
+                _remove_empty(created)
         raise
 
 

@@ -138,11 +138,11 @@ class StatusKeeper:
         """Write the final status of a run without an error: the signal that ended it, the reason of an early stop, and
         the results of verifying its exports, each possibly empty.
         """
-        wrong = [str(verdict.folder) for verdict in verdicts if verdict.problems]
+        different = [str(verdict.folder) for verdict in verdicts if verdict.problems]
         if interrupted:
             self.end("stopped", interrupted)
-        elif wrong:
-            self.end("failed", f"not what was exported when loaded again: {', '.join(wrong)}")
+        elif different:
+            self.end("failed", f"not what was exported when loaded again: {', '.join(different)}")
         else:
             self.end("finished", stop)
 
@@ -294,14 +294,14 @@ def _samples(run: PreparedRun, rows: PreparedRows) -> Iterator[dict[str, Any]]:
 
 def _shortened(spans: Spans) -> Spans:
     """Spans up to the character limit, the last one truncated."""
-    kept: Spans = []
-    left = _LONGEST
+    shown: Spans = []
+    remaining = _LONGEST
     for text, is_supervised in spans:
-        if left <= 0:
+        if remaining <= 0:
             break
-        kept.append((text if len(text) <= left else f"{text[:left]} …", is_supervised))
-        left -= len(text)
-    return kept
+        shown.append((text if len(text) <= remaining else f"{text[:remaining]} …", is_supervised))
+        remaining -= len(text)
+    return shown
 
 
 def _write_json(path: Path, tree: Mapping[str, Any]) -> None:

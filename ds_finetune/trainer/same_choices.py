@@ -23,8 +23,8 @@ def check_same_versions(world: World, store: dist.Store) -> None:
     """ConfigError where ranks have different versions of this program, torch, transformers or another package of the
     computation; `launch` and `doctor` also compare hosts this way.
     """
-    found = host_versions(installed_versions([""]))
-    compared = {name: (version, "") for name, version in found.items() if name not in ("python", "driver")}
+    versions = host_versions(installed_versions([""]))
+    compared = {name: (version, "") for name, version in versions.items() if name not in ("python", "driver")}
     _check_same("versions", compared, world, store, hint="install the same versions on every host")
 
 
@@ -41,27 +41,27 @@ def check_same_kernels(kernels: ChosenKernels, device: str, world: World, store:
     """ConfigError where `model.kernels: auto` differs between ranks, or Triton or FlashAttention 3 is usable only on
     some, e.g. where one host has no C compiler.
     """
-    mine = {"model.kernels": (kernels.name, kernels.reason)}
+    own = {"model.kernels": (kernels.name, kernels.reason)}
     if device == "cuda" and kernels.has_others:
         problem, has_flash_3 = triton_problem()[0], find_spec(FLASH_3_MODULE) is not None
-        mine["Triton"] = ("unusable" if problem else "usable", problem)
-        mine["FlashAttention 3"] = ("installed" if has_flash_3 else "not installed", "")
+        own["Triton"] = ("unusable" if problem else "usable", problem)
+        own["FlashAttention 3"] = ("installed" if has_flash_3 else "not installed", "")
     hint = "install on every host what one lacks, or set model.kernels to torch"
-    _check_same("kernels", mine, world, store, hint=hint)
+    _check_same("kernels", own, world, store, hint=hint)
 
 
-def _check_same(topic: str, mine: Mapping[str, tuple[str, str]], world: World, store: dist.Store, *, hint: str) -> None:
+def _check_same(topic: str, own: Mapping[str, tuple[str, str]], world: World, store: dist.Store, *, hint: str) -> None:
     """ConfigError where a rank's values in `mine` differ from rank zero's; each name has a value and a reason, and
     reasons may differ.
     """
-    own = json.dumps([socket.gethostname(), mine])
-    ranks = [json.loads(text) for text in exchange(store, world, topic, own, timeout=COLLECTIVE_TIMEOUT)]
-    for rank, (_, theirs) in enumerate(ranks):
-        for name in ranks[0][1] | theirs:
-            both = {each: (ranks[each][0], *ranks[each][1].get(name, ("", ""))) for each in (0, rank)}
+    record = json.dumps([socket.gethostname(), own])
+    ranks = [json.loads(text) for text in exchange(store, world, topic, record, timeout=COLLECTIVE_TIMEOUT)]
+    for rank, (_, of_rank) in enumerate(ranks):
+        for name in ranks[0][1] | of_rank:
+            both = {number: (ranks[number][0], *ranks[number][1].get(name, ("", ""))) for number in (0, rank)}
             if both[0][1] != both[rank][1]:
                 texts = [
-                    f"{value or 'absent'}{reason and f' ({reason})'} on rank {each} ({host})"
-                    for each, (host, value, reason) in both.items()
+                    f"{value or 'absent'}{reason and f' ({reason})'} on rank {number} ({host})"
+                    for number, (host, value, reason) in both.items()
                 ]
                 raise ConfigError(f"ranks differ in {name}: {' and '.join(texts)}", hint=hint)

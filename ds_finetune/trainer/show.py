@@ -29,9 +29,9 @@ def show_plan(run: "PreparedRun") -> None:
             subjects[-1].append((name, text))
         else:
             subjects.append([(name, text)])
-    kept = [lines for lines in subjects if is_verbose or lines[0][0] not in _DETAILS]
-    kept.sort(key=lambda lines: _FIRST.index(lines[0][0]) if lines[0][0] in _FIRST else len(_FIRST))
-    show_pairs("plan", [line for lines in kept for line in lines])
+    printed = [lines for lines in subjects if is_verbose or lines[0][0] not in _DETAILS]
+    printed.sort(key=lambda lines: _FIRST.index(lines[0][0]) if lines[0][0] in _FIRST else len(_FIRST))
+    show_pairs("plan", [line for lines in printed for line in lines])
     if run.inputs.model.has_random_weights:
         OUT.print(
             f"[bold]RANDOM WEIGHTS[/bold]: {run.inputs.model.path} is built from its config.json; nothing "
@@ -86,8 +86,8 @@ def _length(run: "PreparedRun") -> str:
     rows = schedule.steps * run.plan.batch.global_batch_size
     epochs = "" if isinstance(inputs.train, StreamedRows) else f" ({rows / inputs.train.rows_per_epoch:.3g} epochs)"
     rate = f"learning rate {schedule.lr:g}, {schedule.name}, {schedule.warmup_steps} steps of warm-up"
-    every = f"every {run.config.eval.every}" if run.config.eval.every else "at the end"
-    return f"{schedule.steps:,} steps{epochs}, {rate}" + (f", evaluation {every}" if inputs.held_out else "")
+    interval = f"every {run.config.eval.every}" if run.config.eval.every else "at the end"
+    return f"{schedule.steps:,} steps{epochs}, {rate}" + (f", evaluation {interval}" if inputs.held_out else "")
 
 
 def show_report(report: "Report") -> None:
@@ -96,8 +96,8 @@ def show_report(report: "Report") -> None:
     if report.last is not None:
         values = report.last.values
         best = f", the best is step {report.last.best_step}" if report.last.best_step else ""
-        told = (name for name in values if name.startswith("eval/") or name == "rollout/reward")
-        shown = ("train/loss", *told)
+        evaluations = (name for name in values if name.startswith("eval/") or name == "rollout/reward")
+        shown = ("train/loss", *evaluations)
         rows += [("steps", f"{report.last.step} ({values['train/skipped_steps']:.0f} skipped){best}")]
         rows += [("metrics", "  ".join(f"{name} {values[name]:.4f}" for name in shown))]
         rows += [("stopped", report.last.stop)] if report.last.stop and not report.interrupted else []
@@ -135,12 +135,12 @@ def show_verifications(results: "Sequence[VerificationResult]", *, is_short: boo
     """Print verification results, once for folders that share their files; with `is_short`, only the difference of
     logits for folders without faults.
     """
-    said: dict[tuple[str, ...], list[str]] = {}
+    folders_by_text: dict[tuple[str, ...], list[str]] = {}
     for result in results:
         state = "verified" if result.is_verified else "not checked" if result.skipped else "UNVERIFIED"
         logits = [line for line in result.lines if "logits" in line]
         compared = logits[-1:] if is_short and result.is_verified and logits else result.lines
         texts = (*compared, *result.problems, *([result.skipped] if result.skipped else []))
-        said.setdefault((state, *texts), []).append(str(result.folder))
-    for (state, *lines), folders in said.items():
+        folders_by_text.setdefault((state, *texts), []).append(str(result.folder))
+    for (state, *lines), folders in folders_by_text.items():
         show_line(f"{state}: {', '.join(folders)}\n  {'; '.join(lines)}")

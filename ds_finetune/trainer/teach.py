@@ -151,15 +151,15 @@ def _write_shards(lesson: Lesson, model: ModelPlan, shards: Sequence[int], world
 
 def _forwards(lesson: Lesson, documents: range) -> Iterator[list[Row]]:
     """Documents scored in one forward, in order: as many as fit into a row, or one if rows are not packed."""
-    most, taken, tokens = lesson.run.train.max_seq_len, list[Row](), 0
+    limit, rows, tokens = lesson.run.train.max_seq_len, list[Row](), 0
     for number in documents:
         row = lesson.rows[number]
-        if taken and (not lesson.run.data.packing or tokens + len(row.input_ids) > most):
-            yield taken
-            taken, tokens = [], 0
-        taken.append(row)
+        if rows and (not lesson.run.data.packing or tokens + len(row.input_ids) > limit):
+            yield rows
+            rows, tokens = [], 0
+        rows.append(row)
         tokens += len(row.input_ids)
-    yield taken
+    yield rows
 
 
 def _scores(

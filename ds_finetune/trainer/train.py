@@ -237,7 +237,7 @@ def train_steps(started: StartedRun, status: StatusKeeper) -> tuple[StepRecord |
 
 def save_last(observers: Sequence[Observer], last: StepRecord | None) -> str:
     """Save the last step of this start, if there is one; returns a text that says whether it is saved."""
-    saving = next((each for each in observers if isinstance(each, Checkpointing)), None)
+    saving = next((observer for observer in observers if isinstance(observer, Checkpointing)), None)
     if last is None:
         return "no step was done since the start"
     if saving is None:

@@ -8,24 +8,24 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
-def all_gather_object(mine: T) -> list[T]:
+def all_gather_object(value: T) -> list[T]:
     """The object of every rank, by rank; pickled."""
-    values: list[T] = [mine] * dist.get_world_size()
-    dist.all_gather_object(values, mine)
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
     return values
 
 
-def all_gather_scalar(mine: float) -> list[float]:
+def all_gather_scalar(value: float) -> list[float]:
     """The number of every rank, by rank; not pickled."""
     values = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=collective_device())
-    values[dist.get_rank()] = mine
+    values[dist.get_rank()] = value
     dist.all_reduce(values)
     return values.tolist()
 
 
-def all_reduce_max(*mine: float) -> list[float]:
+def all_reduce_max(*own: float) -> list[float]:
     """The maximum of each value over all ranks; cheap enough for every step."""
-    values = torch.tensor(mine, dtype=torch.float64, device=collective_device())
+    values = torch.tensor(own, dtype=torch.float64, device=collective_device())
     dist.all_reduce(values, dist.ReduceOp.MAX)
     return values.tolist()
 

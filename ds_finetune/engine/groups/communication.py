@@ -68,27 +68,27 @@ def sent_bytes(name: str, args: Sequence[Any], *, size: int, group_rank: int) ->
     a chain in which all ranks but one send. What a backend really sends may differ.
     """
     kind, _ = INPUT_AT[name]
-    given = input_of(name, args)
+    own_input = input_of(name, args)
     if kind == SEND:
-        return bytes_of(given)
+        return bytes_of(own_input)
     if kind in (RECEIVE, BARRIER):
         return 0
     if kind == "all_gather":
-        return bytes_of(given) * (size - 1)
+        return bytes_of(own_input) * (size - 1)
     if kind == ALL_TO_ALL:
-        return bytes_of(given) - _kept_bytes(given, args, size, group_rank)
+        return bytes_of(own_input) - _kept_bytes(own_input, args, size, group_rank)
     times = 2 if kind == "all_reduce" else 1
-    return times * bytes_of(given) * (size - 1) / size
+    return times * bytes_of(own_input) * (size - 1) / size
 
 
-def _kept_bytes(given: Any, args: Sequence[Any], size: int, group_rank: int) -> float:  # noqa: ANN401
+def _kept_bytes(own_input: Any, args: Sequence[Any], size: int, group_rank: int) -> float:  # noqa: ANN401
     """Bytes of an all-to-all that stay on this rank: its own tensor of a list, else its share of the rows."""
-    if isinstance(given, list | tuple):
-        return bytes_of(given[group_rank])
+    if isinstance(own_input, list | tuple):
+        return bytes_of(own_input[group_rank])
     sent_rows = args[3] if len(args) > 3 else ()
     if not sent_rows:
-        return bytes_of(given) / size
-    return bytes_of(given) * sent_rows[group_rank] / max(sum(sent_rows), 1)
+        return bytes_of(own_input) / size
+    return bytes_of(own_input) * sent_rows[group_rank] / max(sum(sent_rows), 1)
 
 
 SEND_RECEIVE, TOTAL = "send_recv", "total"

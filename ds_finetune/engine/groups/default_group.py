@@ -147,12 +147,12 @@ def process_group(
     backend = "nccl" if device == "cuda" else "gloo"
     # Bind the group to its device, as DeepSpeed 0.19.8 does when it opens the group itself (comm/torch.py:262-276).
     bound = torch.device("cuda", index) if device == "cuda" and world.world_size > 1 else None
-    met = store or meet(world)
-    check_same_devices(exchange(met, world, "device", own_device(world, device), timeout=timeout))
-    place = dist.PrefixStore("default_pg", met)
+    rendezvous = store or meet(world)
+    check_same_devices(exchange(rendezvous, world, "device", own_device(world, device), timeout=timeout))
+    group_store = dist.PrefixStore("default_pg", rendezvous)
     with default_timeout(timeout):
         dist.init_process_group(
-            backend, store=place, rank=world.rank, world_size=world.world_size, timeout=timeout, device_id=bound
+            backend, store=group_store, rank=world.rank, world_size=world.world_size, timeout=timeout, device_id=bound
         )
         with without_shared_memory_op():
             deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)

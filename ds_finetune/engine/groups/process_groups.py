@@ -25,10 +25,10 @@ class ModelParallel:
     the ranks that hold the same shard of it.
     """
 
-    def __init__(self, made: "_GroupMaker") -> None:
-        self._mesh = made.mesh
-        self._model: dist.ProcessGroup | None = made.line("pp", "tp")
-        self._data: dist.ProcessGroup | None = made.line("dp", "sp")
+    def __init__(self, pool: "_GroupMaker") -> None:
+        self._mesh = pool.mesh
+        self._model: dist.ProcessGroup | None = pool.line("pp", "tp")
+        self._data: dist.ProcessGroup | None = pool.line("dp", "sp")
 
     def close(self) -> None:
         """Release the process groups, even while the unit is still referenced."""
@@ -107,8 +107,8 @@ class _GroupMaker:
 
         Used for collectives that overlap with those of another group of the same ranks.
         """
-        made = [(ranks, dist.new_group(ranks, timeout=self._timeout)) for ranks in lines]
-        self._groups += [group for ranks, group in made if self.mesh.rank in ranks]
+        new_groups = [(ranks, dist.new_group(ranks, timeout=self._timeout)) for ranks in lines]
+        self._groups += [group for ranks, group in new_groups if self.mesh.rank in ranks]
         return self._groups[-1]
 
     def destroy(self) -> None:
@@ -131,14 +131,14 @@ def open_groups(
     The groups are destroyed explicitly, because DeepSpeed 0.19.8 keeps a ZeRO-3 model, and with it the groups, after
     `destroy`.
     """
-    made = _GroupMaker(mesh, timeout)
+    pool = _GroupMaker(mesh, timeout)
     groups = Groups(
-        stage=_stage(made, shares_embedding=shares_embedding, vpp=vpp) if mesh.pp > 1 else None,
-        sequence=SequenceParallelGroup(made.line("sp"), mesh.sp, mesh.place("sp")) if mesh.sp > 1 else None,
-        tensor=TensorParallelGroup(made.line("tp"), mesh.tp, mesh.place("tp")) if mesh.tp > 1 else None,
-        experts=ExpertParallelGroup(made.own(mesh.expert_lines()), mesh.ep, mesh.expert_place) if mesh.ep > 1 else None,
-        mpu=ModelParallel(made) if mesh.tp * mesh.pp > 1 else None,
-        same_experts=made.own(mesh.same_expert_lines()) if mesh.ep > 1 else None,
+        stage=_stage(pool, shares_embedding=shares_embedding, vpp=vpp) if mesh.pp > 1 else None,
+        sequence=SequenceParallelGroup(pool.line("sp"), mesh.sp, mesh.place("sp")) if mesh.sp > 1 else None,
+        tensor=TensorParallelGroup(pool.line("tp"), mesh.tp, mesh.place("tp")) if mesh.tp > 1 else None,
+        experts=ExpertParallelGroup(pool.own(mesh.expert_lines()), mesh.ep, mesh.expert_place) if mesh.ep > 1 else None,
+        mpu=ModelParallel(pool) if mesh.tp * mesh.pp > 1 else None,
+        same_experts=pool.own(mesh.same_expert_lines()) if mesh.ep > 1 else None,
     )
     if groups.experts is not None:
         register_expert_groups(
@@ -153,21 +153,21 @@ def open_groups(
             part.close()
     if groups.experts is not None:
         unregister_expert_groups(groups.expert_name)
-    made.destroy()
+    pool.destroy()
 
 
-def _stage(made: _GroupMaker, *, shares_embedding: bool, vpp: int) -> PipelineGroup:
-    mesh = made.mesh
-    stage = PipelineGroup(made.line("pp"), mesh.pp, mesh.place("pp"))
+def _stage(pool: _GroupMaker, *, shares_embedding: bool, vpp: int) -> PipelineGroup:
+    mesh = pool.mesh
+    stage = PipelineGroup(pool.line("pp"), mesh.pp, mesh.place("pp"))
     stage.num_chunks = vpp
     links = [Link(is_forward, wraps) for is_forward in (True, False) for wraps in (False, vpp > 1)]
-    stage.links = {link: made.own(mesh.lines("pp")) for link in dict.fromkeys(links)}
+    stage.links = {link: pool.own(mesh.lines("pp")) for link in dict.fromkeys(links)}
     if shares_embedding:
         ends = [
             [rank for rank in line if mesh.place("pp", rank) in (0, mesh.pp - 1)]
             for line in mesh.lines("pp", "dp", "sp")
         ]
-        group = made.shared(ends)
+        group = pool.shared(ends)
         stage.embedding_group = group if stage.is_end else None
         stage.adds_embedding = mesh.place("dp") == mesh.place("sp") == 0
     return stage

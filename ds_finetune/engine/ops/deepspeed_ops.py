@@ -40,14 +40,14 @@ _CAUSE = re.compile(
 def needed_ops(plan: Plan) -> list[str]:
     """Names of the operators that a run of `plan` will build."""
     name = plan.optimizer
-    found: list[str] = []
+    ops: list[str] = []
     if plan.offload_optimizer != "none" and name in _OFFLOADED:
-        found.append(_OFFLOADED[name])
+        ops.append(_OFFLOADED[name])
     elif plan.needs_fused_adam:
-        found.append("fused_adam")
+        ops.append("fused_adam")
     elif plan.device == "cuda" and name in ("lion", "lamb"):
-        found.append(f"fused_{name}")
-    return [*found, "async_io"] if nvme_folders(plan) else found
+        ops.append(f"fused_{name}")
+    return [*ops, "async_io"] if nvme_folders(plan) else ops
 
 
 def build_op(name: str, say: Say = say_nothing) -> None:
@@ -139,7 +139,7 @@ def build_ops(plan: Plan, agree: Agree, say: Say) -> Plan:
     """
     problems = {name: _build_problem(name, say) for name in needed_ops(plan)}
     everywhere = [json.loads(text) for text in agree(json.dumps(problems))]
-    for rank, (name, (problem, hint)) in ((r, item) for r, found in enumerate(everywhere) for item in found.items()):
+    for rank, (name, (problem, hint)) in ((r, item) for r, ops in enumerate(everywhere) for item in ops.items()):
         if problem and name == "fused_adam" and plan.may_take_torch_adam:
             return plan.with_torch_adam(f"On rank {rank}: {problem}")
         if problem:
@@ -164,17 +164,17 @@ def use_cores(plan: Plan, environ: MutableMapping[str, str]) -> Plan:
     torchrun sets OMP_NUM_THREADS to 1 where it is not set; other launchers leave all cores to every rank. Any other
     value was set by the user, and is kept.
     """
-    given = environ.get("OMP_NUM_THREADS")
-    is_default = given is None or (given == "1" and "TORCHELASTIC_RUN_ID" in environ)
+    previous = environ.get("OMP_NUM_THREADS")
+    is_default = previous is None or (previous == "1" and "TORCHELASTIC_RUN_ID" in environ)
     if plan.offload_optimizer == "none" or not is_default:
         return plan
     threads = cores_of_rank(plan.world, available=len(os.sched_getaffinity(0)), total=os.cpu_count() or 1)
-    if str(threads) == given:
+    if str(threads) == previous:
         return plan
     environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
     note = (
-        f"OMP_NUM_THREADS is {threads} (it was {given or 'not set'}): the optimizer is offloaded, and this is a "
+        f"OMP_NUM_THREADS is {threads} (it was {previous or 'not set'}): the optimizer is offloaded, and this is a "
         "rank's share of the cores"
     )
     return replace(plan, notes=(*plan.notes, note))

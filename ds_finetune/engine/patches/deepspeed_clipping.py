@@ -48,17 +48,17 @@ class OwnClipping:
         self._optimizer, self._names, self._shards = optimizer, tuple(losses), shards
         self._has_bad_gradient, self._report = has_bad_gradient, report
         self._is_partitioned = hasattr(optimizer, "_get_norm_groups")
-        place, name, self._groups = (
+        location, name, self._groups = (
             (_NORM_GROUPS, "_get_norm_groups", "fp16_groups")
             if self._is_partitioned
             else (_NORM, "scaled_global_norm", "bit16_groups")
         )
-        place.source(type(optimizer), f"for i, group in enumerate(self.{self._groups}):")
-        self._losses = [loss_of(group[0]) for group in place.attribute(optimizer, self._groups)]
+        location.source(type(optimizer), f"for i, group in enumerate(self.{self._groups}):")
+        self._losses = [loss_of(group[0]) for group in location.attribute(optimizer, self._groups)]
         self._first = sum(loss is None for loss in self._losses)
         assert None not in self._losses[self._first :], "a group that counts follows one that does not"
-        self._others_norm = place.attribute(optimizer, name)
-        self._combine = place.attribute(sys.modules[type(optimizer).__module__], "combine_grad_norm_groups")
+        self._others_norm = location.attribute(optimizer, name)
+        self._combine = location.attribute(sys.modules[type(optimizer).__module__], "combine_grad_norm_groups")
         self._clip_group = _CLIP.attribute(optimizer, "unscale_and_clip_grads")
         self._is_offloaded = optimizer.offload_optimizer if self._is_partitioned else optimizer.cpu_offload
         self._own: dict[str, torch.Tensor] = {}
@@ -73,7 +73,7 @@ class OwnClipping:
 
         groups = getattr(self._optimizer, self._groups)
         with replaced(self._optimizer, self._groups, groups[: self._first]):
-            found = self._others_norm(*args, **kwargs)
+            others_norm = self._others_norm(*args, **kwargs)
         squares = torch.zeros(len(self._names), device=get_accelerator().current_device_name())
         for loss, norm in zip(self._losses[self._first :], self._own_norms(), strict=True):
             assert loss is not None
@@ -81,7 +81,7 @@ class OwnClipping:
         # All tensor parallel ranks of a stage have the same norms.
         _GROUP_NORM.attribute(self._optimizer, "_model_parallel_all_reduce")(tensor=squares, op=dist.ReduceOp.SUM)
         own = (squares / (1 if self._shards is None else dist.get_world_size(self._shards))).sqrt()
-        return self._read(self._combine(found) if self._is_partitioned else found, own)
+        return self._read(self._combine(others_norm) if self._is_partitioned else others_norm, own)
 
     def _read(self, norm: torch.Tensor, own: torch.Tensor) -> Any:  # noqa: ANN401 - a norm, or a list of one
         """Read all norms with one device synchronisation; returns what DeepSpeed's step expects."""
@@ -110,10 +110,10 @@ class OwnClipping:
                 norms.append(norm_of(params) if is_offloaded else norm_of(optimizer.averaged_gradients[i], params))
         return norms
 
-    def _clip(self, given: Any, total_norm: torch.Tensor) -> None:  # noqa: ANN401 - a number of a group, or gradients
+    def _clip(self, group_or_gradients: Any, total_norm: torch.Tensor) -> None:  # noqa: ANN401 - a number of a group, or gradients
         """Replaces DeepSpeed's function, whose argument is the number of a group at stage 3, else its gradients."""
-        loss = self._losses[given if self._is_partitioned else self._group_of(given[0])]
-        self._clip_group(given, total_norm if loss is None else self._own[loss].to(total_norm))
+        loss = self._losses[group_or_gradients if self._is_partitioned else self._group_of(group_or_gradients[0])]
+        self._clip_group(group_or_gradients, total_norm if loss is None else self._own[loss].to(total_norm))
 
     def _group_of(self, grad: torch.Tensor) -> int:
         partitions = self._optimizer.single_partition_of_fp32_groups

@@ -117,6 +117,6 @@ def _without_hooks(lm: nn.Module, numbers: Collection[int]) -> Iterator[None]:
         for module in lm.modules():
             for name in ("_forward_pre_hooks", "_forward_hooks"):
                 hooks = getattr(module, name)
-                kept = OrderedDict((number, hook) for number, hook in hooks.items() if number not in numbers)
-                stack.enter_context(replaced(module, name, kept))
+                remaining = OrderedDict((number, hook) for number, hook in hooks.items() if number not in numbers)
+                stack.enter_context(replaced(module, name, remaining))
         yield

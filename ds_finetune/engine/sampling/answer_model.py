@@ -72,13 +72,13 @@ class AnswerModel:
             return [ReadPrompt(cache, row, slice(None)) for row in range(len(texts))], logits
         # All prompts are concatenated in one row, without padding.
         documents = (tuple(lengths),)
-        given = {
+        attention = {
             "documents": documents,
             "packed": pack_documents(documents, self.device) if self.packs_documents else None,
         }
-        logits = self._logits(ids[None], torch.cat(positions)[None], last, cache, **given)
-        places = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-        return [ReadPrompt(cache, 0, place) for place in places], logits
+        logits = self._logits(ids[None], torch.cat(positions)[None], last, cache, **attention)
+        ranges = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+        return [ReadPrompt(cache, 0, tokens) for tokens in ranges], logits
 
     def reading_tokens(self) -> AbstractContextManager[None]:
         """Context in which `read_tokens` is called."""
@@ -94,8 +94,8 @@ class AnswerModel:
         `is_key`, bool [rows, 1, 1, columns], marks the cache columns of each row where prompts have different lengths.
         """
         cache.begin_column()
-        given = {} if is_key is None else {"is_key": is_key}
-        logits = self._logits(ids[:, None], positions[:, None], None, cache, **given)
+        attention = {} if is_key is None else {"is_key": is_key}
+        logits = self._logits(ids[:, None], positions[:, None], None, cache, **attention)
         cache.end_column()
         return logits
 
@@ -105,15 +105,15 @@ class AnswerModel:
         positions: torch.Tensor,
         last: torch.Tensor | None,
         cache: Cache,
-        **others: Any,  # noqa: ANN401
+        **arguments: Any,  # noqa: ANN401
     ) -> torch.Tensor:
         """Next-token logits after the tokens at `last` of the flattened rows, or all, fp32 [tokens, vocabulary]."""
         self.on_forward()
         if self.is_collective:
             all_reduce_max(1.0)
         with torch.no_grad(), nullcontext() if self.routers is None else self.routers.watch(last):
-            others = {CACHE: cache, "use_cache": True, **others}
-            out = self.lm.base_model(input_ids=ids, position_ids=positions, **others)
+            arguments = {CACHE: cache, "use_cache": True, **arguments}
+            out = self.lm.base_model(input_ids=ids, position_ids=positions, **arguments)
             hidden = out.last_hidden_state.flatten(0, 1)
             logits: torch.Tensor = head_of(self.lm)(hidden if last is None else hidden[last])
         return logits.float()
@@ -139,20 +139,20 @@ def check_cache(model: AnswerModel) -> None:
     lm, config = model.lm, model.lm.config
     if not family_of(config.model_type).is_generic or lm in _checked:
         return
-    others = set(getattr(config, "layer_types", None) or ()) - _KEPT
-    if others or getattr(lm, "_is_stateful", False):
-        kinds = ", ".join(sorted(others)) or "a state of its own"
+    other_kinds = set(getattr(config, "layer_types", None) or ()) - _KEPT
+    if other_kinds or getattr(lm, "_is_stateful", False):
+        kinds = ", ".join(sorted(other_kinds)) or "a state of its own"
         raise ModelError(f"answers of model_type `{config.model_type}` cannot be sampled: it has {kinds}", hint=_HINT)
     # Two texts, each read at once and token by token.
     texts = [[token * 7 % config.vocab_size for token in range(first, first + _TOKENS)] for first in (3, 4)]
-    _, whole = model.read_prompts(texts)
+    _, expected = model.read_prompts(texts)
     prompts, logits = model.read_prompts([text[:-_READ] for text in texts])
     rows = [(prompt, slice(row, row + 1)) for row, prompt in enumerate(prompts)]
     cache = RowCache(rows, rows=len(texts), columns=_TOKENS - _READ, longest=_TOKENS)
     for position in range(_TOKENS - _READ, _TOKENS):
         ids = torch.tensor([text[position] for text in texts], device=model.device)
         logits = model.read_tokens(ids, torch.full_like(ids, position), cache, None)
-    difference = float((logits - whole).abs().max() / whole.abs().max())
+    difference = float((logits - expected).abs().max() / expected.abs().max())
     if not difference < _LIMITS[next(lm.parameters()).dtype]:
         raise ModelError(
             f"answers of model_type `{config.model_type}` cannot be sampled: with a cache its logits differ by "

@@ -87,19 +87,19 @@ class RowCache(Cache):
         self._longest = longest
         for prompt, of_prompt in prompts:
             self.layers += [_RowLayer(self) for _ in prompt.cache.layers[len(self.layers) :]]
-            for layer, given in zip(self.layers, prompt.cache.layers, strict=True):
+            for layer, prompt_layer in zip(self.layers, prompt.cache.layers, strict=True):
                 layer.parts = [
-                    None if part is None else self._filled(whole, part, prompt, of_prompt, rows=rows)
-                    for whole, part in zip(layer.parts, _parts(given), strict=True)
+                    None if part is None else self._filled(reserved, part, prompt, of_prompt, rows=rows)
+                    for reserved, part in zip(layer.parts, _parts(prompt_layer), strict=True)
                 ]
 
     def _filled(
-        self, whole: torch.Tensor | None, part: torch.Tensor, prompt: ReadPrompt, of_prompt: slice, *, rows: int
+        self, reserved: torch.Tensor | None, part: torch.Tensor, prompt: ReadPrompt, of_prompt: slice, *, rows: int
     ) -> torch.Tensor:
         columns, tokens = self.columns, part[prompt.row, ..., prompt.tokens, :]
-        whole = part.new_zeros(rows, *part.shape[1:-2], columns, part.shape[-1]) if whole is None else whole
-        whole[of_prompt, ..., columns - tokens.shape[-2] :, :] = tokens
-        return whole
+        reserved = part.new_zeros(rows, *part.shape[1:-2], columns, part.shape[-1]) if reserved is None else reserved
+        reserved[of_prompt, ..., columns - tokens.shape[-2] :, :] = tokens
+        return reserved
 
     def begin_column(self) -> None:
         """Ensure that there is memory for another token of each row."""

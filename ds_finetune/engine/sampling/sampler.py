@@ -142,10 +142,10 @@ class BatchOfAnswers:
         for first in range(0, len(parts), size):
             some = parts[first : first + size]
             prompts, logits = self._model.read_prompts([part.prompt.ids for part in some])
-            for place, (part, prompt, row) in enumerate(zip(some, prompts, logits, strict=True)):
+            for index, (part, prompt, row) in enumerate(zip(some, prompts, logits, strict=True)):
                 self._logits.append(row.expand(len(part.samples), -1))
                 if self._model.routers is not None:
-                    self._experts += [self._model.routers.marks[place]] * len(part.samples)
+                    self._experts += [self._model.routers.marks[index]] * len(part.samples)
                 yield prompt, slice(begin, begin + len(part.samples))
                 begin += len(part.samples)
 
@@ -165,8 +165,8 @@ class BatchOfAnswers:
 
     def _draw(self, logits: torch.Tensor, position: int, on_answer: OnAnswer) -> torch.Tensor:
         """Sample a token for each running answer; returns the tokens of all rows, int64 [rows]."""
-        drawn, log_probs = self._drawing.tokens(logits, self._keys, position=position)
-        ids = self._model.agreed(drawn.where(log_probs.isfinite(), _BROKEN))
+        sampled, log_probs = self._drawing.tokens(logits, self._keys, position=position)
+        ids = self._model.agreed(sampled.where(log_probs.isfinite(), _BROKEN))
         for row, (answer, token, log_prob) in enumerate(
             zip(self._running, ids.tolist(), log_probs.tolist(), strict=True)
         ):
@@ -182,11 +182,11 @@ class BatchOfAnswers:
 
     def _drop_ended(self, ids: torch.Tensor) -> torch.Tensor:
         """Drop rows whose answers have ended, once there are enough of them; returns the tokens of the others."""
-        kept = [row for row, answer in enumerate(self._running) if answer.finish is None]
-        if len(kept) > _KEPT_SHARE * len(self._running):
+        running = [row for row, answer in enumerate(self._running) if answer.finish is None]
+        if len(running) > _KEPT_SHARE * len(self._running):
             return ids
-        self._running = [self._running[row] for row in kept]
-        rows = torch.tensor(kept, device=ids.device)
+        self._running = [self._running[row] for row in running]
+        rows = torch.tensor(running, device=ids.device)
         self._cache.keep_rows(rows)
         self._keys, self._lengths = self._keys[rows], self._lengths[rows]
         self._is_key = None if self._is_key is None else self._is_key[rows]
@@ -239,7 +239,7 @@ def sample_prompts(
 def _rows_in_memory(model: AnswerModel, plan: Plan, request: SamplingRequest) -> int:
     """Number of rows that fit in the memory of the rank with the least; collective."""
     (prompt,), logits = model.read_prompts([request.prompts[0].ids[:1]])
-    tokens = max(len(each.ids) for each in request.prompts) + request.limits.max_new_tokens
+    tokens = max(len(other.ids) for other in request.prompts) + request.limits.max_new_tokens
     free = least_free_bytes(plan)
     return rows_of_batch(free, tokens=tokens, token_bytes=token_bytes(prompt), vocabulary=logits.shape[1])
 
@@ -252,15 +252,15 @@ def _batches(request: SamplingRequest, plan: Plan, rows: int) -> Iterator[list[P
     """
     prompts, group_size, ranks = request.prompts, request.group_size, plan.zero_ranks
     rank = plan.mesh.place("dp") * plan.mesh.sp + plan.mesh.place("sp")
-    order = sorted(range(len(prompts)), key=lambda place: (len(prompts[place].ids), place))
+    order = sorted(range(len(prompts)), key=lambda index: (len(prompts[index].ids), index))
     size = min(group_size, rows)
     samples = [range(first, min(first + size, group_size)) for first in range(0, group_size, size)]
     parts = [
-        PromptPart(prompts[place], some, place * group_size + some.start)
-        for place in order[rank::ranks]
+        PromptPart(prompts[index], some, index * group_size + some.start)
+        for index in order[rank::ranks]
         for some in samples
     ]
-    most = math.ceil(len(prompts) / ranks) * len(samples)
-    number = math.ceil(most / max(1, rows // size))
+    most_parts = math.ceil(len(prompts) / ranks) * len(samples)
+    number = math.ceil(most_parts / max(1, rows // size))
     for batch in range(number):
         yield parts[batch * len(parts) // number : (batch + 1) * len(parts) // number]

@@ -84,28 +84,28 @@ def parameter_groups(model: nn.Module, plan: Plan, groups: Groups) -> list[dict[
     """
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     losses = sorted({loss for loss in map(loss_of, trained.values()) if loss is not None})
-    made = [
+    optimizer_groups = [
         group
         for loss in (None, *losses)
         for group in _groups_of({name: p for name, p in trained.items() if loss_of(p) == loss}, plan)
     ]
     if groups.experts is not None and plan.zero_stage < 3:
-        for group in made:
+        for group in optimizer_groups:
             is_moe = any(map(is_expert, group["params"]))
             group |= {"moe": is_moe, "name": groups.expert_name if is_moe else "shared"}
-    return made
+    return optimizer_groups
 
 
 def _groups_of(trained: Mapping[str, nn.Parameter], plan: Plan) -> list[dict[str, Any]]:
     decay = plan.optim.weight_decay
-    made: list[dict[str, Any]] = [
+    optimizer_groups: list[dict[str, Any]] = [
         {
             "params": [p for name, p in trained.items() if is_expert(p) == of_experts and _decays(name, p) == decays],
             "weight_decay": decay if decays else 0.0,
         }
         for of_experts, decays in _KINDS
     ]
-    return [group for group in made if group["params"]]
+    return [group for group in optimizer_groups if group["params"]]
 
 
 def _decays(name: str, param: torch.Tensor) -> bool:

@@ -67,20 +67,20 @@ def check_replicas(
     """
     if plan.mesh.world_size == 1:
         return
-    every = [copies for copies in _copies(module, plan, groups, embedding) if copies.sizes]
-    sums = {key: torch.zeros((), dtype=torch.int64) for copies in every for key in copies.sizes}
+    replicated = [copies for copies in _copies(module, plan, groups, embedding) if copies.sizes]
+    sums = {key: torch.zeros((), dtype=torch.int64) for copies in replicated for key in copies.sizes}
 
     def add(key: str, start: int, elements: torch.Tensor) -> None:
         sums[key] = _checksum(elements, start)
 
     _read(state, sums, add)
-    differing = [(copies, keys[0]) for copies in every if (keys := _unequal(copies, sums))]
+    differing = [(copies, keys[0]) for copies in replicated if (keys := _unequal(copies, sums))]
     (any_differs,) = all_reduce_max(bool(differing))
     if any_differs:
         # Every rank handles one kind of group before the next, since it may be in groups of several kinds.
-        mine = next(filter(None, [_first_difference(copies, key, state) for copies, key in differing]), "")
+        own = next(filter(None, [_first_difference(copies, key, state) for copies, key in differing]), "")
         raise RunError(
-            f"copies of a weight on several ranks differ: {next(filter(None, all_gather_object(mine)))}",
+            f"copies of a weight on several ranks differ: {next(filter(None, all_gather_object(own)))}",
             hint="this step is neither saved nor exported, and the same command resumes from the last checkpoint; test "
             "the devices of these ranks, and set NCCL_ALGO=Ring where copies differ again",
         )
@@ -110,10 +110,10 @@ def _copies(module: Any, plan: Plan, groups: Groups, embedding: str | None) -> I
         yield _Copies(groups.stage.embedding_group, size, is_divided=not is_whole, shards=groups.same_part)
 
 
-def _read(state: EngineState, wanted: Container[str], use: Callable[[str, int, torch.Tensor], None]) -> None:
+def _read(state: EngineState, keys: Container[str], use: Callable[[str, int, torch.Tensor], None]) -> None:
     """Call `use` with key, first index and elements of each wanted tensor, as far as this rank holds it."""
-    every = [(group, [part for part in group.slices if part.key in wanted]) for group in state.groups(restoring=True)]
-    for group, slices in filter(itemgetter(1), every):
+    groups = [(group, [part for part in group.slices if part.key in keys]) for group in state.groups(restoring=True)]
+    for group, slices in filter(itemgetter(1), groups):
         with group.opened(False) as read:
             for part in slices:
                 use(part.key, part.start, read(part.key))
@@ -140,36 +140,36 @@ def _checksum(elements: torch.Tensor, start: int) -> torch.Tensor:
 
 def _unequal(copies: _Copies, sums: Mapping[str, torch.Tensor]) -> list[str]:
     """Keys of the tensors that differ between ranks of the group; identical on these ranks."""
-    mine = torch.stack([sums[key].to(collective_device()) for key in copies.sizes])
+    own = torch.stack([sums[key].to(collective_device()) for key in copies.sizes])
     if copies.is_divided:
-        dist.all_reduce(mine, group=copies.shards)
+        dist.all_reduce(own, group=copies.shards)
     # Minimum and maximum in one all-reduce: ~x falls as x rises, without overflow.
-    most = torch.cat([mine, ~mine])
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=copies.group)
-    largest, smallest = most.chunk(2)
+    extremes = torch.cat([own, ~own])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=copies.group)
+    largest, smallest = extremes.chunk(2)
     return [key for key, differs in zip(copies.sizes, (largest != ~smallest).tolist(), strict=True) if differs]
 
 
 def _first_difference(copies: _Copies, key: str, state: EngineState) -> str:
     """The first element whose value differs between this rank and the group's first, as text; empty without one."""
-    held = {}
-    _read(state, (key,), lambda _, start, elements: held.update({start: elements.clone()}))
-    start, own = next(iter(held.items()), (0, torch.zeros(0)))
+    elements_at = {}
+    _read(state, (key,), lambda _, start, elements: elements_at.update({start: elements.clone()}))
+    start, own = next(iter(elements_at.items()), (0, torch.zeros(0)))
     bits, line = _bits(own), ""
     for begin in range(0, copies.sizes[key], _PIECE):
         piece = torch.zeros(min(_PIECE, copies.sizes[key] - begin), dtype=bits.dtype)
         first, last = max(start, begin), min(start + len(bits), begin + len(piece))
         if first < last:
             piece[first - begin : last - begin] = bits[first - start : last - start]
-        mine = piece.to(collective_device())
+        own_bits = piece.to(collective_device())
         if copies.is_divided:
-            dist.all_reduce(mine, group=copies.shards)
-        other = mine.clone()
-        dist.broadcast(other.view(torch.uint8), group=copies.group, group_src=0)
-        different = (mine != other).nonzero()
+            dist.all_reduce(own_bits, group=copies.shards)
+        reference = own_bits.clone()
+        dist.broadcast(reference.view(torch.uint8), group=copies.group, group_src=0)
+        different = (own_bits != reference).nonzero()
         if not line and len(different):
             at = int(different[0])
-            values = [side[at].view(own.dtype).item() for side in (other, mine)]
+            values = [side[at].view(own.dtype).item() for side in (reference, own_bits)]
             ranks = (dist.get_global_rank(copies.group, 0) if copies.group else 0), dist.get_rank()
             sides = (f"{value!r} on rank {rank}" for value, rank in zip(values, ranks, strict=True))
             line = f"{key.partition('/')[2]}, element {begin + at:,}: {' and '.join(sides)}"

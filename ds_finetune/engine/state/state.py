@@ -36,9 +36,9 @@ class Part:
     is_state: bool = False
     """Whether it is a whole tensor of state with another shape than its parameter."""
 
-    def of(self, held: torch.Tensor) -> torch.Tensor:
+    def of(self, values: torch.Tensor) -> torch.Tensor:
         """View of the part in its master tensor or in an optimizer state of that, 1-D."""
-        return held.detach().view(-1)[self.offset : self.offset + self.numel]
+        return values.detach().view(-1)[self.offset : self.offset + self.numel]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,14 +58,14 @@ class Master:
     is_parameter: bool = False
     """Whether it is a whole parameter, whose state may then have any shape."""
 
-    def parts_in(self, held: torch.Tensor, *, restoring: bool) -> tuple[Part, ...]:
+    def parts_in(self, state: torch.Tensor, *, restoring: bool) -> tuple[Part, ...]:
         """The parameter parts in `held`, an optimizer state of this master. To save, each element belongs to one rank;
         to restore, to all ranks that hold it.
         """
-        if held.numel() == self.flat.numel():
+        if state.numel() == self.flat.numel():
             return self.parts
         if self.is_parameter:
-            return (replace(self.parts[0], shape=tuple(held.shape), numel=held.numel(), is_state=True),)
+            return (replace(self.parts[0], shape=tuple(state.shape), numel=state.numel(), is_state=True),)
         if restoring:
             return self.wholes
         begins = {part.name: part.offset for part in self.wholes}
@@ -131,10 +131,10 @@ def _masters_of_stage_3(optimizer: Any, names: dict[int, str], plan: Plan) -> It
     for number, group in enumerate(optimizer.fp16_groups):
         parts = []
         for param in group:
-            _, offset, held = optimizer.grad_position[optimizer.get_param_id(param)]
-            start = min(optimizer._get_param_partition_rank(param) * held, param.ds_numel)
+            _, offset, num_held = optimizer.grad_position[optimizer.get_param_id(param)]
+            start = min(optimizer._get_param_partition_rank(param) * num_held, param.ds_numel)
             parts.append(
-                Part(names[id(param)], tuple(param.ds_shape), start, min(held, param.ds_numel - start), offset)
+                Part(names[id(param)], tuple(param.ds_shape), start, min(num_held, param.ds_numel - start), offset)
             )
         is_swapped = plan.offload_optimizer == "nvme" and optimizer._swappable_optimizer_subgroup(number)
         yield Master(
@@ -219,30 +219,30 @@ class EngineState:
 
         Collective with pipeline stages, each of which knows only its own parameters.
         """
-        found = {part.name: self._steps(master) for master in self._masters for part in master.parts}
+        steps_of = {part.name: self._steps(master) for master in self._masters for part in master.parts}
         if self._plan.mesh.pp > 1:
-            found = {name: steps for of_stage in all_gather_object(found) for name, steps in of_stage.items()}
-        common = max(found.values(), default=0)
-        others = {name: steps for name, steps in found.items() if steps != common}
+            steps_of = {name: steps for of_stage in all_gather_object(steps_of) for name, steps in of_stage.items()}
+        common = max(steps_of.values(), default=0)
+        fewer = {name: steps for name, steps in steps_of.items() if steps != common}
         return {
             "steps": common,
-            "steps_of": others if self._counts_each_parameter else {},
+            "steps_of": fewer if self._counts_each_parameter else {},
             "loss_scale": loss_scale(scaler_of(self._ds.optimizer)) if self._is_fp16 else {},
         }
 
     def create_optimizer_state(self, kinds_of: Mapping[str, set[str]]) -> None:
         """Create missing optimizer states, by parameter name and kind, in a step with zero gradients and zero rate."""
-        wanted = {
+        missing_kinds = {
             master: {kind for part in master.parts for kind in kinds_of.get(part.name, ())} for master in self._masters
         }
-        fresh = [master for master, kinds in wanted.items() if kinds]
+        fresh = [master for master, kinds in missing_kinds.items() if kinds]
         if not fresh:
             return
         with _learning_rate_zero(self._optimizers):
             for masters in [[master] for master in fresh] if self._plan.zero_stage == 3 else [fresh]:
                 self._zero_step(masters)
         for master in fresh:
-            for kind in wanted[master] - self._kinds(master).keys():
+            for kind in missing_kinds[master] - self._kinds(master).keys():
                 # Muon's momentum below stage 3, which only a step with a gradient would create. With an offloaded
                 # optimizer it is a partition.
                 is_whole = kind == _MUON and master.wholes and self._plan.offload_optimizer == "none"
@@ -281,13 +281,13 @@ class EngineState:
         if not trained:
             return
         sizes = [in_fp32.values[name].numel() for name in trained]
-        every = torch.zeros(sum(sizes), device=self._ds.device)
-        flat_of = dict(zip(trained, every.split(sizes), strict=True))
+        flat_values = torch.zeros(sum(sizes), device=self._ds.device)
+        flat_of = dict(zip(trained, flat_values.split(sizes), strict=True))
         for part, flat in self._parts_in_fp32():
             flat_of[part.name][part.start : part.start + part.numel] = flat
         if self._plan.zero_stage:
             # Each element belongs to one rank, and is zero on the others.
-            dist.all_reduce(every, group=self._same_part)
+            dist.all_reduce(flat_values, group=self._same_part)
         for name, flat in flat_of.items():
             in_fp32.values[name].view(-1).copy_(flat)
 
@@ -318,8 +318,8 @@ class EngineState:
         return not type(self._optimizers[0]).__module__.startswith("deepspeed.")
 
     def _state(self, master: Master) -> dict[str, Any]:
-        found = [optimizer.state[master.flat] for optimizer in self._optimizers if master.flat in optimizer.state]
-        return found[0] if found else {}
+        states = [optimizer.state[master.flat] for optimizer in self._optimizers if master.flat in optimizer.state]
+        return states[0] if states else {}
 
     def _kinds(self, master: Master) -> dict[str, torch.Tensor]:
         """States with one value per element of the master (or of its `wholes`), by name; empty while on NVMe."""
@@ -344,8 +344,8 @@ class EngineState:
             for part in master.parts_in(value, restoring=restoring)
         }
         dtypes = {(kind, master): value.dtype for kind, master, value in tensors}
-        every = [self._slice(key, part, dtypes[kind, master]) for key, (kind, master, part) in sources.items()]
-        slices = [part for part in every if restoring or self._is_saved_here(part)]
+        all_slices = [self._slice(key, part, dtypes[kind, master]) for key, (kind, master, part) in sources.items()]
+        slices = [part for part in all_slices if restoring or self._is_saved_here(part)]
 
         def read(key: str) -> torch.Tensor:
             kind, master, part = sources[key]
@@ -387,14 +387,14 @@ class EngineState:
         return min(self._home.intersection(holders)) == mesh.rank
 
     def _buffers(self, restoring: bool) -> StateGroup:
-        mesh, found = self._plan.mesh, dict(persistent_buffers(self._ds.module))
+        mesh, buffers = self._plan.mesh, dict(persistent_buffers(self._ds.module))
         is_saved = restoring or mesh.pp == 1 or self._is_first_here("dp", "sp", "tp")
         slices = [
             Slice(f"{BUFFER}/{name}", tuple(buffer.shape), 0, buffer.numel(), buffer.dtype, is_replicated=mesh.pp == 1)
-            for name, buffer in (found if is_saved else {}).items()
+            for name, buffer in (buffers if is_saved else {}).items()
         ]
         return StateGroup(
-            tuple(slices), lambda write: nullcontext(lambda key: found[key.partition("/")[2]].detach().view(-1))
+            tuple(slices), lambda write: nullcontext(lambda key: buffers[key.partition("/")[2]].detach().view(-1))
         )
 
     def _frozen(self, restoring: bool) -> Iterator[StateGroup]:

@@ -60,8 +60,8 @@ class WholeTensors:
             for name, spec in ((name, spec) for name, spec in specs.items() if is_wanted(name)):
                 dist.barrier()
                 with gather_zero3(tensors.get(name)):
-                    whole = self.gather_shards(name, dequantised(tensors[name])) if name in tensors else None
-                    yield name, self._send_to_rank_zero(whole, spec, stage)
+                    tensor = self.gather_shards(name, dequantised(tensors[name])) if name in tensors else None
+                    yield name, self._send_to_rank_zero(tensor, spec, stage)
 
     def gather_shards(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """The full tensor from `part`, which is sharded like parameter `name`, on the stage's first rank, possibly on
@@ -81,20 +81,20 @@ class WholeTensors:
             box = _gather_on_first(box.to(self._device), experts, dim=0, end=torch.device("cpu"))
         return box.reshape(shard.whole_shape) if mesh.rank == mesh.leader else box
 
-    def _send_to_rank_zero(self, whole: torch.Tensor | None, spec: torch.Tensor, stage: int) -> torch.Tensor | None:
+    def _send_to_rank_zero(self, tensor: torch.Tensor | None, spec: torch.Tensor, stage: int) -> torch.Tensor | None:
         """The full tensor of stage number `stage`, on rank zero's CPU; None on other ranks."""
         mesh = self._plan.mesh
         is_rank_zero = self._plan.world.rank == 0
         if self._stage is not None and stage and mesh.rank == mesh.leader:
             if mesh.place("pp") == stage:
-                assert whole is not None
-                for piece in whole.reshape(-1).split(_PIECE):
+                assert tensor is not None
+                for piece in tensor.reshape(-1).split(_PIECE):
                     self._stage.send(piece.to(self._device), to=0)
             elif is_rank_zero:
-                whole = torch.empty_like(spec, device="cpu")
-                for piece in whole.view(-1).split(_PIECE):
+                tensor = torch.empty_like(spec, device="cpu")
+                for piece in tensor.view(-1).split(_PIECE):
                     piece.copy_(self._stage.receive(torch.empty_like(piece, device=self._device), source=stage))
-        return whole.cpu() if is_rank_zero and whole is not None else None
+        return tensor.cpu() if is_rank_zero and tensor is not None else None
 
 
 def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -126,7 +126,7 @@ def _gather_on_first(
     part = part.contiguous()
     parts = [torch.empty_like(part) for _ in range(group.size)] if group.group_rank == 0 else None
     dist.gather(part, parts, group=group.group, group_dst=0)
-    return part if parts is None else torch.cat([each.to(end) for each in parts], dim=dim)
+    return part if parts is None else torch.cat([tensor.to(end) for tensor in parts], dim=dim)
 
 
 def partition(param: torch.Tensor) -> Fragment:

@@ -23,9 +23,9 @@ def mean_shares(rollouts: Sequence[Shares]) -> dict[str, float]:
     """The mean of each metric over the rollouts that have it, or NaN; and as `empty`, the share of rollouts whose first
     step has no answers to train.
     """
-    known = {name: [shares[name] for shares in rollouts if name in shares] for name in NAMES}
-    means = {name: fmean(values) if values else math.nan for name, values in known.items()}
-    return means | {"empty": 1 - len(known["entropy"]) / len(rollouts)}
+    values_of = {name: [metrics[name] for metrics in rollouts if name in metrics] for name in NAMES}
+    means = {name: fmean(values) if values else math.nan for name, values in values_of.items()}
+    return means | {"empty": 1 - len(values_of["entropy"]) / len(rollouts)}
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class RewardEvaluation:
         """A group for each prompt of each set: `size` sampled answers, or the greedy answer for size 0. None where a
         signal ended the evaluation.
         """
-        run, found = self.source.run, dict[str, list[AnswerGroup]]()
+        run, groups_of = self.source.run, dict[str, list[AnswerGroup]]()
         for name, rows in run.inputs.held_out.items():
             # Training numbers its draws from 0 on; negative numbers give these answers other random numbers.
             prompts = [(-1 - number, number) for number in range(num_eval_rows(rows, run.config.eval.limit))]
@@ -66,8 +66,8 @@ class RewardEvaluation:
             groups = sampled.groups()
             if groups is None:
                 return None
-            found[name] = groups
-        return found
+            groups_of[name] = groups
+        return groups_of
 
     def _samples(self, name: str, groups: Sequence[AnswerGroup]) -> Iterable[Sample]:
         texts, rows = self.source.sampler.texts, self.source.run.inputs.held_out[name]
@@ -91,5 +91,5 @@ def held_out_scores(greedy: Sequence[AnswerGroup], sampled: Sequence[AnswerGroup
         size = len(sampled[0].answers)
         right = [int((group.verdicts >= 1).sum()) for group in sampled]
         metrics["sampled_reward"] = mean_score(np.array([group.rewards for group in sampled]))
-        metrics |= {name: float(shares.mean()) for name, shares in pass_shares(right, samples=size).items()}
+        metrics |= {name: float(fractions.mean()) for name, fractions in pass_shares(right, samples=size).items()}
     return HeldOutScores(metrics, {}, is_per_token=False, sums={}, scores=np.zeros((0, 2)))

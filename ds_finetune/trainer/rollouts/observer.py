@@ -43,8 +43,8 @@ class RolloutMetrics(Remembering):
         if rollout is not None and rollout.first == record.step - 1:
             values = rollout_metrics(rollout, self._source.sampler)
             record = record.with_values({f"rollout/{name}": value for name, value in values.items()})
-            every = {name.removeprefix("train/"): value for name, value in record.values.items()} | values
-            self.recent.append({name: every[name] for name in NAMES if name in every})
+            metrics = {name.removeprefix("train/"): value for name, value in record.values.items()} | values
+            self.recent.append({name: metrics[name] for name in NAMES if name in metrics})
         if self.recent and (len(self.recent) >= EVERY or record.is_last or record.stop):
             now = mean_shares(self.recent)
             self.start = self.start or now
@@ -63,9 +63,9 @@ def rollout_metrics(rollout: Rollout, sampler: Sampler) -> dict[str, float]:
         "reward": mean_score(rewards),
         "reward_std": float(np.mean([np.nanstd(g.rewards) if not np.isnan(g.rewards).all() else 0.0 for g in groups])),
     }
-    for place, name in enumerate(sampler.rewards.names):
-        values[f"part/{name}"] = mean_score(parts[:, place])
-        values[f"scored/{name}"] = float((~np.isnan(parts[:, place])).mean())
+    for column, name in enumerate(sampler.rewards.names):
+        values[f"part/{name}"] = mean_score(parts[:, column])
+        values[f"scored/{name}"] = float((~np.isnan(parts[:, column])).mean())
     values |= {
         "groups": float(len(groups)),
         "all_right": float(np.mean([group.is_all_right for group in groups])),
@@ -80,9 +80,9 @@ def rollout_metrics(rollout: Rollout, sampler: Sampler) -> dict[str, float]:
     }
     if sampler.run.config.rollout.ahead:
         values["behind"] = float(rollout.first - rollout.sampled_at)
-    noted = rollout.noted
-    values |= {f"{part}_seconds": noted.get(part, 0.0) for part in ("sample", "reward", "log_probs")}
-    values["tokens_per_second"] = float(lengths.sum()) / max(noted.get("sample", 0.0), 1e-9)
+    notes = rollout.noted
+    values |= {f"{part}_seconds": notes.get(part, 0.0) for part in ("sample", "reward", "log_probs")}
+    values["tokens_per_second"] = float(lengths.sum()) / max(notes.get("sample", 0.0), 1e-9)
     return values
 
 
@@ -107,7 +107,7 @@ class RolloutSamples(LineFile):
         sampler, rows = self._source.sampler, self._source.rows
         order = np.argsort(-np.nan_to_num(group.rewards), kind="stable")
         # The answers with the highest and the lowest rewards.
-        kept = [*order[: _SAMPLED_ANSWERS // 2], *order[_SAMPLED_ANSWERS // 2 :][-(_SAMPLED_ANSWERS // 2) :]]
+        extremes = [*order[: _SAMPLED_ANSWERS // 2], *order[_SAMPLED_ANSWERS // 2 :][-(_SAMPLED_ANSWERS // 2) :]]
         return {
             "row": rows.where(group.number),
             "prompt": sampler.texts.prompt_text(rows, group.number),
@@ -122,7 +122,7 @@ class RolloutSamples(LineFile):
                     "finish": group.answers[at].finish,
                     "tokens": len(group.answers[at].ids),
                 }
-                for at in kept
+                for at in extremes
             ],
         }
 

@@ -68,8 +68,8 @@ class AnswerGroup:
     ) -> "AnswerGroup":
         """The group of a prompt, given as (draw, number), with rewards and advantages from scores and weights."""
         compared, total = (combine_rewards(parts, weights, how) for how in (section.reward_scale, "sum"))
-        found = advantages(compared[None], section.advantage)[0]
-        return cls(*prompt, tuple(answers), parts, total, found, bool(has_spread(compared[None])[0]))
+        of_answers = advantages(compared[None], section.advantage)[0]
+        return cls(*prompt, tuple(answers), parts, total, of_answers, bool(has_spread(compared[None])[0]))
 
     @property
     def verdicts(self) -> Floats:
@@ -112,10 +112,10 @@ class Rollout:
     reference: TokenNumbers = field(default_factory=dict)
     """Log-probabilities under the reference model."""
 
-    def groups_of_step(self, place: int) -> Sequence[int]:
+    def groups_of_step(self, step: int) -> Sequence[int]:
         """Indices of the groups for step `place` of the rollout, divided as evenly as whole groups allow."""
         number = len(self.trained)
-        return self.trained[place * number // self.steps : (place + 1) * number // self.steps]
+        return self.trained[step * number // self.steps : (step + 1) * number // self.steps]
 
 
 Rollouts = tuple[Rollout | None, Rollout | None]

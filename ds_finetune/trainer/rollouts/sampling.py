@@ -100,10 +100,10 @@ class SampledGroups:
         rewards; `unparsed`: number of answers to which no reward applies, or from which a reward could parse no result.
         """
 
-    def score(self, place: int, answer: SampledAnswer) -> None:
+    def score(self, index: int, answer: SampledAnswer) -> None:
         """Start to score an answer on this rank."""
-        self._places.append(place)
-        prompt, at = divmod(place, self._size)
+        self._places.append(index)
+        prompt, at = divmod(index, self._size)
         self._pending.add(self._sampler.texts.to_score(self._rows, self._prompts[prompt][1], answer, at))
 
     def groups(self) -> list[AnswerGroup] | None:
@@ -122,10 +122,10 @@ class SampledGroups:
             continue
         scores = np.full((len(self._prompts) * self._size, len(self._sampler.rewards.names)), np.nan)
         unparsed = 0
-        for places, of_rank, number, error in all_gather_object((self._places, *self._share())):
+        for indices, of_rank, number, error in all_gather_object((self._places, *self._share())):
             if error is not None:
                 raise error
-            scores[places] = of_rank
+            scores[indices] = of_rank
             unparsed += number
         self.noted |= {"reward": time.perf_counter() - began, "unparsed": unparsed}
         parts = scores.reshape(len(self._prompts), self._size, -1)
@@ -166,7 +166,7 @@ class Sampler:
     ) -> SampledGroups:
         """Sample `size` answers to each of the prompts, given as (draw, number in `rows`). Collective."""
         began, mesh = time.perf_counter(), self.run.plan.mesh
-        found = SampledGroups(self, rows, prompts, size)
+        sampled = SampledGroups(self, rows, prompts, size)
         # Ranks with the same rows sample the same answers; only one of them scores.
         is_first = mesh.place("tp") == mesh.place("pp") == 0
         request = SamplingRequest(
@@ -178,11 +178,11 @@ class Sampler:
             is_over=is_over,
             # So that the watchdog does not take a long rollout for a hang.
             on_forward=self.progress.restart_limit,
-            on_answer=found.score if is_first else ignore,
+            on_answer=sampled.score if is_first else ignore,
         )
-        found.wait = self.start(request)
-        found.noted["sample"] = time.perf_counter() - began
-        return found
+        sampled.wait = self.start(request)
+        sampled.noted["sample"] = time.perf_counter() - began
+        return sampled
 
     @property
     def objective(self) -> GrpoObjective:

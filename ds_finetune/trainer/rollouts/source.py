@@ -132,11 +132,11 @@ class RolloutSource:
             reference: TokenNumbers = {}
             if rollout.steps > 1:
                 # The first step uses the log-probabilities of its own forward.
-                later = [self._batch(rollout, place) for place in range(1, rollout.steps)]
+                later = [self._batch(rollout, step) for step in range(1, rollout.steps)]
                 old = self._engine.token_log_probs(later)
             if self._objective.has_reference(has_adapters=self.run.config.lora is not None):
-                every = [self._batch(rollout, place) for place in range(rollout.steps)]
-                reference = self._engine.token_log_probs(every, of_reference=True)
+                batches = [self._batch(rollout, step) for step in range(rollout.steps)]
+                reference = self._engine.token_log_probs(batches, of_reference=True)
             rollout = replace(rollout, old=old, reference=reference)
         return replace(rollout, noted={**rollout.noted, "log_probs": time.perf_counter() - began})
 
@@ -149,13 +149,13 @@ class RolloutSource:
         """The rollout with its rewards; with `no_spread: resample`, further prompts are drawn until enough groups have
         different rewards.
         """
-        mode, groups, noted = self._objective.no_spread, list[AnswerGroup](), Counter[str]()
+        mode, groups, notes = self._objective.no_spread, list[AnswerGroup](), Counter[str]()
         prompts = len(draws)
         end = draws.start + MOST_DRAWS * prompts
         while True:
             with self.sampler.progress.during(PHASE):
                 groups += sampled.groups() or ()
-            noted.update(sampled.noted)
+            notes.update(sampled.noted)
             missing = prompts - sum(group.has_spread for group in groups) if mode == "resample" else 0
             draws = range(draws.stop, min(draws.stop + missing, end))
             if not draws:
@@ -167,15 +167,15 @@ class RolloutSource:
                 f"rollout: {', '.join(self.sampler.rewards.names)} returned None",
                 hint="return a number; None is for answers to which a reward does not apply",
             )
-        trained = tuple(place for place, group in enumerate(groups) if mode == "count" or group.has_spread)
-        return replace(empty, groups=tuple(groups), trained=trained, until=draws.start, noted=noted)
+        trained = tuple(index for index, group in enumerate(groups) if mode == "count" or group.has_spread)
+        return replace(empty, groups=tuple(groups), trained=trained, until=draws.start, noted=notes)
 
-    def _batch(self, rollout: Rollout, place: int) -> Batch:
+    def _batch(self, rollout: Rollout, step: int) -> Batch:
         """This rank's share of the batch of one of a rollout's steps."""
         masks = self._objective.truncated == "mask"
         answers = [
             self._answer(rollout, index, at)
-            for index in rollout.groups_of_step(place)
+            for index in rollout.groups_of_step(step)
             for at in range(self._objective.group_size)
             if not (masks and rollout.groups[index].answers[at].finish == "length")
         ]

@@ -117,14 +117,14 @@ class VllmEngine:
             self._collect(begun)
         if begun.error is not None:
             raise begun.error
-        return [begun.found[place] for place in sorted(begun.found)] if begun.is_whole else None
+        return [begun.found[index] for index in sorted(begun.found)] if begun.is_whole else None
 
     def _collect(self, begun: "_Answers") -> None:
         """Wait until the server has sampled the request, or has failed; afterwards no request is running."""
         while not begun.is_whole and begun.error is None:
             arrived, begun.error = all_gather_object(self._tried(lambda _: begun.take()))[0]
-            for place, answers in (arrived or {}).items():
-                self._take(begun, place, answers)
+            for index, answers in (arrived or {}).items():
+                self._take(begun, index, answers)
             if begun.request.is_over():
                 break
             begun.request.on_forward()
@@ -138,13 +138,13 @@ class VllmEngine:
         except FinetuneError as failed:
             begun.error = failed
 
-    def _take(self, begun: "_Answers", place: int, answers: Sequence[SampledAnswer]) -> None:
+    def _take(self, begun: "_Answers", index: int, answers: Sequence[SampledAnswer]) -> None:
         """Record the answers to the prompt at `place`; one rank passes them to `on_answer`."""
         request, plan = begun.request, self._run.plan
-        begun.found[place] = [_cut(answer, request.limits) for answer in answers]
-        if place % plan.zero_ranks == plan.mesh.place("dp") * plan.mesh.sp + plan.mesh.place("sp"):
-            for number, answer in enumerate(begun.found[place]):
-                request.on_answer(place * request.group_size + number, answer)
+        begun.found[index] = [_cut(answer, request.limits) for answer in answers]
+        if index % plan.zero_ranks == plan.mesh.place("dp") * plan.mesh.sp + plan.mesh.place("sp"):
+            for number, answer in enumerate(begun.found[index]):
+                request.on_answer(index * request.group_size + number, answer)
 
     def close(self) -> None:
         """Stop sampling on the server, and remove the folders of weights."""
@@ -194,11 +194,11 @@ class VllmEngine:
         server.load(folder.absolute(), self._version)
         served = np.concatenate([server.log_probs(prompt) for prompt in self._prompts])
         difference = float(np.median(np.abs(served - own)))
-        most = _MOST_NATS[self._run.plan.precision == "fp32" and "float32" in server.dtype]
-        if not difference <= most:
+        limit = _MOST_NATS[self._run.plan.precision == "fp32" and "float32" in server.dtype]
+        if not difference <= limit:
             raise ServeError(
                 f"the vLLM server at {server.address} does not compute what the weights of step {self._step} do: "
-                f"log-probabilities of fixed prompts differ by {difference:.3g} nats (median); {most:g} are allowed",
+                f"log-probabilities of fixed prompts differ by {difference:.3g} nats (median); {limit:g} are allowed",
                 hint="restart it with the model of this run: it may serve another one, or have loaded half of the "
                 "weights; the same command resumes",
             )
@@ -212,11 +212,11 @@ class VllmEngine:
 
     def _own_log_probs(self) -> Floats:
         """Log-probabilities of the check prompts' tokens, except each first one, under the model being trained."""
-        found = []
+        log_probs = []
         for prompt, logits in zip(self._prompts, self._engine.logits(self._prompts), strict=True):
             following = torch.tensor(prompt[1:], device=logits.device)[:, None]
-            found.append(logits[:-1].log_softmax(dim=-1).gather(1, following).flatten().double().cpu().numpy())
-        return np.concatenate(found)
+            log_probs.append(logits[:-1].log_softmax(dim=-1).gather(1, following).flatten().double().cpu().numpy())
+        return np.concatenate(log_probs)
 
 
 class _Answers:
@@ -239,19 +239,19 @@ class _Answers:
 
     def take(self) -> dict[int, list[SampledAnswer]]:
         """Answers that arrive within a second, by index of the prompt. ServeError where a request has failed."""
-        found: dict[int, list[SampledAnswer]] = {}
+        answers: dict[int, list[SampledAnswer]] = {}
         until = time.monotonic() + _POLL_SECONDS
         while self._left and (seconds := until - time.monotonic()) > 0:
             try:
-                place, result = self._done.get(timeout=seconds)
+                index, result = self._done.get(timeout=seconds)
             except Empty:
                 self._check_health()
                 break
             if isinstance(result, Exception):
                 raise result
-            found[place], self._heard_at = result, time.monotonic()
+            answers[index], self._heard_at = result, time.monotonic()
             self._left -= 1
-        return found
+        return answers
 
     def abandon(self) -> None:
         """Abort the running requests, if the server still responds."""
@@ -273,9 +273,9 @@ class _Answers:
 
 def _check_prompts(run: PreparedRun) -> list[tuple[int, ...]]:
     """Check prompts: one of random ids, and one from a text where the tokenizer can encode it."""
-    every = fixed_prompts(int(run.inputs.hf_config.vocab_size), run.inputs.tokenizer)
+    prompts = fixed_prompts(int(run.inputs.hf_config.vocab_size), run.inputs.tokenizer)
     longest = run.config.train.max_seq_len - 1
-    return [prompt[:longest] for prompt in (every[0], *every[8:9]) if len(prompt) > 1]
+    return [prompt[:longest] for prompt in (prompts[0], *prompts[8:9]) if len(prompt) > 1]
 
 
 def _cut(answer: SampledAnswer, limits: SamplingLimits) -> SampledAnswer:

@@ -64,13 +64,13 @@ class VllmServer:
             self.dtype = str(info["vllm_config"]["model_config"]["dtype"])
         except (KeyError, IndexError, TypeError) as absent:
             raise self._error(f"answers /v1/models or /server_info without {absent}", "use vLLM 0.32") from absent
-        other = {
+        different = {
             key: (value, shape[key])
             for key, value in _config_of(folder).items()
             if key in _SHAPE and key in shape and shape[key] != value
         }
-        if other:
-            values = ", ".join(f"{key} {theirs} instead of {ours}" for key, (theirs, ours) in other.items())
+        if different:
+            values = ", ".join(f"{key} {served} instead of {expected}" for key, (served, expected) in different.items())
             raise self._error(
                 f"serves another model, `{self.name}`, with {values}", f"{START} with the model of this run"
             )
@@ -95,10 +95,10 @@ class VllmServer:
         """Check that the server's weights are named `version`; another name means that loading failed, or that another
         run uses the server.
         """
-        found = self._request("/weight_info").get("weight_version")
-        if found != version:
+        served = self._request("/weight_info").get("weight_version")
+        if served != version:
             raise self._error(
-                f"has weights of version {found}, and this run has loaded {version}",
+                f"has weights of version {served}, and this run has loaded {version}",
                 "no other run may use this server; restart it where it has lost its weights",
             )
 
@@ -111,7 +111,7 @@ class VllmServer:
         limits = request.limits
         key = int(answer_keys(request.seed or 0, [(prompt.key, prompt.number, 0)], torch.device("cpu"))[0])
         forbidden = [] if limits.allowed is None else (~limits.allowed).nonzero().flatten().tolist()
-        found = self._complete(
+        choices = self._complete(
             prompt.ids,
             **_DEFAULTS,
             n=request.group_size,
@@ -127,10 +127,10 @@ class VllmServer:
             skip_special_tokens=False,
             logit_bias={str(number): _NEVER_DRAWN for number in forbidden},
         )
-        if len(found) != request.group_size:
-            raise self._error(f"gives {len(found)} answers instead of {request.group_size}", "see its output")
+        if len(choices) != request.group_size:
+            raise self._error(f"gives {len(choices)} answers instead of {request.group_size}", "see its output")
         try:
-            return [self._answer(choice) for choice in sorted(found, key=lambda choice: int(choice["index"]))]
+            return [self._answer(choice) for choice in sorted(choices, key=lambda choice: int(choice["index"]))]
         except (AttributeError, KeyError, TypeError, ValueError) as other:
             raise self._error(f"gives answers in another form: {other!r}", "use vLLM 0.32") from other
 
@@ -181,9 +181,9 @@ class VllmServer:
                 text = answer.read().decode()
         except urllib.error.HTTPError as refused:
             with refused:
-                said = " ".join(refused.read().decode(errors="replace").split())[:300]
-            wrong = missing if missing and refused.code == 404 else f"answers {route} with {refused.code}: {said}"
-            raise self._error(wrong, hint) from refused
+                response = " ".join(refused.read().decode(errors="replace").split())[:300]
+            problem = missing if missing and refused.code == 404 else f"answers {route} with {refused.code}: {response}"
+            raise self._error(problem, hint) from refused
         except (OSError, HTTPException) as absent:
             reason = getattr(absent, "reason", absent)
             raise self._error(f"does not answer {route}: {reason}", START) from absent
@@ -192,17 +192,17 @@ class VllmServer:
         except ValueError as other:
             raise self._error(f"answers {route} with `{text[:60]}`, which is not JSON", START) from other
 
-    def _error(self, wrong: str, hint: str) -> ServeError:
-        return ServeError(f"the vLLM server at {self.address} {wrong}", hint=hint)
+    def _error(self, problem: str, hint: str) -> ServeError:
+        return ServeError(f"the vLLM server at {self.address} {problem}", hint=hint)
 
 
 def _config_of(folder: Path) -> Mapping[str, Any]:
     """The config.json of the language model in a folder; empty where it cannot be read, e.g. for a hub id."""
     try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return text_tree(found) if isinstance(found, dict) else {}
+    return text_tree(tree) if isinstance(tree, dict) else {}
 
 
 def results_of(jobs: Sequence[Callable[[], T]], *, at_once: int) -> "Queue[tuple[int, T | Exception]]":
@@ -211,11 +211,11 @@ def results_of(jobs: Sequence[Callable[[], T]], *, at_once: int) -> "Queue[tuple
     todo, done = iter(list(enumerate(jobs))), Queue[tuple[int, T | Exception]]()
 
     def work() -> None:
-        for place, job in todo:
+        for index, job in todo:
             try:
-                done.put((place, job()))
+                done.put((index, job()))
             except Exception as error:  # noqa: BLE001 - who waits for the result raises it
-                done.put((place, error))
+                done.put((index, error))
 
     for _ in range(min(at_once, len(jobs))):
         Thread(target=work, daemon=True).start()

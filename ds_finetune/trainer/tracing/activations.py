@@ -28,8 +28,8 @@ def trace(plan: Plan, model: ModelPlan, *, is_whole: bool = False) -> TracedMode
             loss = short.trained(short.rows, short.numbers).loss
             watch.begin_backward()
             loss.backward()
-        found = watch.result(short.kinds)
-    return found if model.teacher else replace(found, teacher=0)
+        traced = watch.result(short.kinds)
+    return traced if model.teacher else replace(traced, teacher=0)
 
 
 class _Mark(NamedTuple):
@@ -73,13 +73,13 @@ class _Watch:
         own = self._recorder
         self._marks.append(_Mark(part, layer, own.since_mark(), own.held, own.on_host))
 
-    def _before(self, module: nn.Module, given: tuple[Any, ...]) -> None:
+    def _before(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         number = self._numbers.get(module)
         if self._is_backward:
             return
         if number is not None:
             self._mark("forward", number)
-            hidden: torch.Tensor = given[0]
+            hidden: torch.Tensor = arguments[0]
             assert self._hidden in (0, hidden.nbytes), "hidden states between layers are not of one size"
             self._hidden = hidden.nbytes
             if number == 0 and hidden.requires_grad:
@@ -100,7 +100,7 @@ class _Watch:
             hidden.register_hook(lambda _: self._mark("backward", number))
         self._has_left_layers = number == len(self._numbers) - 1
 
-    def result(self, stands: Sequence[int]) -> TracedModel:
+    def result(self, representatives: Sequence[int]) -> TracedModel:
         """The readings for all layers; layer i of the model is represented by the computed layer `stands[i]`."""
         parts = {(mark.part, mark.layer): (mark, then) for mark, then in pairwise(self._marks)}
         layers = [self._layer(parts, number) for number in range(len(self._numbers))]
@@ -110,7 +110,7 @@ class _Watch:
             return parts[part, -1][1].peak - beside if (part, -1) in parts else 0
 
         return TracedModel(
-            layers=tuple(layers[number] for number in stands),
+            layers=tuple(layers[number] for number in representatives),
             hidden=self._hidden,
             before=begin,
             teacher=most("start"),

@@ -67,25 +67,25 @@ class Traces:
 
         self._say("computing a forward and backward on tensors without memory, for the estimate of activations")
         try:
-            found = trace(plan, self._build())
+            traced = trace(plan, self._build())
         except FinetuneError:
             raise
         except Exception as error:
             # A model or another package's feature may need the values of tensors, which fake ones lack.
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            reason = f"{type(error).__name__} at {Path(place.filename).name}:{place.lineno}"
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            reason = f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}"
             reason = ": ".join((reason, *str(error).splitlines()[:1]))
             raise ModelError(
                 f"the activations of {self._run.model.path} cannot be traced: {reason}",
                 hint="the run may train all the same: its memory is known after a short run",
             ) from error
-        layers = list(dict.fromkeys(found.layers))
-        tree = asdict(found) | {"layers": list(map(asdict, layers)), "stands": list(map(layers.index, found.layers))}
+        layers = list(dict.fromkeys(traced.layers))
+        tree = asdict(traced) | {"layers": list(map(asdict, layers)), "stands": list(map(layers.index, traced.layers))}
         # Without a writable cache folder, the next start traces the activations again.
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             replace_file(self._folder / f"{key}.json", json.dumps(tree) + "\n")
-        return found
+        return traced
 
 
 def traced_layout(plan: Plan) -> tuple[object, ...]:

@@ -153,9 +153,9 @@ class _HostCopies:
         self._recorder.on_host += tensor.nbytes
         return tensor.shape, tensor.dtype
 
-    def unpack_hook(self, kept: tuple[torch.Size, torch.dtype]) -> torch.Tensor:
+    def unpack_hook(self, saved: tuple[torch.Size, torch.dtype]) -> torch.Tensor:
         """Allocate the tensor again."""
-        return torch.empty(kept[0], dtype=kept[1])
+        return torch.empty(saved[0], dtype=saved[1])
 
 
 def _few_blocks(split: Callable[..., Iterator[Any]], blocks: Any, products: torch.Tensor) -> Iterator[Any]:  # noqa: ANN401

@@ -20,10 +20,10 @@ class HeldBytes(TorchDispatchMode):
         """Run the operation and count what it allocates."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
+        known_storages = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
         for each in _tensors(out):
             storage = each.untyped_storage()
-            if storage._cdata not in given and storage._cdata not in self._live:
+            if storage._cdata not in known_storages and storage._cdata not in self._live:
                 self._add(storage)
         return out
 

@@ -61,10 +61,10 @@ class ShortModel:
     def __init__(self, plan: Plan, model: ModelPlan, *, is_whole: bool = False) -> None:
         self._plan, self._stack, self._is_whole = plan, ExitStack(), is_whole
         # Pipeline ranks count as data parallel: stages are layers of this model, and its weights are not partitioned.
-        one = Mesh(0, plan.mesh.dp * plan.mesh.pp, sp=plan.mesh.sp, tp=plan.mesh.tp, ep=plan.mesh.ep)
+        mesh = Mesh(0, plan.mesh.dp * plan.mesh.pp, sp=plan.mesh.sp, tp=plan.mesh.tp, ep=plan.mesh.ep)
         tiles = mlp_tiles(model.hf_config.to_dict()) if plan.train.tiled_mlp else 1
-        whole = plan.deepspeed_config | {"zero_optimization": plan.zero | {"stage": 0}}
-        self._arranged = replace(plan, mesh=one, deepspeed_config=whole)
+        unpartitioned = plan.deepspeed_config | {"zero_optimization": plan.zero | {"stage": 0}}
+        self._arranged = replace(plan, mesh=mesh, deepspeed_config=unpartitioned)
         self._model = replace(model, stages=(None,), mlp_tiles=tiles)
         self.recorder = HeldBytes()
         self.teacher: HiddenStates | None = None
@@ -157,28 +157,28 @@ def _shorten(lm: PreTrainedModel, is_whole: bool, *, is_reached: bool = False) -
         for name, module in lm.named_modules()
         if isinstance(module, GradientCheckpointingLayer) and layer_of(f"{name}.") not in ahead
     ]
-    names = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+    names = [name for name in names if not any(name.startswith(f"{outer}.") for outer in names)]
     is_reached |= lm.get_input_embeddings().weight.requires_grad
-    remain, alike, stands = list[str](), dict[Any, list[int]](), list[int]()
+    remaining, layers_of_kind, representatives = list[str](), dict[Any, list[int]](), list[int]()
     for number, name in enumerate(names):
         layer = lm.get_submodule(name)
-        chosen = alike.setdefault((_kind_of(layer, name), is_reached), [])
-        if len(chosen) < _ALIKE or is_whole or number == len(names) - 1:
-            chosen.append(len(remain))
-            remain.append(name)
+        computed = layers_of_kind.setdefault((_kind_of(layer, name), is_reached), [])
+        if len(computed) < _ALIKE or is_whole or number == len(names) - 1:
+            computed.append(len(remaining))
+            remaining.append(name)
         else:
             missing = missing_layer(lm.config, number)
             # Some models read a layer's kind of attention from attributes of the layer.
             vars(missing).update({key: value for key, value in vars(layer).items() if isinstance(value, str)})
             lm.set_submodule(name, missing)
-        stands.append(chosen[-1])
+        representatives.append(computed[-1])
         is_reached |= any(param.requires_grad for param in layer.parameters())
-    return remain, stands
+    return remaining, representatives
 
 
 def _kind_of(layer: nn.Module, name: str) -> tuple[object, ...]:
     """Modules with their settings, and tensors of a layer: equal for layers of one kind."""
-    found = list[object]()
+    parts = list[object]()
     for inner, module in layer.named_modules():
         settings = {
             key: value.replace(name, "") if isinstance(value, str) else value
@@ -186,9 +186,9 @@ def _kind_of(layer: nn.Module, name: str) -> tuple[object, ...]:
             if isinstance(value, str | int | float | None) and "layer_idx" not in key
         }
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        shapes = [(leaf, tuple(each.shape), each.dtype, each.requires_grad) for leaf, each in tensors]
-        found.append((inner, type(module).__name__, tuple(sorted(settings.items(), key=str)), tuple(shapes)))
-    return tuple(found)
+        shapes = [(leaf, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for leaf, tensor in tensors]
+        parts.append((inner, type(module).__name__, tuple(sorted(settings.items(), key=str)), tuple(shapes)))
+    return tuple(parts)
 
 
 def _rows(plan: Plan, objective: Objective, *, has_types: bool) -> ForwardRows:
@@ -196,7 +196,7 @@ def _rows(plan: Plan, objective: Objective, *, has_types: bool) -> ForwardRows:
     number, length = plan.batch.micro_batch_size, plan.batch.max_seq_len
     documents = ((length - length // 2, length // 2) if objective.documents_per_unit == 2 else (length,),) * number
     ids = torch.zeros(number, -(-length // plan.mesh.sp), dtype=torch.int64)
-    places = torch.zeros(ids.numel(), dtype=torch.int64)
+    zeros = torch.zeros(ids.numel(), dtype=torch.int64)
     of_documents = torch.zeros(sum(map(len, documents)), dtype=torch.int64)
     wide, examples = of_documents.double(), None
     if objective.documents_per_unit:
@@ -204,8 +204,8 @@ def _rows(plan: Plan, objective: Objective, *, has_types: bool) -> ForwardRows:
         if isinstance(objective, Distillation):
             scores = torch.zeros(*ids.shape, _STORED + 1, dtype=torch.float16)
             top = TopLogProbs(scores[..., 1:].int(), scores)
-        known = ids.float()
-        answers = AnswerNumbers(known, known.clone(), known.clone()) if objective.head == "answers" else None
+        numbers = ids.float()
+        answers = AnswerNumbers(numbers, numbers.clone(), numbers.clone()) if objective.head == "answers" else None
         examples = Examples(ids, of_documents, of_documents, of_documents, wide, wide, top, answers)
     return ForwardRows(
         ids,
@@ -216,7 +216,7 @@ def _rows(plan: Plan, objective: Objective, *, has_types: bool) -> ForwardRows:
         token_types=ids if has_types else None,
         next_ids=ids,
         next_labels=ids,
-        real=RealTokens(places, of_documents),
-        supervised=places,
-        next_supervised=places,
+        real=RealTokens(zeros, of_documents),
+        supervised=zeros,
+        next_supervised=zeros,
     )
