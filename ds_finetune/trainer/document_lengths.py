@@ -41,13 +41,13 @@ def length_notes(model: ModelPlan, *, max_seq_len: int) -> tuple[str, ...]:
         return (f"up to {tokens} tokens, {limit}, the indexer leaves nothing out; it is {runs}",)
     if model.indexer is not None and model.indexer.is_alone:
         return (
-            f"documents are attended to whole, also those longer than index_topk {tokens}: only indexers are trained",
+            f"documents are attended to in full, also those longer than index_topk {tokens}: only indexers are trained",
         )
     if max_seq_len > tokens and next(_limits(model), None) is None:
         trained = "not trained" if model.indexer is None else "trained"
         return (f"in documents longer than index_topk {tokens} the indexer chooses tokens; it is {trained}",)
     run = "not run" if model.indexer is None else "trained"
-    return (f"documents have at most index_topk {tokens} tokens and are attended to whole: the indexer is {run}",)
+    return (f"documents have at most index_topk {tokens} tokens and are attended to in full: the indexer is {run}",)
 
 
 def check_lengths(

@@ -190,6 +190,6 @@ def _vocabulary_lines(model: ModelPlan) -> list[tuple[str, str]]:
     if not model.resizes_vocabulary:
         return []
     before, after = model.published_vocab_size, int(model.hf_config.vocab_size)
-    grown = f"{before} -> {after} tokens; {after - before} new rows of embedding and head are drawn like the old ones"
+    grown = f"{before} -> {after} tokens; {after - before} new rows of embedding and head, initialised like others"
     fits = f"the tokenizer's ids fit the {before} tokens; model.resize_vocabulary adds nothing"
     return [("vocabulary", grown if after > before else fits)]

@@ -377,4 +377,4 @@ def _random_state_changes(usable: UsableCheckpoint, run: PreparedRun) -> list[st
     then, now = usable.state.layout.get("mesh"), str(run.plan.mesh)
     if not drops or then == now:
         return []
-    return [f"{', '.join(drops)} draws other numbers than without the interruption: layout {then} -> {now}"]
+    return [f"{', '.join(drops)} uses other random numbers than without the interruption: layout {then} -> {now}"]

@@ -153,7 +153,7 @@ def _train_and_export(
     # The innermost context reports errors first, since closing the others may wait for ranks that are gone.
     with engine_context as engine, start_saver(run, engine, resume_point) as saver, report_errors(run, monitor):
         if engine.drawn:
-            say(f"drawn from train.seed, since {run.model.path} lacks them: {patterns_of(engine.drawn)}")
+            say(f"randomly initialised from train.seed, since {run.model.path} lacks them: {patterns_of(engine.drawn)}")
         with monitor.progress.during("reference"):
             run = complete_reference(run, engine, reference)
             if keeps_start:

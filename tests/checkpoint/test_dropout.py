@@ -67,4 +67,4 @@ def test_other_ranks_draw_other_numbers_and_a_line_says_so(whole: Path, tmp_path
     run = _copy(whole, tmp_path / "run")
     _without_last_steps(run, after=2)
     shown = " ".join(_run(whole, f"output_dir={run}", ranks=1).split())
-    assert "hidden_dropout_prob 0.2, attention_probs_dropout_prob 0.2 draws other numbers" in shown
+    assert "hidden_dropout_prob 0.2, attention_probs_dropout_prob 0.2 uses other random numbers" in shown

@@ -23,7 +23,7 @@ ENTRIES = ("deepseek_v4_sparse", "deepseek_v4")
 """DeepSeek-V4, whose indexers choose entries."""
 MODELS = (*SPARSE, "deepseek_v32", "glm_moe_dsa", *ENTRIES)
 SHORT = ("deepseek_v32", "glm_moe_dsa", "deepseek_v4")
-"""In these no document is longer than what is attended to whole."""
+"""In these no document is longer than what is attended to in full."""
 ROUNDED_TOLERANCE = 2e-2
 """Of losses in bf16."""
 STEP_TOLERANCE = 1e-5

@@ -93,7 +93,7 @@ def test_the_plan_says_whether_the_indexer_is_run(tmp_path: Path) -> None:
     assert note == "in documents longer than index_topk 24 the indexer chooses tokens; it is not trained"
     short = {"data": {"packing": True} | CUT, "train": {"max_seq_len": LIMIT}}
     (note,) = _read(read_config(_run_file(tmp_path / "short", **EAGER | short)))
-    assert note == "documents have at most index_topk 24 tokens and are attended to whole: the indexer is not run"
+    assert note == "documents have at most index_topk 24 tokens and are attended to in full: the indexer is not run"
     assert _read(read_config(tiny_task(tmp_path / "v3"))) == ()
 
 
@@ -102,10 +102,10 @@ def test_the_plan_says_how_indexers_are_trained(tmp_path: Path) -> None:
     assert note == "in documents longer than index_topk 24 the indexer chooses tokens; it is trained"
     dense = {"indexer": {"train": True, "stage": "dense_warmup"}}
     (note,) = _read(read_config(_run_file(tmp_path / "dense", **dense)))
-    assert note == "documents are attended to whole, also those longer than index_topk 24: only indexers are trained"
+    assert note == "documents are attended to in full, also those longer than index_topk 24: only indexers are trained"
     short = {"data": {"packing": True} | CUT, "train": {"max_seq_len": LIMIT}}
     (note,) = _read(read_config(_run_file(tmp_path / "short", indexer={"train": True}, **short)))
-    assert note == "documents have at most index_topk 24 tokens and are attended to whole: the indexer is trained"
+    assert note == "documents have at most index_topk 24 tokens and are attended to in full: the indexer is trained"
 
 
 def test_rows_may_be_longer_than_documents(tmp_path: Path) -> None:
@@ -116,4 +116,4 @@ def test_rows_may_be_longer_than_documents(tmp_path: Path) -> None:
     assert config.train.max_seq_len > LIMIT
     # The refusals of the test above raise here.
     (note,) = _read(config)
-    assert note == "documents have at most index_topk 24 tokens and are attended to whole: the indexer is not run"
+    assert note == "documents have at most index_topk 24 tokens and are attended to in full: the indexer is not run"

@@ -41,7 +41,7 @@ def check_answers(answers: Iterable[SampledAnswer]) -> None:
     for answer in answers:
         if answer.ids[-1] == _BROKEN:
             raise RunError(
-                f"token {len(answer.ids)} of an answer cannot be drawn: logits are not finite",
+                f"token {len(answer.ids)} of an answer cannot be sampled: logits are not finite",
                 hint="lower optim.lr, or train in bf16 or fp32 instead of fp16",
             )
 
@@ -52,7 +52,7 @@ class PromptPart:
 
     prompt: PromptToSample
     samples: range
-    place: int
+    index: int
 
     @property
     def length(self) -> int:
@@ -62,7 +62,7 @@ class PromptPart:
 
 @dataclass
 class _RunningAnswer:
-    place: int
+    index: int
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     experts: list[NDArray[np.int16]] = field(default_factory=list)
@@ -119,7 +119,7 @@ class BatchOfAnswers:
 
     def __init__(self, model: AnswerModel, parts: Sequence[PromptPart], drawing: Drawing) -> None:
         self._model, self._drawing = model, drawing
-        self._running = [_RunningAnswer(part.place + number) for part in parts for number in range(len(part.samples))]
+        self._running = [_RunningAnswer(part.index + number) for part in parts for number in range(len(part.samples))]
         self._ended: dict[int, SampledAnswer] = {}
         self._keys = drawing.keys(parts)
         lengths = [part.length for part in parts for _ in part.samples]
@@ -175,9 +175,9 @@ class BatchOfAnswers:
             answer.experts += self._experts[row : row + 1]
             answer.add(token, log_prob, self._drawing.limits)
             if answer.finish:
-                self._ended[answer.place] = answer.sampled()
+                self._ended[answer.index] = answer.sampled()
                 if token != _BROKEN:
-                    on_answer(answer.place, self._ended[answer.place])
+                    on_answer(answer.index, self._ended[answer.index])
         return ids.clamp(min=0)
 
     def _drop_ended(self, ids: torch.Tensor) -> torch.Tensor:

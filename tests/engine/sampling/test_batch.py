@@ -195,7 +195,7 @@ def test_logits_that_are_not_finite_are_an_error() -> None:
     with torch.no_grad():
         embedding[5] = torch.nan
     answers = _sampled(ours, prompts_of(LENGTHS), range(1))
-    with pytest.raises(RunError, match="token 1 of an answer cannot be drawn: logits are not finite"):
+    with pytest.raises(RunError, match="token 1 of an answer cannot be sampled: logits are not finite"):
         check_answers(answers)
     with torch.no_grad():
         embedding.copy_(kept)
