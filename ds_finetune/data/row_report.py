@@ -63,8 +63,8 @@ NOTED = {
     "control_keep": "contain control tokens, which stay control tokens (data.control_tokens keep)",
     "windows_lines": "have Windows line ends (a carriage return before the line feed) in a text, which are trained as "
     "they are",
-    "conversion": "have characters that a wrong conversion of the encoding leaves (byte order mark U+FEFF, U+FFFD for a "
-    "lost one, NUL or another control character) in a text, which are trained as they are",
+    "conversion": "have characters that a wrong conversion of the encoding leaves (U+FEFF, U+FFFD, NUL or another "
+    "control character) in a text, which are trained as they are",
     "control_plain": "contain control tokens, which stay control tokens because no chat template is used",
 }
 """Remarks on rows, by name."""
