@@ -86,12 +86,16 @@ class SleepingChunks:
     def forward(self, rows: ForwardRows) -> StageForward:
         """Pass hidden states on, after the time of a forward."""
         stage = self._stage
+        if stage.num_chunks == 1 and not stage.is_first:
+            hidden = stage.receive(stage.empty_hidden(rows.input_ids), source=stage.previous_rank)
+            stage.input_hidden_states = hidden.requires_grad_()
         given = stage.input_hidden_states
         self._sleep(FORWARD_SECONDS)
         if given is None:
             given = stage.empty_hidden(rows.input_ids).zero_()
         hidden = given * self._weight
-        return StageForward(hidden.sum(), None) if stage.runs_head else StageForward(None, hidden)
+        runs_head = stage.is_last if stage.num_chunks == 1 else stage.runs_head
+        return StageForward(hidden.sum() if runs_head else None, None if runs_head else hidden)
 
     def backward(self, scalar: torch.Tensor) -> None:
         """Compute the gradient of the hidden states, after the time of a backward."""

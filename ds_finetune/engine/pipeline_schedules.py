@@ -1,5 +1,5 @@
-"""Schedule of pipeline stages: 1F1B, in which forwards and backwards of micro-batches alternate. It is interleaved if
-ranks hold several chunks of layers, and so idle less (Narayanan et al., arXiv 2104.04473, section 2.2).
+"""Schedules of pipeline stages: 1F1B, in which forwards and backwards of micro-batches alternate, and interleaved 1F1B,
+in which ranks hold several chunks of layers and so idle less (Narayanan et al., arXiv 2104.04473, section 2.2).
 """
 
 from collections import deque
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ds_finetune.model.loss.forward_rows import ForwardRows
 from ds_finetune.model.parallel.pipeline import Link, PipelineGroup
-from ds_finetune.plan.pipeline import PipelineTurn, pipeline_turns
+from ds_finetune.plan.pipeline import PipelineTurn, interleaved_turns
 
 
 class StageForward(NamedTuple):
@@ -40,6 +40,39 @@ class _WithGradient(torch.autograd.Function):
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
         (grad,) = ctx.saved_tensors
         return grad, None
+
+
+def run_1f1b(stage: PipelineGroup, every: Sequence[ForwardRows], forward: Forward, backward: Backward) -> None:
+    """Forward and backward of all micro-batches, in the order of DeepSpeed's schedule (0.19.8, pipe/schedule.py:189).
+
+    Neighbours send and receive in matching order, so sends may block. A stage holds the activations of as many
+    micro-batches as there are stages from it to the last.
+    """
+    from deepspeed.runtime.pipe import schedule
+
+    turns = schedule.TrainSchedule(len(every), stage.size, stage.group_rank)
+    waiting = iter(every)
+    arrived: dict[int, torch.Tensor | None] = {}
+    done: dict[int, StageForward] = {}
+    grads: dict[int, torch.Tensor] = {}
+    # Hidden states are received within the forward (model/parallel/pipeline.py), directly after the schedule's
+    # RecvActivation.
+    actions: dict[type, Callable[[int], object]] = {
+        schedule.ForwardPass: lambda slot: (
+            done.update({slot: forward(next(waiting))}),
+            arrived.update({slot: stage.input_hidden_states}),
+        ),
+        schedule.SendActivation: lambda slot: stage.send(hidden_of(done[slot]), to=stage.group_rank + 1),
+        schedule.RecvGrad: lambda slot: grads.update(
+            {slot: stage.receive(torch.empty_like(hidden_of(done[slot])), source=stage.group_rank + 1)}
+        ),
+        schedule.BackwardPass: lambda slot: backward(scalar_of(done.pop(slot), grads.pop(slot, None))),
+        schedule.SendGrad: lambda slot: stage.send(grad_of(arrived.pop(slot)), to=stage.group_rank - 1),
+    }
+    for commands in turns.steps():
+        for command in commands:
+            if type(command) in actions:
+                actions[type(command)](command.buffer_id)
 
 
 def hidden_of(done: StageForward) -> torch.Tensor:
@@ -79,13 +112,21 @@ class _TensorMessage(NamedTuple):
         return self.tensor
 
 
-def run_pipeline(stage: PipelineGroup, batches: Sequence[ForwardRows], forward: Forward, backward: Backward) -> None:
+def run_pipeline(stage: PipelineGroup, every: Sequence[ForwardRows], forward: Forward, backward: Backward) -> None:
+    """Forward and backward of all micro-batches, interleaved where a rank has several chunks."""
+    run = run_interleaved_1f1b if stage.num_chunks > 1 else run_1f1b
+    run(stage, every, forward, backward)
+
+
+def run_interleaved_1f1b(
+    stage: PipelineGroup, every: Sequence[ForwardRows], forward: Forward, backward: Backward
+) -> None:
     """Forward and backward of all micro-batches through all chunks of this rank.
 
     Sends are asynchronous: with blocking sends, neighbours would wait for each other.
     """
-    step = _PipelineStep(stage, batches)
-    turns = pipeline_turns(pp=stage.size, vpp=stage.num_chunks, micro_batches=len(batches), rank=stage.group_rank)
+    step = _InterleavedStep(stage, every)
+    turns = interleaved_turns(pp=stage.size, vpp=stage.num_chunks, micro_batches=len(every), rank=stage.group_rank)
     try:
         arriving = step.receive(turns[0])
         for number, turn in enumerate(turns, start=1):
@@ -101,7 +142,7 @@ def run_pipeline(stage: PipelineGroup, batches: Sequence[ForwardRows], forward: 
         stage.running_chunk = stage.input_hidden_states = None
 
 
-class _PipelineStep:
+class _InterleavedStep:
     """Tensors that a rank keeps during an optimizer step, by chunk and micro-batch."""
 
     def __init__(self, stage: PipelineGroup, batches: Sequence[ForwardRows]) -> None:

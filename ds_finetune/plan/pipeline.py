@@ -23,14 +23,13 @@ def idle_share(*, pp: int, vpp: int, micro_batches: int) -> float:
     return (pp - 1) / (vpp * micro_batches + pp - 1)
 
 
-def pipeline_turns(*, pp: int, vpp: int, micro_batches: int, rank: int) -> list[PipelineTurn]:
-    """Turns of pipeline rank `rank` in a step, in order: 1F1B, interleaved with several chunks per rank (arXiv
-    2104.04473, section 2.2).
+def interleaved_turns(*, pp: int, vpp: int, micro_batches: int, rank: int) -> list[PipelineTurn]:
+    """Turns of pipeline rank `rank` in a step, in order: interleaved 1F1B (arXiv 2104.04473, section 2.2).
 
-    With several chunks, micro-batches, a multiple of `pp`, form groups of `pp`: all of a group pass one chunk before
-    the rank's next chunk. After `num_first_forwards` forwards, each forward is followed by a backward.
+    Micro-batches, a multiple of `pp`, form groups of `pp`: all of a group pass one chunk before the rank's next chunk.
+    After `num_first_forwards` forwards, each forward is followed by a backward.
     """
-    assert vpp == 1 or micro_batches % pp == 0, (micro_batches, pp)
+    assert micro_batches % pp == 0, (micro_batches, pp)
     places = [divmod(number, pp * vpp) for number in range(micro_batches * vpp)]
     forwards = [PipelineTurn(True, within // pp, group * pp + within % pp) for group, within in places]
     backwards = [PipelineTurn(False, vpp - 1 - turn.chunk, turn.micro) for turn in forwards]

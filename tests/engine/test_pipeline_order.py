@@ -70,7 +70,8 @@ def _record(
 ) -> RankStep:
     step, stage = RankStep(rank), PipelineGroup("the pipeline", pp, rank)  # type: ignore[arg-type]
     stage.num_chunks, stage.no_hidden_states = vpp, torch.zeros(0, 1)
-    stage.links = {link: "the pipeline" if shared else link for link in LINKS}  # type: ignore[misc]
+    if vpp > 1:
+        stage.links = {link: "the pipeline" if shared else link for link in LINKS}  # type: ignore[misc]
     monkeypatch.setattr(dist, "isend", lambda _, group, group_dst: step.begin(group, group_dst, is_sent=True))
     monkeypatch.setattr(dist, "irecv", lambda _, group, group_src: step.begin(group, group_src, is_sent=False))
     monkeypatch.setattr(dist, "send", lambda *given, **to: dist.isend(*given, **to).wait())
@@ -78,6 +79,10 @@ def _record(
     weight = torch.ones(1, requires_grad=True)
 
     def forward(rows: Any) -> StageForward:
+        if vpp == 1 and not stage.is_first:
+            # As the model does (model/parallel/pipeline.py).
+            into = stage.empty_hidden(rows.input_ids)
+            stage.input_hidden_states = stage.receive(into, source=rank - 1).requires_grad_()
         hidden = stage.input_hidden_states
         out = weight.expand(1, 2, 1) * (1 if hidden is None else hidden)
         return StageForward(out.sum(), None) if stage.runs_head else StageForward(None, out)

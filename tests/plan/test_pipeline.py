@@ -13,8 +13,8 @@ from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.pipeline import (
     PipelineTurn,
     idle_share,
+    interleaved_turns,
     num_held_forwards,
-    pipeline_turns,
 )
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
@@ -38,7 +38,7 @@ def _source(turn: PipelineTurn, rank: int, *, pp: int, vpp: int) -> tuple[int, P
 
 def _ends(pp: int, vpp: int, micro_batches: int) -> list[dict[PipelineTurn, int]]:
     """When each turn of each rank ends, where messages take no time and a rank only waits for what it receives."""
-    turns = [pipeline_turns(pp=pp, vpp=vpp, micro_batches=micro_batches, rank=rank) for rank in range(pp)]
+    turns = [interleaved_turns(pp=pp, vpp=vpp, micro_batches=micro_batches, rank=rank) for rank in range(pp)]
     ends: list[dict[PipelineTurn, int]] = [{} for _ in range(pp)]
     while any(len(ends[rank]) < len(turns[rank]) for rank in range(pp)):
         done = 0
@@ -71,7 +71,7 @@ def test_ranks_wait_as_long_as_the_formula_says(pp: int, vpp: int, micro_batches
 def test_messages_of_a_link_are_received_in_the_order_in_which_they_are_sent(
     pp: int, vpp: int, micro_batches: int
 ) -> None:
-    turns = [pipeline_turns(pp=pp, vpp=vpp, micro_batches=micro_batches, rank=rank) for rank in range(pp)]
+    turns = [interleaved_turns(pp=pp, vpp=vpp, micro_batches=micro_batches, rank=rank) for rank in range(pp)]
     places = [{turn: place for place, turn in enumerate(mine)} for mine in turns]
     for rank, is_forward in itertools.product(range(pp), (True, False)):
         assert len(turns[rank]) == len(set(turns[rank])) == 2 * vpp * micro_batches
@@ -84,7 +84,7 @@ def test_messages_of_a_link_are_received_in_the_order_in_which_they_are_sent(
 def test_a_rank_holds_as_many_forwards_as_the_plan_says(pp: int, vpp: int, micro_batches: int) -> None:
     for rank in range(pp):
         sizes = {"pp": pp, "vpp": vpp, "micro_batches": micro_batches, "rank": rank}
-        held = itertools.accumulate(1 if turn.is_forward else -1 for turn in pipeline_turns(**sizes))
+        held = itertools.accumulate(1 if turn.is_forward else -1 for turn in interleaved_turns(**sizes))
         assert max(held) == num_held_forwards(**sizes)
 
 

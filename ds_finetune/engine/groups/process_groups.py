@@ -124,9 +124,8 @@ def open_groups(
 ) -> Iterator[Groups]:
     """Create the groups of `mesh`, collectively, and destroy them at the end.
 
-    With `shares_embedding` the first and last pipeline stage share a group, because both hold the embedding. Pipelines
-    have a group for each `Link`; those between the last and the first rank exist with more than one chunk per rank
-    (`vpp`).
+    With `shares_embedding` the first and last pipeline stage share a group, because both hold the embedding. With more
+    than one chunk per rank (`vpp`), pipelines have a group for each `Link`.
 
     The groups are destroyed explicitly, because DeepSpeed 0.19.8 keeps a ZeRO-3 model, and with it the groups, after
     `destroy`.
@@ -160,8 +159,9 @@ def _stage(pool: _GroupMaker, *, shares_embedding: bool, vpp: int) -> PipelineGr
     mesh = pool.mesh
     stage = PipelineGroup(pool.line("pp"), mesh.pp, mesh.place("pp"))
     stage.num_chunks = vpp
-    links = [Link(is_forward, wraps) for is_forward in (True, False) for wraps in (False, vpp > 1)]
-    stage.links = {link: pool.own(mesh.lines("pp")) for link in dict.fromkeys(links)}
+    if vpp > 1:
+        ways = (Link(is_forward, wraps) for is_forward in (True, False) for wraps in (True, False))
+        stage.links = {way: pool.own(mesh.lines("pp")) for way in ways}
     if shares_embedding:
         ends = [
             [rank for rank in line if mesh.place("pp", rank) in (0, mesh.pp - 1)]

@@ -1,6 +1,6 @@
 """The loss at supervised positions, computed in chunks: logits of all tokens [tokens, vocabulary] are never built."""
 
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,9 +213,15 @@ class TrainedModel(nn.Module):
         With `wants_log_probs` it returns the log-probabilities of the examples instead, fp64 [documents]. Pipeline
         stages or chunks before the last return hidden states.
         """
-        chunk = self.pp_group.running_chunk if self.pp_group is not None else None
-        with nullcontext() if chunk is None or self.chunks is None else self.chunks.only(chunk):
+        with self._running_chunk():
             return self._loss(rows, numbers, wants_log_probs=wants_log_probs)
+
+    def _running_chunk(self) -> AbstractContextManager[None]:
+        chunk = self.pp_group.running_chunk if self.pp_group is not None else None
+        if chunk is None:
+            return nullcontext()
+        assert self.chunks is not None
+        return self.chunks.only(chunk)
 
     def _loss(
         self, rows: ForwardRows, numbers: StepNumbers | None, *, wants_log_probs: bool

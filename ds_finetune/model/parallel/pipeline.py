@@ -30,7 +30,8 @@ T = TypeVar("T")
 
 
 class Link(NamedTuple):
-    """One direction between neighbouring ranks of a pipeline; messages arrive in the order in which they are sent.
+    """One direction between neighbouring ranks of an interleaved pipeline; messages arrive in the order in which they
+    are sent.
 
     Each link has its own process group: NCCL ignores tags, and two ranks that both send before they receive would hang
     within one group.
@@ -39,7 +40,7 @@ class Link(NamedTuple):
     is_forward: bool
     """Whether the link carries hidden states; otherwise their gradients."""
     wraps: bool
-    """Whether the link connects the last rank with the first one, as between chunks of layers."""
+    """Whether the link connects the last rank with the first one."""
 
 
 class PipelineGroup(RankGroup):
@@ -47,13 +48,11 @@ class PipelineGroup(RankGroup):
 
     num_chunks: int = 1
     running_chunk: int | None = None
-    """The chunk that the current forward runs, while the schedule sends and receives; None where the forward runs all
-    chunks, and sends and receives hidden states itself.
-    """
+    """The chunk that the current forward runs; None where it runs all chunks, and sends hidden states itself."""
     no_hidden_states: torch.Tensor
     """Empty tensor [0, width] with the width, dtype and device of the model's hidden states."""
     links: Mapping[Link, dist.ProcessGroup] = MappingProxyType({})
-    """The process group of each link to the neighbours."""
+    """The process group of each link to the neighbours; empty with one chunk per rank."""
     embedding_group: dist.ProcessGroup | None = None
     """Ranks of the first and last stage with the same tensor parallel shard, with all data and sequence parallel
     replicas. None on other stages, and where only one of both stages has the embedding.
@@ -61,8 +60,8 @@ class PipelineGroup(RankGroup):
     adds_embedding: bool = True
     """Whether this rank keeps the summed gradient of the embedding; others of its stage get zeros."""
     input_hidden_states: torch.Tensor | None = None
-    """Hidden states received for the running chunk, a leaf that requires a gradient; None for the model's first chunk,
-    and without a running chunk.
+    """Hidden states received from the previous stage for the latest forward, a leaf that requires a gradient where
+    gradients are enabled. With several chunks per rank those for the running chunk; None for the model's first chunk.
     """
 
     @property
@@ -173,8 +172,7 @@ class MissingLayer(nn.Module):
 
 
 class ReceiveHiddenStates(nn.Embedding):
-    """Replaces the embedding on later stages: gives the hidden states that the schedule has received, or without a
-    running chunk receives them from the previous stage.
+    """Replaces the embedding on later stages: receives hidden states from the previous stage.
 
     Its weight is kept where a tied head or multi-token prediction needs it.
     """
@@ -183,10 +181,9 @@ class ReceiveHiddenStates(nn.Embedding):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[batch, tokens] -> [batch, tokens, width]."""
-        if self.pp_group.input_hidden_states is not None:
-            return self.pp_group.input_hidden_states
-        assert not torch.is_grad_enabled(), "the schedule receives where there are gradients"
-        return self.pp_group.receive(self.pp_group.empty_hidden(input_ids), source=self.pp_group.group_rank - 1)
+        hidden = self.pp_group.receive(self.pp_group.empty_hidden(input_ids), source=self.pp_group.group_rank - 1)
+        self.pp_group.input_hidden_states = hidden.requires_grad_(torch.is_grad_enabled())
+        return self.pp_group.input_hidden_states
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Token embeddings [batch, tokens, width] from the weight kept on this stage."""
@@ -334,9 +331,8 @@ class ModelChunks:
                 part["norm"] = nn.Identity()
         if residual_streams(lm.config) > 1:
             self._take_streams(lm, pp_group)
-        if pp_group.is_first:
-            embedding: Any = lm.get_input_embeddings()
-            embedding.forward = partial(_arrived_or, pp_group, embedding.forward)
+        embedding: Any = lm.get_input_embeddings()
+        embedding.forward = partial(_arrived_or, pp_group, embedding.forward)
         for before, after in pairwise(chunks):
             self._hand_over(before.stop, pp_group).sends = True
             self._hand_over(after.start - 1, pp_group).receives = True
@@ -383,4 +379,4 @@ def _arrived_or(
 ) -> torch.Tensor:
     """Hidden states received for the running chunk, else token embeddings."""
     arrived = pp_group.input_hidden_states
-    return embed(input_ids) if arrived is None else arrived
+    return embed(input_ids) if pp_group.running_chunk is None or arrived is None else arrived
