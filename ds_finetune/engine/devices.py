@@ -178,8 +178,8 @@ def own_device(world: World, device: str) -> str:
 
 
 def check_same_devices(texts: list[str]) -> None:
-    """LaunchError where ranks use different kinds of accelerators, or two ranks the same GPU; `found` are the
-    `own_device` texts by rank.
+    """LaunchError where ranks use different kinds of accelerators, or two ranks the same GPU; `texts` are those
+    of `own_device`, by rank.
     """
     ranks = [json.loads(text) for text in texts]
     first = ranks[0]

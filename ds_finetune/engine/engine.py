@@ -42,9 +42,9 @@ from ds_finetune.engine.results import (
 )
 from ds_finetune.engine.sampling.answers import SampledAnswer, SamplingLimits, SamplingRequest
 from ds_finetune.engine.sampling.sampler import check_answers, sample_prompts
+from ds_finetune.engine.state.full_tensors import FullTensors, named_parameters
 from ds_finetune.engine.state.replicas import check_replicas
 from ds_finetune.engine.state.state import EngineState
-from ds_finetune.engine.state.whole_tensors import WholeTensors, named_parameters
 from ds_finetune.errors import RunError
 from ds_finetune.model.adapters.lora import adapters_off as turn_adapters_off
 from ds_finetune.model.loss.extra_loss import TotalLoss
@@ -70,7 +70,7 @@ def _never() -> bool:
 class Engine:
     """A model under DeepSpeed: trains, evaluates, generates, and gathers full tensors."""
 
-    drawn: tuple[str, ...] = ()
+    random_parameters: tuple[str, ...] = ()
     """Names of this rank's randomly initialised parameters, which the model's folder does not have."""
     has_bad_gradient = False
     """Whether any rank had a non-finite gradient in the latest step."""
@@ -86,7 +86,7 @@ class Engine:
         self._device = torch.device(wrapped.device)
         self.meter = CommunicationMeter(is_blocking=self._device.type == "cpu")
         self._probe = FiniteProbe(named_parameters(wrapped.module))
-        self._whole = WholeTensors(wrapped.module, plan, groups, self._device)
+        self._full_tensors = FullTensors(wrapped.module, plan, groups, self._device)
         self._kept: KeptWeights | None = None
         """Weights of the reference model."""
 
@@ -98,7 +98,7 @@ class Engine:
     @property
     def state(self) -> EngineState:
         """This rank's state for checkpoints, to save and restore."""
-        return EngineState(self._ds, self.plan, self._groups.same_part)
+        return EngineState(self._ds, self.plan, self._groups.same_shard)
 
     def use_device(self) -> None:
         """Set this rank's GPU as the device of CUDA calls in this thread."""
@@ -319,23 +319,23 @@ class Engine:
         One parameter is gathered at a time; every rank must exhaust the iterator. Adapters are neither included nor
         merged. 4-bit weights are dequantised.
         """
-        return self._whole.gather(lambda name: not is_adapter(name))
+        return self._full_tensors.gather(lambda name: not is_adapter(name))
 
     def adapters(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Full tensors of the adapters' parameters, as in `tensors`."""
-        return self._whole.gather(is_adapter)
+        return self._full_tensors.gather(is_adapter)
 
     def named_tensors(self, names: Container[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Full tensors of the parameters with these names, as in `tensors`."""
-        return self._whole.gather(lambda name: name in names)
+        return self._full_tensors.gather(lambda name: name in names)
 
     def tensor_specs(self) -> dict[str, torch.Tensor]:
         """Shapes and dtypes of the results of `tensors`, in its order, as meta tensors; nothing is gathered."""
-        return {name: spec for name, spec in self._whole.specs().items() if not is_adapter(name)}
+        return {name: spec for name, spec in self._full_tensors.specs().items() if not is_adapter(name)}
 
     def gather_shards(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """The full tensor, on the first rank of its stage, from `part`, which is sharded like parameter `name`."""
-        return self._whole.gather_shards(name, part)
+        return self._full_tensors.gather_shards(name, part)
 
     def _forward(self, rows: ForwardRows, numbers: StepNumbers | None) -> LossAndSums | StageOutput:
         out: LossAndSums | StageOutput = self._ds(rows_on_device(rows, self._device), numbers)

@@ -13,7 +13,7 @@ from torch import nn
 from ds_finetune.config.units import GIB
 from ds_finetune.console.phase_line import write_now
 from ds_finetune.engine.groups.collectives import all_gather_scalar
-from ds_finetune.engine.patches.deepspeed_gathering import whole_weights
+from ds_finetune.engine.patches.deepspeed_gathering import full_weights
 from ds_finetune.engine.sampling.answers import SamplingLimits
 from ds_finetune.engine.state.parameter_tags import local_shape
 from ds_finetune.plan.forward import WEIGHTS_SHARE
@@ -81,13 +81,13 @@ def weights_for_answers(wrapped: Any, plan: Plan) -> Iterator[bool]:  # noqa: AN
     if not is_partitioned:
         yield has_expert_ranks
         return
-    obstacle = _obstacle_to_whole_weights(wrapped.module.lm, plan)
+    obstacle = _obstacle_to_full_weights(wrapped.module.lm, plan)
     if obstacle:
         _report(plan, f"answers under ZeRO-3: each token gathers the weights layer by layer, since {obstacle}")
         yield True
         return
     _report(plan, "answers under ZeRO-3: by whole weights, gathered once")
-    with whole_weights(wrapped.optimizer, wrapped.module.lm):
+    with full_weights(wrapped.optimizer, wrapped.module.lm):
         yield has_expert_ranks
 
 
@@ -112,7 +112,7 @@ def _write_new_line(line: str) -> None:
     write_now(sys.stderr, f"{line}\n")
 
 
-def _obstacle_to_whole_weights(lm: nn.Module, plan: Plan) -> str:
+def _obstacle_to_full_weights(lm: nn.Module, plan: Plan) -> str:
     """Reason why the weights of `lm` cannot be gathered on each rank, or an empty text; collective."""
     if plan.offload_param != "none":
         return f"offload_param keeps them on {plan.offload_param}"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, ExitStack, contextmanager
 
 from ds_finetune.engine.engine import Engine
-from ds_finetune.engine.state.whole_tensors import named_parameters
+from ds_finetune.engine.state.full_tensors import named_parameters
 from ds_finetune.foreign.guard import replaced
 
 STEP, FORWARD, BACKWARD, OPTIMIZER, EVALUATION, SAMPLING, OFFLOAD = (

@@ -13,8 +13,8 @@ from ds_finetune.engine.devices import device_of_rank
 from ds_finetune.engine.groups.process_groups import Groups
 from ds_finetune.engine.patches.deepspeed_engine import destroyed_at_end
 from ds_finetune.engine.patches.deepspeed_init import zero_init
-from ds_finetune.engine.state.parameter_tags import is_copy, local_shape, mark_copy, tag_apart, tag_expert
-from ds_finetune.engine.state.whole_tensors import partition
+from ds_finetune.engine.state.full_tensors import partition
+from ds_finetune.engine.state.parameter_tags import is_copy, local_shape, mark_copy, tag_auxiliary, tag_expert
 from ds_finetune.families.table import family_of
 from ds_finetune.features.feature import Feature
 from ds_finetune.foreign.torch_nn import linears_without_memory
@@ -74,7 +74,7 @@ def build_rank_model(
     # Checkpoints do not hold frozen weights that the model's folder has.
     loads_weights = loads_weights or not all(feature.saves_frozen for feature in features)
     in_fp32 = Fp32Weights(lm, placement.where)
-    drawn = fill_weights(lm, plan, model, where=in_fp32.where, loads_weights=loads_weights)
+    random_parameters = fill_weights(lm, plan, model, where=in_fp32.where, loads_weights=loads_weights)
     in_fp32.round_into_parameters()
     in_fp32.install(lm)
     for feature in features:
@@ -82,7 +82,7 @@ def build_rank_model(
     mark_parameters(lm, plan, model, groups, features)
     install_head(lm, plan, model, groups)
     arrange_forward(lm, plan, model)
-    return lm, drawn, in_fp32
+    return lm, random_parameters, in_fp32
 
 
 def install_groups(lm: PreTrainedModel, model: ModelPlan, groups: Groups) -> None:
@@ -128,7 +128,7 @@ def mark_parameters(
             param.requires_grad_(False)
         for feature in features:
             if feature.owns(name):
-                tag_apart(param, feature.own_loss)
+                tag_auxiliary(param, feature.own_loss)
     if groups.stage is not None and has_embedding_copy(lm, groups.stage):
         mark_copy(lm.get_input_embeddings().weight)
         if not has_tied_head(lm) and (model.mtp is None or model.mtp.detach):
@@ -178,7 +178,7 @@ def build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedMod
     local_experts = build_local_experts(
         kind, family_of(hf_config.model_type), ep_size=plan.mesh.ep, mark=partial(tag_expert, groups=groups)
     )
-    partitioned = zero_init(plan.deepspeed_config, data_parallel_group=groups.same_part, mpu=groups.mpu)
+    partitioned = zero_init(plan.deepspeed_config, data_parallel_group=groups.same_shard, mpu=groups.mpu)
     without_linears = linears_without_memory() if model.quantised else nullcontext()
     with local_experts, build_only_layers(kind, model.stages[plan.mesh.place("pp")]):
         lm = build_skeleton(

@@ -57,7 +57,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
             stack.enter_context(feature.open(parts))
         if plan.has_zenflow:
             stack.enter_context(zenflow_keeps_matrices())
-        lm, drawn, in_fp32 = build_rank_model(plan, model, groups, features, loads_weights=loads_weights)
+        lm, random_parameters, in_fp32 = build_rank_model(plan, model, groups, features, loads_weights=loads_weights)
         plan = replace(plan, frozen=saved_frozen(lm, features))
         trained = trained_model(lm, plan, model, groups, features)
         trained.in_fp32 = in_fp32
@@ -71,7 +71,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         if in_fp32.params:
             engine.state.store_fp32()
         set_own_clipping(engine, optimizer, groups, [feature.own_loss for feature in features if feature.own_loss])
-        engine.drawn = drawn
+        engine.random_parameters = random_parameters
         # Dropout uses torch's generator: seeds differ between ranks with other tokens or layers, and are equal on
         # tensor parallel ranks, which draw for whole activations. A resumed run restores the generator's state.
         coordinates = ".".join(str(plan.mesh.place(axis)) for axis in ("dp", "sp", "pp"))

@@ -14,7 +14,7 @@ from ds_finetune.data.prompt_format import end_ids, template_settings, trained_e
 from ds_finetune.data.prompts import ANSWER
 from ds_finetune.engine.sampling.answer_model import AnswerModel, check_cache
 from ds_finetune.engine.sampling.answers import PromptToSample
-from ds_finetune.engine.sampling.sampler import Drawing, PromptPart, sample_parts
+from ds_finetune.engine.sampling.sampler import PromptPart, TokenChoice, sample_parts
 from ds_finetune.errors import ConfigError
 from ds_finetune.export.load import check_generates
 from ds_finetune.export.safetensors_format import load_model
@@ -98,7 +98,7 @@ class _RewardTrial:
         prompts = [PromptToSample(number, self.rows.prompt_ids(number), key=0) for number in numbers]
         parts = [PromptPart(prompt, range(1), prompt.number) for prompt in prompts]
         parts.sort(key=lambda part: part.length)
-        found = sample_parts(model, parts, Drawing(texts.limits, seed, lm.device))
+        found = sample_parts(model, parts, TokenChoice(texts.limits, seed, lm.device))
         answers = [texts.to_score(self.rows, number, found[number], 0) for number in numbers]
         return ScoredAnswers(f"{len(answers)} answers of the model", answers, rewards.start(answers).parts())
 

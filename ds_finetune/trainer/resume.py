@@ -65,14 +65,14 @@ class ResumePoint:
 
     checkpoints: CheckpointFolder | None
     lock: TextIO | None = None
-    found: UsableCheckpoint | None = None
+    checkpoint: UsableCheckpoint | None = None
 
     @property
     def progress(self) -> Progress:
         """Steps, skipped steps and tokens up to the checkpoint."""
-        if self.found is None:
+        if self.checkpoint is None:
             return BEGINNING
-        state = self.found.state
+        state = self.checkpoint.state
         return Progress(state.step, state.skipped_steps, state.tokens_seen)
 
 
@@ -206,20 +206,20 @@ def resume_engine(run: PreparedRun, engine: Engine, point: ResumePoint) -> Posit
 
     CheckpointError where a stream was divided among another number of ranks.
     """
-    if point.found is None or point.checkpoints is None:
+    if point.checkpoint is None or point.checkpoints is None:
         return START
-    own = restore_engine(engine, point.checkpoints, point.found)
+    own = restore_engine(engine, point.checkpoints, point.checkpoint)
     if own:
         restore_random_state(own["random"])
     is_stream = isinstance(run.inputs.train, StreamedRows)
     if is_stream and not own:
         raise CheckpointError(
-            f"data.streaming resumes with the ranks it began with: {point.found.state.layout['mesh']}, not "
+            f"data.streaming resumes with the ranks it began with: {point.checkpoint.state.layout['mesh']}, not "
             f"{run.plan.mesh}",
-            hint=f"start {point.found.manifest.world_size} ranks with the same `parallel`, or prepare the data "
+            hint=f"start {point.checkpoint.manifest.world_size} ranks with the same `parallel`, or prepare the data "
             "(data.streaming false) in a new run",
         )
-    return Position(*(own if is_stream else {"position": point.found.state.position})["position"])
+    return Position(*(own if is_stream else {"position": point.checkpoint.state.position})["position"])
 
 
 @contextmanager
@@ -307,29 +307,30 @@ def make_state_text(run: PreparedRun, engine: Engine) -> RunText:
 
 def restore_observers(observers: Mapping[str, Resumable], point: ResumePoint) -> None:
     """Restore the observers' states from the checkpoint."""
-    states = point.found.state.observers if point.found else {}
+    states = point.checkpoint.state.observers if point.checkpoint else {}
     for name in observers.keys() & states.keys():
         observers[name].restore(states[name])
 
 
 def check_not_past_end(point: ResumePoint, *, steps: int, duration: str) -> None:
     """CheckpointError where the checkpoint is past the run's last step: the run would export other weights."""
-    if point.found is not None and point.progress.step > steps:
+    step = point.progress.step
+    if point.checkpoint is not None and step > steps:
         raise CheckpointError(
-            f"{point.found.folder} is of step {point.progress.step}, and train.for {duration} ends after step {steps}",
+            f"{point.checkpoint.folder} is of step {step}, and train.for {duration} ends after step {steps}",
             hint="raise train.for; to end with these weights, use `ds-finetune export` on the checkpoint",
         )
 
 
 def ended_early(point: ResumePoint, *, patience: int) -> bool:
     """Whether the run ended early because eval.patience was exhausted."""
-    best = point.found.state.observers.get("best", {}) if point.found else {}
+    best = point.checkpoint.state.observers.get("best", {}) if point.checkpoint else {}
     return 0 < patience <= best.get("worse_in_a_row", 0)
 
 
 def interrupted_evaluation(point: ResumePoint, stream_position: Position, *, steps: int) -> list[StepRecord]:
     """Record of the step whose evaluation a signal interrupted, to be passed to the observers again; else empty."""
-    state = point.found.state if point.found else None
+    state = point.checkpoint.state if point.checkpoint else None
     if state is None or not state.observers.get("evaluation", {}).get("is_due"):
         return []
     position = astuple(stream_position) if stream_position != START else state.position
@@ -338,7 +339,7 @@ def interrupted_evaluation(point: ResumePoint, stream_position: Position, *, ste
 
 def saved_record(point: ResumePoint) -> StepRecord | None:
     """Record of the step of the checkpoint, with the values that it had when it was saved."""
-    state = point.found.state if point.found else None
+    state = point.checkpoint.state if point.checkpoint else None
     best_step = state.observers.get("best", {}).get("best_step", 0) if state else 0
     return StepRecord(state.step, state.values, best_step=best_step) if state else None
 

@@ -55,7 +55,7 @@ def check_only_own_files(folder: Path, inputs: Iterable[tuple[str, Path]], *, ca
         cache = Path(cache_dir).resolve()
         problem = f"output_dir `{folder}` is not empty and holds no run"
         with as_output_errors(folder):
-            check_out_empty(folder, problem, may_hold=lambda entry: _is_kept(entry, cache))
+            check_out_empty(folder, problem, may_hold=lambda entry: _belongs_to_run(entry, cache))
 
 
 def _is_run(folder: Path) -> bool:
@@ -66,7 +66,7 @@ def _is_run(folder: Path) -> bool:
     return read_object(folder / PLAN).keys() >= {"layout", "notes"} or (folder / CHECKPOINTS / LOCK).is_file()
 
 
-def _is_kept(entry: Path, cache: Path) -> bool:
+def _belongs_to_run(entry: Path, cache: Path) -> bool:
     """Whether a run keeps or extends `entry` of its folder; this includes files that launcher and watchdog write before
     the run.
     """

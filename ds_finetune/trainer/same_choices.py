@@ -51,7 +51,7 @@ def check_same_kernels(kernels: ChosenKernels, device: str, world: World, store:
 
 
 def _check_same(topic: str, own: Mapping[str, tuple[str, str]], world: World, store: dist.Store, *, hint: str) -> None:
-    """ConfigError where a rank's values in `mine` differ from rank zero's; each name has a value and a reason, and
+    """ConfigError where a rank's values in `own` differ from rank zero's; each name has a value and a reason, and
     reasons may differ.
     """
     record = json.dumps([socket.gethostname(), own])

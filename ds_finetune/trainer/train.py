@@ -148,12 +148,13 @@ def _train_and_export(
         return finished
     reference = find_reference(run)
     keeps_start = run.model.objective.reference_is_start
-    loads_weights = resume_point.found is None or keeps_start or any(values is None for values in reference.values())
+    lacks_reference = any(values is None for values in reference.values())
+    loads_weights = resume_point.checkpoint is None or keeps_start or lacks_reference
     engine_context = start_engine(run.plan, run.model, loads_weights=loads_weights)
     # The innermost context reports errors first, since closing the others may wait for ranks that are gone.
     with engine_context as engine, start_saver(run, engine, resume_point) as saver, report_errors(run, monitor):
-        if engine.drawn:
-            say(f"randomly initialised from train.seed, since {run.model.path} lacks them: {patterns_of(engine.drawn)}")
+        if names := engine.random_parameters:
+            say(f"randomly initialised from train.seed, since {run.model.path} lacks them: {patterns_of(names)}")
         with monitor.progress.during("reference"):
             run = complete_reference(run, engine, reference)
             if keeps_start:

@@ -308,10 +308,8 @@ def test_an_edited_config_json_is_not_resumed_with(saved: PreparedRun) -> None:
     origin, lines = resumed(saved)
     assert origin.progress.step == 3
     assert not [line for line in lines if "changed" in line]
-    assert (
-        lines[-1]
-        == "attention_dropout 0.1 uses other random numbers than without the interruption: layout dp 2 -> dp 1"
-    )
+    changed = "attention_dropout 0.1 uses other random numbers than without the interruption: layout dp 2 -> dp 1"
+    assert lines[-1] == changed
     file = saved.inputs.folder / "config.json"
     tree = json.loads(file.read_text())
     file.unlink()

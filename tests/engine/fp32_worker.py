@@ -17,7 +17,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.default_group import process_group
-from ds_finetune.engine.state.whole_tensors import gather_zero3
+from ds_finetune.engine.state.full_tensors import gather_zero3
 from ds_finetune.families.table import family_of
 from ds_finetune.reference.selftest import compare
 from ds_finetune.reference.selftest.cells import TINY_MODELS, Cell, run_tree

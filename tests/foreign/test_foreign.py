@@ -214,7 +214,7 @@ GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]
     "norm of experts": (lambda _: None, lambda: deepspeed_engine.count_whole_experts_once(Optimizer())),
     "expert groups": (
         lambda patch: missing(patch, groups, "_EXPERT_DATA_PARALLEL_GROUP_RANKS"),
-        lambda: deepspeed_groups.register_expert_groups("a", parts=(None, []), same_part=(None, [])),
+        lambda: deepspeed_groups.register_expert_groups("a", parts=(None, []), same_shard=(None, [])),
     ),
     "expert groups, after": (
         lambda patch: missing(patch, groups, "_EXPERT_PARALLEL_GROUP"),
@@ -229,7 +229,7 @@ GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]
         lambda patch: patch.setattr(sys.modules["deepspeed.comm.torch"], "build_shm_op", no_parameters),
         lambda: within(deepspeed_init.without_shared_memory_op()),
     ),
-    "whole weights": (lambda _: None, lambda: within(deepspeed_gathering.whole_weights(Optimizer(), nn.Module()))),
+    "whole weights": (lambda _: None, lambda: within(deepspeed_gathering.full_weights(Optimizer(), nn.Module()))),
     "second copies": (lambda _: None, lambda: deepspeed_init.forget_second_copies(partitioned_by_another_version())),
     "ZenFlow's matrices": (
         lambda patch: patch.setattr(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ds_finetune.engine.engine import Engine
-from ds_finetune.engine.state.whole_tensors import gather_zero3
+from ds_finetune.engine.state.full_tensors import gather_zero3
 from ds_finetune.model.quantised.four_bit import is_four_bit
 from ds_finetune.reference.selftest.cells import Cell, run_tree
 from ds_finetune.reference.selftest.compare import first_moments, of_all_stages, take_steps

@@ -19,7 +19,7 @@ from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
-from ds_finetune.engine.state.whole_tensors import named_parameters
+from ds_finetune.engine.state.full_tensors import named_parameters
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import Cell, run_tree

@@ -137,7 +137,7 @@ class CommunicationMeter:
             yield
 
     def restart(self) -> None:
-        """Begin again from zero."""
+        """Reset bytes and seconds to zero."""
         self._bytes.clear()
         self._seconds.clear()
 

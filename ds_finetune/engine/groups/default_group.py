@@ -27,7 +27,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 MEETING_TIMEOUT = timedelta(minutes=30)
 """Timeout of the rendezvous, before there is a process group."""
 
-SAID_AFTER, _PAUSE = 20, 0.1
+REPORT_AFTER, _PAUSE = 20, 0.1
 """Seconds until a rank reports for which ranks it waits, and seconds between two checks."""
 
 
@@ -74,16 +74,16 @@ class _RankWait:
     address: str
     began: float
     timeout: timedelta
-    is_said: bool = False
+    is_reported: bool = False
 
     def pause(self, reason: Callable[[], str]) -> None:
         """Sleep briefly, and print the reason for waiting once; RunError after the timeout."""
         seconds = time.monotonic() - self.began
         if seconds > self.timeout.total_seconds():
             raise self.error(reason())
-        if seconds > SAID_AFTER and not self.is_said:
+        if seconds > REPORT_AFTER and not self.is_reported:
             write_now(sys.stderr, f"rank {self.rank} waits for the others at {self.address}: {reason()}\n")
-            self.is_said = True
+            self.is_reported = True
         time.sleep(_PAUSE)
 
     def error(self, reason: str) -> RunError:

@@ -77,7 +77,7 @@ class Groups:
         return f"ep_size_{self.experts.size if self.experts else 1}"
 
     @property
-    def same_part(self) -> dist.ProcessGroup | None:
+    def same_shard(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same shard of all parameters except experts; None for all ranks."""
         return self.mpu.get_data_parallel_group() if self.mpu else None
 
@@ -143,7 +143,7 @@ def open_groups(
         register_expert_groups(
             groups.expert_name,
             parts=(groups.experts.group, mesh.expert_lines()),
-            same_part=(groups.same_experts, mesh.same_expert_lines()),
+            same_shard=(groups.same_experts, mesh.same_expert_lines()),
         )
     yield groups
     # Not after an error: destroying a group waits for ranks that may be gone.

@@ -52,7 +52,7 @@ def check_order_of_gathers(optimizer: Any, trained: nn.Module, plan: Plan) -> No
 
 
 @contextmanager
-def whole_weights(optimizer: Any, lm: nn.Module) -> Iterator[None]:  # noqa: ANN401 - DeepSpeed's of stage 3
+def full_weights(optimizer: Any, lm: nn.Module) -> Iterator[None]:  # noqa: ANN401 - DeepSpeed's of stage 3
     """Within this context each rank holds the full weights of `lm`, and forwards without gradients run as without ZeRO.
 
     Collective at both ends. DeepSpeed's hooks are disabled, because they would partition a parameter after each module

@@ -14,15 +14,15 @@ Registered = tuple[dist.ProcessGroup | None, Sequence[Sequence[int]]]
 """This rank's process group, and the ranks of all groups of its kind."""
 
 
-def register_expert_groups(name: str, *, parts: Registered, same_part: Registered) -> None:
+def register_expert_groups(name: str, *, parts: Registered, same_shard: Registered) -> None:
     """Register the groups of experts under the name by which DeepSpeed 0.19.8 looks them up (utils/groups.py:37-44).
 
     DeepSpeed's own functions create groups only for its own layouts. `parts` are ranks that together hold all experts,
-    `same_part` ranks that hold the same experts.
+    `same_shard` ranks that hold the same experts.
     """
     from deepspeed.utils import groups
 
-    for registries, values in ((_EXPERTS, parts), (_EXPERT_DATA, same_part)):
+    for registries, values in ((_EXPERTS, parts), (_EXPERT_DATA, same_shard)):
         for registry, value in zip(registries, values, strict=True):
             _REGISTRY.attribute(groups, registry)[name] = value
 

@@ -56,7 +56,7 @@ def log_uniform_noise(keys: torch.Tensor, of_ids: torch.Tensor) -> torch.Tensor:
     return _shift_right(bits, 64 - _BITS).double().add_(0.5).mul_(2.0**-_BITS).log_()
 
 
-def draw_tokens(
+def sample_tokens(
     logits: torch.Tensor, keys: torch.Tensor, of_ids: torch.Tensor, *, position: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample an id, int64 [answers], from the softmax of each row of `logits` fp32 [answers, vocabulary]; also returns
@@ -64,12 +64,12 @@ def draw_tokens(
     """
     keys = mix(keys + _wrap((position + 1) * _STEP))
     rows = rows_drawn_at_once(logits.device.type, vocabulary=logits.shape[1])
-    parts = [_draw(*part, of_ids) for part in zip(logits.split(rows), keys.split(rows), strict=True)]
+    parts = [_sample(*part, of_ids) for part in zip(logits.split(rows), keys.split(rows), strict=True)]
     ids, log_probs = (torch.cat(each) for each in zip(*parts, strict=True))
     return ids, log_probs
 
 
-def _draw(logits: torch.Tensor, keys: torch.Tensor, of_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _sample(logits: torch.Tensor, keys: torch.Tensor, of_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     log_probs = logits.log_softmax(dim=-1)
     ids = log_uniform_noise(keys, of_ids).div_(log_probs.exp()).argmax(dim=-1)
     return ids, log_probs.gather(1, ids[:, None])[:, 0]

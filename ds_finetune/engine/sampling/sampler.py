@@ -22,7 +22,7 @@ from ds_finetune.engine.sampling.answers import (
     SamplingRequest,
     ignore,
 )
-from ds_finetune.engine.sampling.noise import answer_keys, draw_tokens, id_keys
+from ds_finetune.engine.sampling.noise import answer_keys, id_keys, sample_tokens
 from ds_finetune.engine.sampling.row_cache import ReadPrompt, RowCache, token_bytes
 from ds_finetune.errors import RunError
 from ds_finetune.features.routers import BalanceLoss
@@ -85,7 +85,7 @@ class _RunningAnswer:
         return SampledAnswer(np.array(self.ids), np.array(self.log_probs, dtype=np.float32), self.finish, experts)
 
 
-class Drawing:
+class TokenChoice:
     """Chooses tokens from logits: sampled with `seed`, or the most likely one without."""
 
     def __init__(self, limits: SamplingLimits, seed: int | None, device: torch.device) -> None:
@@ -104,7 +104,7 @@ class Drawing:
             self._forbidden, self._of_ids = self._of_vocabulary(logits.shape[1])
         logits = logits.masked_fill_(self._forbidden, float("-inf"))
         if self._seed is not None:
-            return draw_tokens(logits, keys, self._of_ids, position=position)
+            return sample_tokens(logits, keys, self._of_ids, position=position)
         log_probs, ids = logits.log_softmax(dim=-1).max(dim=-1)
         return ids, log_probs
 
@@ -117,16 +117,16 @@ class Drawing:
 class BatchOfAnswers:
     """A batch with the answers to `parts`, which are sorted by prompt length."""
 
-    def __init__(self, model: AnswerModel, parts: Sequence[PromptPart], drawing: Drawing) -> None:
-        self._model, self._drawing = model, drawing
+    def __init__(self, model: AnswerModel, parts: Sequence[PromptPart], choice: TokenChoice) -> None:
+        self._model, self._choice = model, choice
         self._running = [_RunningAnswer(part.index + number) for part in parts for number in range(len(part.samples))]
         self._ended: dict[int, SampledAnswer] = {}
-        self._keys = drawing.keys(parts)
+        self._keys = choice.keys(parts)
         lengths = [part.length for part in parts for _ in part.samples]
         self._lengths = torch.tensor(lengths, device=model.device)
         columns = max(lengths)
         # Maximum number of cache columns; the last token of an answer is not read.
-        longest = columns + drawing.limits.max_new_tokens - 1
+        longest = columns + choice.limits.max_new_tokens - 1
         self._is_key = None
         if min(lengths) < columns:
             first = (columns - self._lengths)[:, None, None, None]
@@ -153,8 +153,8 @@ class BatchOfAnswers:
         """Sample until all answers have ended; returns them by index. `on_answer` is called when an answer ends."""
         logits, self._logits = torch.cat(self._logits), []
         with self._model.reading_tokens():
-            for position in range(self._drawing.limits.max_new_tokens):
-                ids = self._draw(logits, position, on_answer)
+            for position in range(self._choice.limits.max_new_tokens):
+                ids = self._sample(logits, position, on_answer)
                 if all(answer.finish for answer in self._running):
                     break
                 ids = self._drop_ended(ids)
@@ -163,9 +163,9 @@ class BatchOfAnswers:
                 self._experts = [] if self._model.routers is None else list(self._model.routers.marks)
         return self._ended
 
-    def _draw(self, logits: torch.Tensor, position: int, on_answer: OnAnswer) -> torch.Tensor:
+    def _sample(self, logits: torch.Tensor, position: int, on_answer: OnAnswer) -> torch.Tensor:
         """Sample a token for each running answer; returns the tokens of all rows, int64 [rows]."""
-        sampled, log_probs = self._drawing.tokens(logits, self._keys, position=position)
+        sampled, log_probs = self._choice.tokens(logits, self._keys, position=position)
         ids = self._model.agreed(sampled.where(log_probs.isfinite(), _BROKEN))
         for row, (answer, token, log_prob) in enumerate(
             zip(self._running, ids.tolist(), log_probs.tolist(), strict=True)
@@ -173,7 +173,7 @@ class BatchOfAnswers:
             if answer.finish is not None:
                 continue
             answer.experts += self._experts[row : row + 1]
-            answer.add(token, log_prob, self._drawing.limits)
+            answer.add(token, log_prob, self._choice.limits)
             if answer.finish:
                 self._ended[answer.index] = answer.sampled()
                 if token != _BROKEN:
@@ -194,15 +194,15 @@ class BatchOfAnswers:
 
 
 def sample_parts(
-    model: AnswerModel, parts: Sequence[PromptPart], drawing: Drawing, on_answer: OnAnswer = ignore
+    model: AnswerModel, parts: Sequence[PromptPart], choice: TokenChoice, on_answer: OnAnswer = ignore
 ) -> dict[int, SampledAnswer]:
     """Answers by index: in one batch, or in a batch for each prompt length where the model needs equal lengths."""
     if model.takes_mixed_lengths:
-        return BatchOfAnswers(model, parts, drawing).run(on_answer) if parts else {}
+        return BatchOfAnswers(model, parts, choice).run(on_answer) if parts else {}
     answers: dict[int, SampledAnswer] = {}
     for length in sorted({part.length for part in parts}):
         group = [part for part in parts if part.length == length]
-        answers |= BatchOfAnswers(model, group, drawing).run(on_answer)
+        answers |= BatchOfAnswers(model, group, choice).run(on_answer)
     return answers
 
 
@@ -227,11 +227,11 @@ def sample_prompts(
         )
         check_cache(model)
         rows = request.batch_rows or _rows_in_memory(model, plan, request)
-        drawing = Drawing(request.limits, request.seed, device)
+        choice = TokenChoice(request.limits, request.seed, device)
         for parts in _batches(request, plan, rows):
             if request.is_over():
                 return None
-            answers |= sample_parts(model, parts, drawing, request.on_answer)
+            answers |= sample_parts(model, parts, choice, request.on_answer)
             model.join_others()
     return answers
 

@@ -36,16 +36,16 @@ def is_expert(param: torch.Tensor) -> bool:
     return getattr(param, "ds_zero_placement_family", "") == "autoep_expert"
 
 
-def tag_apart(param: nn.Parameter, loss: str) -> None:
+def tag_auxiliary(param: nn.Parameter, loss: str) -> None:
     """Mark a parameter that gets its gradient only from the auxiliary loss of this name. Such parameters are clipped by
     their own gradient norm, and excluded from the norm of the others.
     """
-    param.ds_finetune_apart = loss  # type: ignore[attr-defined]
+    param.ds_finetune_auxiliary_loss = loss  # type: ignore[attr-defined]
 
 
 def loss_of(param: torch.Tensor) -> str | None:
-    """The name of the auxiliary loss that `tag_apart` has set; None for other parameters."""
-    return getattr(param, "ds_finetune_apart", None)
+    """The name of the auxiliary loss that `tag_auxiliary` has set; None for other parameters."""
+    return getattr(param, "ds_finetune_auxiliary_loss", None)
 
 
 def mark_copy(param: nn.Parameter) -> None:

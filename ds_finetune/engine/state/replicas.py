@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from ds_finetune.engine.groups.collectives import all_gather_object, all_reduce_max, collective_device
 from ds_finetune.engine.groups.process_groups import Groups
+from ds_finetune.engine.state.full_tensors import named_parameters, persistent_buffers
 from ds_finetune.engine.state.parameter_tags import local_shape
 from ds_finetune.engine.state.state import BUFFER, WEIGHT, EngineState
-from ds_finetune.engine.state.whole_tensors import named_parameters, persistent_buffers
 from ds_finetune.errors import RunError
 from ds_finetune.families.table import family_of
 from ds_finetune.model.parallel.sharding import ModelShard, TensorShard
@@ -102,12 +102,12 @@ def _copies(module: Any, plan: Plan, groups: Groups, embedding: str | None) -> I
     if groups.tensor is not None:
         yield _Copies(groups.tensor.group, weights(lambda shard: shard.dim is None) | buffers)
     if plan.mesh.dp * plan.mesh.sp > 1:
-        yield _Copies(groups.same_part, weights(lambda shard: is_whole and not shard.is_expert_parallel) | buffers)
+        yield _Copies(groups.same_shard, weights(lambda shard: is_whole and not shard.is_expert_parallel) | buffers)
     if groups.experts is not None:
         yield _Copies(groups.same_experts, weights(lambda shard: is_whole and shard.is_expert_parallel))
     if embedding is not None and groups.stage is not None:
         size = {f"{WEIGHT}/{embedding}": math.prod(shapes[embedding])}
-        yield _Copies(groups.stage.embedding_group, size, is_divided=not is_whole, shards=groups.same_part)
+        yield _Copies(groups.stage.embedding_group, size, is_divided=not is_whole, shards=groups.same_shard)
 
 
 def _read(state: EngineState, keys: Container[str], use: Callable[[str, int, torch.Tensor], None]) -> None:

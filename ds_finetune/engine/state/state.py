@@ -13,8 +13,8 @@ from torch import nn
 from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.patches.deepspeed_engine import link_optimizer_states
 from ds_finetune.engine.patches.deepspeed_init import forget_second_copies
+from ds_finetune.engine.state.full_tensors import named_parameters, partition, persistent_buffers
 from ds_finetune.engine.state.parameter_tags import is_copy
-from ds_finetune.engine.state.whole_tensors import named_parameters, partition, persistent_buffers
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build.skeleton import Fragment, in_memory
 from ds_finetune.model.parallel.sharding import ModelShard, shape_in_model
@@ -59,7 +59,7 @@ class Master:
     """Whether it is a whole parameter, whose state may then have any shape."""
 
     def parts_in(self, state: torch.Tensor, *, restoring: bool) -> tuple[Part, ...]:
-        """The parameter parts in `held`, an optimizer state of this master. To save, each element belongs to one rank;
+        """The parameter parts in `state`, an optimizer state of this master. To save, each element belongs to one rank;
         to restore, to all ranks that hold it.
         """
         if state.numel() == self.flat.numel():
@@ -187,8 +187,8 @@ class StateGroup:
 class EngineState:
     """Weights, optimizer states, persistent buffers and counters of one rank."""
 
-    def __init__(self, wrapped: Any, plan: Plan, same_part: dist.ProcessGroup | None) -> None:  # noqa: ANN401 - a DeepSpeedEngine
-        self._ds, self._plan, self._same_part = wrapped, plan, same_part
+    def __init__(self, wrapped: Any, plan: Plan, same_shard: dist.ProcessGroup | None) -> None:  # noqa: ANN401 - a DeepSpeedEngine
+        self._ds, self._plan, self._same_part = wrapped, plan, same_shard
         self._model_shard = ModelShard.of(plan.mesh, family_of(wrapped.module.lm.config.model_type))
         self._masters = master_weights(wrapped, plan)
         self._copies = {name for name, param in named_parameters(wrapped.module) if is_copy(param)}

@@ -9,7 +9,7 @@ MANY = 0.8
 """Share of groups from which a hint applies."""
 
 
-Shares = Mapping[str, float]
+Metrics = Mapping[str, float]
 """Metrics of rollouts by the last part of their names. From `entropy` on they are metrics of optimizer steps: means
 over answer tokens, absent where a step has no answers to train.
 """
@@ -19,7 +19,7 @@ NAMES = (
 )
 
 
-def mean_shares(rollouts: Sequence[Shares]) -> dict[str, float]:
+def mean_metrics(rollouts: Sequence[Metrics]) -> dict[str, float]:
     """The mean of each metric over the rollouts that have it, or NaN; and as `empty`, the share of rollouts whose first
     step has no answers to train.
     """
@@ -32,7 +32,7 @@ def mean_shares(rollouts: Sequence[Shares]) -> dict[str, float]:
 class Cause:
     """A row of the table: whether it applies to the metrics now and at the start of the run, and the hint."""
 
-    applies: Callable[[Shares, Shares], bool]
+    applies: Callable[[Metrics, Metrics], bool]
     hint: str
 
 
@@ -88,7 +88,7 @@ CAUSES = (
 """In order of priority; the first row that applies gives the hint."""
 
 
-def cause_line(steps: str, now: Shares, start: Shares) -> str:
+def cause_line(steps: str, now: Metrics, start: Metrics) -> str:
     """One line about the rollouts of some steps."""
     between, clipped = max(1 - now["all_right"] - now["all_wrong"], 0.0), now["clipped_low"] + now["clipped_high"]
     hint = next((cause.hint for cause in CAUSES if cause.applies(now, start)), "")

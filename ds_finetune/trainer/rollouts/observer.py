@@ -10,7 +10,7 @@ from ds_finetune.console.phase_line import Say
 from ds_finetune.observers.record import Remembering, StepRecord
 from ds_finetune.observers.writers import LineFile
 from ds_finetune.runs.metrics import ROLLOUTS
-from ds_finetune.trainer.rollouts.causes import NAMES, Shares, cause_line, mean_shares
+from ds_finetune.trainer.rollouts.causes import NAMES, Metrics, cause_line, mean_metrics
 from ds_finetune.trainer.rollouts.rollout import AnswerGroup, Rollout, mean_score
 from ds_finetune.trainer.rollouts.sampling import Sampler
 from ds_finetune.trainer.rollouts.source import RolloutSource
@@ -32,9 +32,9 @@ class RolloutMetrics(Remembering):
 
     def __init__(self, source: RolloutSource, say: Say) -> None:
         self._source, self._say = source, say
-        self.start: Shares | None = None
+        self.start: Metrics | None = None
         """Metrics of the rollouts of the run's first cause line."""
-        self.recent: list[Shares] = []
+        self.recent: list[Metrics] = []
         self.since = 0
 
     def after_step(self, record: StepRecord) -> StepRecord:
@@ -46,7 +46,7 @@ class RolloutMetrics(Remembering):
             metrics = {name.removeprefix("train/"): value for name, value in record.values.items()} | values
             self.recent.append({name: metrics[name] for name in NAMES if name in metrics})
         if self.recent and (len(self.recent) >= EVERY or record.is_last or record.stop):
-            now = mean_shares(self.recent)
+            now = mean_metrics(self.recent)
             self.start = self.start or now
             self._say(cause_line(f"steps {self.since + 1:,} to {record.step:,}", now, self.start))
             self.recent, self.since = [], record.step

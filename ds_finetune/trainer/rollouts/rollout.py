@@ -113,7 +113,7 @@ class Rollout:
     """Log-probabilities under the reference model."""
 
     def groups_of_step(self, step: int) -> Sequence[int]:
-        """Indices of the groups for step `place` of the rollout, divided as evenly as whole groups allow."""
+        """Indices of the groups for step number `step` of the rollout, divided as evenly as whole groups allow."""
         number = len(self.trained)
         return self.trained[step * number // self.steps : (step + 1) * number // self.steps]
 

@@ -92,7 +92,7 @@ class SampledGroups:
 
     def __init__(self, sampler: "Sampler", rows: PreparedRows, prompts: Sequence[tuple[int, int]], size: int) -> None:
         self._sampler, self._rows, self._prompts, self._size = sampler, rows, prompts, size
-        self._places: list[int] = []
+        self._indices: list[int] = []
         """Indices, among all answers, of those that this rank scores."""
         self._pending = sampler.rewards.start()
         self.noted: dict[str, float] = {}
@@ -102,7 +102,7 @@ class SampledGroups:
 
     def score(self, index: int, answer: SampledAnswer) -> None:
         """Start to score an answer on this rank."""
-        self._places.append(index)
+        self._indices.append(index)
         prompt, at = divmod(index, self._size)
         self._pending.add(self._sampler.texts.to_score(self._rows, self._prompts[prompt][1], answer, at))
 
@@ -122,7 +122,7 @@ class SampledGroups:
             continue
         scores = np.full((len(self._prompts) * self._size, len(self._sampler.rewards.names)), np.nan)
         unparsed = 0
-        for indices, of_rank, number, error in all_gather_object((self._places, *self._share())):
+        for indices, of_rank, number, error in all_gather_object((self._indices, *self._share())):
             if error is not None:
                 raise error
             scores[indices] = of_rank

@@ -42,7 +42,7 @@ class RolloutSource:
         """The rollout of the latest batch."""
         self.lost: FinetuneError | None = None
         """The error (one of `LOST`) after which no more scored answers can be made."""
-        self._left = 0
+        self._steps_left = 0
         """Number of steps of the current rollout that are still to come."""
         self._ahead: Rollout | Callable[[], Rollout] | None = None
         """The next rollout, where it is sampled ahead, or a function that waits for its rewards."""
@@ -58,10 +58,10 @@ class RolloutSource:
         if self.latest is None:
             # Before the first batch the state is that of the checkpoint from which the run resumed.
             return self._resumed
-        current, ahead = self.latest if self._left else None, self._scored_ahead()
+        current, ahead = self.latest if self._steps_left else None, self._scored_ahead()
         if self._files is None or (current is None and ahead is None):
             return {}
-        step = self.latest.first + self.latest.steps - self._left
+        step = self.latest.first + self.latest.steps - self._steps_left
         return {"step": step, "digest": self._files.write(step, (current, ahead))}
 
     def _scored_ahead(self) -> Rollout | None:
@@ -105,7 +105,7 @@ class RolloutSource:
                 self._ahead = self._begin(following, rollout.until, done=step) if has_next else None
                 self.latest = rollout
             cursor = self.latest.until
-            self._left = self.latest.first + self.latest.steps - step - 1
+            self._steps_left = self.latest.first + self.latest.steps - step - 1
             batch = self._batch(self.latest, step - self.latest.first)
             yield replace(batch, position=Position(*divmod(cursor, self._per_epoch)))
 

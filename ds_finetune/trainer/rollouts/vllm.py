@@ -117,11 +117,11 @@ class VllmEngine:
             self._collect(begun)
         if begun.error is not None:
             raise begun.error
-        return [begun.found[index] for index in sorted(begun.found)] if begun.is_whole else None
+        return [begun.answers[index] for index in sorted(begun.answers)] if begun.is_complete else None
 
     def _collect(self, begun: "_Answers") -> None:
         """Wait until the server has sampled the request, or has failed; afterwards no request is running."""
-        while not begun.is_whole and begun.error is None:
+        while not begun.is_complete and begun.error is None:
             arrived, begun.error = all_gather_object(self._tried(lambda _: begun.take()))[0]
             for index, answers in (arrived or {}).items():
                 self._take(begun, index, answers)
@@ -129,7 +129,7 @@ class VllmEngine:
                 break
             begun.request.on_forward()
         self._begun = None
-        if not begun.is_whole:
+        if not begun.is_complete:
             begun.abandon()
             return
         try:
@@ -139,11 +139,11 @@ class VllmEngine:
             begun.error = failed
 
     def _take(self, begun: "_Answers", index: int, answers: Sequence[SampledAnswer]) -> None:
-        """Record the answers to the prompt at `place`; one rank passes them to `on_answer`."""
+        """Record the answers to prompt number `index`; one rank passes them to `on_answer`."""
         request, plan = begun.request, self._run.plan
-        begun.found[index] = [_cut(answer, request.limits) for answer in answers]
+        begun.answers[index] = [_cut(answer, request.limits) for answer in answers]
         if index % plan.zero_ranks == plan.mesh.place("dp") * plan.mesh.sp + plan.mesh.place("sp"):
-            for number, answer in enumerate(begun.found[index]):
+            for number, answer in enumerate(begun.answers[index]):
                 request.on_answer(index * request.group_size + number, answer)
 
     def close(self) -> None:
@@ -224,24 +224,24 @@ class _Answers:
 
     def __init__(self, server: VllmServer | None, request: SamplingRequest, stop: Sequence[str]) -> None:
         self._server, self.request, rows = server, request, request.batch_rows
-        self.found: dict[int, list[SampledAnswer]] = {}
+        self.answers: dict[int, list[SampledAnswer]] = {}
         """Answers known on every rank, by index of the prompt."""
         self.error: FinetuneError | None = None
         jobs = [partial(server.answers, prompt, request, stop=stop) for prompt in request.prompts] if server else []
         self._done = results_of(jobs, at_once=_AT_ONCE if rows is None else max(1, rows // request.group_size))
-        self._left = len(jobs)
-        self._heard_at, self._failures = time.monotonic(), 0
+        self._num_left = len(jobs)
+        self._last_answer_at, self._failures = time.monotonic(), 0
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether every rank has all answers."""
-        return len(self.found) == len(self.request.prompts)
+        return len(self.answers) == len(self.request.prompts)
 
     def take(self) -> dict[int, list[SampledAnswer]]:
         """Answers that arrive within a second, by index of the prompt. ServeError where a request has failed."""
         answers: dict[int, list[SampledAnswer]] = {}
         until = time.monotonic() + _POLL_SECONDS
-        while self._left and (seconds := until - time.monotonic()) > 0:
+        while self._num_left and (seconds := until - time.monotonic()) > 0:
             try:
                 index, result = self._done.get(timeout=seconds)
             except Empty:
@@ -249,8 +249,8 @@ class _Answers:
                 break
             if isinstance(result, Exception):
                 raise result
-            answers[index], self._heard_at = result, time.monotonic()
-            self._left -= 1
+            answers[index], self._last_answer_at = result, time.monotonic()
+            self._num_left -= 1
         return answers
 
     def abandon(self) -> None:
@@ -260,11 +260,11 @@ class _Answers:
                 self._server.abort()
 
     def _check_health(self) -> None:
-        if self._server is None or time.monotonic() - self._heard_at < _SILENT_SECONDS * (self._failures + 1):
+        if self._server is None or time.monotonic() - self._last_answer_at < _SILENT_SECONDS * (self._failures + 1):
             return
         try:
             self._server.check_health()
-            self._heard_at, self._failures = time.monotonic(), 0
+            self._last_answer_at, self._failures = time.monotonic(), 0
         except ServeError:
             self._failures += 1
             if self._failures >= _FAILURES:

@@ -34,7 +34,7 @@ _SECONDS, _LONG_SECONDS = 60.0, 3600.0
 """Timeouts in seconds of ordinary requests, and of requests that sample answers or load weights."""
 _DEFAULTS = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
 """Sampling parameters that change no distribution; where they are left out, the server uses generation_config.json."""
-_NEVER_DRAWN = -100
+_NEVER_SAMPLED = -100
 """Bias on the logit of an id that must not be sampled, which lowers its probability by a factor of at least 1e43."""
 
 
@@ -125,7 +125,7 @@ class VllmServer:
             # Only the `stop_token_ids` above end an answer.
             ignore_eos=True,
             skip_special_tokens=False,
-            logit_bias={str(number): _NEVER_DRAWN for number in forbidden},
+            logit_bias={str(number): _NEVER_SAMPLED for number in forbidden},
         )
         if len(choices) != request.group_size:
             raise self._error(f"gives {len(choices)} answers instead of {request.group_size}", "see its output")

@@ -17,12 +17,12 @@ from ds_finetune.trainer.tracing.recorder import HeldBytes
 from ds_finetune.trainer.tracing.short_model import ShortModel
 
 
-def trace(plan: Plan, model: ModelPlan, *, is_whole: bool = False) -> TracedModel:
+def trace(plan: Plan, model: ModelPlan, *, is_full: bool = False) -> TracedModel:
     """Trace the activations of `model` on a rank of `plan` for one micro-batch. Rows are full and consist of one
-    document, or of two for pairs. All tokens are supervised, and experts are chosen equally often. `is_whole` computes
+    document, or of two for pairs. All tokens are supervised, and experts are chosen equally often. `is_full` computes
     all layers, with the same result.
     """
-    with ShortModel(plan, model, is_whole=is_whole) as short:
+    with ShortModel(plan, model, is_full=is_full) as short:
         watch = _Watch(short.recorder, short.lm.base_model, [short.lm.get_submodule(name) for name in short.layers])
         with short.recorder, watch:
             loss = short.trained(short.rows, short.numbers).loss

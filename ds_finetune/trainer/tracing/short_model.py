@@ -58,8 +58,8 @@ _STORED = 64
 class ShortModel:
     """Context with the model of a run on fake tensors, two layers of each kind, and its rows."""
 
-    def __init__(self, plan: Plan, model: ModelPlan, *, is_whole: bool = False) -> None:
-        self._plan, self._stack, self._is_whole = plan, ExitStack(), is_whole
+    def __init__(self, plan: Plan, model: ModelPlan, *, is_full: bool = False) -> None:
+        self._plan, self._stack, self._is_full = plan, ExitStack(), is_full
         # Pipeline ranks count as data parallel: stages are layers of this model, and its weights are not partitioned.
         mesh = Mesh(0, plan.mesh.dp * plan.mesh.pp, sp=plan.mesh.sp, tp=plan.mesh.tp, ep=plan.mesh.ep)
         tiles = mlp_tiles(model.hf_config.to_dict()) if plan.train.tiled_mlp else 1
@@ -135,7 +135,7 @@ class ShortModel:
         assert plan is not None
         dtype = PRECISION_DTYPES[self._plan.precision]
         lm = build_skeleton(plan.hf_config, attention=self._model.attention, dtype=dtype, device="cpu")
-        _shorten(lm, self._is_whole)
+        _shorten(lm, self._is_full)
         states = HiddenStates(
             lm.requires_grad_(requires_grad=False).eval(), silent_group(SequenceParallelGroup, self._plan.mesh.sp)
         )
@@ -144,10 +144,10 @@ class ShortModel:
         yield states.whole()
 
     def _shorten(self) -> tuple[list[str], list[int]]:
-        return _shorten(self.lm, self._is_whole, is_reached=self._plan.mesh.pp > 1)
+        return _shorten(self.lm, self._is_full, is_reached=self._plan.mesh.pp > 1)
 
 
-def _shorten(lm: PreTrainedModel, is_whole: bool, *, is_reached: bool = False) -> tuple[list[str], list[int]]:
+def _shorten(lm: PreTrainedModel, is_full: bool, *, is_reached: bool = False) -> tuple[list[str], list[int]]:
     """Remove layers of `lm` that equal others, in place. Returns the names of the remaining layers, and for each layer
     of the model the index, among those, of the layer that represents it.
     """
@@ -163,7 +163,7 @@ def _shorten(lm: PreTrainedModel, is_whole: bool, *, is_reached: bool = False) -
     for number, name in enumerate(names):
         layer = lm.get_submodule(name)
         computed = layers_of_kind.setdefault((_kind_of(layer, name), is_reached), [])
-        if len(computed) < _ALIKE or is_whole or number == len(names) - 1:
+        if len(computed) < _ALIKE or is_full or number == len(names) - 1:
             computed.append(len(remaining))
             remaining.append(name)
         else:

@@ -71,7 +71,7 @@ def test_a_port_in_use_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("rank", "absent"), [(0, "ranks 1 are not there"), (1, "rank 0 does not answer: ")])
 def test_an_absent_rank_is_named_and_the_wait_can_be_interrupted(rank: int, absent: str) -> None:
-    program = "import os; from ds_finetune.engine.groups import default_group as group; group.SAID_AFTER = 0.5\n"
+    program = "import os; from ds_finetune.engine.groups import default_group as group; group.REPORT_AFTER = 0.5\n"
     program += "from ds_finetune.system.world import World; group.meet(World.from_environment(os.environ))"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ds_finetune.engine.sampling.answers import PromptToSample, SampledAnswer, SamplingLimits
-from ds_finetune.engine.sampling.noise import answer_keys, draw_tokens, id_keys
+from ds_finetune.engine.sampling.noise import answer_keys, id_keys, sample_tokens
 from ds_finetune.families.configs import VOCAB
 
 SEED = 7
@@ -37,7 +37,7 @@ def plain_answer(
         logits = model(torch.tensor([[*prompt.ids, *ids]]), use_cache=False).logits[:, -1].float()
         if limits.allowed is not None:
             logits[:, ~limits.allowed] = -torch.inf
-        drawn = draw_tokens(logits, key, id_keys(logits.shape[1], CPU), position=position)[0]
+        drawn = sample_tokens(logits, key, id_keys(logits.shape[1], CPU), position=position)[0]
         token = int(logits.argmax() if greedy else drawn)
         ids.append(token)
         log_probs.append(float(logits.log_softmax(-1)[0, token]))

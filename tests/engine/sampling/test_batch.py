@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from ds_finetune.engine.sampling import answer_model
 from ds_finetune.engine.sampling.answer_model import AnswerModel, check_cache
 from ds_finetune.engine.sampling.answers import PromptToSample, SampledAnswer, SamplingLimits
-from ds_finetune.engine.sampling.sampler import Drawing, PromptPart, check_answers, sample_parts
+from ds_finetune.engine.sampling.sampler import PromptPart, TokenChoice, check_answers, sample_parts
 from ds_finetune.errors import ModelError, RunError
 from ds_finetune.model.attention.by_document import BY_DOCUMENT
 from ds_finetune.model.build.skeleton import build_skeleton
@@ -46,7 +46,7 @@ def _sampled(
 ) -> list[SampledAnswer]:
     model = AnswerModel(lm, CPU)
     parts = [PromptPart(prompt, samples, place * len(samples)) for place, prompt in enumerate(prompts)]
-    drawing = Drawing(limits, None if greedy else SEED, CPU)
+    drawing = TokenChoice(limits, None if greedy else SEED, CPU)
     found = sample_parts(model, sorted(parts, key=lambda part: part.length), drawing)
     return [found[place] for place in range(len(prompts) * len(samples))]
 

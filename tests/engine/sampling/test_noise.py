@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from ds_finetune.engine.sampling.noise import answer_keys, draw_tokens, id_keys, log_uniform_noise, mix
+from ds_finetune.engine.sampling.noise import answer_keys, id_keys, log_uniform_noise, mix, sample_tokens
 
 CPU = torch.device("cpu")
 
@@ -20,7 +20,7 @@ def test_tokens_have_the_probabilities_of_their_logits() -> None:
     number = 40_000
     keys = answer_keys(3, [(1, 2, sample) for sample in range(number)], CPU)
     for position in (0, 1, 40):
-        ids, log_probs = draw_tokens(logits.expand(number, -1), keys, id_keys(7, CPU), position=position)
+        ids, log_probs = sample_tokens(logits.expand(number, -1), keys, id_keys(7, CPU), position=position)
         wanted = logits.softmax(-1) * number
         found = ids.bincount(minlength=7)
         assert found[5] == 0
@@ -46,16 +46,16 @@ def test_noise_of_neighbouring_numbers_is_independent() -> None:
 def test_an_answer_depends_on_no_other_row() -> None:
     logits = torch.randn(40, 500, generator=torch.Generator().manual_seed(0))
     numbers = [(1, row, 0) for row in range(40)]
-    ids, _ = draw_tokens(logits, answer_keys(3, numbers, CPU), id_keys(500, CPU), position=4)
+    ids, _ = sample_tokens(logits, answer_keys(3, numbers, CPU), id_keys(500, CPU), position=4)
     order = torch.randperm(40, generator=torch.Generator().manual_seed(1))
     again = answer_keys(3, [numbers[row] for row in order], CPU)
     for rows in (order[:7], order[7:8], order[8:]):
         part = again[: len(rows)]
         again = again[len(rows) :]
-        assert torch.equal(draw_tokens(logits[rows], part, id_keys(500, CPU), position=4)[0], ids[rows])
+        assert torch.equal(sample_tokens(logits[rows], part, id_keys(500, CPU), position=4)[0], ids[rows])
 
 
 def test_seeds_and_numbers_may_be_large() -> None:
     keys = answer_keys(2**64 - 1, [(2**40, 2**62, 2**31)], CPU)
-    ids, _ = draw_tokens(torch.zeros(1, 9), keys, id_keys(9, CPU), position=2**20)
+    ids, _ = sample_tokens(torch.zeros(1, 9), keys, id_keys(9, CPU), position=2**20)
     assert 0 <= ids.item() < 9

@@ -23,7 +23,7 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.sampling.answers import PromptToSample, SampledAnswer, SamplingLimits, SamplingRequest
-from ds_finetune.engine.sampling.sampler import Drawing
+from ds_finetune.engine.sampling.sampler import TokenChoice
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import RunError
 from ds_finetune.plan.plan import make_plan
@@ -144,12 +144,12 @@ def _sample(
 
 def _check_error_on_every_rank(engine: Engine) -> None:
     """Where the first rank that samples, with those that share its rows, has logits that are not finite."""
-    tokens = Drawing.tokens
+    tokens = TokenChoice.tokens
     if engine.plan.mesh.place("dp") == engine.plan.mesh.place("sp") == 0:
-        Drawing.tokens = lambda *args, **keys: (tokens(*args, **keys)[0], torch.full((len(args[1]),), torch.nan))  # type: ignore[method-assign]
+        TokenChoice.tokens = lambda *args, **keys: (tokens(*args, **keys)[0], torch.full((len(args[1]),), torch.nan))  # type: ignore[method-assign]
     with pytest.raises(RunError, match="logits are not finite"):
         _sample(engine, prompts_of(LENGTHS), GROUP, batch_rows=4)
-    Drawing.tokens = tokens  # type: ignore[method-assign]
+    TokenChoice.tokens = tokens  # type: ignore[method-assign]
 
 
 def _by_logits(engine: Engine, answers: list[list[SampledAnswer]]) -> dict[int, np.ndarray]:

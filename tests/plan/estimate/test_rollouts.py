@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.sampling.answer_model import AnswerModel
 from ds_finetune.engine.sampling.answers import PromptToSample, SamplingLimits
-from ds_finetune.engine.sampling.sampler import Drawing, PromptPart, sample_parts
+from ds_finetune.engine.sampling.sampler import PromptPart, TokenChoice, sample_parts
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.attention.by_document import BY_DOCUMENT
 from ds_finetune.model.build.skeleton import build_skeleton
@@ -72,7 +72,7 @@ def measured(tree: Mapping[str, Any], dtype: torch.dtype) -> int:
     parts = [PromptPart(prompt, range(GROUP), GROUP * place) for place, prompt in enumerate(prompts)]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         began = time.time_ns()
-        sample_parts(AnswerModel(lm, CPU), parts, Drawing(limits, 0, CPU))
+        sample_parts(AnswerModel(lm, CPU), parts, TokenChoice(limits, 0, CPU))
         ended = time.time_ns()
     assert profiler.profiler is not None
     return peaks(profiler.profiler.kineto_results.experimental_event_tree(), began, ended)["steps"]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ds_finetune.trainer.rollouts.causes import CAUSES, cause_line, mean_shares
+from ds_finetune.trainer.rollouts.causes import CAUSES, cause_line, mean_metrics
 
 SHARES = {
     "reward": 0.4,
@@ -59,14 +59,14 @@ def test_the_first_cause_that_applies_is_named() -> None:
 
 
 def test_shares_are_averaged() -> None:
-    assert mean_shares([SHARES, SHARES | {"reward": 0.8}]) == GOOD | {"reward": pytest.approx(0.6)}
+    assert mean_metrics([SHARES, SHARES | {"reward": 0.8}]) == GOOD | {"reward": pytest.approx(0.6)}
 
 
 def test_a_step_without_answers_has_no_entropy() -> None:
     nothing = {name: SHARES[name] for name in list(SHARES)[:7]}
-    mean = mean_shares([SHARES, nothing])
+    mean = mean_metrics([SHARES, nothing])
     assert mean == GOOD | {"empty": 0.5}
     assert "; 50% of the steps without an answer to train" in cause_line("steps 1 to 2", mean, GOOD)
-    found = mean_shares([nothing])
+    found = mean_metrics([nothing])
     assert found["empty"] == 1
     assert math.isnan(found["entropy"] + found["mismatch"] + found["clipped_low"])

@@ -83,7 +83,7 @@ def compare(folder: Path, tree: Mapping[str, Any], *, is_tracked: bool = False, 
     plan, model = planned(folder, tree, **settings)
     traced = trace(plan, model)
     assert len(traced.layers) == tree["num_hidden_layers"]
-    most = tracked_peak(plan, model) if is_tracked else trace(plan, model, is_whole=True).peak
+    most = tracked_peak(plan, model) if is_tracked else trace(plan, model, is_full=True).peak
     assert traced.peak == pytest.approx(most, rel=0.01)
     return traced
 

@@ -17,7 +17,7 @@ from ds_finetune.trainer.tracing.short_model import ShortModel
 
 def tracked_peak(plan: Plan, model: ModelPlan) -> int:
     """Bytes of activations at most with all layers of `model`, on a rank of `plan`."""
-    with ShortModel(plan, model, is_whole=True) as whole, _without_names():
+    with ShortModel(plan, model, is_full=True) as whole, _without_names():
         tracker, others = MemTracker(), () if whole.teacher is None else _tensors(whole.teacher)
         tracker.track_external(*_tensors(whole.trained), *others)
         before = _total(tracker, "current")

@@ -24,7 +24,7 @@ _PIECE = 2**26
 """Elements of a tensor that one pipeline stage sends to another at a time."""
 
 
-class WholeTensors:
+class FullTensors:
     """Gathers the full parameters and persistent buffers of `module`, which DeepSpeed wraps."""
 
     def __init__(self, module: nn.Module, plan: Plan, groups: Groups, device: torch.device) -> None:
