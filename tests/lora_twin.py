@@ -28,8 +28,11 @@ _NAMED_MLP = r".*\.mlp\.(shared_experts\.)?\w+_proj"
 
 def named_in(family: str) -> tuple[str, ...]:
     """Patterns that adapt every kind of module in a mixture of experts, the router too."""
-    has_mlp = any(re.fullmatch(_NAMED_MLP, name) for name, _ in base_model(family).named_modules())
-    return (*_NAMED, *[_NAMED_MLP] * has_mlp)
+    names = [name for name, _ in base_model(family).named_modules()]
+    is_there = {
+        pattern: any(re.fullmatch(rf"(.*\.)?{pattern}", name) for name in names) for pattern in (*_NAMED, _NAMED_MLP)
+    }
+    return tuple(pattern for pattern, matches in is_there.items() if matches)
 
 
 def lora_tree(family: str) -> dict[str, Any]:

@@ -239,6 +239,7 @@ _ROWS = (
         parallel_axes=_ALL_AXES,
         experts_class="GptOssExperts",
         router=RouterKind("softmax", module="mlp.router", parameters=("weight", "bias")),
+        has_lora=True,
         tiny_models=_tiny("gpt_oss", GPT_OSS, deep=_DEEP),
     ),
     Family(

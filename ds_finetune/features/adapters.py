@@ -7,12 +7,15 @@ from pathlib import Path
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.errors import ConfigError, ExportError
+from ds_finetune.families.family import Family
+from ds_finetune.families.table import family_of
 from ds_finetune.features.feature import Feature
 from ds_finetune.features.mtp import check_adapted
 from ds_finetune.model.adapters.lora import AdapterPlacement, install_lora
 from ds_finetune.model.adapters.lora_plan import LoraPlan, plan_lora
 from ds_finetune.model.adapters.peft_adapter import PeftAdapter
 from ds_finetune.model.build.model_plan import task_of
+from ds_finetune.plan.lora_targets import is_transposed
 from ds_finetune.plan.settings import RunSettings
 
 _SHOWN = 3
@@ -33,7 +36,7 @@ class AdapterFeature(Feature):
             return None
         lora = plan_lora(hf_config, run.lora, task_of(run.objective))
         if run.lora.start is not None:
-            _check_start(Path(run.lora.start), lora)
+            _check_start(Path(run.lora.start), lora, family_of(hf_config.model_type))
         if run.mtp.train:
             check_adapted(hf_config, run.mtp, lora)
         return lora
@@ -61,7 +64,7 @@ class AdapterFeature(Feature):
                     placement.set_full(name, param, start.full_tensor(name))
 
 
-def _check_start(folder: Path, lora: LoraPlan) -> None:
+def _check_start(folder: Path, lora: LoraPlan, family: Family) -> None:
     """ConfigError where the adapter in `folder` has other modules, ranks, scales or weights that are trained whole than
     `lora`, or other shapes.
     """
@@ -78,6 +81,7 @@ def _check_start(folder: Path, lora: LoraPlan) -> None:
         differ += [f"rank {rank} of {name}, lora.rank {section.rank}"] if rank != section.rank else []
         differ += [f"scale {scale:g} of {name}, lora {section.scale:g}"] if not isclose(scale, section.scale) else []
         stored, expected = adapter.shape(name), shapes[name][-2:]
+        expected = expected[::-1] if is_transposed(name, family) else expected
         differ += [f"{name} {stored}, the model's {expected}"] if stored != expected else []
     if differ:
         more = f", and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""

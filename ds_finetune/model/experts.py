@@ -150,7 +150,8 @@ def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
     return (_kept_multiply if leaf == "gate_up_proj" else multiply)(rows, weight, ends, **options)
 
 
-def _project(module: Any, rows: torch.Tensor, ends: torch.Tensor, leaf: str) -> torch.Tensor:  # noqa: ANN401 - a module of any family
+def project(module: Any, rows: torch.Tensor, ends: torch.Tensor, leaf: str) -> torch.Tensor:  # noqa: ANN401 - a module of any family
+    """`rows` [rows, in], sorted by expert and ending at `ends`, times the weights `leaf` of the experts in `module`."""
     weight = getattr(module, leaf)
     return grouped_product(rows, weight, ends, leaf=leaf, is_transposed=module.is_transposed)  # type: ignore[no-any-return]
 
@@ -160,19 +161,19 @@ def run_experts(
     hidden: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
-    project: Project | None = None,
+    product: Project | None = None,
 ) -> torch.Tensor:
-    """[tokens, width], chosen experts [tokens, k] and their weights -> [tokens, width]; `project` multiplies rows by
-    the weights of `module`, or by adapted ones.
+    """[tokens, width], chosen experts [tokens, k] and their weights -> [tokens, width]; `product` multiplies rows by
+    adapted weights of `module`, and by default by its own.
     """
     if not module.has_gate or module.has_post_expert_norm or module._is_expert_parallel:
         return grouped_mm_experts_forward(module, hidden, top_k_index, top_k_weights)  # type: ignore[no-any-return]
-    project = project or partial(_project, module)
+    product = product or partial(project, module)
     chosen = SortedRows.of(top_k_index)
     if (compute := getattr(module, "compute_before", None)) is not None:
         compute()
     ends, weights = rows_up_to(chosen.experts, module.num_experts), chosen.weights_of(top_k_weights)
-    rows = project(chosen.rows_of(hidden), ends, "gate_up_proj")
+    rows = product(chosen.rows_of(hidden), ends, "gate_up_proj")
     if module.has_bias:
         of_row = (chosen.experts[:, None] == torch.arange(module.num_experts, device=rows.device)).to(rows.dtype)
         # A local variable would keep the biases of all rows alive until the end.
@@ -184,7 +185,7 @@ def run_experts(
     weighted = inner * weights if weights.dtype == inner.dtype else _Weigh.apply(inner, weights)
     # Before the down projection, where recomputation stops: gradients need the factor of the bias.
     added = chosen.sums_of((of_row * weights).to(inner.dtype)) @ module.down_proj_bias if module.has_bias else None
-    out = chosen.sums_of(project(weighted, ends, "down_proj"))
+    out = chosen.sums_of(product(weighted, ends, "down_proj"))
     return out if added is None else out + added
 
 

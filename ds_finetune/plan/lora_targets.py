@@ -133,6 +133,11 @@ def is_peft_parameter(weight: str, family: Family) -> bool:
     return leaf != "weight" or (family.fused_experts and last_part(module) in _REWRITTEN)
 
 
+def is_transposed(weight: str, family: Family) -> bool:
+    """Whether the family stores the parameter `weight` as [experts, in, out], as gpt_oss does."""
+    return family.transposed_experts and part_of(weight) == ROUTED
+
+
 def targets_of(model: ModelTensors) -> tuple[LoraTarget, ...]:
     """All adaptable modules of a model."""
     return linear_targets(model.shapes(), model.linears) if model.linears else targets_among(model.shapes())

@@ -190,7 +190,11 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int | None) -> 
     max_shard_bytes = parse_bytes(run.config.export.max_shard_size, name="export.max_shard_size")
     try:
         write_folder(
-            merge_adapters(tensors, factors), engine.tensor_specs(), out, parts, max_shard_bytes=max_shard_bytes
+            merge_adapters(tensors, factors, parts.family),
+            engine.tensor_specs(),
+            out,
+            parts,
+            max_shard_bytes=max_shard_bytes,
         )
     except OutputError as full:
         raise RunError(f"{full.message}; the run is done up to its export", hint=full.hint) from full

@@ -42,6 +42,10 @@ BY_PEFT = {
         "deepseek_v2",
         {"r": 4, "target_modules": ["o_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
     ),
+    "gpt_oss experts": (
+        "gpt_oss",
+        {"r": 4, "target_modules": ["o_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+    ),
     "mixtral by published names": ("mixtral", {"r": 4, "target_modules": ["q_proj", "w1", "w2", "w3", "gate"]}),
     "olmoe experts": ("olmoe", {"r": 4, "target_modules": [*MLP, "k_proj"]}),
     "v3 router": (

@@ -42,11 +42,6 @@ def test_attention_without_sinks(attention: str, said: str) -> None:
     assert caught.value.hint == "set model.attention: sdpa"
 
 
-def test_lora() -> None:
-    with pytest.raises(FinetuneError, match="lora of model_type gpt_oss is not tested"):
-        plan_model(CONFIG, RunSettings.of(_run(lora={"rank": 2})))
-
-
 def _check(mesh: Mesh = ALONE, **sections: Any) -> None:
     run = settings_of(_run(**sections), mesh=mesh, model_json=CONFIG.to_dict())
     check(run, "sizes of the model", "experts of the model")

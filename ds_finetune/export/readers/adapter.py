@@ -31,7 +31,7 @@ class MergedSource:
         without: Collection[str] = (),
     ) -> None:
         self._base, self._whole, self._without = base, whole, without
-        self._factors = lru_cache(maxsize=8)(factors)
+        self._factors = lru_cache(maxsize=8)(lambda name: factors(name).as_stored(name, family))
         self._adapted: dict[str, tuple[str, int]] = {}
 
         def pieces_of(name: str, shape: tuple[int, ...]) -> list[tuple[str, int, tuple[int, ...]]]:

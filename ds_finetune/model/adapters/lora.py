@@ -7,9 +7,9 @@ writes adapters in peft's format.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -17,8 +17,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ds_finetune.config.sections import LoraConfig
+from ds_finetune.families.family import Family
 from ds_finetune.model.build.skeleton import Where
-from ds_finetune.model.experts import grouped_product, multiply, run_experts
+from ds_finetune.model.experts import multiply, project, run_experts
 from ds_finetune.model.parallel.expert import ExpertParallelExperts, MarkParameter
 from ds_finetune.model.parallel.rank_group import RankGroup
 from ds_finetune.model.parallel.sharding import UNSHARDED, ModelShard, TensorShard
@@ -26,7 +27,7 @@ from ds_finetune.model.parallel.tensor import ParallelLinear
 from ds_finetune.model.quantised.four_bit import dtype_of, is_four_bit, shape_of
 from ds_finetune.model.weights.load import seed_of
 from ds_finetune.model.weights.names import weight_of
-from ds_finetune.plan.lora_targets import ROUTED, ROUTER, LoraTarget, Shape
+from ds_finetune.plan.lora_targets import ROUTED, ROUTER, LoraTarget, Shape, is_transposed
 
 _CHUNK_NUMEL = 2**20
 
@@ -103,7 +104,7 @@ class _LowRankExperts(_Adapted):
         low = multiply(rows, getattr(self, f"{leaf}_lora_A"), ends)
         low = multiply(low, getattr(self, f"{leaf}_lora_B"), ends)
         # In place: at most two products as wide as gate and up exist at a time.
-        return low.mul_(self.lora_scale).add_(grouped_product(rows, getattr(self, leaf), ends, leaf=leaf))  # type: ignore[no-any-return]
+        return low.mul_(self.lora_scale).add_(project(self, rows, ends, leaf))  # type: ignore[no-any-return]
 
 
 class _AdaptedExperts(_LowRankExperts):
@@ -206,6 +207,8 @@ def _adapt(
         held = shape_of(weight) if is_four_bit(weight) else placement.where(weight).shape
         of = placement.model_shard.tensor_shard(f"{target.name}.{leaf}", held)
         assert of.whole_shape == shape, (target.name, leaf, of.whole_shape, shape)
+        if target.kind == ROUTED and module.is_transposed:
+            held, shape = (*held[:-2], held[-1], held[-2]), (*shape[:-2], shape[-1], shape[-2])
         for side, values in initial(f"{target.name}.{leaf}", shape).items():
             own = f"{'' if leaf == 'weight' else leaf + '_'}lora_{side}"
             name = f"{target.name}.{own}"
@@ -263,6 +266,10 @@ class Factors:
         """Shape of the adapted weight."""
         return (*self.b.shape[:-1], self.a.shape[-1])
 
+    def as_stored(self, name: str, family: Family) -> Self:
+        """The adapter of the weight `name` as the family stores it: with A and B exchanged for a transposed weight."""
+        return replace(self, a=self.b.mT, b=self.a.mT) if is_transposed(name, family) else self
+
     def delta(self, start: int, numel: int) -> torch.Tensor:
         """Elements `start` to `start + numel` of the flattened scale x B A, fp32 [numel]; computes only the rows
         needed.
@@ -287,13 +294,14 @@ def factors_of(adapters: Mapping[str, torch.Tensor], scale: float) -> dict[str, 
 
 
 def merge_adapters(
-    tensors: Iterator[tuple[str, torch.Tensor | None]], factors: Mapping[str, Factors]
+    tensors: Iterator[tuple[str, torch.Tensor | None]], factors: Mapping[str, Factors], family: Family
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield `tensors` (full, on the CPU, by name) with their adapters added in fp32 and cast back. Copies one tensor at
     a time.
     """
     for name, tensor in tensors:
-        yield name, tensor if tensor is None or name not in factors else _sum(tensor, factors[name])
+        adapter = factors.get(name)
+        yield name, tensor if tensor is None or adapter is None else _sum(tensor, adapter.as_stored(name, family))
 
 
 def _sum(tensor: torch.Tensor, adapter: Factors) -> torch.Tensor:

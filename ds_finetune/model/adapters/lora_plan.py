@@ -141,7 +141,16 @@ def _check_droppable(targets: Sequence[LoraTarget], family: Family) -> None:
 
 
 def _check_all_linear(hf_config: PretrainedConfig, task: Task, all_targets: Sequence[LoraTarget]) -> None:
-    """ConfigError where the model has linear layers, besides its head, that cannot be adapted."""
+    """ConfigError where the model has linear layers, besides its head, that cannot be adapted, or experts that peft
+    leaves out of all-linear (peft 0.21, utils/transformers_weight_conversion.py has no rule for gpt_oss).
+    """
+    if family_of(hf_config.model_type).transposed_experts:
+        raise ConfigError(
+            f"lora.target_modules {ALL_LINEAR[0]} leaves out the routed experts of {hf_config.model_type} in peft, and "
+            "would adapt them here",
+            hint="write [q_proj, k_proj, v_proj, o_proj] to adapt attention only, or leave target_modules out to adapt "
+            "the experts too",
+        )
     lm = build_meta_model(hf_config, task)
     linear = {name for name, each in lm.named_modules() if isinstance(each, nn.Linear) and each is not head_of(lm)}
     if others := sorted({last_part(name) for name in linear - {target.name for target in all_targets}}):

@@ -313,7 +313,9 @@ def _adapter_difference(lm: PreTrainedModel, names: Collection[str]) -> float:
     with torch.enable_grad():
         actual, expected = run(ours, {}, [*adapters.values()]), run(lm, weights, [*sides.values()])
     merged = merge_adapters(
-        iter(plain.items()), factors_of({n: side.detach() for n, side in sides.items()}, lora.scale)
+        iter(plain.items()),
+        factors_of({n: side.detach() for n, side in sides.items()}, lora.scale),
+        family_of(lm.config.model_type),
     )
     exported = functional_call(lm, {name: each for name, each in merged if each is not None}, kwargs=rows).logits
     largest = max((float(grad.norm()) for grad in expected.gradients if grad is not None), default=0.0)

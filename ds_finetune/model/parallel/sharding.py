@@ -92,6 +92,8 @@ class ModelShard:
         box = (local_shape[0], 2, local_shape[1] // 2, local_shape[2]) if has_halves else local_shape
         dim = _box_dim(weight, has_transposed_experts=self.has_transposed_experts)
         if side and dim is not None:
+            # Also where the weight is stored as [experts, in, out].
+            dim = 3 - dim if fused and self.has_transposed_experts else dim
             is_input = dim == len(local_shape) - 1 and not is_gate_up
             dim = dim if is_input == (side == "A") else None
         counts, offsets = [1] * len(box), [0] * len(box)

@@ -420,6 +420,6 @@ def _export(engine: Engine, model: Path, lora: LoraConfig | None, out: Path) -> 
     tensors = engine.tensors()
     if lora is not None:
         adapters = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
-        tensors = merge_adapters(tensors, factors_of(adapters, lora.scale))
+        tensors = merge_adapters(tensors, factors_of(adapters, lora.scale), parts.family)
     write_folder(tensors, engine.tensor_specs(), out, parts, max_shard_bytes=GIB)
     dist.barrier()

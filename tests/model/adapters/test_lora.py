@@ -18,6 +18,7 @@ from ds_finetune.config.sections import LoraConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.configs import VOCAB
 from ds_finetune.families.table import FAMILIES as TABLE
+from ds_finetune.families.table import family_of
 from ds_finetune.model.adapters.lora import Factors, factors_of, merge_adapters
 from ds_finetune.model.adapters.lora_plan import plan_lora
 from ds_finetune.model.build.skeleton import build_skeleton
@@ -77,6 +78,11 @@ def test_all_linear_names_what_it_does_in_peft_or_is_refused(family: str) -> Non
     assert set(theirs.targeted_module_names) <= linear
     every = {target.name for target in plan_lora(hf_config(family), LORA).adaptable}
     lora = LORA.model_copy(update={"target_modules": ("all-linear",)})
+    if family == "gpt_oss":
+        assert wanted == linear < every
+        with pytest.raises(ConfigError, match="all-linear leaves out the routed experts of gpt_oss in peft"):
+            plan_lora(hf_config(family), lora)
+        return
     if wanted <= every:
         assert {target.name for target in plan_lora(hf_config(family), lora).targets} == wanted
         return
@@ -102,18 +108,21 @@ def test_the_sum_in_pieces_is_the_whole_sum(shape: tuple[int, ...]) -> None:
             )
 
 
-def test_merged_weights_compute_as_adapters_do_and_the_model_stays() -> None:
-    model = adapted(base_model("deepseek_v3"), LORA)
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+def test_merged_weights_compute_as_adapters_do_and_the_model_stays(family: str) -> None:
+    model = adapted(base_model(family), LORA)
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     factors = factors_of(
         {name: param.detach() for name, param in model.named_parameters() if is_adapter(name)}, LORA.scale
     )
     weights = dict(
         merge_adapters(
-            ((name, param.detach()) for name, param in model.named_parameters() if not is_adapter(name)), factors
+            ((name, param.detach()) for name, param in model.named_parameters() if not is_adapter(name)),
+            factors,
+            family_of(family),
         )
     )
-    plain = base_model("deepseek_v3")
+    plain = base_model(family)
     plain.load_state_dict(weights, strict=False)
     merged, wanted = plain(input_ids=_ids()).logits, model(input_ids=_ids()).logits
     assert (merged - wanted).abs().max() < rounding_of_outputs(plain.config, wanted, tokens=17)
