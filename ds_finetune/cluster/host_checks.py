@@ -196,12 +196,12 @@ def interface_checks(infos: Mapping[str, HostInfo], environ: Mapping[str, str]) 
         value = environ.get(variable, "")
         is_exact, names = variable.startswith("GLOO") or value.startswith("="), value.removeprefix("=").split(",")
         for host, info in infos.items() if value and not value.startswith("^") else ():
-            known = [name for name, addresses in info.interfaces.items() if addresses]
-            if any(name in names if is_exact else name.startswith(tuple(names)) for name in known):
+            usable = [name for name, addresses in info.interfaces.items() if addresses]
+            if any(name in names if is_exact else name.startswith(tuple(names)) for name in usable):
                 yield Check("interface", host, "ok", f"{variable} {value}")
             else:
                 found = f"{variable} {value}: no interface `{value}` that is up and has an address"
-                hint = f"set {variable} to one of {', '.join(known)}, or unset it"
+                hint = f"set {variable} to one of {', '.join(usable)}, or unset it"
                 yield Check("interface", host, "fail", found, hint)
 
 
@@ -252,19 +252,17 @@ def other_program_check(host: str) -> Check:
 
 def preflight_checks(
     answers: Mapping[Host, Answer], here: HostInfo, env: Mapping[str, str], others: Sequence[Check] = ()
-) -> dict[Host, list[Check]]:
-    """The warnings and failures of each host for a run with the variables `env`; `here` are this machine's facts.
+) -> list[tuple[Host, Check]]:
+    """Warnings and failures for a run with the variables `env`, in the order of the hosts; `here`: facts of this host.
 
-    `others` are checks that have been made already. Warnings about all hosts together are listed under the first.
+    `others` are checks that have been made already. Warnings about all hosts come with the first host.
     """
     hosts = {label(host): host for host in answers}
     infos = {label(host): answer for host, answer in answers.items() if isinstance(answer, HostInfo)}
     checks = [*others, *(answer for answer in answers.values() if isinstance(answer, Check))]
     checks += host_checks(hosts, infos, here=here, environ=env)
-    found: dict[Host, list[Check]] = {host: [] for host in answers}
-    for check in (check for check in checks if check.state != "ok"):
-        found[hosts.get(check.host, next(iter(answers)))].append(check)
-    return found
+    faults = [(hosts.get(check.host, next(iter(answers))), check) for check in checks if check.state != "ok"]
+    return sorted(faults, key=lambda fault: list(answers).index(fault[0]))
 
 
 def describe(host: Host, check: Check) -> str:

@@ -131,12 +131,12 @@ class Cluster:
             _send(process, request)
         assert process.stdout
         for line in process.stdout:
-            text, found, body = line.partition(self._mark)
+            text, mark, body = line.partition(self._mark)
             if text:
                 output.append(text.decode(errors="replace").rstrip("\n"))
                 if on_event is not None:
                     on_event(output[-1])
-            if not found:
+            if not mark:
                 continue
             kind, value = json.loads(b"[" + body)
             if kind == "reply":

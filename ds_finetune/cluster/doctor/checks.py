@@ -17,27 +17,27 @@ _UNREACHED = "look at firewalls between hosts (all ports are needed), and at GLO
 _SLOW_HINT = "compare its link speed (ethtool), cable, switch port and driver with the others'"
 
 
-def folder_checks(folder: str, seen: Mapping[str, tuple[bool, bool]], node_local: bool | None) -> Iterator[Check]:
+def folder_checks(folder: str, by_host: Mapping[str, tuple[bool, bool]], node_local: bool | None) -> Iterator[Check]:
     """Check on which hosts a folder is writable, and which hosts share it: they see the first host's marker file.
 
-    `seen` has (is writable, sees the marker) by host. `node_local` is checkpoint.node_local; None for other folders.
+    `by_host` has (is writable, sees the marker) by host. `node_local` is checkpoint.node_local; None for other folders.
     """
-    for host in (host for host, (is_writable, _) in seen.items() if not is_writable):
+    for host in (host for host, (is_writable, _) in by_host.items() if not is_writable):
         hint = "change the permissions, or name another folder"
         yield Check("folders", host, "fail", f"{folder} is not writable there", hint)
-    first, *others = seen
-    apart = [host for host in others if not seen[host][1]]
-    if not others or not seen[first][1]:
+    first, *others = by_host
+    separate = [host for host in others if not by_host[host][1]]
+    if not others or not by_host[first][1]:
         return
-    if not apart:
+    if not separate:
         found, hint = f"{folder} is shared by all hosts", "set checkpoint.node_local false" if node_local else ""
         yield Check("folders", "", "warn" if hint else "ok", found + " and node-local" * bool(hint), hint)
-    elif apart == others and node_local is not False:
+    elif separate == others and node_local is not False:
         yield Check("folders", "", "ok", f"{folder} is another on each host")
     else:
         hint = f"mount what {first} has there, or set checkpoint.node_local true where no hosts share it"
         state: State = "ok" if node_local is None else "fail"
-        yield from (Check("folders", host, state, f"{folder} is not the one of {first}", hint) for host in apart)
+        yield from (Check("folders", host, state, f"{folder} is not the one of {first}", hint) for host in separate)
 
 
 def network_checks(ended: Mapping[str, Ended], endpoint: str) -> Iterator[Check]:

@@ -82,7 +82,7 @@ def digests(paths: Sequence[str]) -> dict[str, str]:
     return {path: hashlib.sha256(text.encode()).hexdigest() if text else "" for path, text in sizes.items()}
 
 
-def place(folders: Sequence[str], marker: str) -> None:
+def create_marker(folders: Sequence[str], marker: str) -> None:
     """Create the empty file `marker` in each folder, or in its nearest existing parent, where that is writable."""
     for folder in folders:
         path = nearest_existing(Path(folder)) / marker
@@ -91,10 +91,10 @@ def place(folders: Sequence[str], marker: str) -> None:
             made.append(path)
 
 
-def look(folders: Sequence[str], marker: str) -> dict[str, tuple[bool, bool]]:
+def find_marker(folders: Sequence[str], marker: str) -> dict[str, tuple[bool, bool]]:
     """By folder: whether it is writable, and whether it has the file `marker`, which another host has created."""
-    places = {folder: nearest_existing(Path(folder)) for folder in folders}
-    return {folder: (os.access(top, os.W_OK | os.X_OK), (top / marker).exists()) for folder, top in places.items()}
+    existing = {folder: nearest_existing(Path(folder)) for folder in folders}
+    return {folder: (os.access(top, os.W_OK | os.X_OK), (top / marker).exists()) for folder, top in existing.items()}
 
 
 def run(module: Sequence[str], seconds: float) -> tuple[int | None, str]:
@@ -117,6 +117,5 @@ def run(module: Sequence[str], seconds: float) -> tuple[int | None, str]:
 
 
 if __name__ == "__main__":
-    HostProgram().serve(
-        {each.__name__: each for each in (facts, gpus, compiler, memory, disk, digests, place, look, run)}, {}
-    )
+    functions = (facts, gpus, compiler, memory, disk, digests, create_marker, find_marker, run)
+    HostProgram().serve({function.__name__: function for function in functions}, {})

@@ -86,7 +86,7 @@ def _checks(request: DoctorRequest, cluster: Cluster, say: Say) -> Iterator[Chec
         resolved, planned = resolve_on(request.resolve, request.hosts, device)
         yield planned
     folders = {"folders": list(request.folders.values()), "marker": f".ds_finetune-doctor-{secrets.token_hex(4)}"}
-    cluster.ask({next(iter(infos)): {"place": folders}}, seconds=_HOST_SECONDS)
+    cluster.ask({next(iter(infos)): {"create_marker": folders}}, seconds=_HOST_SECONDS)
     yield from _single_host_checks(request, cluster, resolved, device)
     wrong = [check for check in checks if check.state == "fail" and check.name in _NEEDED_BY_NETWORK]
     infos = {name: info for name, info in infos.items() if name not in cluster.lost}
@@ -97,11 +97,11 @@ def _checks(request: DoctorRequest, cluster: Cluster, say: Say) -> Iterator[Chec
         say("measuring the network")
         yield from _network_checks(cluster, infos, device)
     # As late as possible after the marker was created: a network file system shows other hosts' files with a delay.
-    replies = cluster.ask({name: {"look": folders} for name in infos}, seconds=_HOST_SECONDS)
+    replies = cluster.ask({name: {"find_marker": folders} for name in infos}, seconds=_HOST_SECONDS)
     yield from (clock_check(name, ahead, error) for name, (_, ahead, error) in replies.items())
     for key, path in request.folders.items():
-        seen = {name: results["look"][path] for name, (results, _, _) in replies.items()}
-        yield from folder_checks(f"{key} {path}", seen, request.node_local if key == "output_dir" else None)
+        by_host = {name: results["find_marker"][path] for name, (results, _, _) in replies.items()}
+        yield from folder_checks(f"{key} {path}", by_host, request.node_local if key == "output_dir" else None)
 
 
 def resolve_on(resolve: Resolve, hosts: Sequence[Host], device: str) -> tuple["ResolvedRun | None", Check]:

@@ -163,12 +163,12 @@ def starting_environment(job: Job, environ: Mapping[str, str], *, slurm: bool = 
     environment is restricted. Slurm's variables are left out for mpirun, which would start its daemons by srun with
     them.
     """
-    kept = {
+    needed = {
         name: value
         for name, value in environ.items()
         if _NEEDED_TO_START.match(name) or (slurm and _SLURM_VARIABLE.match(name))
     }
-    return kept | job.environment
+    return needed | job.environment
 
 
 def deepspeed_command(job: Job, hostfile: str) -> list[str]:
@@ -247,8 +247,8 @@ def dry_run_lines(
         return [*head, f"as if typed: {_typed(deepspeed_command(job, hostfile))}"]
     typed = zip(job.hosts, torchrun_commands(job), strict=True)
     lines = [f"as if typed on {host.name}: {_typed(argv)}" for host, argv in typed]
-    if (left := len(lines) - 2 * _COMMANDS) > 0:
-        lines[_COMMANDS:-_COMMANDS] = [f"... and on {left} more hosts"]
+    if (num_omitted := len(lines) - 2 * _COMMANDS) > 0:
+        lines[_COMMANDS:-_COMMANDS] = [f"... and on {num_omitted} more hosts"]
     return head + lines
 
 
@@ -266,10 +266,10 @@ def rank_map(hosts: Sequence[Host], mesh: Mesh) -> list[str]:
             f"{host.name:{width}}  ranks {spans_text(ranks)}  devices {spans_text(devices)}  {indices}".rstrip()
         )
     host_of_rank = [number for number, host in enumerate(hosts) for _ in range(host.slots)]
-    for axis, found in groups_of(mesh, ("pp", "sp", "tp")).items():
-        across = sum(len({host_of_rank[rank] for rank in line}) > 1 for line in found)
+    for axis, groups in groups_of(mesh, ("pp", "sp", "tp")).items():
+        across = sum(len({host_of_rank[rank] for rank in line}) > 1 for line in groups)
         where = f"{across} of them across hosts" if across else "each within a host"
-        lines.append(f"{axis}: {len(found)} groups of {len(found[0])}, {where}")
+        lines.append(f"{axis}: {len(groups)} groups of {len(groups[0])}, {where}")
     return lines
 
 
@@ -280,7 +280,7 @@ def _typed(argv: Sequence[str]) -> str:
 def _axis_indices(mesh: Mesh, ranks: Sequence[int]) -> str:
     """The indices of `ranks` on each axis, such as `dp 0-1  tp 0-3`."""
     axes: tuple[Axis, ...] = ("pp", "dp", "sp", "tp")
-    places = {axis: sorted({mesh.place(axis, rank) for rank in ranks}) for axis in axes if getattr(mesh, axis) > 1}
-    found = [f"{axis} {spans_text(numbers)}" for axis, numbers in places.items()]
+    indices = {axis: sorted({mesh.place(axis, rank) for rank in ranks}) for axis in axes if getattr(mesh, axis) > 1}
+    texts = [f"{axis} {spans_text(numbers)}" for axis, numbers in indices.items()]
     experts = sorted({replace(mesh, rank=rank).expert_place for rank in ranks})
-    return "  ".join(found + ([f"ep {spans_text(experts)}"] if mesh.ep > 1 else []))
+    return "  ".join(texts + ([f"ep {spans_text(experts)}"] if mesh.ep > 1 else []))

@@ -7,48 +7,28 @@ from pathlib import Path
 
 from ds_finetune.errors import LaunchError
 
-PREFIXES = {
-    "CUDA_": "where CUDA is, and how it launches",
-    "NVIDIA_": "number formats of the GPU (NVIDIA_TF32_OVERRIDE)",
-    "NCCL_": "the network between GPUs",
-    "GLOO_": "the network between CPUs",
-    "UCX_": "transports below NCCL's plugins",
-    "FI_": "libfabric, the network of EFA and Slingshot",
-    "IBV_": "InfiniBand verbs",
-    "RDMAV_": "InfiniBand verbs (RDMAV_FORK_SAFE)",
-    "TORCH_": "torch's logs, debugging, compiled extensions and watchdog",
-    "TORCHINDUCTOR_": "torch.compile's cache",
-    "PYTORCH_": "torch's allocator",
-    "DS_": "DeepSpeed's accelerator and builds, and this program",
-    "DEEPSPEED_": "DeepSpeed's time limits",
-    "OMP_": "threads",
-    "MKL_": "threads",
-    "KMP_": "threads",
-    "OPENBLAS_": "threads",
-    "HF_": "folders, mirror and offline mode of the hub",
-    "TRANSFORMERS_": "folders and logs of transformers",
-    "TOKENIZERS_": "threads of tokenizers",
-    "TRITON_": "Triton's cache and compiler",
-    "WANDB_": "project and mode of the tracker",
-    "MLFLOW_": "address and experiment of the tracker",
-    "PYTHON": "modules, hashing, faults and warnings",
+_PREFIXES = (
+    # Accelerators, compilers and number formats.
+    *("CUDA_", "NVIDIA_", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_", "TRITON_", "DS_", "DEEPSPEED_"),
+    # Networks: FI_ is libfabric (EFA, Slingshot), IBV_ and RDMAV_ are InfiniBand verbs.
+    *("NCCL_", "GLOO_", "UCX_", "FI_", "IBV_", "RDMAV_"),
+    # Threads.
+    *("OMP_", "MKL_", "KMP_", "OPENBLAS_"),
+    # Hub and trackers.
+    *("HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "MLFLOW_"),
+    "PYTHON",
+)
+"""Variables whose names begin with one of these are passed to the hosts."""
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+_NAMES = {
+    # Compilers with which operators are built, CUDA and network plugins, and caches of compiled extensions.
+    *("PATH", "LD_LIBRARY_PATH", "XDG_CACHE_HOME"),
+    # Certificates for the hub, and the way to it.
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+    *_PROXIES,
+    *map(str.upper, _PROXIES),
 }
-"""Variables with these prefixes are passed to the hosts; the value says what they configure."""
-NAMES = {
-    "PATH": "compilers and ninja, with which operators are built on first use",
-    "LD_LIBRARY_PATH": "CUDA, NCCL and network plugins",
-    "XDG_CACHE_HOME": "caches of compiled extensions",
-    "SSL_CERT_FILE": "certificates for the hub",
-    "SSL_CERT_DIR": "certificates for the hub",
-    "REQUESTS_CA_BUNDLE": "certificates for the hub",
-    "CURL_CA_BUNDLE": "certificates for the hub",
-    **{
-        name: "the way to the hub"
-        for lower in ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
-        for name in (lower, lower.upper())
-    },
-}
-"""Variables with these names are passed to the hosts; the value says what they configure."""
+"""Variables that are passed to the hosts besides those of `_PREFIXES`."""
 _PER_RANK = re.compile(
     r"(?:RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|LOCAL_SIZE|NODE_RANK|CROSS_RANK|CROSS_SIZE|MASTER_ADDR|MASTER_PORT"
     r"|(?:GROUP|ROLE|PET|TORCHELASTIC|OMPI|PMI|PMIX|PRTE|SLURM|SSH|ACCELERATE)_\w+)$"
@@ -109,7 +89,7 @@ class CarriedVariables:
 def carried_variables(
     environ: Mapping[str, str], named: Sequence[str] = (), files: Iterable[Path] = (), *, is_local: bool = False
 ) -> CarriedVariables:
-    """The variables that ranks get: those of `environ` that `NAMES` and `PREFIXES` list, of `files`, and `named`.
+    """The variables that ranks get: the listed ones of `environ`, those of `files`, and `named`.
 
     Later sources override earlier ones. Variables that choose devices are passed only if all ranks run on this host
     (`is_local`). `named` holds `NAME`, taken from `environ`, or `NAME=VALUE`. Secrets are passed only from a file or
@@ -198,7 +178,7 @@ def _redacted(word: str) -> str:
 
 
 def _is_listed(name: str) -> bool:
-    return name in NAMES or name.startswith(tuple(PREFIXES))
+    return name in _NAMES or name.startswith(_PREFIXES)
 
 
 def _why_withheld(name: str) -> str:
@@ -231,13 +211,13 @@ def _check_variable_name(name: str, where: str) -> None:
 
 
 def _read_line(line: str, where: str) -> tuple[str, str]:
-    found = _LINE.match(line)
-    if not found:
+    match = _LINE.match(line)
+    if not match:
         shown = _redacted(line.split("=")[0])
         raise LaunchError(
             f"{where}: `{shown}` is not `NAME=VALUE`", hint="write e.g. `NCCL_DEBUG=INFO`; `#` begins a comment"
         )
-    name, text = found["name"], found["value"]
+    name, text = match["name"], match["value"]
     _check_variable_name(name, where)
     quoted = _QUOTED.match(text)
     if not quoted and (text[:1] in ("'", '"') or re.search(r"\s#", text)):

@@ -142,16 +142,14 @@ def check_hosts(
     """LaunchError where hosts are not ready, with a line for each fault; `say` prints the warnings."""
     late = [clock_check(name, *clock) for name, clock in (clocks or {}).items()]
     checks = preflight_checks(answers, here, request.env, late)
-    failed = {host: [describe(host, each) for each in found if each.state == "fail"] for host, found in checks.items()}
-    if texts := [text for found in failed.values() for text in found]:
+    if failed := [(host, describe(host, check)) for host, check in checks if check.state == "fail"]:
         raise LaunchError(
-            f"{sum(map(bool, failed.values()))} of {len(answers)} hosts are not ready, nothing was started:\n  "
-            + "\n  ".join(texts),
+            f"{len(dict(failed))} of {len(answers)} hosts are not ready, nothing was started:\n  "
+            + "\n  ".join(text for _, text in failed),
             hint="`ds-finetune doctor --hostfile` checks more; --exclude leaves a host out",
         )
-    for host, found in checks.items():
-        for check in found:
-            say(f"warning: {describe(host, check)}")
+    for host, check in checks:
+        say(f"warning: {describe(host, check)}")
 
 
 def largest_fit(request: LaunchRequest, fit: Sequence[Host], *, device: str) -> tuple[Host, ...]:
@@ -186,7 +184,7 @@ class _Member:
 
 
 @dataclass(frozen=True)
-class _FirstFailure:
+class _Failure:
     """The first failure of a rank of a host, or of the host itself."""
 
     host: Host
@@ -217,14 +215,14 @@ class _LaunchedRun:
         self._left_out: dict[Host, str] = {}
         self._pool = ThreadPoolExecutor(max_workers=len(request.hosts))
         self._events = queue.SimpleQueue[tuple[_Member, Event]]()
-        self._failures: list[_FirstFailure] = []
+        self._failures: list[_Failure] = []
         self._printed = deque[str](maxlen=_PRINTED_LINES)
         self._signals: list[int] = []
         self._num_passed_on = self._num_opened = 0
         self._attempt, self._started, self._began = 0, dict[Host, Mapping[str, Any]](), time.monotonic()
         self._failed_since: float | None = None
         self._ending_since: float | None = None
-        self._is_told = False
+        self._is_failure_printed = False
         self._last_beat = self._last_retry = 0.0
         self._is_killed = False
         self._device = self._address = ""
@@ -236,20 +234,20 @@ class _LaunchedRun:
         cluster = self._open(request.hosts)
         infos = cluster.infos(request.env, request.port, seconds=self._settings.greeting_seconds)
         check_hosts(cluster.answers(infos), gather_host_info(), request, self._say, cluster.clocks)
-        known = {host: infos[label(host)] for host in request.hosts}
+        facts = {host: infos[label(host)] for host in request.hosts}
         self._device = rank_device(infos, request.env)
         check_plan(request.config, request.hosts, self._device)
-        self._address = meeting_address(request.hosts, known)
+        self._address = meeting_address(request.hosts, facts)
         if not self._address:
             raise LaunchError(
                 f"{first.target} has no address that the other {len(request.hosts) - 1} hosts could reach: its "
-                f"interfaces are {', '.join(known[first].interfaces)}",
+                f"interfaces are {', '.join(facts[first].interfaces)}",
                 hint="write its address in the network of the others into the hostfile",
             )
-        port = port_check(label(first), known[first], request.port)
+        port = port_check(label(first), facts[first], request.port)
         if port.state != "ok":
             raise LaunchError(f"{first.target}: {port.found}", hint=port.hint)
-        self._port = known[first].port
+        self._port = facts[first].port
         cluster.ask({name: {"load": {}} for name in infos}, seconds=_LOAD_SECONDS)
         if cluster.lost:
             check_hosts(cluster.answers(infos), gather_host_info(), request, self._say)
@@ -264,15 +262,15 @@ class _LaunchedRun:
         """Wait for the end of the run, and return its exit code."""
         while not self._is_over():
             self._beat()
-            self._take_events()
+            self._handle_events()
             for member in [each for each in self._members.values() if not each.ended and each.future.done()]:
-                self._take_end(member)
+                self._record_end(member)
             self._pass_on_signals()
             self._regain_hosts()
             if self._failed_since is not None and time.monotonic() - self._failed_since > _ENDING_SECONDS:
-                self._tell_failure()
+                self._print_failure()
             time.sleep(_TICK_SECONDS)
-        self._take_events()
+        self._handle_events()
         return self._report_end(self.close())
 
     def close(self) -> set[str]:
@@ -323,7 +321,7 @@ class _LaunchedRun:
             for cluster in self._clusters:
                 cluster.beat()
 
-    def _take_events(self) -> None:
+    def _handle_events(self) -> None:
         while not self._events.empty():
             member, event = self._events.get()
             if isinstance(event, str):
@@ -332,25 +330,25 @@ class _LaunchedRun:
                     self._printed.append(event)
                     self._say(event)
             elif "started" in event:
-                self._take_start(member.host, event)
+                self._record_start(member.host, event)
             else:
                 same = {name: event[name] for name in ("rank", "text", "code", "cause", "error", "tail")}
-                self._fail(_FirstFailure(host=member.host, at=time.monotonic() - event["age"], **same))
+                self._fail(_Failure(host=member.host, at=time.monotonic() - event["age"], **same))
 
-    def _fail(self, failure: _FirstFailure) -> None:
+    def _fail(self, failure: _Failure) -> None:
         self._failed_since = self._failed_since or time.monotonic()
         self._failures.append(failure)
 
-    def _take_start(self, host: Host, event: Mapping[str, Any]) -> None:
+    def _record_start(self, host: Host, event: Mapping[str, Any]) -> None:
         """Record the ranks that a host has started; prints a table once all hosts have."""
         if event["started"] != self._attempt:
-            self._tell_failure()
+            self._print_failure()
             if self._failures:
                 self._say(f"starting again, restart {event['restart']} of {self._settings.restarts}")
             elif self._attempt:
                 self._say("a host has joined: the ranks have saved, and start again")
             self._attempt, self._began = event["started"], time.monotonic()
-            self._started, self._failures, self._failed_since, self._is_told = {}, [], None, False
+            self._started, self._failures, self._failed_since, self._is_failure_printed = {}, [], None, False
         self._started[host] = event
         if len(self._started) == len(event["members"]):
             rows = []
@@ -360,7 +358,7 @@ class _LaunchedRun:
             for line in table(("host", "ranks", "devices", "interface"), rows):
                 self._say(line)
 
-    def _take_end(self, member: _Member) -> None:
+    def _record_end(self, member: _Member) -> None:
         result = member.future.result()
         if not isinstance(result, str):
             member.ended = str(result[0]["run"])
@@ -370,14 +368,14 @@ class _LaunchedRun:
             text = check.found if tail else "its agent or the connection has ended"
             # A lost host is noticed late: failures that ranks of other hosts reported meanwhile are its consequences.
             at = time.monotonic() - self._settings.silent_seconds
-            self._fail(_FirstFailure(member.host, None, text, RUN_ERROR_EXIT_CODE, at, tail=tail))
+            self._fail(_Failure(member.host, None, text, RUN_ERROR_EXIT_CODE, at, tail=tail))
             is_ending = member.host == self._request.hosts[0] or not self._settings.restarts
-            self._let_go(member)
+            self._remove(member)
         if is_ending:
             self._ending_since = self._ending_since or time.monotonic()
         self._regroup()
 
-    def _let_go(self, member: _Member) -> None:
+    def _remove(self, member: _Member) -> None:
         """Remove a member; the agents of the other hosts restart without its host."""
         del self._members[member.host]
         for other in self._members.values():
@@ -414,12 +412,12 @@ class _LaunchedRun:
             future = self._returning.pop(host, None)
             if future is None or not future.done():
                 self._returning[host] = future or self._pool.submit(self._reopen, host)
-            elif isinstance(found := future.result(), Cluster):
-                self._standby[host] = found
+            elif isinstance(result := future.result(), Cluster):
+                self._standby[host] = result
                 self._regroup()
-            elif self._left_out.get(host) != found:
-                self._left_out[host] = found
-                self._say(f"left out: {found}")
+            elif self._left_out.get(host) != result:
+                self._left_out[host] = result
+                self._say(f"left out: {result}")
 
     def _reopen(self, host: Host) -> Cluster | str:
         """A program started on a lost host, or why the host cannot take part."""
@@ -427,8 +425,8 @@ class _LaunchedRun:
         infos = cluster.infos(self._request.env, 0, seconds=self._settings.greeting_seconds)
         late = [clock_check(name, *clock) for name, clock in cluster.clocks.items()]
         cluster.ask({name: {"load": {}} for name in infos}, seconds=_LOAD_SECONDS)
-        (checks,) = preflight_checks(cluster.answers(infos), gather_host_info(), self._request.env, late).values()
-        failed = [describe(host, check) for check in checks if check.state == "fail"]
+        checks = preflight_checks(cluster.answers(infos), gather_host_info(), self._request.env, late)
+        failed = [describe(host, check) for _, check in checks if check.state == "fail"]
         if failed:
             cluster.close()
         return "\n  ".join(failed) or cluster
@@ -442,7 +440,7 @@ class _LaunchedRun:
         for host in [host for host in self._members if host not in fit]:
             self._say(f"left out: {host.target}: layout and batch allow {len(fit)} of {len(there)} hosts")
             member = self._members[host]
-            self._let_go(member)
+            self._remove(member)
             self._pool.submit(member.cluster.end, label(host))
         for host in [host for host in fit if host in self._standby]:
             self._start_agent(host, self._standby.pop(host))
@@ -452,7 +450,7 @@ class _LaunchedRun:
         if ends == {DONE} and not self._failures:
             self._say(f"attempt {self._attempt} done in {time.monotonic() - self._began:.0f} s")
             return 0
-        self._tell_failure()
+        self._print_failure()
         for end in ends - {DONE, FAILED, ""}:
             self._say(f"gave up: {end}; the same command resumes the run")
         hosts = [host for host in self._request.hosts if host not in self._members or label(host) in late]
@@ -464,14 +462,14 @@ class _LaunchedRun:
             return 128 + self._signals[-1]
         return self._first_failure().code if self._failures else RUN_ERROR_EXIT_CODE
 
-    def _tell_failure(self) -> None:
+    def _print_failure(self) -> None:
         """Print the first failure, unless it was printed; called once the hosts had time to report theirs."""
-        if self._failures and not self._is_told:
-            self._is_told = True
+        if self._failures and not self._is_failure_printed:
+            self._is_failure_printed = True
             for line in self._failure_lines():
                 self._say(line)
 
-    def _first_failure(self) -> _FirstFailure:
+    def _first_failure(self) -> _Failure:
         return min(self._failures, key=lambda failure: failure.at)
 
     def _failure_lines(self) -> Iterator[str]:

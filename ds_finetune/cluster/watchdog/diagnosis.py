@@ -1,7 +1,7 @@
 """Finds the ranks at fault in a run that hangs, from the status of every rank, and writes the lines of the report."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_finetune.cluster.watchdog.collectives import POINT_TO_POINT
@@ -36,40 +36,42 @@ def diagnose(statuses: Mapping[int, RankStatus | None], *, network: str = "", wh
     silent = tuple(rank for rank, status in statuses.items() if status is None)
     if network or silent:
         return Diagnosis((), network) if network else Diagnosis(silent, why_silent)
-    known = {rank: status for rank, status in statuses.items() if status is not None}
-    behind = {rank: text for rank, status in known.items() if (text := _lag(status, known))}
-    idle = tuple(rank for rank in known if known[rank].inside is None)
+    heard = {rank: status for rank, status in statuses.items() if status is not None}
+    behind = {rank: text for rank, status in heard.items() if (text := _lag(status, heard))}
+    idle = tuple(rank for rank in heard if heard[rank].inside is None)
     if behind:
         roots = tuple(rank for rank in behind if rank in idle) or tuple(behind)
         return Diagnosis(roots, behind[roots[0]])
-    mismatch = _first_mismatch(known)
+    mismatch = _first_mismatch(heard)
     if mismatch is not None:
         return mismatch
-    if idle and len(idle) < len(known):
+    if idle and len(idle) < len(heard):
         return Diagnosis(idle, "is in no collective while others wait in one")
     return Diagnosis((), "every rank waits at the same place")
 
 
-def _lag(status: RankStatus, known: Mapping[int, RankStatus]) -> str:
+def _lag(status: RankStatus, heard: Mapping[int, RankStatus]) -> str:
     """How many collectives a rank is behind others of a group, as text; empty where it is not behind."""
     for ranks, count in status.counts.items():
-        most = max(other.counts.get(ranks, 0) for other in known.values())
+        most = max(other.counts.get(ranks, 0) for other in heard.values())
         if ranks != POINT_TO_POINT and count < most:
             return f"has entered {count:,} collectives of {ranks}, others {most:,}"
     return ""
 
 
-def _first_mismatch(known: Mapping[int, RankStatus]) -> Diagnosis | None:
+def _first_mismatch(heard: Mapping[int, RankStatus]) -> Diagnosis | None:
     """Ranks whose collective differs from that of most ranks, at the first collective where ranks differ."""
     calls: dict[tuple[str, int], dict[int, CollectiveCall]] = {}
-    for rank, call in _collectives(known):
-        calls.setdefault((call.ranks, call.number), {})[rank] = call
+    recent = ((rank, call) for rank, status in heard.items() for call in status.recent)
+    for rank, call in recent:
+        if call.ranks != POINT_TO_POINT:
+            calls.setdefault((call.ranks, call.number), {})[rank] = call
     for (ranks, number), by_rank in sorted(calls.items(), key=lambda item: item[0][1]):
         votes = Counter(call.signature for call in by_rank.values())
         if len(votes) < 2:
             continue
         (common, num_votes), (_, next_votes) = votes.most_common(2)
-        expected = common if num_votes > next_votes else _expected(known[next(iter(by_rank))], ranks, number)
+        expected = common if num_votes > next_votes else _expected(heard[next(iter(by_rank))], ranks, number)
         # If the expected collective is unknown, all ranks of the group are at fault.
         at_fault = tuple(rank for rank, call in by_rank.items() if expected not in votes or call.signature != expected)
         calls_text = "; ".join(
@@ -93,10 +95,6 @@ def _expected(status: RankStatus, ranks: str, number: int) -> tuple[str, int] | 
             if before[end - length : end] == before[-length:]:
                 return before[end]
     return None
-
-
-def _collectives(known: Mapping[int, RankStatus]) -> Iterator[tuple[int, CollectiveCall]]:
-    return ((rank, call) for rank, status in known.items() for call in status.recent if call.ranks != POINT_TO_POINT)
 
 
 def hosts_text(processes: Sequence[RankProcess]) -> str:

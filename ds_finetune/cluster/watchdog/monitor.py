@@ -67,23 +67,19 @@ class Monitor(threading.Thread):
         self.log: Say = say_nothing
         """Adds a line to the run's log."""
         self._own, self._processes, self._report = processes[progress.rank], processes, output_dir / REPORT
-        self._beside = [each for each in processes if each.is_beside(self._own)]
-        watched = processes if self._own.rank == 0 else [processes[0], *self._beside]
+        self._neighbours = [each for each in processes if each.is_beside(self._own)]
+        watched = processes if self._own.rank == 0 else [processes[0], *self._neighbours]
         self._beats = Heartbeats(store, self._own.rank, [each.rank for each in watched], progress.status)
         self._stacks: StackFile | None = None
         self._ending: RunEnding | None = None
         self._ending_known, self._closed = threading.Event(), threading.Event()
         self._is_failing = self._is_closing = False
-        self._ends_at = self._told_at = self._compare_at = math.inf
+        self._ends_at = self._trouble_at = self._compare_at = math.inf
         self._pauses, self._oom_kills, self._began = PauseDetector(), oom_kills(), time.time()
 
-    def start(self) -> None:
-        """Start the heartbeats and this thread."""
-        self._beats.start()
-        super().start()
-
     def run(self) -> None:
-        """Watch until closed."""
+        """Send heartbeats and compare ranks until closed."""
+        self._beats.start()
         while not self._closed.wait(_TICK_SECONDS):
             self._exclude_pause()
             self._watch(time.monotonic())
@@ -130,9 +126,13 @@ class Monitor(threading.Thread):
         """
         keys = [f"watchdog/prepared/{what}/{each.rank}" for each in self._processes]
         store.set(keys[self._own.rank], "")
-        while missing := _missing(store, keys):
-            if self._own.rank == 0:
-                _print(f"watchdog: ranks {', '.join(missing)} are still preparing\n")
+        while True:
+            try:
+                return store.wait(keys, _PREPARED_WAIT)
+            except dist.DistStoreError:
+                missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])][:_MAX_NAMED_RANKS]
+                if missing and self._own.rank == 0:
+                    _print(f"watchdog: ranks {', '.join(missing)} are still preparing\n")
 
     def close(self) -> None:
         """Announce that this rank is done, unless it has failed, and stop; rank zero waits until every rank is done."""
@@ -169,7 +169,7 @@ class Monitor(threading.Thread):
         self.progress.exclude_pause(pause.monotonic_seconds)
         self._beats.forget_pause()
         self._ends_at += pause.monotonic_seconds
-        self._told_at += pause.monotonic_seconds
+        self._trouble_at += pause.monotonic_seconds
         self._compare_at = math.inf
         if pause.is_of_process:
             line = f"watchdog: rank {self._own.rank} was paused for {pause.seconds:,.0f} s and runs again"
@@ -191,14 +191,14 @@ class Monitor(threading.Thread):
             limit, seconds = self.progress.limit_seconds(), now - self.progress.last_progress_at()
             if seconds > limit:
                 why = f"has made no progress for {seconds:,.0f} s, and its limit is {limit:,.0f} s"
-                self._tell(HUNG, f"  rank {self._own.rank} {why}")
+                self._report_trouble(HUNG, f"  rank {self._own.rank} {why}")
         self._look_for_deaths()
         if self._own.rank == 0:
             self._compare(now)
 
     def _look_for_deaths(self) -> None:
         """End the run if the process of another rank on this machine has ended and the store has no reason for it."""
-        for each in self._beside:
+        for each in self._neighbours:
             if self._has_left(each.rank) or not has_ended(each.pid, each.began):
                 continue
             # The process may have sent its reason just before it ended.
@@ -212,10 +212,10 @@ class Monitor(threading.Thread):
         """The run's ending if rank zero, or the process that serves the store, is dead, stuck or cut off."""
         zero, answered_at, silent = self._processes[0], self._beats.answered_at, now - self._beats.answered_at
         # Over a network that loses packets, rank zero's answer may come late.
-        is_heard = self._own.is_beside(zero) or answered_at > self._told_at + ROUND_SECONDS
+        is_heard = self._own.is_beside(zero) or answered_at > self._trouble_at + ROUND_SECONDS
         if self._beats.is_lost:
             why = CLOSED if self._own.rank else "has lost the store, because the launcher that served it has ended"
-        elif self._own.rank and is_heard and now > self._told_at + 2 * ROUND_SECONDS:
+        elif self._own.rank and is_heard and now > self._trouble_at + 2 * ROUND_SECONDS:
             why = SILENT if self._own.is_beside(zero) else UNREACHABLE
         elif silent > _silent_limit(self._beats.state):
             why = f"has not answered for {silent:.0f} s: its host or this one, {self._own.host}, is down or cut off"
@@ -264,23 +264,16 @@ class Monitor(threading.Thread):
                 statuses[rank] = replace(status, inside=status.last)
         silent = [each for each in active if statuses[each.rank] is None]
         is_far = all(each.machine != self._own.machine for each in silent)
-        found = diagnose(statuses, network=network, why_silent=UNREACHABLE if is_far else SILENT)
-        who = ", ".join(str(self._processes[rank]) for rank in found.at_fault) or "no single rank"
+        diagnosis = diagnose(statuses, network=network, why_silent=UNREACHABLE if is_far else SILENT)
+        who = ", ".join(str(self._processes[rank]) for rank in diagnosis.at_fault) or "no single rank"
         first, _, text = trouble.partition("\n")
-        why = found.why
-        if is_error and not found.at_fault and not network:
+        why = diagnosis.why
+        if is_error and not diagnosis.at_fault and not network:
             why += f"; the connection between ranks broke, so the network is at fault: {first.strip()}"
-        lines = [first, *status_lines(self._processes, statuses, found), text]
-        lines.append(f"  stacks: {self._report.parent}/rank-*.txt")
-        self._propose(
-            RunEnding(
-                found.at_fault,
-                f"{who}: {why}",
-                "\n".join(filter(None, lines)),
-                is_hang=not is_error,
-                silent=found.at_fault if silent else (),
-            )
-        )
+        lines = [first, *status_lines(self._processes, statuses, diagnosis), text]
+        report = "\n".join(filter(None, [*lines, f"  stacks: {self._report.parent}/rank-*.txt"]))
+        ending = RunEnding(diagnosis.at_fault, f"{who}: {why}", report, is_hang=not is_error)
+        self._propose(replace(ending, silent=diagnosis.at_fault if silent else ()))
 
     def _late_heartbeats(self, statuses: Mapping[int, RankStatus | None]) -> str:
         """A text with the hosts whose heartbeats came late; empty if none did, or if rank zero's own came late too."""
@@ -295,9 +288,9 @@ class Monitor(threading.Thread):
         texts = ", ".join(f"host {host} (up to {seconds:.1f} s)" for host, seconds in late.items())
         return f"heartbeats came late from {texts}: the network loses packets"
 
-    def _tell(self, state: str, trouble: str) -> None:
+    def _report_trouble(self, state: str, trouble: str) -> None:
         """Make rank zero compare the ranks, because this rank has hung or failed."""
-        self._told_at = time.monotonic()
+        self._trouble_at = time.monotonic()
         self._beats.trouble, self._beats.state = trouble, state
         self._beats.flush()
 
@@ -313,7 +306,7 @@ class Monitor(threading.Thread):
         self._ends_at = time.monotonic() + wait + _LEAVING_SECONDS
         if self._ending is None and is_secondary:
             self._write_stacks()
-            self._tell(FAILING, f"  {self._own} met {failure.line}\n{failure.text}")
+            self._report_trouble(FAILING, f"  {self._own} met {failure.line}\n{failure.text}")
         elif self._ending is None:
             line = f"{self._own} was the first to fail: {failure.line}"
             self._propose(replace(failure, at_fault=(self._own.rank,), line=line))
@@ -326,13 +319,14 @@ class Monitor(threading.Thread):
             self._ends_at = time.monotonic() + (0.0 if ending.is_hang else _GRACE_SECONDS)
         self._ending, self._beats.state = ending, ENDED
         self._beats.flush()
-        is_alone = ending is not self._beats.ending
-        if self._own.rank == 0 or self._is_reporter(ending) or is_alone:
+        has_no_store = ending is not self._beats.ending
+        is_user_error = ending.code == USER_ERROR_EXIT_CODE
+        if self._own.rank == 0 or self._is_reporter(ending) or has_no_store:
             mark_ended(self._report.parents[1], "hung" if ending.is_hang else "failed", ending.line)
-            if ending.code != USER_ERROR_EXIT_CODE:
-                try_to_finish(lambda: self._write_report(ending, keeps_other=is_alone))
+            if not is_user_error:
+                try_to_finish(lambda: self._write_report(ending, keeps_other=has_no_store))
         # Usually every rank has the same error of the user: the reporter prints its own, or this report when it leaves.
-        if self._is_reporter(ending) and not is_alone and ending.code != USER_ERROR_EXIT_CODE:
+        if self._is_reporter(ending) and not has_no_store and not is_user_error:
             _print(f"watchdog: {ending.report}\n")
         self._ending_known.set()
 
@@ -349,7 +343,7 @@ class Monitor(threading.Thread):
 
     def _leave(self, ending: RunEnding) -> NoReturn:
         """End the process from this thread: the other threads may wait in a collective forever."""
-        is_first = not any(each.rank < self._own.rank and each.rank not in ending.silent for each in self._beside)
+        is_first = not any(each.rank < self._own.rank and each.rank not in ending.silent for each in self._neighbours)
         if self._is_reporter(ending) and ending.code == USER_ERROR_EXIT_CODE:
             _print(f"watchdog: {ending.report}\n")
         elif is_first:
@@ -358,7 +352,7 @@ class Monitor(threading.Thread):
             self._write_stacks()
         elif self._stacks is not None:
             self._stacks.close()
-        for each in self._beside if is_first else ():
+        for each in self._neighbours if is_first else ():
             if each.rank in ending.silent:
                 kill_process(each, ending.line)
         if ending.silent:
@@ -375,15 +369,6 @@ class Monitor(threading.Thread):
 
 def _silent_limit(state: str) -> float:
     return SILENT_SECONDS if state in (RUNNING, HUNG, FAILING) else PREPARING_SECONDS
-
-
-def _missing(store: dist.Store, keys: Sequence[str]) -> list[str]:
-    """Ranks that have not set their key within a minute, at most _MAX_NAMED_RANKS of them."""
-    try:
-        store.wait(list(keys), _PREPARED_WAIT)
-    except dist.DistStoreError:
-        return [str(rank) for rank, key in enumerate(keys) if not store.check([key])][:_MAX_NAMED_RANKS]
-    return []
 
 
 @contextmanager

@@ -207,10 +207,13 @@ class RankProgress:
 
     def _settle(self) -> None:
         """Remove finished collectives in order, and add up the time for which the computation waited."""
-        while self._pending and self._pending[0].end is not None and self.marks.is_reached(self._pending[0].end):
+        while self._pending and self._is_done(self._pending[0]):
             done = self._pending.popleft()
             if done.is_computing:
                 self._waited_seconds += self.marks.seconds(done.begin, done.end)
+
+    def _is_done(self, call: _MarkedCall) -> bool:
+        return call.end is not None and self.marks.is_reached(call.end)
 
     def take_waited(self) -> float:
         """Seconds that the computation has waited in collectives since the last call."""
@@ -299,10 +302,10 @@ class RankProgress:
     def _position(self) -> tuple[CollectiveCall | None, list[_MarkedCall]]:
         """The collective in which this rank waits, and the calls that its device has not reached; does not block."""
         try:
-            left = [each for each in tuple(self._pending) if each.end is None or not self.marks.is_reached(each.end)]
-            queued = [each for each in left if not self.marks.is_reached(each.begin)]
+            open_calls = [call for call in tuple(self._pending) if not self._is_done(call)]
+            queued = [call for call in open_calls if not self.marks.is_reached(call.begin)]
         except RuntimeError:
             # The device has failed; the training thread gets the same error and reports it.
-            left, queued = [] if self._open is None else [self._open], []
+            open_calls, queued = [] if self._open is None else [self._open], []
         # If several queues wait, take the collective that was enqueued first.
-        return next((each.call for each in left if each not in queued), None), queued
+        return next((each.call for each in open_calls if each not in queued), None), queued

@@ -32,7 +32,7 @@ with closing(Cluster([Host("localhost", 1, 1)], Remote(directory="."), "ds_finet
     agent = ["torch.distributed.run", "--nproc-per-node=1", "--master-port=0", "-m", "timeit", "-n1", "-r1"]
     agent.append("__import__('pathlib').Path(sys.argv[1] + '/started').touch(); __import__('time').sleep(1000)")
     agent[-1] = agent[-1].replace("sys.argv[1]", repr(sys.argv[1]))
-    cluster.ask({"localhost": {"place": {"folders": [sys.argv[1]], "marker": "marker"}}}, seconds=100)
+    cluster.ask({"localhost": {"create_marker": {"folders": [sys.argv[1]], "marker": "marker"}}}, seconds=100)
     cluster.ask({"localhost": {"run": {"module": agent, "seconds": 1000}}}, seconds=1000)
 """
 HERE = Host("localhost", 1, 1)
@@ -89,13 +89,13 @@ def test_nothing_is_left_when_the_doctor_ends(number: int, tmp_path: Path) -> No
 
 
 def test_a_host_that_fails_is_reported_once_and_asked_no_more() -> None:
-    look = {"look": {"folders": ["."], "marker": "absent"}}
+    look = {"find_marker": {"folders": ["."], "marker": "absent"}}
     with _cluster([HERE, Host("127.0.0.1", 1, 2)], Remote(directory=str(ROOT))) as cluster:
         replies = cluster.ask({"localhost": {"absent": {}}, "127.0.0.1": look}, seconds=100)
         assert list(replies) == ["127.0.0.1"]
         assert list(cluster.ask({"localhost": look, "127.0.0.1": look}, seconds=100)) == ["127.0.0.1"]
         results, ahead, error = replies["127.0.0.1"]
-        assert results == {"look": {".": [True, False]}}
+        assert results == {"find_marker": {".": [True, False]}}
         assert abs(ahead) <= error < 100
         (check,) = cluster.lost.values()
     assert (check.name, check.host, check.found) == ("python", "localhost", "exit code 1: KeyError: 'absent'")
@@ -106,7 +106,7 @@ def test_silence_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     mark = secrets.token_hex(8)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}/{mark}")
     with _cluster([HERE], Remote(directory=str(ROOT))) as cluster:
-        assert cluster.ask({"localhost": {"look": {"folders": [], "marker": ""}}}, seconds=100)
+        assert cluster.ask({"localhost": {"find_marker": {"folders": [], "marker": ""}}}, seconds=100)
         sleep = {"module": ["timeit", "-n1", "-r1", "__import__('time').sleep(1000)"], "seconds": 1000}
         assert not cluster.ask({"localhost": {"run": sleep}}, seconds=0.5)
         assert cluster.lost["localhost"].found.startswith("no answer in time")
@@ -146,8 +146,8 @@ def _shell(folder: Path, text: str) -> Remote:
 def test_what_a_login_shell_prints_is_no_answer(tmp_path: Path) -> None:
     printed = """echo 'Welcome to gpu-1!'; echo '{"value": 3}'; echo 5; echo null; printf 'without an end'"""
     with _cluster([HERE], _shell(tmp_path, f'{printed}; exec {sys.executable} "$@"')) as cluster:
-        replies = cluster.ask({"localhost": {"look": {"folders": [], "marker": ""}}}, seconds=100)
-        assert replies["localhost"][0] == {"look": {}}
+        replies = cluster.ask({"localhost": {"find_marker": {"folders": [], "marker": ""}}}, seconds=100)
+        assert replies["localhost"][0] == {"find_marker": {}}
 
 
 def test_another_version_of_the_program_is_named(tmp_path: Path) -> None:

@@ -74,8 +74,7 @@ CASES: list[tuple[dict[Host, Any], dict[str, str], list[tuple[Host, str]]]] = [
 
 @pytest.mark.parametrize(("answers", "env", "wanted"), CASES)
 def test_hosts_that_are_refused(answers: dict[Host, Any], env: dict[str, str], wanted: list[tuple[Host, str]]) -> None:
-    found = preflight_checks(answers, HERE, env)
-    failed = [(host, check.found) for host, checks in found.items() for check in checks if check.state == "fail"]
+    failed = [(host, check.found) for host, check in preflight_checks(answers, HERE, env) if check.state == "fail"]
     assert failed == wanted
 
 

@@ -76,7 +76,7 @@ def test_ranks_that_are_done_leave_no_report(tmp_path: Path) -> None:
 
 @HAS_PROC
 @pytest.mark.parametrize("killed", [0, 3])
-def test_a_process_that_has_ended_is_named_by_one_beside_it(
+def test_a_process_that_has_ended_is_named_by_one_neighbours_it(
     killed: int, tmp_path: Path, process: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "oom_kills", lambda: 4)
@@ -177,7 +177,7 @@ def test_a_broken_connection_without_a_cause_is_the_networks(tmp_path: Path) -> 
 
 
 @HAS_PROC
-def test_a_rank_that_hangs_without_heartbeats_is_ended_by_one_beside_it(
+def test_a_rank_that_hangs_without_heartbeats_is_ended_by_one_neighbours_it(
     left: list[int], tmp_path: Path, process: "subprocess.Popen[bytes]"
 ) -> None:
     process.send_signal(signal.SIGSTOP)
@@ -206,7 +206,7 @@ def test_a_rank_of_another_machine_that_is_stuck_is_named_and_not_killed(tmp_pat
     ending = ranks.ending(0)
     assert ending.at_fault == (3,)
     assert ending.line == f"{ranks.processes[3]}: {UNREACHABLE}"
-    assert not any(each.rank in ending.silent for each in ranks.monitors[0]._beside)
+    assert not any(each.rank in ending.silent for each in ranks.monitors[0]._neighbours)
 
 
 def test_a_machine_without_heartbeats_is_named(tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_a_pause_of_rank_zero_is_no_silence_of_others(tmp_path: Path, monkeypatc
     zero = ranks.monitors[0]
     ranks.hang(1, others=[])
     assert zero._compare_at < math.inf
-    zero._told_at = 50.0
+    zero._trouble_at = 50.0
     monkeypatch.setattr(zero._pauses, "last_pause", lambda: Pause(100.0, 100.0, is_of_process=True))
     lines: list[str] = []
     zero.log = lines.append
@@ -288,7 +288,7 @@ def test_a_pause_of_rank_zero_is_no_silence_of_others(tmp_path: Path, monkeypatc
     zero._exclude_pause()
     ranks.watch(0)
     assert zero._beats.ending is None
-    assert zero._told_at == 150.0
+    assert zero._trouble_at == 150.0
     assert lines == ["watchdog: rank 0 was paused for 100 s and runs again"]
 
 
