@@ -10,11 +10,18 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any
 
-from ds_finetune.cluster.host_checks import Answer, Check, label, other_program_check, unreachable_check
+from ds_finetune.cluster.host_checks import (
+    Check,
+    clock_check,
+    label,
+    other_program_check,
+    preflight_checks,
+    unreachable_check,
+)
 from ds_finetune.cluster.launch.remote import Remote
 from ds_finetune.config.hostfile import Host
 from ds_finetune.errors import LaunchError
-from ds_finetune.system.info import HostInfo
+from ds_finetune.system.info import HostInfo, gather_host_info
 
 _END_SECONDS = 15.0
 """How long a program may take to kill the processes that it started."""
@@ -36,8 +43,7 @@ class Cluster:
     def __init__(self, hosts: Sequence[Host], remote: Remote, program: str, *, name: str) -> None:
         self.hosts, self._remote = {label(host): host for host in hosts}, remote
         self.lost: dict[str, Check] = {}
-        self.clocks: dict[str, tuple[float, float]] = {}
-        """By host: seconds by which its clock is ahead of this machine's, and the error of this number."""
+        self._clock_checks: list[Check] = []
         self._pool = ThreadPoolExecutor(max_workers=len(hosts))
         token = f"{name}.{secrets.token_hex(8)}"
         self._mark = f"{token} [".encode()
@@ -51,17 +57,18 @@ class Cluster:
         """The facts of the hosts that answer with this version of the program; the first host also checks the port."""
         first, infos = next(iter(self.hosts)), {}
         queries = {name: {"facts": {"environ": environ, "port": port * (name == first)}} for name in self.hosts}
-        for name, (results, *clock) in self.ask(queries, seconds=seconds).items():
-            self.clocks[name] = (clock[0], clock[1])
+        for name, (results, ahead, error) in self.ask(queries, seconds=seconds).items():
+            self._clock_checks.append(clock_check(name, ahead, error))
             try:
                 infos[name] = HostInfo(**results["facts"])
             except TypeError:
                 self.lost[name] = other_program_check(name)
         return infos
 
-    def answers(self, infos: Mapping[str, HostInfo]) -> dict[Host, Answer]:
-        """The facts of each host, or the failed check of a host that is lost."""
-        return {host: self.lost[name] if name in self.lost else infos[name] for name, host in self.hosts.items()}
+    def preflight(self, infos: Mapping[str, HostInfo], environ: Mapping[str, str]) -> list[tuple[Host, Check]]:
+        """Warnings and failures of the hosts, from their facts and clocks, for a run with the variables `environ`."""
+        answers = {host: self.lost[name] if name in self.lost else infos[name] for name, host in self.hosts.items()}
+        return preflight_checks(answers, gather_host_info(), environ, self._clock_checks)
 
     def ask(self, requests: Mapping[str, Mapping[str, Any]], *, seconds: float) -> dict[str, Reply]:
         """Send each host its request and return the replies by host; hosts that do not reply in time become `lost`."""

@@ -10,7 +10,7 @@ from ds_finetune.config.units import MIB
 
 Key = TypeVar("Key", str, tuple[str, str])
 Ended = tuple[int | None, str]
-"""Exit code of a program on a host (None: killed after its time limit), and the end of its output."""
+"""How a program on a host ended: its exit code (None: killed after its time limit) and the end of its output."""
 _SLOW_FACTOR, _BROKEN_FACTOR = 3, 10
 """A host or link is slow, or broken, if the median of the others is more than this many times as fast."""
 _UNREACHED = "look at firewalls between hosts (all ports are needed), and at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
@@ -41,7 +41,7 @@ def folder_checks(folder: str, by_host: Mapping[str, tuple[bool, bool]], node_lo
 
 
 def network_checks(ended: Mapping[str, Ended], endpoint: str) -> Iterator[Check]:
-    """Network checks from the output of each host's elastic agent: rates that measure.py printed, or why it failed."""
+    """Checks of the network: the rates that measure.py printed on each host, or why a host could not measure."""
     results, causes, consequences = dict[str, Any](), dict[str, str](), dict[str, str]()
     for host, (code, output) in ended.items():
         lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]

@@ -64,7 +64,7 @@ class DoctorRequest:
 
 
 def examine(request: DoctorRequest, say: Say) -> list[Check]:
-    """All checks of the hosts; `say` announces slow ones."""
+    """Check all hosts, and return the checks; `say` announces the measurement of the network, which takes a minute."""
     with closing(Cluster(request.hosts, request.remote, _PROGRAM, name="doctor")) as cluster:
         checks = list(_checks(request, cluster, say))
         return [*cluster.lost.values(), *checks]

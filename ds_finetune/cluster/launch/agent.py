@@ -35,7 +35,7 @@ from ds_finetune.system.processes import oom_kills
 _SAVE_SECONDS = 600.0
 """How long ranks may take to save before they are killed, when a host joins."""
 _JOIN_SECONDS = 3.0
-"""How long after ranks have saved and ended the agent waits to see a host join, which explains their end."""
+"""How long the agent waits, after its ranks have saved and ended, for a host that joins and so explains their end."""
 _DONE_SECONDS = 60.0
 """How long an agent whose ranks are done waits for agents of other hosts, which may have to restart theirs."""
 _TAIL_LINES, _TAIL_BYTES = 50, 20_000

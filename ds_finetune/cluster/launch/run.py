@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from ds_finetune.cluster.host_checks import (
-    Answer,
-    clock_check,
+    Check,
     describe,
     label,
     meeting_address,
     port_check,
-    preflight_checks,
     rank_device,
     world_of,
 )
@@ -44,15 +42,13 @@ from ds_finetune.errors import (
 )
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
-from ds_finetune.system.info import HostInfo, gather_host_info
 from ds_finetune.system.processes import handle_signals
 
 PROGRAM = "ds_finetune.cluster.launch.host"
 SAVE_NOTICE = "asked the ranks to save and stop; signal again to kill them"
 KILL_NOTICE = "killing every rank"
 _TICK_SECONDS = 0.25
-_BEAT_SECONDS = 1.0
-"""Interval of the keep-alive messages to the hosts."""
+"""Interval of the keep-alive messages to the hosts, and of looks at what they have reported."""
 _RETRY_SECONDS = 5.0
 """Time between two attempts to reach a host that may come back."""
 _ENDING_SECONDS = GRACE_SECONDS + 4.0
@@ -132,19 +128,11 @@ def check_plan(config: RunConfig, hosts: Sequence[Host], device: str) -> None:
     make_plan(RunSettings.of(config), world=world_of(hosts, "launch"), device=device)
 
 
-def check_hosts(
-    answers: Mapping[Host, Answer],
-    here: HostInfo,
-    request: LaunchRequest,
-    say: Say,
-    clocks: Mapping[str, tuple[float, float]] | None = None,
-) -> None:
-    """LaunchError where hosts are not ready, with a line for each fault; `say` prints the warnings."""
-    late = [clock_check(name, *clock) for name, clock in (clocks or {}).items()]
-    checks = preflight_checks(answers, here, request.env, late)
+def check_hosts(checks: Sequence[tuple[Host, Check]], num_hosts: int, say: Say) -> None:
+    """LaunchError where `checks` of hosts have failed, with a line for each; `say` prints the warnings."""
     if failed := [(host, describe(host, check)) for host, check in checks if check.state == "fail"]:
         raise LaunchError(
-            f"{len(dict(failed))} of {len(answers)} hosts are not ready, nothing was started:\n  "
+            f"{len(dict(failed))} of {num_hosts} hosts are not ready, nothing was started:\n  "
             + "\n  ".join(text for _, text in failed),
             hint="`ds-finetune doctor --hostfile` checks more; --exclude leaves a host out",
         )
@@ -223,7 +211,7 @@ class _LaunchedRun:
         self._failed_since: float | None = None
         self._ending_since: float | None = None
         self._is_failure_printed = False
-        self._last_beat = self._last_retry = 0.0
+        self._last_retry = 0.0
         self._is_killed = False
         self._device = self._address = ""
         self._port = 0
@@ -233,7 +221,7 @@ class _LaunchedRun:
         request, first = self._request, self._request.hosts[0]
         cluster = self._open(request.hosts)
         infos = cluster.infos(request.env, request.port, seconds=self._settings.greeting_seconds)
-        check_hosts(cluster.answers(infos), gather_host_info(), request, self._say, cluster.clocks)
+        check_hosts(cluster.preflight(infos, request.env), len(request.hosts), self._say)
         facts = {host: infos[label(host)] for host in request.hosts}
         self._device = rank_device(infos, request.env)
         check_plan(request.config, request.hosts, self._device)
@@ -250,7 +238,7 @@ class _LaunchedRun:
         self._port = facts[first].port
         cluster.ask({name: {"load": {}} for name in infos}, seconds=_LOAD_SECONDS)
         if cluster.lost:
-            check_hosts(cluster.answers(infos), gather_host_info(), request, self._say)
+            check_hosts(cluster.preflight(infos, request.env), len(request.hosts), self._say)
         for host in request.hosts:
             self._start_agent(host, cluster)
 
@@ -261,7 +249,8 @@ class _LaunchedRun:
     def finish(self) -> int:
         """Wait for the end of the run, and return its exit code."""
         while not self._is_over():
-            self._beat()
+            for cluster in self._clusters:
+                cluster.beat()
             self._handle_events()
             for member in [each for each in self._members.values() if not each.ended and each.future.done()]:
                 self._record_end(member)
@@ -314,12 +303,6 @@ class _LaunchedRun:
         cluster.order(label(host), {"limit_silence": {"seconds": settings.silent_seconds}})
         future = cluster.start(label(host), {"run": asdict(order)}, take)
         member = self._members[host] = _Member(host, cluster, order.name, future)
-
-    def _beat(self) -> None:
-        if (now := time.monotonic()) - self._last_beat >= _BEAT_SECONDS:
-            self._last_beat = now
-            for cluster in self._clusters:
-                cluster.beat()
 
     def _handle_events(self) -> None:
         while not self._events.empty():
@@ -423,9 +406,8 @@ class _LaunchedRun:
         """A program started on a lost host, or why the host cannot take part."""
         cluster = self._open([host])
         infos = cluster.infos(self._request.env, 0, seconds=self._settings.greeting_seconds)
-        late = [clock_check(name, *clock) for name, clock in cluster.clocks.items()]
         cluster.ask({name: {"load": {}} for name in infos}, seconds=_LOAD_SECONDS)
-        checks = preflight_checks(cluster.answers(infos), gather_host_info(), self._request.env, late)
+        checks = cluster.preflight(infos, self._request.env)
         failed = [describe(host, check) for _, check in checks if check.state == "fail"]
         if failed:
             cluster.close()

@@ -16,7 +16,7 @@ from NCCL).
 
 
 def ending_by(error: BaseException) -> RunEnding:
-    """The ending of a run by `error`: its line, the last lines of its traceback and its exit code, but no rank yet."""
+    """A RunEnding with the first line of `error`, the end of its traceback and its exit code, but no rank at fault."""
     is_framework_error = isinstance(error, FinetuneError)
     lines = (str(error) if is_framework_error else "".join(traceback.format_exception(error))).splitlines()
     code = error.exit_code if isinstance(error, FinetuneError) else RUN_ERROR_EXIT_CODE

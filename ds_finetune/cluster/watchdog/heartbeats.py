@@ -26,14 +26,15 @@ from ds_finetune.system.processes import began_at, own_pid_namespace
 
 BEAT_SECONDS = 1.0
 RUNNING, HUNG, FAILING, DONE, ENDED = "running", "hung", "failing", "done", "ended"
-"""States of a rank after preparation. HUNG: over its time limit. FAILING: has an error that another rank may have
-caused. DONE: finished without an error. ENDED: knows why the run ends.
+"""States of a rank. HUNG: the rank is over its time limit. FAILING: it has an error that another rank may have caused.
+DONE: it has finished without an error. ENDED: it knows why the run ends. Before RUNNING, a rank is in PREPARING.
 """
 _ENDING, _NONE, _PROCESS = "ending", "none", "process"
 _CLOSE_SECONDS, _JOIN_WAIT = 2.0, timedelta(minutes=10)
 _LATE_SECONDS, _LATE_WITHIN, _LATE_IN_SUM = 0.5, 60.0, 3.0
 """TCP resends a lost packet after 0.2 s, and after 0.6 s if it is lost again. A heartbeat that takes more than
-_LATE_SECONDS, instead of milliseconds, is late. Late ones of _LATE_IN_SUM s within _LATE_WITHIN s are no chance.
+_LATE_SECONDS, instead of milliseconds, is late. The network is at fault if late heartbeats within _LATE_WITHIN s took
+more than _LATE_IN_SUM s together.
 """
 
 

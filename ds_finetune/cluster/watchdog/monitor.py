@@ -38,8 +38,8 @@ from ds_finetune.system.whole_file import replace_file
 from ds_finetune.system.world import World
 
 SILENT_SECONDS, PREPARING_SECONDS = 30.0, 600.0
-"""Without a heartbeat for so long, a machine has lost its network, its power or all its ranks. The limit of preparation
-is longer, since native code that prepares data may hold the GIL.
+"""Seconds without a heartbeat after which a machine counts as lost: its network, its power or all its ranks are gone.
+The limit is longer while ranks prepare, since native code that prepares data may hold the GIL.
 """
 ROUND_SECONDS = 5.0
 """How long heartbeats may take to arrive once a rank has hung or failed; a rank without one then counts as silent."""
@@ -162,7 +162,7 @@ class Monitor(threading.Thread):
         return self._beats.state_of(rank) in (DONE, ENDED)
 
     def _exclude_pause(self) -> None:
-        """If this process was paused since the last call, subtract the pause from all times, and print it."""
+        """If this process was paused since the last call, print that, and let no time limit count the pause."""
         pause = self._pauses.last_pause()
         if pause is None:
             return

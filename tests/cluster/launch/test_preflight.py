@@ -83,9 +83,8 @@ def test_the_refusal_of_a_launch_is_what_the_doctor_finds(
     answers: dict[Host, Any], env: dict[str, str], wanted: list[tuple[Host, str]]
 ) -> None:
     """The doctor's own assembly of its checks for the same answers has the same text and hint for each fault."""
-    request = _request(tuple(answers), env)
     with pytest.raises(LaunchError) as refused:
-        check_hosts(answers, HERE, request, print)
+        check_hosts(preflight_checks(answers, HERE, env), len(answers), print)
     names = {label(host): host for host in answers}
     infos = {label(host): answer for host, answer in answers.items() if isinstance(answer, HostInfo)}
     reached = [answer for answer in answers.values() if isinstance(answer, Check)]
