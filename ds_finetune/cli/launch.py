@@ -169,10 +169,11 @@ def _show(config: RunConfig, job: "Job", arguments: Arguments) -> None:
     from ds_finetune.cluster.launch.remote import Remote
     from ds_finetune.cluster.launch.run import check_plan
     from ds_finetune.plan.mesh import Mesh
+    from ds_finetune.plan.settings import RunSettings
 
     remote = Remote.from_environment(arguments.ssh_args)
     if job.hosts:
-        check_plan(config, job.hosts, "cpu" if job.variables.get("DS_ACCELERATOR") == "cpu" else "cuda")
+        check_plan(RunSettings.of(config), job.hosts, "cpu" if job.variables.get("DS_ACCELERATOR") == "cpu" else "cuda")
         for line in rank_map(job.hosts, Mesh.of(config.parallel, world_size=job.world_size, rank=0)):
             show_line(line)
     for line in dry_run_lines(
@@ -186,10 +187,12 @@ def _show(config: RunConfig, job: "Job", arguments: Arguments) -> None:
 def _run_with_agents(config: RunConfig, job: "Job", arguments: Arguments, say: Say) -> int:
     from ds_finetune.cluster.launch.remote import Remote
     from ds_finetune.cluster.launch.run import LaunchRequest, launch
+    from ds_finetune.plan.settings import RunSettings
 
     limits = {"greeting_seconds": config.launch.greeting_seconds, "silent_seconds": config.launch.silent_seconds}
     remote = Remote.from_environment(arguments.ssh_args).with_limits(**limits)
-    return launch(LaunchRequest(job, config, remote, arguments.port), say)
+    settings = RunSettings.of(config)
+    return launch(LaunchRequest(job, settings, config.launch, config.output_dir, remote, arguments.port), say)
 
 
 def _run_with_scheduler(_: RunConfig, job: "Job", arguments: Arguments, say: Say) -> int:

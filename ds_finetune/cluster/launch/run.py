@@ -29,7 +29,6 @@ from ds_finetune.cluster.launch.environment import interface_variables
 from ds_finetune.cluster.launch.rank_logs import RUN_ID, log_name, logs_folder
 from ds_finetune.cluster.launch.remote import Remote
 from ds_finetune.config.hostfile import Host
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import CheckpointConfig, LaunchConfig
 from ds_finetune.config.units import spans_text
 from ds_finetune.console.phase_line import Say
@@ -67,7 +66,9 @@ class LaunchRequest:
     """The run that `launch` starts, and how to reach its hosts."""
 
     job: Job
-    config: RunConfig
+    settings: RunSettings
+    launch: LaunchConfig
+    output_dir: str
     remote: Remote
     port: int = 0
     """Port of the first host at which the agents meet; 0 takes a free port."""
@@ -85,7 +86,7 @@ class LaunchRequest:
     @property
     def logs(self) -> Path:
         """Folder of the logs of the run's ranks, on each host."""
-        return logs_folder(self.config.output_dir, self.job.run_id)
+        return logs_folder(self.output_dir, self.job.run_id)
 
 
 def launch(request: LaunchRequest, say: Say) -> int:
@@ -95,7 +96,7 @@ def launch(request: LaunchRequest, say: Say) -> int:
     the exit code of the first failed rank, or 128 + N if signal N killed it. LaunchError and ConfigError before the
     first start.
     """
-    _check_restartable(request.config.launch, request.config.checkpoint)
+    _check_restartable(request.launch, request.settings.checkpoint)
     say(f"run {request.job.run_id}: logs in {request.logs} on each host")
     with closing(_LaunchedRun(request, say)) as run:
         run.start()
@@ -123,9 +124,9 @@ def _check_restartable(settings: LaunchConfig, checkpoint: CheckpointConfig) -> 
         )
 
 
-def check_plan(config: RunConfig, hosts: Sequence[Host], device: str) -> None:
+def check_plan(settings: RunSettings, hosts: Sequence[Host], device: str) -> None:
     """ConfigError where layout or batch does not fit the number of ranks of `hosts`; `device` is `cpu` or `cuda`."""
-    make_plan(RunSettings.of(config), world=world_of(hosts, "launch"), device=device)
+    make_plan(settings, world=world_of(hosts, "launch"), device=device)
 
 
 def check_hosts(checks: Sequence[tuple[Host, Check]], num_hosts: int, say: Say) -> None:
@@ -145,10 +146,10 @@ def largest_fit(request: LaunchRequest, fit: Sequence[Host], *, device: str) -> 
 
     Empty where that is less than launch.min_hosts, or less than all hosts if this key is not set.
     """
-    fewest = request.config.launch.min_hosts or len(request.hosts)
+    fewest = request.launch.min_hosts or len(request.hosts)
     for number in range(len(fit), fewest - 1, -1):
         try:
-            check_plan(request.config, fit[:number], device)
+            check_plan(request.settings, fit[:number], device)
         except ConfigError:
             continue
         return tuple(fit[:number])
@@ -195,7 +196,7 @@ class _LaunchedRun:
     """A running launch: the agents' reports, hosts that are lost and come back, and signals."""
 
     def __init__(self, request: LaunchRequest, say: Say) -> None:
-        self._request, self._say, self._settings = request, say, request.config.launch
+        self._request, self._say, self._settings = request, say, request.launch
         self._clusters: list[Cluster] = []
         self._members: dict[Host, _Member] = {}
         self._standby: dict[Host, Cluster] = {}
@@ -224,7 +225,7 @@ class _LaunchedRun:
         check_hosts(cluster.preflight(infos, request.env), len(request.hosts), self._say)
         facts = {host: infos[label(host)] for host in request.hosts}
         self._device = rank_device(infos, request.env)
-        check_plan(request.config, request.hosts, self._device)
+        check_plan(request.settings, request.hosts, self._device)
         self._address = meeting_address(request.hosts, facts)
         if not self._address:
             raise LaunchError(

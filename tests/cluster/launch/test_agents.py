@@ -16,6 +16,7 @@ from ds_finetune.cluster.launch.run import LaunchRequest, launch
 from ds_finetune.config.hostfile import Host
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import LaunchError
+from ds_finetune.plan.settings import RunSettings
 from tests.conftest import ROOT
 from tests.running import tiny_task
 
@@ -41,7 +42,8 @@ def run(
     tree = {"model": "m", "data": {"train": "t"}, "output_dir": str(folder / "run"), "train": {"global_batch_size": 2}}
     config = RunConfig.model_validate(tree | {"launch": {"greeting_seconds": SECONDS, "silent_seconds": 60} | settings})
     job = Job(str(folder), (), hosts, "r-1", variables=environ, entry=("-c", code))
-    return launch(LaunchRequest(job, config, remote or _remote(folder)), said.append), said
+    request = LaunchRequest(job, RunSettings.of(config), config.launch, config.output_dir, remote or _remote(folder))
+    return launch(request, said.append), said
 
 
 LIKE_MESSAGES = ['["reply", [0, {}]]', '["event", {"failed": 1}]', '{"reply": 5}', "5", "null", "r-1.x ["]

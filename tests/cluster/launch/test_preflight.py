@@ -20,6 +20,7 @@ from ds_finetune.cluster.launch.run import LaunchRequest, check_hosts, largest_f
 from ds_finetune.config.hostfile import Host
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import LaunchError
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.info import HostInfo
 from ds_finetune.system.versions import installed_versions
 
@@ -116,8 +117,9 @@ def _config(**sections: Any) -> RunConfig:
     return RunConfig.model_validate(tree | sections)
 
 
-def _request(hosts: tuple[Host, ...], env: dict[str, str], **sections: Any) -> LaunchRequest:
-    return LaunchRequest(Job("r.yaml", (), hosts, "r-1", variables=env), _config(**sections), Remote())
+def _request(hosts: tuple[Host, ...], **sections: Any) -> LaunchRequest:
+    config = _config(**sections)
+    return LaunchRequest(Job("r.yaml", (), hosts, "r-1"), RunSettings.of(config), config.launch, "o", Remote())
 
 
 def test_the_most_hosts_that_the_layout_allows() -> None:
@@ -125,7 +127,7 @@ def test_the_most_hosts_that_the_layout_allows() -> None:
     four = tuple(Host(name, 4, line) for line, name in enumerate("abcd", start=1))
 
     def largest(fit: tuple[Host, ...], **launch: int) -> tuple[Host, ...]:
-        return largest_fit(_request(four, {}, train=batch, launch=launch), fit, device="cpu")
+        return largest_fit(_request(four, train=batch, launch=launch), fit, device="cpu")
 
     assert largest(four, min_hosts=1) == four
     # Sixteen rows are not to be had from twelve ranks.
