@@ -7,6 +7,7 @@ with a GPU that memory is pinned (`PinnedMap`). `FilePartSink` writes the file b
 import ctypes
 import mmap
 import os
+import signal
 import subprocess
 import warnings
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ from ds_finetune.checkpoint.commit import ChecksummedFile, mark_part_written
 from ds_finetune.checkpoint.messages import Job, JobDone, RemoveJob, StopWaiting
 from ds_finetune.config.units import MIB
 from ds_finetune.system.processes import python_module, with_package
+
+_SIGNALS_OF_A_JOB = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class PinnedMap:
@@ -92,12 +95,18 @@ class WriterProcess:
         """Start the process."""
         self._pipe, theirs = Pipe()
         arguments = str(self._memory), str(theirs.fileno())
-        self._process = subprocess.Popen(
-            python_module("ds_finetune.checkpoint.part_writer_process", *arguments),
-            env=with_package(os.environ),
-            stdin=subprocess.DEVNULL,
-            pass_fds=[self._memory, theirs.fileno(), *self._inherited],
-        )
+        # It inherits blocked signals: launchers, schedulers and a closing terminal signal every process of a job, also
+        # while this one starts, and only the rank decides when it ends.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_OF_A_JOB)
+        try:
+            self._process = subprocess.Popen(
+                python_module("ds_finetune.checkpoint.part_writer_process", *arguments),
+                env=with_package(os.environ),
+                stdin=subprocess.DEVNULL,
+                pass_fds=[self._memory, theirs.fileno(), *self._inherited],
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
 
     def send(self, job: Job) -> None:

@@ -7,7 +7,6 @@ MEMORY) to the file. On the leader (folder.py) it also waits for the parts of ot
 
 import mmap
 import os
-import signal
 import sys
 import time
 from collections import deque
@@ -52,10 +51,6 @@ class _JobQueue:
 
 def main() -> None:
     """Run jobs until the rank has exited."""
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        # Launchers, schedulers and a closing terminal send signals to every process of a job. Only the rank decides
-        # when this process ends.
-        signal.signal(name, signal.SIG_IGN)
     memory = int(sys.argv[1])
     rank: Connection[JobDone, Job | StopWaiting] = Connection(int(sys.argv[2]))
     jobs = _JobQueue(rank)

@@ -14,15 +14,15 @@ SECONDS = 60.0
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_the_whole_job_does_not_end_a_save(number: signal.Signals, tmp_path) -> None:  # noqa: ANN001
-    """SIGHUP is that of a terminal that closes."""
+    """SIGHUP is that of a terminal that closes. The signal comes while the process starts, and again once it answers."""
     writer = WriterProcess()
     writer.start()
+    assert writer._process is not None
+    writer._process.send_signal(number)
     writer.begin(40)
     writer.write(torch.arange(10, dtype=torch.float32))
-    # An answer says that it has set its handlers.
     writer.send(RemoveJob([]))
-    _answered(writer)
-    assert writer._process is not None
+    assert _answered(writer) == []
     writer._process.send_signal(number)
     part = tmp_path / "part"
     writer.send(WriteJob(str(part), 40, None))

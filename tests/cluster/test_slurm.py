@@ -118,5 +118,5 @@ def test_out_of_time_it_saves_and_is_queued_again(bed: Bed, slurm: Slurm) -> Non
         for path in (folder / "run" / "checkpoints").iterdir()
         if re.fullmatch(r"step-\d+", path.name)
     ]
-    assert saved, sorted((folder / "run" / "checkpoints").iterdir())
+    assert saved, log
     assert max(saved) == metrics(folder)[-1]["step"]

@@ -126,7 +126,8 @@ def is_killed_once(record: dict[str, Any], text: str) -> float:
 
 
 def is_asked_to_end(text: str) -> float:
-    os.kill(os.getpid(), signal.SIGTERM)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        os.kill(os.getpid(), number)
     return float(text)
 
 
