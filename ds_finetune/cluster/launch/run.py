@@ -199,9 +199,10 @@ class _LaunchedRun:
         self._request, self._say, self._settings = request, say, request.launch
         self._clusters: list[Cluster] = []
         self._members: dict[Host, _Member] = {}
-        self._standby: dict[Host, Cluster] = {}
         self._returning: dict[Host, Future[Cluster | str]] = {}
+        """Attempts to reach lost hosts again; the result is the program there, or why the host cannot take part."""
         self._left_out: dict[Host, str] = {}
+        """Printed reasons why hosts cannot take part."""
         self._pool = ThreadPoolExecutor(max_workers=len(request.hosts))
         self._events = queue.SimpleQueue[tuple[_Member, Event]]()
         self._failures: list[_Failure] = []
@@ -316,8 +317,8 @@ class _LaunchedRun:
             elif "started" in event:
                 self._record_start(member.host, event)
             else:
-                same = {name: event[name] for name in ("rank", "text", "code", "cause", "error", "tail")}
-                self._fail(_Failure(host=member.host, at=time.monotonic() - event["age"], **same))
+                fields = {name: value for name, value in event.items() if name != "age"}
+                self._fail(_Failure(host=member.host, at=time.monotonic() - event["age"], **fields))
 
     def _fail(self, failure: _Failure) -> None:
         self._failed_since = self._failed_since or time.monotonic()
@@ -390,18 +391,15 @@ class _LaunchedRun:
         if is_ending or not self._settings.restarts or time.monotonic() - self._last_retry < _RETRY_SECONDS:
             return
         self._last_retry = time.monotonic()
-        for host in self._request.hosts:
-            if host in self._members or host in self._standby:
-                continue
-            future = self._returning.pop(host, None)
-            if future is None or not future.done():
-                self._returning[host] = future or self._pool.submit(self._reopen, host)
-            elif isinstance(result := future.result(), Cluster):
-                self._standby[host] = result
-                self._regroup()
-            elif self._left_out.get(host) != result:
-                self._left_out[host] = result
-                self._say(f"left out: {result}")
+        for host in [host for host in self._request.hosts if host not in self._members]:
+            if (future := self._returning.get(host)) is not None:
+                if not future.done() or isinstance(why := future.result(), Cluster):
+                    continue
+                if self._left_out.get(host) != why:
+                    self._left_out[host] = why
+                    self._say(f"left out: {why}")
+            self._returning[host] = self._pool.submit(self._reopen, host)
+        self._regroup()
 
     def _reopen(self, host: Host) -> Cluster | str:
         """A program started on a lost host, or why the host cannot take part."""
@@ -416,7 +414,9 @@ class _LaunchedRun:
 
     def _regroup(self) -> None:
         """Let as many hosts take part as the layout and the batch allow."""
-        there = [host for host in self._request.hosts if host in self._members or host in self._standby]
+        done = {host: future.result() for host, future in self._returning.items() if future.done()}
+        ready = {host: cluster for host, cluster in done.items() if isinstance(cluster, Cluster)}
+        there = [host for host in self._request.hosts if host in self._members or host in ready]
         fit = largest_fit(self._request, there, device=self._device)
         if self._ending_since is not None or not fit:
             return
@@ -425,8 +425,9 @@ class _LaunchedRun:
             member = self._members[host]
             self._remove(member)
             self._pool.submit(member.cluster.end, label(host))
-        for host in [host for host in fit if host in self._standby]:
-            self._start_agent(host, self._standby.pop(host))
+        for host in [host for host in fit if host in ready]:
+            del self._returning[host]
+            self._start_agent(host, ready[host])
 
     def _report_end(self, late: Set[str]) -> int:
         ends = {member.ended for member in self._members.values()}
