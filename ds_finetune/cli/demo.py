@@ -102,10 +102,10 @@ def write_demo(folder: Path, *, ranks: int = 2, days: int = DAYS) -> Path:
         text = RUN.format(**quoted, batch=on_each * ranks, micro=min(on_each, _MICRO))
         (new / "run.yaml").write_text(text, encoding="utf-8")
         names = [str(path.relative_to(new)) for path in sorted(new.rglob("*")) if path.is_file()]
-        kept = [name for name in names if not _may_write(folder / name, (new / name).read_bytes())]
-        if kept:
+        existing = [name for name in names if not _may_write(folder / name, (new / name).read_bytes())]
+        if existing:
             raise OutputError(
-                f"`{folder}` has other files than the example by these names: {', '.join(kept)}",
+                f"`{folder}` has other files than the example by these names: {', '.join(existing)}",
                 hint="name a new folder, or move these files away",
             )
         with as_output_errors(folder):

@@ -163,9 +163,9 @@ def _flags_named() -> Iterator[None]:
 
 
 def _with_flags(text: str) -> str:
-    text = re.sub(r"(?:data\.)?columns:? \{(.+?)\}", lambda found: _column_flags(found[1]), text)
+    text = re.sub(r"(?:data\.)?columns:? \{(.+?)\}", lambda match: _column_flags(match[1]), text)
     text = text.replace("under data.columns", "as `--column NAME=COLUMN`").replace("data.columns", "--column")
-    return re.sub(r"data\.(template|train_on|long_rows)", lambda found: f"--{found[1].replace('_', '-')}", text)
+    return re.sub(r"data\.(template|train_on|long_rows)", lambda match: f"--{match[1].replace('_', '-')}", text)
 
 
 def _column_flags(pairs: str) -> str:

@@ -19,13 +19,13 @@ def add_commands(commands: Commands) -> None:
     what.add_argument("source", metavar="SOURCE", nargs="?", help=text)
     what.add_argument("--check", metavar="OUT", help="verify an exported folder against its record")
     export.add_argument("out", metavar="OUT", nargs="?", help="folder to write, new or empty")
-    default, *others = FORMATS
+    default, *other_formats = FORMATS
     text = (
         f"format of OUT: {', '.join(row.name for row in FORMATS)}, or one that a package adds (default {default.name})"
     )
     export.add_argument("--format", metavar="FORMAT", help=text)
     text = f"dtype of the weights (default {default.dtypes[0]}"
-    text += f"{''.join(f', for {row.name} {row.dtypes[0]}' for row in others)})"
+    text += f"{''.join(f', for {row.name} {row.dtypes[0]}' for row in other_formats)})"
     names = {row.name: ", ".join(row.dtypes) for row in FORMATS}
     text += f": {'; '.join(f'{name} {dtypes}' for name, dtypes in names.items())}"
     export.add_argument("--dtype", "--quantise", metavar="DTYPE", help=text)
@@ -90,11 +90,11 @@ def _check(arguments: Arguments) -> None:
     """Verify an exported folder; ConfigError or ExportError if that is impossible, VerificationError if it differs."""
     options = {"--format": arguments.format, "--dtype": arguments.dtype, "--max-shard-size": arguments.max_shard_size}
     options |= {"--no-cache": arguments.no_cache, "--no-verify": not arguments.verify}
-    given = [name for name, value in options.items() if value]
-    if given:
+    options_given = [name for name, value in options.items() if value]
+    if options_given:
         raise ConfigError(
-            f"--check {arguments.check} is given with {' and '.join(given)}",
-            hint=f"leave {' and '.join(given)} out: the folder and its record say how it was written",
+            f"--check {arguments.check} is given with {' and '.join(options_given)}",
+            hint=f"leave {' and '.join(options_given)} out: the folder and its record say how it was written",
         )
     folder, base = Path(arguments.check), arguments.base
     if not folder.is_dir():

@@ -70,15 +70,15 @@ def _convert(path: Path, arguments: Arguments) -> None:
     from ds_finetune.config.other_files import read_other_file
 
     file, out = read_other_file(path), Path(arguments.out)
-    words = {**({"model": arguments.model} if arguments.model else {}), **file.words}
-    done = ConvertedRun(file.program, words, arguments.ranks or file.ranks or 1)
+    options = {**({"model": arguments.model} if arguments.model else {}), **file.words}
+    done = ConvertedRun(file.program, options, arguments.ranks or file.ranks or 1)
     write_run_file(out, done.text(str(path)), option="--out")
     counts = Counter(outcome for outcome, _ in done.outcomes.values())
     texts = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("taken", "default", "not available"))
     show_line(f"wrote {out} from a file of {file.program.name}: {texts}")
-    for word, (outcome, reason) in done.outcomes.items():
+    for option, (outcome, reason) in done.outcomes.items():
         if outcome == "not available":
-            show_line(f"not available: {word}: {reason}")
+            show_line(f"not available: {option}: {reason}")
     for key, reason in done.to_fill.items():
         show_line(f"fill in: {key}: {reason}")
     show_line(f"next: ds-finetune data show {shlex.quote(str(out))}")

@@ -42,15 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     SystemExit carries other codes, such as 3 for a run that a signal ended after its checkpoint was saved.
     """
-    words = sys.argv[1:] if argv is None else list(argv)
-    arguments = parse_arguments(words)
+    command_line = sys.argv[1:] if argv is None else list(argv)
+    arguments = parse_arguments(command_line)
     for stream in (sys.stdout, sys.stderr):
         # With PYTHONIOENCODING the output's encoding may lack characters of rows.
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(errors="backslashreplace")
     try:
         _check_encoding()
-        if words[0] not in _WITHOUT_MODELS:
+        if command_line[0] not in _WITHOUT_MODELS:
             check_versions()
         quiet_packages()
         arguments.command(arguments)

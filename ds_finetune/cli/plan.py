@@ -51,9 +51,9 @@ def _plan(arguments: Arguments) -> None:
 
     sizes = {"--host-memory": arguments.host_memory, "--gpu-memory": arguments.gpu_memory}
     host, memory = (parse_bytes(size, name=name) if size else None for name, size in sizes.items())
-    here = tuple(gpu_models()) if arguments.gpu is None else ()
+    local_gpus = tuple(gpu_models()) if arguments.gpu is None else ()
     shape = (arguments.gpus, arguments.nodes, arguments.gpus_per_node)
-    target = target_of(Request(arguments.gpu, *shape, host, here, memory))
+    target = target_of(Request(arguments.gpu, *shape, host, local_gpus, memory))
     train, notes = with_precision(config.train, device=target.ranks.device, support=target.bf16)
     config, target = config.model_copy(update={"train": train}), replace(target, notes=(*target.notes, *notes))
     formats_of_run(config.export.formats)
@@ -116,8 +116,8 @@ def run_file_text(
     keys = layout_keys(best.candidate.layout, run)
     sections = best.candidate.layout.sections(run) | {"deepspeed": keys.get("deepspeed", config.deepspeed)}
     rest = f"The rest is {source} with these choices; its comments were written for other ones."
-    header, wanted = [*layout_header(best, target), rest], config.model_copy(update=sections)
-    return written_run_file(source, {**dict(override_values(overrides)), **keys}, wanted, header=header)
+    header, written_config = [*layout_header(best, target), rest], config.model_copy(update=sections)
+    return written_run_file(source, {**dict(override_values(overrides)), **keys}, written_config, header=header)
 
 
 def _show_forecast(config: RunConfig, target: "Target", *, is_json: bool) -> None:
@@ -155,13 +155,14 @@ def _memory_lines(memory: "MemoryEstimate") -> Iterator[tuple[str, str]]:
         held = f" ({', '.join(row.when)})" if row.when != MOMENTS else ""
         lowered = f"; lowered by {row.option}" if row.option else ""
         rows.append((row.num_bytes, row.place, f"{row.name}{held}{lowered}"))
-    yield from ((f"{size / GIB:10,.2f} GiB  {place}", text) for size, place, text in rows if size)
+    yield from ((f"{size / GIB:10,.2f} GiB  {memory_kind}", text) for size, memory_kind, text in rows if size)
 
 
 def _layout_lines(result: "SearchResult") -> Iterator[tuple[str, str]]:
     """Rank, memory and layout of each proposal."""
     from ds_finetune.plan.search.search_run import layout_text
 
-    for number, found in enumerate(result.proposals, start=1):
-        memory = f"{found.memory.device_bytes / GIB:,.1f} GiB on a rank, {found.memory.host_bytes / GIB:,.1f} GiB of"
-        yield f"{number:3}", f"{layout_text(found.candidate)}: {memory} its host's memory"
+    for number, proposal in enumerate(result.proposals, start=1):
+        device, host = proposal.memory.device_bytes / GIB, proposal.memory.host_bytes / GIB
+        memory = f"{device:,.1f} GiB on a rank, {host:,.1f} GiB of its host's memory"
+        yield f"{number:3}", f"{layout_text(proposal.candidate)}: {memory}"

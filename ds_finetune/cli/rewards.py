@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ds_finetune.evaluation.dry_rewards import ScoredAnswers
     from ds_finetune.objectives.rewards.pool import Part
 
-_SHOWN, _CHARACTERS = 3, 300
+_SHOWN_ANSWERS, _CHARACTERS = 3, 300
 
 
 def add_commands(commands: Commands) -> None:
@@ -36,20 +36,20 @@ def _try(arguments: Arguments) -> None:
     for each in scored:
         OUT.print(_table(each, names))
     for each in scored[1:]:
-        for answer, parts in list(zip(each.answers, each.parts, strict=True))[:_SHOWN]:
-            said = ((name, part or {}) for name, part in zip(names, parts, strict=True))
-            scores = ", ".join(f"{name} {_said(part)}" for name, part in said)
+        for answer, parts in list(zip(each.answers, each.parts, strict=True))[:_SHOWN_ANSWERS]:
+            results = ((name, part or {}) for name, part in zip(names, parts, strict=True))
+            scores = ", ".join(f"{name} {_result_text(part)}" for name, part in results)
             show_line(f"\n{answer.where}: {scores} ({answer.finish})")
             show_line(f"  prompt: {answer.prompt[-_CHARACTERS:]!r}\n  answer: {answer.text[:_CHARACTERS]!r}")
     if arguments.samples and len(scored) == 1:
         show_line(f"the model is not asked: model.weights is {config.model.weights}")
-    if found := list(faults(config.rewards, scored)):
+    if problems := list(faults(config.rewards, scored)):
         raise ConfigError(
-            "; ".join(found), hint="correct the reward, its `column`, or the rows: nothing would be learned from it"
+            "; ".join(problems), hint="correct the reward, its `column`, or the rows: nothing would be learned from it"
         )
 
 
-def _said(part: "Part") -> str:
+def _result_text(part: "Part") -> str:
     """A reward's result for an answer: its error, or the score with the extracted answer."""
     if "error" in part:
         return str(part["error"])

@@ -19,7 +19,7 @@ def add_commands(commands: Commands) -> None:
     scaling.add_argument("--ranks", type=_numbers, required=True, metavar="N,N,...", help=text)
     scaling.add_argument("--steps", type=positive, default=20, help="optimizer steps of each run (default 20)")
     text = "such as zero1,zero3,tp2+zero1 (default: the run file's)"
-    scaling.add_argument("--layouts", type=_words, default=(), metavar="L,L,...", help=text)
+    scaling.add_argument("--layouts", type=_names, default=(), metavar="L,L,...", help=text)
     scaling.add_argument("--hostfile", metavar="FILE", help="start ranks on these hosts instead of this machine")
     scaling.add_argument("-o", "--out", default="scaling", metavar="FOLDER", help="new folder (default scaling)")
     sweep = add_command(commands, "sweep", "search for better values of run-file keys", _sweep)
@@ -41,14 +41,14 @@ def _rates(text: str) -> tuple[float, float]:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    numbers = tuple(positive(word) for word in text.split(","))
+    numbers = tuple(positive(name) for name in text.split(","))
     if len(set(numbers)) < len(numbers):
         raise argparse.ArgumentTypeError(f"`{text}` names a number twice")
     return numbers
 
 
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(word for word in text.split(",") if word))
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for name in text.split(",") if name))
 
 
 def _scaling(arguments: Arguments) -> None:
@@ -84,8 +84,8 @@ def _sweep(arguments: Arguments) -> None:
     if arguments.lr_range is not None:
         _lr_range(arguments)
         return
-    if given := [name for name in ("steps", "ranks", "out") if getattr(arguments, name) is not None]:
-        raise ConfigError(f"--{given[0]} belongs to --lr-range, and a sweep file has keys", hint="leave it out")
+    if options_given := [name for name in ("steps", "ranks", "out") if getattr(arguments, name) is not None]:
+        raise ConfigError(f"--{options_given[0]} belongs to --lr-range, and a sweep file has keys", hint="leave it out")
     from ds_finetune.runs.experiments.sweep import BEST, REPORT, run_sweep, value_text
     from ds_finetune.runs.experiments.sweep_file import read_sweep
 
@@ -111,7 +111,7 @@ def _lr_range(arguments: Arguments) -> None:
         ranks=arguments.ranks or 1,
         folder=Path(arguments.out or "lr_range"),
     )
-    found = run_range_test(request, show_line)
-    page = write_range_page(request.folder, found)
+    result = run_range_test(request, show_line)
+    page = write_range_page(request.folder, result)
     hint = "as a hint: rates are often best well below these; compare some by a sweep"
-    show_pairs("learning rates", [*range_lines(found), ("use", hint), ("report", str(page))])
+    show_pairs("learning rates", [*range_lines(result), ("use", hint), ("report", str(page))])

@@ -48,7 +48,7 @@ def quiet_packages(environ: Mapping[str, str] = os.environ) -> None:
         warnings.filterwarnings("ignore", message=message, category=category)
     for name, pattern in _RECORDS.items():
         logger = logging.getLogger(name)
-        if not any(isinstance(known, _DropKnownMessages) for known in logger.filters):
+        if not any(isinstance(existing, _DropKnownMessages) for existing in logger.filters):
             logger.addFilter(_DropKnownMessages(pattern))
 
 

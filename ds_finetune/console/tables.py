@@ -26,8 +26,8 @@ def show_pairs(title: str, pairs: Iterable[tuple[str, str]]) -> None:
     width = OUT.width - indent if OUT.is_terminal else sys.maxsize
     lines = [title]
     for name, text in rows:
-        first, *others = wrapped(text, width)
-        lines += [f"{name:{indent}}{first}".rstrip(), *(" " * indent + line for line in others)]
+        first, *more_lines = wrapped(text, width)
+        lines += [f"{name:{indent}}{first}".rstrip(), *(" " * indent + line for line in more_lines)]
     show_line("\n".join(lines))
 
 
@@ -40,14 +40,14 @@ def wrapped(text: str, width: int) -> list[str]:
     """Lines of `text`, broken at spaces to fit `width`; a longer word, such as a key or a path, is broken only after
     dots and slashes.
     """
-    return [line for given in text.split("\n") for line in _wrapped_line(given, width)]
+    return [line for paragraph in text.split("\n") for line in _wrapped_line(paragraph, width)]
 
 
 def _wrapped_line(text: str, width: int) -> list[str]:
     lines = [""]
     for word in text.split(" "):
-        first, *rest = [word] if cell_len(word) <= width else re.split(r"(?<=[./])(?=\w)", word)
-        for piece in (f" {first}" if lines[-1] else first, *rest):
+        first, *pieces = [word] if cell_len(word) <= width else re.split(r"(?<=[./])(?=\w)", word)
+        for piece in (f" {first}" if lines[-1] else first, *pieces):
             if lines[-1] and cell_len(lines[-1] + piece) > width:
                 lines.append(piece.removeprefix(" "))
             else:

@@ -106,8 +106,8 @@ class Checkpointing:
                 )
             return True
         self._failed += 1
-        mine = [f"rank {folder.rank}, {folder.path}: {error}" for error in outcome.errors]
-        errors = [error for rank in all_gather_object(mine) for error in rank]
+        own_errors = [f"rank {folder.rank}, {folder.path}: {error}" for error in outcome.errors]
+        errors = [error for rank in all_gather_object(own_errors) for error in rank]
         if folder.rank == 0:
             for error in errors:
                 self.say(f"CHECKPOINT OF STEP {outcome.step} WAS NOT WRITTEN: {error}; the ones before are untouched")

@@ -22,7 +22,7 @@ class Evaluation(Remembering):
     Either returns None where a signal asks the run to end; the evaluation then `is_due` when the run resumes.
     """
 
-    kept: ClassVar = ("is_due",)
+    saved: ClassVar = ("is_due",)
     interval: Interval
     evaluate: Callable[[], Mapping[str, HeldOutScores] | None]
     exact_match: Callable[[], Mapping[str, float] | None] | None = None
@@ -33,17 +33,17 @@ class Evaluation(Remembering):
         if not (record.is_last or record.stop or self.interval.is_due(record.step)):
             return record
         results = self.evaluate()
-        shares = self.exact_match() if results is not None and self.exact_match else {}
-        self.is_due = results is None or shares is None
-        if results is None or shares is None:
+        fractions = self.exact_match() if results is not None and self.exact_match else {}
+        self.is_due = results is None or fractions is None
+        if results is None or fractions is None:
             return record
         values: dict[str, float] = {}
-        for place, scores in results.items():
-            values |= {f"{place}/{name}": value for name, value in scores.metrics.items()}
+        for prefix, scores in results.items():
+            values |= {f"{prefix}/{name}": value for name, value in scores.metrics.items()}
             if scores.is_per_token:
-                values[f"{place}/perplexity"] = math.exp(min(scores.loss, _OVERFLOW_NATS))
-            if place in shares:
-                values[f"{place}/exact_match"] = shares[place]
+                values[f"{prefix}/perplexity"] = math.exp(min(scores.loss, _OVERFLOW_NATS))
+            if prefix in fractions:
+                values[f"{prefix}/exact_match"] = fractions[prefix]
         return record.with_values(values)
 
 
@@ -53,7 +53,7 @@ class BestAndPatience(Remembering):
     after `patience` evaluations without improvement.
     """
 
-    kept: ClassVar = ("best_loss", "best_step", "worse_in_a_row")
+    saved: ClassVar = ("best_loss", "best_step", "worse_in_a_row")
     config: EvalConfig
     keep: Callable[[int], None]
     best_loss: float = math.inf

@@ -16,19 +16,19 @@ def load_observers(names: Sequence[str]) -> list[Observer]:
     """The observers that installed packages offer by `names`. ConfigError for a name that none offers, and where one
     cannot be made.
     """
-    found = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+    offered = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
     for name in names:
-        if name not in found:
-            known = ", ".join(sorted(found)) or "none"
-            hint = f"installed: {known}; install the package whose entry point of {ENTRY_POINTS} it is"
+        if name not in offered:
+            installed = ", ".join(sorted(offered)) or "none"
+            hint = f"installed: {installed}; install the package whose entry point of {ENTRY_POINTS} it is"
             raise ConfigError(f"log.observers names `{name}`, which no installed package offers", hint=hint)
     observers = list[Observer]()
     for name in names:
         try:
-            observers.append(found[name].load()())
+            observers.append(offered[name].load()())
         except Exception as error:
             raise ConfigError(
-                f"log.observers `{name}` ({found[name].value}) cannot be made: {type(error).__name__}: {error}",
+                f"log.observers `{name}` ({offered[name].value}) cannot be made: {type(error).__name__}: {error}",
                 hint="its entry point must refer to a callable without arguments",
             ) from error
     return observers

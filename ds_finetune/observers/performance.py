@@ -24,8 +24,8 @@ class Utilisation(Observer):
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Add the utilisation."""
-        share = record.values["perf/tokens_per_second"] * self.flops_per_token / (self.peak_flops * self.world_size)
-        return record.with_values({"perf/mfu": share})
+        mfu = record.values["perf/tokens_per_second"] * self.flops_per_token / (self.peak_flops * self.world_size)
+        return record.with_values({"perf/mfu": mfu})
 
 
 class MemoryCheck(Observer):
@@ -62,8 +62,8 @@ class MemoryCheck(Observer):
         return record.with_values(values)
 
     def _text(self, predicted: int, measured: float) -> str:
-        text, found = f"{predicted / GIB:.3f} GiB predicted", f"{measured / GIB:.3f} GiB"
+        text, size = f"{predicted / GIB:.3f} GiB predicted", f"{measured / GIB:.3f} GiB"
         if self._is_host:
-            return f"{text} for tensors; its process grew by {found}, with libraries and freed memory that it keeps"
+            return f"{text} for tensors; its process grew by {size}, with libraries and freed memory that it keeps"
         error = f"{(predicted - measured) / measured:+.0%}" if measured else "nothing was measured"
-        return f"{text}, {found} measured ({error})"
+        return f"{text}, {size} measured ({error})"

@@ -60,11 +60,11 @@ class TimeLeft(Observer):
     def seconds(self, step: int) -> float:
         """From the end of `step` to the end of the run."""
         step_seconds = _mean(self._step_seconds)
-        left = (self._steps - step) * step_seconds
+        seconds_left = (self._steps - step) * step_seconds
         for phase, every in self._every.items() if step < self._steps else ():
             times = every.times(self._steps - 1) - every.times(step) + 1
-            left += times * self._seconds_of(phase, step_seconds)
-        return left + self._end_seconds()
+            seconds_left += times * self._seconds_of(phase, step_seconds)
+        return seconds_left + self._end_seconds()
 
     def _seconds_of(self, phase: str, step_seconds: float) -> float:
         if phase not in self._measured:

@@ -62,12 +62,12 @@ class Resumable(Protocol):
 class Remembering(Observer):
     """An observer whose attributes named in `kept` are plain values that checkpoints save."""
 
-    kept: ClassVar[tuple[str, ...]]
+    saved: ClassVar[tuple[str, ...]]
 
     def state(self) -> dict[str, Any]:
         """Values of the attributes named in `kept`."""
-        return {name: getattr(self, name) for name in self.kept}
+        return {name: getattr(self, name) for name in self.saved}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over what `state` returned."""
-        vars(self).update({name: state[name] for name in self.kept})
+        vars(self).update({name: state[name] for name in self.saved})

@@ -50,8 +50,8 @@ def max_violations(counts: Counts) -> Layers:
 def effective_experts(counts: Counts) -> Layers:
     """Effective number of experts of each layer: the exponential of its load's entropy; fp64 [layers]."""
     total = counts.sum(axis=1, keepdims=True)
-    share = counts / np.maximum(total, 1)
-    nats = -(share * np.log(np.where(counts > 0, share, 1.0))).sum(axis=1)
+    fractions = counts / np.maximum(total, 1)
+    nats = -(fractions * np.log(np.where(counts > 0, fractions, 1.0))).sum(axis=1)
     return np.where(total[:, 0] > 0, np.exp(nats), 0.0)
 
 
@@ -135,7 +135,7 @@ class LoadWatch(Remembering):
     `steps` is the number of steps of the run; `advice` ends the line.
     """
 
-    kept: ClassVar = ("has_warned", "first")
+    saved: ClassVar = ("has_warned", "first")
     steps: int
     advice: str
     say: Say
@@ -154,8 +154,8 @@ class LoadWatch(Remembering):
             self._counts, self._since = counts.copy(), record.step
         else:
             self._counts += counts
-        wanted = max(1, min(_MOST_STEPS, self.steps // 10))
-        if record.step - self._since + 1 >= wanted and self._counts.mean() >= _ENOUGH_TOKENS:
+        window = max(1, min(_MOST_STEPS, self.steps // 10))
+        if record.step - self._since + 1 >= window and self._counts.mean() >= _ENOUGH_TOKENS:
             self._look(self._counts, f"steps {self._since} to {record.step}")
             self._counts = None
         return record

@@ -103,7 +103,7 @@ class SkippedSteps(Remembering):
     In fp16 more are allowed in the first 100 steps, while the loss scale is found.
     """
 
-    kept: ClassVar = ("in_a_row",)
+    saved: ClassVar = ("in_a_row",)
     limit: int
     precision: str
     in_a_row: int = 0

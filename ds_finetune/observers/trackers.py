@@ -149,10 +149,10 @@ def check_trackers(names: Sequence[str]) -> None:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
     available = {str(name) for name in get_available_trackers()}
-    known = sorted(str(name) for name in LOGGER_TYPE_TO_CLASS)
+    known_names = sorted(str(name) for name in LOGGER_TYPE_TO_CLASS)
     for name in names:
-        if name not in known:
-            raise ConfigError(f"log.trackers names `{name}`", hint=f"accelerate knows {', '.join(known)}")
+        if name not in known_names:
+            raise ConfigError(f"log.trackers names `{name}`", hint=f"accelerate knows {', '.join(known_names)}")
         if name not in available:
             raise ConfigError(
                 f"log.trackers names `{name}`, whose package is not installed",
@@ -163,7 +163,7 @@ def check_trackers(names: Sequence[str]) -> None:
 class Trackers:
     """The trackers of a run. A failing tracker does not end the run."""
 
-    def __init__(self, trackers: "Sequence[_Direct | MlflowRun]") -> None:
+    def __init__(self, trackers: "Sequence[_Tracker | MlflowRun]") -> None:
         self._trackers = trackers
 
     @classmethod
@@ -177,12 +177,13 @@ class Trackers:
         """
         parameters = flatten(config)
         earlier = read_records(folder / "metrics.jsonl") if is_resumed else []
-        trackers: list[_Direct | MlflowRun] = []
+        trackers: list[_Tracker | MlflowRun] = []
         for name in names:
             if name == "mlflow":
                 trackers.append(MlflowRun(folder, parameters, earlier, say))
             else:
-                trackers.append(_Direct(_Tracker(name, folder, parameters, earlier), say))
+                kind = _TensorBoard if name == "tensorboard" else _Tracker
+                trackers.append(kind(name, folder, parameters, earlier, say))
             with _opening(name, say, is_resumed=is_resumed):
                 trackers[-1].start()
         return cls(trackers)
@@ -237,129 +238,111 @@ def _opening(name: str, say: Say, *, is_resumed: bool) -> Iterator[None]:
         say(f"{name} CANNOT BE OPENED: {one_line(failed)}; training continues, and its records wait")
 
 
-class _Direct:
-    """Sends each record at once; a record that fails is queued (`Outage`)."""
+class _Tracker:
+    """A tracker of accelerate, which gets each record at once; a record that it fails to write is queued (`Outage`)."""
 
-    def __init__(self, tracker: "_Tracker", say: Say) -> None:
-        self._tracker = tracker
-        self._outage = Outage(tracker.name, self._log, say)
-        self.start, self.put = tracker.start, self._outage.put
+    def __init__(
+        self, name: str, folder: Path, parameters: Mapping[str, str | float], earlier: Sequence[Record], say: Say
+    ) -> None:
+        self._name, self._folder, self._parameters, self._earlier = name, folder, parameters, earlier
+        self._open: Any = None
+        self._outage = Outage(name, self._send, say)
+        self.put = self._outage.put
 
-    def _log(self, record: Record) -> None:
+    def start(self) -> None:
+        """Open the tracker and store the settings of the run."""
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        arguments: dict[str, str] = {}
+        if self._name == "wandb":
+            names = {"name": ("WANDB_NAME", self._folder.absolute().name), "dir": ("WANDB_DIR", str(self._folder))}
+            arguments = {name: value for name, (variable, value) in names.items() if variable not in os.environ}
+        elif self._name == "aim":
+            arguments = {"logging_dir": str(self._folder)}
+        project = os.environ.get("WANDB_PROJECT", _PROJECT) if self._name == "wandb" else self._folder.name
+        opened: Any = LOGGER_TYPE_TO_CLASS[self._name](project, **arguments)
+        # accelerate 1.10 has no `start`, and opens in the constructor.
+        if hasattr(opened, "start"):
+            opened.start()
+        opened.store_init_configuration(dict(self._parameters))
+        self._open = opened
+
+    def close(self) -> None:
+        """Send queued records a last time and finish; errors of finishing are ignored, because the run is complete."""
+        self._outage.close()
+        with suppress(Exception):
+            self._finish()
+
+    def _send(self, record: Record) -> None:
         try:
-            self._tracker.log(record)
+            if self._open is None:
+                self.start()
+            self._log(*record)
         except OSError:
             raise
         except Exception as failed:
             # Any exception of a package counts as an outage: the record is queued, and training continues.
             raise OSError(one_line(failed)) from failed
 
-    def close(self) -> None:
-        """Send queued records a last time, and finish."""
-        self._outage.close()
-        self._tracker.finish()
+    def _log(self, step: int, values: Mapping[str, float]) -> None:
+        self._open.log(dict(values), step=step)
+
+    def _finish(self) -> None:
+        self._open.finish()
 
 
-class _Tracker:
-    """A tracker of accelerate. TensorBoard's event file is reopened after a failed write."""
+class _TensorBoard(_Tracker):
+    """TensorBoard, whose event file is opened again after a failed write."""
 
-    def __init__(
-        self, name: str, folder: Path, parameters: Mapping[str, str | float], earlier: Sequence[Record]
-    ) -> None:
-        self.name, self._folder, self._parameters, self._earlier = name, folder, parameters, earlier
-        self._open: Any = None
-        self._is_reopened = False
+    _is_reopened = False
 
     def start(self) -> None:
-        """Open the tracker and store the settings of the run."""
-        if self.name == "tensorboard":
-            self._start_tensorboard()
-        else:
-            self._start_other()
-
-    def _start_tensorboard(self) -> None:
         """Write to a new event file, which replaces the records of earlier files from its first step on.
 
         On resume the first step is the last one before it, whose record may be missing; without earlier files all steps
         are written.
         """
-        has_files = any((self._folder / "tensorboard").glob("events.*"))
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        folder = self._folder / "tensorboard"
+        has_files = any(folder.glob("events.*"))
         earlier = self._earlier[-1:] if has_files else self._earlier
         # Also replace records of a run that ended before its first checkpoint.
-        replaced = {"purge_step": earlier[0][0] if earlier else 0} if has_files and not self._is_reopened else {}
-        self._open = _start(self.name, "tensorboard", logging_dir=str(self._folder), **replaced)
+        first = (earlier[0][0] if earlier else 0) if has_files and not self._is_reopened else None
+        self._open = SummaryWriter(str(folder), purge_step=first)  # type: ignore[no-untyped-call] # of torch
         if self._is_reopened:
             return
         self._is_reopened = True
-        # accelerate itself would create a separate TensorBoard run for the parameters only (tracking.py:230).
-        for summary in _hparams(self._parameters):
-            self._open.tracker.file_writer.add_summary(summary)
-        for step, values in earlier:
-            self._write(step, values)
+        # SummaryWriter.add_hparams would create a separate TensorBoard run for the parameters.
+        for summary in hparams(dict(self._parameters), {}):  # type: ignore[no-untyped-call] # of torch
+            self._open.file_writer.add_summary(summary)
+        for record in earlier:
+            self._log(*record)
 
-    def _start_other(self) -> None:
-        arguments: dict[str, str] = {}
-        if self.name == "wandb":
-            names = {"name": ("WANDB_NAME", self._folder.absolute().name), "dir": ("WANDB_DIR", str(self._folder))}
-            arguments = {name: value for name, (variable, value) in names.items() if variable not in os.environ}
-        elif self.name == "aim":
-            arguments = {"logging_dir": str(self._folder)}
-        project = os.environ.get("WANDB_PROJECT", _PROJECT) if self.name == "wandb" else self._folder.name
-        opened = _start(self.name, project, **arguments)
-        opened.store_init_configuration(dict(self._parameters))
-        self._open = opened
+    def _send(self, record: Record) -> None:
+        # On a nearly full disk a record would be written incompletely.
+        disk = os.statvfs(self._folder)
+        if disk.f_blocks and disk.f_bavail * disk.f_frsize < _ROOM_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super()._send(record)
 
-    def log(self, record: Record) -> None:
-        """Send the values of a step; raises an exception where they were not written."""
-        step, values = record
-        if self.name == "tensorboard":
-            # On a nearly full disk a record would be written incompletely.
-            disk = os.statvfs(self._folder)
-            if disk.f_blocks and disk.f_bavail * disk.f_frsize < _ROOM_BYTES:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if self._open is None:
-            self.start()
-        try:
-            self._write(step, values)
-        except OSError:
-            # tensorboard 2.21: the writer's thread ends with its first error and leaves an incomplete record
-            # (summary/writer/event_file_writer.py:246), at which readers stop. Later records need a new file.
-            self._open = None if self.name == "tensorboard" else self._open
-            raise
-
-    def _write(self, step: int, values: Mapping[str, float]) -> None:
-        if self.name != "tensorboard":
-            self._open.log(dict(values), step=step)
-            return
-        # A single event for all values; accelerate writes one for each.
+    def _log(self, step: int, values: Mapping[str, float]) -> None:
+        # A single event for all values; SummaryWriter.add_scalar writes one for each.
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
-        writer = self._open.tracker
-        writer.file_writer.add_summary(summary, step)
-        writer.flush()
+        try:
+            self._open.file_writer.add_summary(summary, step)
+            self._open.flush()
+        except OSError:
+            # tensorboard 2.21: the writer's thread ends with its first error and leaves an incomplete record
+            # (summary/writer/event_file_writer.py:246), at which readers stop. Later records need a new file.
+            self._open = None
+            raise
 
-    def finish(self) -> None:
-        """Finish the tracker if it is open; errors are ignored, because the run is complete."""
-        if self._open is not None:
-            with suppress(Exception):
-                self._open.finish()
-
-
-def _start(name: str, /, *arguments: str, **kwargs: Any) -> Any:  # noqa: ANN401 - accelerate's tracker classes
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-
-    opened = LOGGER_TYPE_TO_CLASS[name](*arguments, **kwargs)
-    # accelerate 1.10 has no `start`, and opens in the constructor.
-    if hasattr(opened, "start"):
-        opened.start()
-    return opened
-
-
-def _hparams(parameters: Mapping[str, str | float]) -> Any:  # noqa: ANN401 - messages of TensorBoard
-    from torch.utils.tensorboard.summary import hparams
-
-    return hparams(dict(parameters), {})
+    def _finish(self) -> None:
+        self._open.close()
 
 
 def _now() -> int:

@@ -8,20 +8,25 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
 import yaml
 from numpy.typing import NDArray
 
 from ds_finetune.checkpoint.commit import MANIFEST, Manifest, complete_steps, step_name
+from ds_finetune.config.dotted_keys import values_by_key
 from ds_finetune.config.run_file import parse_yaml
-from ds_finetune.errors import CheckpointError
+from ds_finetune.errors import CheckpointError, OutputError
 from ds_finetune.runs.metrics import (
     METRICS,
     ROLLOUTS,
     SAMPLES,
+    Curve,
+    MetricsReader,
     Sample,
     read_expert_table,
+    read_rank_times,
     read_rollouts,
     read_samples,
     read_tail,
@@ -35,6 +40,8 @@ REPORT = "watchdog/report.txt"
 _WHOLE_NUMBERS = ("after_step", "steps", "ranks", "ranks_per_host", "pid")
 """Integer fields recorded by each start of a run; another version may store another type."""
 _MOST_BYTES = 2**22
+_LONGEST_VALUE = 160
+"""Maximum characters shown of a value of the run file."""
 _MOST_DEPTH, _MOST_RUNS = 4, 1_000
 
 
@@ -48,19 +55,51 @@ class SavedCheckpoint:
 
 
 class RunFolder:
-    """The run in `path`; files outside `within` are not read, even if a symbolic link leads there."""
+    """The run in `path`; files outside `within` are not read, even if a symbolic link leads there.
+
+    Properties read their files at each access, except those of metrics, which `update` reads.
+    """
 
     def __init__(self, path: Path, *, within: Path | None = None) -> None:
         self.path = path
         self.within = (path if within is None else within).resolve()
         self.problems: list[str] = []
+        self.metrics = MetricsReader(path / METRICS)
         self._status_change = LastChange()
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The run in `path` with its metrics; another process may be writing it.
+
+        Raises:
+            OutputError: `path` is no run folder, or no line of its metrics has a step.
+        """
+        if not is_run(path):
+            raise OutputError(
+                f"`{path}` holds no run: neither {METRICS} nor {CONFIG} with {PLAN}",
+                hint="name the output_dir of a run",
+            )
+        run = cls(path.absolute())
+        run.update()
+        return run
+
+    def update(self) -> None:
+        """Read new metrics; OutputError if no line of them has a step."""
+        if self.file(METRICS) is not None:
+            self.metrics.update()
+        if self.metrics.problem and not self.metrics.curves:
+            raise OutputError(
+                f"`{self.path}` is no run of this version: {self.metrics.problem}",
+                hint="each line of metrics.jsonl needs the key `step` with a whole number",
+            )
 
     @property
     def name(self) -> str:
-        """The path of the run relative to `within`, or the folder's own name."""
+        """The run's path relative to `within`, or the folder's own name; bytes that are not UTF-8 are escaped."""
         relative = os.path.relpath(self.path.absolute(), self.within)
-        return self.path.resolve().name if relative == "." else relative
+        name = self.path.resolve().name if relative == "." else relative
+        # Folder names need not be UTF-8, but pages and addresses are.
+        return name.encode(errors="backslashreplace").decode()
 
     def file(self, name: str) -> Path | None:
         """A regular file of the run that may be read; None if there is none."""
@@ -92,6 +131,11 @@ class RunFolder:
             self._note(f"{CONFIG} is no YAML: {str(error).splitlines()[0]}")
             return {}
         return tree if isinstance(tree, dict) else {}
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Values of the run file by dotted key, as YAML on one line."""
+        return {key: _yaml_text(value) for key, value in values_by_key(self.config).items()}
 
     def recorded(self, name: str) -> dict[str, Any]:
         """The JSON object in a file of the run; empty without a readable one."""
@@ -146,14 +190,14 @@ class RunFolder:
     @property
     def exports(self) -> Mapping[str, str]:
         """Exported folders of the run by name: `verified`, or the reason why not."""
-        found = {}
+        results = {}
         for name in ("export", "export-best", "adapter", "adapter-best"):
             if not (self.path / name).is_dir():
                 continue
             unverified = self.text(f"{name}/UNVERIFIED")
             has_record = self.file(f"{name}/verification.json") is not None
-            found[name] = unverified.strip() if unverified else "verified" if has_record else "not verified"
-        return found
+            results[name] = unverified.strip() if unverified else "verified" if has_record else "not verified"
+        return results
 
     @property
     def samples(self) -> list[Sample]:
@@ -176,6 +220,42 @@ class RunFolder:
             self._note(f"{EXPERTS} cannot be read: {error}")
             return None
         return table if table[0] else None
+
+    @property
+    def data(self) -> Mapping[str, Any]:
+        """The summary of the training data; empty where the run has none."""
+        return self.recorded("data.json")
+
+    @property
+    def rank_times(self) -> tuple[NDArray[np.int64], NDArray[np.float64]] | None:
+        """Steps [n] and seconds without collectives [n, ranks]; None if not recorded."""
+        path = self.file(RANK_TIMES)
+        return None if path is None else read_rank_times(path)
+
+    @property
+    def curves(self) -> Mapping[str, Curve]:
+        """Curves by name of the metric."""
+        return self.metrics.curves
+
+    @property
+    def seconds(self) -> float:
+        """Total seconds of all steps in the metrics."""
+        curve = self.curves.get("perf/step_seconds")
+        return 0.0 if curve is None else float(np.nansum(curve.values))
+
+    def last(self, name: str) -> float | None:
+        """The last value of a metric; None without the metric."""
+        curve = self.curves.get(name)
+        return curve.last if curve is not None and len(curve) else None
+
+    def best(self, name: str) -> tuple[int, float] | None:
+        """Step and value of the lowest finite value of a metric; None without one."""
+        curve = self.curves.get(name)
+        if curve is None:
+            return None
+        values = np.where(np.isfinite(curve.values), curve.values, np.inf)
+        at = int(values.argmin())
+        return (int(curve.steps[at]), float(values[at])) if np.isfinite(values[at]) else None
 
     def log_tail(self, most_bytes: int = 16_384) -> str:
         """The last complete lines of `log.txt`; bytes that are not UTF-8 are replaced."""
@@ -216,14 +296,14 @@ def find_runs(root: Path) -> Iterator[RunFolder]:
     Symbolic links are not followed, and run folders are not searched.
     """
     root = root.resolve()
-    found = 0
+    number = 0
     for parent, names, _ in os.walk(root):
         folder = Path(parent)
         depth = len(folder.relative_to(root).parts)
         if is_run(folder):
             yield RunFolder(folder, within=root)
-            found += 1
-            if found == _MOST_RUNS:
+            number += 1
+            if number == _MOST_RUNS:
                 return
             names.clear()
         if depth >= _MOST_DEPTH:
@@ -236,3 +316,9 @@ def base_model(config: Mapping[str, Any]) -> str:
     model = config.get("model")
     path = model.get("path") if isinstance(model, dict) else model
     return path if isinstance(path, str) else ""
+
+
+def _yaml_text(value: object) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True).strip()
+    text = text.removesuffix("\n...").strip()
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 2]} …"

@@ -173,11 +173,12 @@ def read_rank_times(path: Path) -> tuple[NDArray[np.int64], NDArray[np.float64]]
 
     Only lines with as many ranks as the last line count: a run may resume on another number.
     """
-    found = [times for line in read_tail(path, _MOST_BYTES).splitlines() if (times := _times_of(line)) is not None]
-    found = [times for times in found if len(times[1]) == len(found[-1][1])]
-    if not found:
+    records = [times for line in read_tail(path, _MOST_BYTES).splitlines() if (times := _times_of(line)) is not None]
+    if not records:
         return None
-    return np.array([step for step, _ in found], dtype=np.int64), np.array([seconds for _, seconds in found])
+    ranks = len(records[-1][1])
+    steps, seconds = zip(*((step, seconds) for step, seconds in records if len(seconds) == ranks), strict=True)
+    return np.array(steps, dtype=np.int64), np.array(seconds)
 
 
 def _times_of(line: bytes) -> tuple[int, list[float]] | None:

@@ -40,7 +40,6 @@ from ds_finetune.runs.report.blocks import (
 )
 from ds_finetune.runs.report.figures import bokehjs
 from ds_finetune.runs.report.page import overlay_page, render_page, run_page
-from ds_finetune.runs.report.run import ReportedRun
 from ds_finetune.serving.http_guard import BoundedProtocol, HostRules, foreign_host, is_loopback
 
 MOST_COMPARED = 20
@@ -68,9 +67,9 @@ class AccessRules(HostRules):
 
     token: str = ""
 
-    def has_token(self, given: str) -> bool:
+    def has_token(self, token: str) -> bool:
         """Whether `given` is the access token."""
-        return hmac.compare_digest(given.encode(), self.token.encode())
+        return hmac.compare_digest(token.encode(), self.token.encode())
 
 
 class AccessCheck:
@@ -153,8 +152,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _url(rules: AccessRules, port: int) -> str:
-    shown = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(rules.host, rules.host)
-    address = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/"
+    host = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(rules.host, rules.host)
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
     return f"{address}?token={rules.token}" if rules.token else address
 
 
@@ -178,7 +177,8 @@ class _Runs:
     def __init__(self, root: Path) -> None:
         self._root = root.resolve()
         self._runs: dict[str, _WatchedRun] = {}
-        self._readers: dict[str, MetricsReader] = {}
+        self._read_runs: list[str] = []
+        """Names of the runs whose metrics are in memory, the most recently used last."""
         self._searched_at = 0.0
         self._lock = threading.Lock()
 
@@ -205,27 +205,28 @@ class _Runs:
             page = run_page(runs[0], is_live=True) if len(runs) == 1 else overlay_page(runs)
             return _html(render_page(page, is_live=True, has_figures=request.query_params.get("figures") != "no"))
 
-    def _read(self, name: str) -> ReportedRun:
+    def _read(self, name: str) -> RunFolder:
         """A run found below the folder, with its metrics read; the least recently used ones are dropped."""
         self._search()
         if name not in self._runs:
             raise HTTPException(404, f"there is no run {name!r} in {self._root}")
         folder = self._runs[name].folder
         folder.problems.clear()
-        reader = self._readers.pop(name, None) or MetricsReader(folder.path / METRICS)
-        self._readers = {**dict([*self._readers.items()][1 - MOST_COMPARED :]), name: reader}
+        self._read_runs = [*(other for other in self._read_runs if other in self._runs and other != name), name]
+        if len(self._read_runs) > MOST_COMPARED:
+            oldest = self._runs[self._read_runs.pop(0)].folder
+            oldest.metrics = MetricsReader(oldest.path / METRICS)
         try:
-            return ReportedRun.of(folder, reader)
+            folder.update()
         except OutputError as unreadable:
             raise HTTPException(422, str(unreadable)) from unreadable
+        return folder
 
     def _search(self) -> None:
         """Look for new and removed runs, at most every few seconds."""
         if time.monotonic() < self._searched_at + _SEARCH_SECONDS:
             return
-        # Folder names need not be UTF-8, but addresses are.
-        found = {run.name.encode(errors="backslashreplace").decode(): run for run in find_runs(self._root)}
-        self._runs = {name: self._runs.get(name) or _WatchedRun(run) for name, run in found.items()}
+        self._runs = {run.name: self._runs.get(run.name) or _WatchedRun(run) for run in find_runs(self._root)}
         self._searched_at = time.monotonic()
 
 

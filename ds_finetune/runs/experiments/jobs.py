@@ -33,7 +33,7 @@ _POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
-class Place:
+class RunSlot:
     """Hardware of one run: the command that starts a run file there with its options, and GPUs of this machine."""
 
     command: str = "train"
@@ -42,14 +42,14 @@ class Place:
     """GPUs as CUDA_VISIBLE_DEVICES names them; empty on CPUs and on hosts of a hostfile."""
 
 
-def places(*, ranks: int, parallel: int, hostfile: str | None) -> list[Place]:
+def run_slots(*, ranks: int, parallel: int, hostfile: str | None) -> list[RunSlot]:
     """Places with `ranks` ranks each: `parallel` places on this machine, or as many as fit the slots of `hostfile`.
 
     LaunchError where there are too few GPUs or slots.
     """
     if hostfile is not None:
         groups = _groups_of_slots(hostfile, read_hostfile(hostfile), ranks)
-        return [Place("launch", ("--hostfile", hostfile, "--include", group)) for group in groups]
+        return [RunSlot("launch", ("--hostfile", hostfile, "--include", group)) for group in groups]
     command, options = ("launch", ("--nproc", str(ranks))) if ranks > 1 else ("train", ())
     number = 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else torch.cuda.device_count()
     names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(number)))).split(",")[:number]
@@ -58,7 +58,8 @@ def places(*, ranks: int, parallel: int, hostfile: str | None) -> list[Place]:
             f"{parallel} runs at once of {ranks} ranks each need {parallel * ranks} GPUs, and {number} are visible",
             hint="lower `parallel` or `ranks`, set CUDA_VISIBLE_DEVICES to more GPUs, or give a hostfile",
         )
-    return [Place(command, options, tuple(names[first : first + ranks])) for first in range(0, parallel * ranks, ranks)]
+    starts = range(0, parallel * ranks, ranks)
+    return [RunSlot(command, options, tuple(names[start : start + ranks])) for start in starts]
 
 
 def _groups_of_slots(hostfile: str, hosts: Sequence[Host], ranks: int) -> list[str]:
@@ -114,17 +115,17 @@ class ExperimentRun:
         self.seconds, self.code, self.reason = 0.0, 0, ""
         """Duration in seconds, exit code, and the reason of a failure."""
 
-    async def train(self, place: Place, should_stop: Callable[[], bool] = lambda: False) -> None:
+    async def train(self, slot: RunSlot, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Train on `place`. The run saves and ends when `should_stop` returns true, which is called after new metrics
         were read.
 
         If this coroutine is cancelled, the run saves and ends first; cancelled again, it is killed.
         """
-        if (process := self._start(place)) is None:
+        if (process := self._start(slot)) is None:
             show_line(f"{self.folder / RUN} is still written by a run of an earlier process; waiting for its end")
         while process is None:
             await asyncio.sleep(_POLL_SECONDS)
-            process = self._start(place)
+            process = self._start(slot)
         began, is_stopped = time.monotonic(), False
         try:
             while True:
@@ -148,7 +149,7 @@ class ExperimentRun:
         self.seconds, self.code = time.monotonic() - began, process.returncode
         self.reason = self._why_failed() if self.code else ""
 
-    def _start(self, place: Place) -> subprocess.Popen[bytes] | None:
+    def _start(self, slot: RunSlot) -> subprocess.Popen[bytes] | None:
         """Start the run; None while a run of an earlier experiment still saves in this folder.
 
         The process inherits the lock of its log. On a file system without locks, the lock of the checkpoint folder
@@ -167,8 +168,8 @@ class ExperimentRun:
                 shutil.rmtree(self.folder / RUN)
             replace_file(self.folder / RUN_FILE, yaml_text(self.tree))
             return subprocess.Popen(
-                [*_PROGRAM, place.command, str(self.folder / RUN_FILE), *place.options],
-                env={**os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(place.gpus)} if place.gpus else {})},
+                [*_PROGRAM, slot.command, str(self.folder / RUN_FILE), *slot.options],
+                env={**os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(slot.gpus)} if slot.gpus else {})},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -186,26 +187,26 @@ class ExperimentRun:
         return f"{how}: {text}"
 
 
-Job = Callable[[Place], Awaitable[None]]
+Job = Callable[[RunSlot], Awaitable[None]]
 
 
 class JobsInterruptedError(SystemExit):
     """All runs have saved and ended after a signal. The program ends with the exit code of an interrupted run."""
 
 
-def run_jobs(jobs: Iterator[Job], places: Sequence[Place]) -> None:
+def run_jobs(jobs: Iterator[Job], slots: Sequence[RunSlot]) -> None:
     """Run all jobs; takes the next job from the iterator when a place becomes free.
 
     On SIGINT, SIGTERM or SIGHUP the runs save and end, and JobsInterruptedError is raised; a second signal kills them.
     If the iterator or a job raises an error, the runs also save and end.
     """
 
-    async def work(place: Place) -> None:
+    async def work(slot: RunSlot) -> None:
         for job in jobs:
-            await job(place)
+            await job(slot)
 
     async def work_on_all() -> bool:
-        tasks = [asyncio.create_task(work(place)) for place in places]
+        tasks = [asyncio.create_task(work(slot)) for slot in slots]
 
         def cancel(_: int = 0) -> None:
             for task in tasks:

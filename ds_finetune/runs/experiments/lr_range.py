@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ds_finetune.config.schema import validate_tree
 from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import USER_ERROR_EXIT_CODE, ConfigError, OutputError, RunError
-from ds_finetune.runs.experiments.jobs import LOG, REPORT, RUN, ExperimentRun, places, run_jobs, short_run
+from ds_finetune.runs.experiments.jobs import LOG, REPORT, RUN, ExperimentRun, run_jobs, run_slots, short_run
 from ds_finetune.runs.report.blocks import Charts, Facts, Page, ReportSection, Tile
 from ds_finetune.runs.report.charts import Chart, Line
 from ds_finetune.runs.report.write import write_page
@@ -56,12 +56,12 @@ def run_range_test(request: RangeRequest, say: Say) -> dict[str, Any]:
     if steps < _LEAST_STEPS:
         raise ConfigError(f"--steps is {steps}: too few for a curve", hint=f"take {_LEAST_STEPS} or more")
     tree = short_run(request.run_file, request.overrides, steps=steps, output_dir=folder / RUN)
-    own = {"lr": high, "lr_scheduler": "exponential_rise", "min_lr_ratio": low / high}
-    tree["optim"] = {**{key: value for key, value in tree.get("optim", {}).items() if key != "warmup"}, **own}
+    rising_lr = {"lr": high, "lr_scheduler": "exponential_rise", "min_lr_ratio": low / high}
+    tree["optim"] = {**{key: value for key, value in tree.get("optim", {}).items() if key != "warmup"}, **rising_lr}
     validate_tree(tree, {}, str(request.run_file))
     if folder.exists():
         raise OutputError(f"`{folder}` exists already", hint="name another folder")
-    hardware = places(ranks=request.ranks, parallel=1, hostfile=None)
+    hardware = run_slots(ranks=request.ranks, parallel=1, hostfile=None)
     say(f"{steps} steps from {low:g} to {high:g}, in {folder}")
     run = ExperimentRun(folder, tree)
     run_jobs(iter([partial(run.train, should_stop=lambda: _has_grown(run))]), hardware)
@@ -73,8 +73,8 @@ def run_range_test(request: RangeRequest, say: Say) -> dict[str, Any]:
     is_number = np.isfinite(loss)
     if is_number.sum() < _LEAST_STEPS:
         raise RunError(f"only {is_number.sum()} steps had a finite loss", hint="lower HIGH, or raise --steps")
-    found = evaluate(rate[: len(loss)][is_number], loss[is_number], is_diverged=is_diverged)
-    tree = {"format": 1, "run": str(request.run_file), **found}
+    result = evaluate(rate[: len(loss)][is_number], loss[is_number], is_diverged=is_diverged)
+    tree = {"format": 1, "run": str(request.run_file), **result}
     (folder / RESULT).write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
     return tree
 
@@ -114,28 +114,28 @@ def evaluate(rates: NDArray[np.float64], losses: NDArray[np.float64], *, is_dive
     }
 
 
-def range_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
+def range_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
     """Names and texts for a table."""
-    least = f"smoothed loss {min(found['smoothed']):.4f}, at the beginning {found['smoothed'][0]:.4f}"
-    rows = [("steepest fall", f"{found['steepest']:.2e}"), ("least loss", f"{found['lowest']:.2e} ({least})")]
-    if found["diverged"] is not None:
-        rows.append(("diverged", f"{found['diverged']:.2e} (smoothed loss {_DIVERGED:g} times the least)"))
+    least = f"smoothed loss {min(result['smoothed']):.4f}, at the beginning {result['smoothed'][0]:.4f}"
+    rows = [("steepest fall", f"{result['steepest']:.2e}"), ("least loss", f"{result['lowest']:.2e} ({least})")]
+    if result["diverged"] is not None:
+        rows.append(("diverged", f"{result['diverged']:.2e} (smoothed loss {_DIVERGED:g} times the least)"))
     return rows
 
 
-def write_range_page(folder: Path, found: dict[str, Any]) -> Path:
+def write_range_page(folder: Path, result: dict[str, Any]) -> Path:
     """Write the report of a range test, whose `lr_range.json` holds `found`; returns the file."""
-    ends = (min(found["losses"]), max(found["losses"]))
+    ends = (min(result["losses"]), max(result["losses"]))
     lines = [
-        Line("train/loss", found["rates"], found["losses"], role="faint"),
-        Line("smoothed", found["rates"], found["smoothed"]),
-        Line("steepest fall", (found["steepest"],) * 2, ends, role="dashed", colour=2),
-        Line("least loss", (found["lowest"],) * 2, ends, role="dashed", colour=4),
+        Line("train/loss", result["rates"], result["losses"], role="faint"),
+        Line("smoothed", result["rates"], result["smoothed"]),
+        Line("steepest fall", (result["steepest"],) * 2, ends, role="dashed", colour=2),
+        Line("least loss", (result["lowest"],) * 2, ends, role="dashed", colour=4),
     ]
-    summary = f"steepest fall at {found['steepest']:.2e}, least loss at {found['lowest']:.2e}"
+    summary = f"steepest fall at {result['steepest']:.2e}, least loss at {result['lowest']:.2e}"
     note = "A range test sets nothing. With AdamW and warm-up it often points at too high a rate."
     title, x_name = "Loss over the learning rate", "learning rate"
     chart = Chart(title, lines, summary, x_name=x_name, has_log_x=True, is_wide=True, height=380, note=note)
-    section = ReportSection("curve", "Range test", [Charts([chart]), Facts(range_lines(found))])
-    tiles = [Tile("steepest fall", f"{found['steepest']:.2e}"), Tile("least loss", f"{found['lowest']:.2e}")]
-    return write_page(Page(f"Learning rates of {found['run']}", "train/loss", "", tiles, [section]), folder / REPORT)
+    section = ReportSection("curve", "Range test", [Charts([chart]), Facts(range_lines(result))])
+    tiles = [Tile("steepest fall", f"{result['steepest']:.2e}"), Tile("least loss", f"{result['lowest']:.2e}")]
+    return write_page(Page(f"Learning rates of {result['run']}", "train/loss", "", tiles, [section]), folder / REPORT)

@@ -16,7 +16,7 @@ from ds_finetune.errors import ConfigError, FinetuneError, OutputError, RunError
 from ds_finetune.plan.deepspeed_config import given_choices
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
-from ds_finetune.runs.experiments.jobs import REPORT, RUN, ExperimentRun, places, run_jobs, short_run
+from ds_finetune.runs.experiments.jobs import REPORT, RUN, ExperimentRun, run_jobs, run_slots, short_run
 from ds_finetune.runs.report.blocks import Charts, DataTable, Page, ReportSection, Tile
 from ds_finetune.runs.report.charts import Chart, Line
 from ds_finetune.runs.report.write import write_page
@@ -63,7 +63,7 @@ class Variant(ExperimentRun):
         config = validate_tree(self.tree, {}, f"{self.request.run_file} with {self.name}")
         try:
             make_plan(RunSettings.of(config), world=World(0, self.ranks, 0, self.ranks, "scaling"), device="cpu")
-            places(ranks=self.ranks, parallel=1, hostfile=self.request.hostfile)
+            run_slots(ranks=self.ranks, parallel=1, hostfile=self.request.hostfile)
         except FinetuneError as illegal:
             raise type(illegal)(f"{self.name}: {illegal.message}", hint=illegal.hint) from None
 
@@ -82,7 +82,7 @@ class Variant(ExperimentRun):
         losses, first_losses = (run.metrics.curves["train/loss"].values.tolist() for run in (self, first))
         speedup = sum(first.timed("perf/step_seconds")) / sum(seconds)
         means = [rank["mean"] for rank in read_object(self.folder / RUN / "profile" / "summary.json").get("ranks", [])]
-        shares = {
+        fractions = {
             kind: statistics.fmean(mean["categories"][kind] / mean["seconds"] for mean in means) if means else None
             for kind in ("communication", "waiting")
         }
@@ -93,7 +93,7 @@ class Variant(ExperimentRun):
             "tokens_per_second": sum(tokens) / sum(seconds),
             "speedup": speedup,
             "efficiency": speedup / (self.ranks / first.ranks),
-            **shares,
+            **fractions,
             "memory_gib": float(self.metrics.curves["memory/peak_gib"].values.max()),
             "losses": losses,
             "loss_difference": largest_difference(losses, first_losses),
@@ -120,7 +120,7 @@ def compare_scaling(request: ScalingRequest, say: Say) -> dict[str, Any]:
     tree: dict[str, Any] = {"format": 1, "run": str(request.run_file), "steps": request.steps, "rows": [], "failed": {}}
     ran: list[Variant] = []
     for variant in variants:
-        run_jobs(iter([variant.train]), places(ranks=variant.ranks, parallel=1, hostfile=request.hostfile)[:1])
+        run_jobs(iter([variant.train]), run_slots(ranks=variant.ranks, parallel=1, hostfile=request.hostfile)[:1])
         if variant.reason:
             tree["failed"][variant.name] = variant.reason
         else:
@@ -134,11 +134,11 @@ def compare_scaling(request: ScalingRequest, say: Say) -> dict[str, Any]:
 
 
 def _apply_layout(tree: dict[str, Any], part: str) -> None:
-    found = _AXIS.fullmatch(part)
-    if found is None:
+    match = _AXIS.fullmatch(part)
+    if match is None:
         hint = "write e.g. `zero1,zero3,tp2,tp2+zero3`: zero, tp, pp, sp, ep"
         raise ConfigError(f"--layouts: `{part}` is no layout", hint=hint)
-    axis, number = found[1], int(found[2])
+    axis, number = match[1], int(match[2])
     if axis == "zero":
         choices, _ = given_choices(tree.get("deepspeed"))
         tree["deepspeed"] = {**choices, "zero_optimization": {**choices.get("zero_optimization", {}), "stage": number}}
@@ -154,14 +154,14 @@ def largest_difference(losses: Sequence[float], expected: Sequence[float]) -> fl
 
 def table_row(row: dict[str, Any]) -> tuple[str, ...]:
     """Cells of a row in the order of COLUMNS."""
-    shares = ["-" if row[kind] is None else f"{row[kind]:.1%}" for kind in ("communication", "waiting")]
+    fractions = ["-" if row[kind] is None else f"{row[kind]:.1%}" for kind in ("communication", "waiting")]
     return (
         row["name"],
         f"{row['seconds']:.3f}",
         f"{row['tokens_per_second']:,.0f}",
         f"{row['speedup']:.2f}",
         f"{row['efficiency']:.0%}",
-        *shares,
+        *fractions,
         f"{row['memory_gib']:.2f}",
         f"{row['loss_difference']:.1e}",
     )
@@ -177,10 +177,10 @@ def write_scaling_page(folder: Path, tree: dict[str, Any]) -> Path:
     if len(ranks) > 1:
         lines = [Line("ideal", ranks, [each / rows[0]["variant"]["ranks"] for each in ranks], role="dashed", colour=7)]
         for colour, layout in enumerate(dict.fromkeys(row["variant"]["layout"] for row in rows)):
-            own = sorted(
+            points = sorted(
                 (row["variant"]["ranks"], row["speedup"]) for row in rows if row["variant"]["layout"] == layout
             )
-            x, y = zip(*own, strict=True)
+            x, y = zip(*points, strict=True)
             lines.append(Line(layout or "measured", x, y, role="points", colour=colour))
         charts.append(Chart("Speed-up", lines, f"up to {fastest['speedup']:.2f}", x_name="ranks"))
     curves = [

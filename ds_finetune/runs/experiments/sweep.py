@@ -16,7 +16,7 @@ import numpy as np
 
 from ds_finetune.checkpoint.locking import LOCK, lock_folder
 from ds_finetune.config.run_file import read_yaml
-from ds_finetune.console.phase_line import Say
+from ds_finetune.console.phase_line import Say, time_text
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, ConfigError, DependencyError, RunError
 from ds_finetune.export.output_folder import check_out_empty
 from ds_finetune.runs.experiments.jobs import (
@@ -25,9 +25,9 @@ from ds_finetune.runs.experiments.jobs import (
     RUN,
     ExperimentRun,
     Job,
-    Place,
-    places,
+    RunSlot,
     run_jobs,
+    run_slots,
     yaml_text,
 )
 from ds_finetune.runs.experiments.sweep_file import SweepConfig, import_optuna, make_pruner, make_sampler
@@ -40,7 +40,6 @@ from ds_finetune.runs.report.blocks import (
     Page,
     ReportSection,
     Tile,
-    duration_text,
     number_text,
 )
 from ds_finetune.runs.report.charts import Chart, Line
@@ -66,7 +65,7 @@ def run_sweep(sweep: SweepConfig, say: Say) -> dict[str, Any]:
     OutputError before anything is written, the latter where `output_dir` has files but no sweep.
     """
     folder = Path(sweep.output_dir)
-    hardware = places(ranks=sweep.ranks, parallel=sweep.parallel, hostfile=sweep.hostfile)
+    hardware = run_slots(ranks=sweep.ranks, parallel=sweep.parallel, hostfile=sweep.hostfile)
     make_sampler(sweep, 0)
     make_pruner(sweep)
     if not (folder / JOURNAL).is_file():
@@ -77,8 +76,8 @@ def run_sweep(sweep: SweepConfig, say: Say) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     with lock_folder(folder, seconds=0.0, say=say):
         study = _open_study(sweep, say)
-        begun = f"{len(study.trials)} of {sweep.trials} trials begun, {len(hardware)} at once"
-        say(f"{begun}; after an interruption, the same command continues the sweep in {folder}")
+        progress = f"{len(study.trials)} of {sweep.trials} trials begun, {len(hardware)} at once"
+        say(f"{progress}; after an interruption, the same command continues the sweep in {folder}")
         try:
             run_jobs(_trial_jobs(sweep, study, say), hardware)
         except ImportError as absent:
@@ -116,17 +115,17 @@ def _open_study(sweep: SweepConfig, say: Say) -> "Study":
         # After a full disk or a power failure; optuna 5.0.0 would append to the incomplete line.
         say(f"{journal}: the last line is incomplete; {torn} bytes are removed")
         replace_file(journal, text[:-torn].decode())
-    about = {"storage": JournalStorage(JournalFileBackend(str(journal))), "pruner": make_pruner(sweep)}
+    study_options = {"storage": JournalStorage(JournalFileBackend(str(journal))), "pruner": make_pruner(sweep)}
     try:
         # `create_study` with `load_if_exists` would write to the journal.
-        study: Study = optuna.load_study(study_name=_STUDY, **about)
+        study: Study = optuna.load_study(study_name=_STUDY, **study_options)
     except KeyError:
-        study = optuna.create_study(study_name=_STUDY, direction=sweep.direction, **about)
+        study = optuna.create_study(study_name=_STUDY, direction=sweep.direction, **study_options)
     dumped = sweep.model_dump(mode="json")
     # If these differ, the values of earlier trials have another meaning.
-    same = {f"`{name}`": dumped[name] for name in ("space", "metric", "direction", "value", "ranks")}
-    same = {"the run file": read_yaml(Path(sweep.run))[0], **same}
-    parts = {name: json.dumps(part, sort_keys=True) for name, part in same.items()}
+    settings = {f"`{name}`": dumped[name] for name in ("space", "metric", "direction", "value", "ranks")}
+    settings = {"the run file": read_yaml(Path(sweep.run))[0], **settings}
+    parts = {name: json.dumps(part, sort_keys=True) for name, part in settings.items()}
     earlier = study.user_attrs.get(_MADE_FROM, parts)
     if changed := [name for name in parts if earlier.get(name) != parts[name]]:
         raise ConfigError(
@@ -146,19 +145,19 @@ def _trial_jobs(sweep: SweepConfig, study: "Study", say: Say) -> Iterator[Job]:
     for frozen in study.get_trials(states=(TrialState.RUNNING,)):
         study.sampler = make_sampler(sweep, frozen.number)
         yield partial(_run_trial, sweep, study, Trial(study, frozen._trial_id), say)
-    while len(begun := study.get_trials(deepcopy=False)) < sweep.trials:
+    while len(trials := study.get_trials(deepcopy=False)) < sweep.trials:
         # While the last points of a grid are still running, optuna 5.0.0 would sample one of them again
         # (samplers/_grid.py).
-        if len({json.dumps(each.params, sort_keys=True) for each in begun}) >= sweep.num_points():
+        if len({json.dumps(each.params, sort_keys=True) for each in trials}) >= sweep.num_points():
             return
         _check_failures(sweep, study)
-        study.sampler = make_sampler(sweep, len(begun))
+        study.sampler = make_sampler(sweep, len(trials))
         yield partial(_run_trial, sweep, study, study.ask(), say)
 
 
 def _check_failures(sweep: SweepConfig, study: "Study") -> None:
-    ended = [trial for trial in study.get_trials(deepcopy=False) if trial.state.is_finished()]
-    last = ended[-sweep.max_failed :]
+    finished = [trial for trial in study.get_trials(deepcopy=False) if trial.state.is_finished()]
+    last = finished[-sweep.max_failed :]
     if len(last) == sweep.max_failed and all(trial.state.name == "FAIL" for trial in last):
         raise RunError(
             f"the last {len(last)} trials have failed; trial {last[-1].number}: {last[-1].user_attrs[_REASON]}",
@@ -166,12 +165,12 @@ def _check_failures(sweep: SweepConfig, study: "Study") -> None:
         )
 
 
-async def _run_trial(sweep: SweepConfig, study: "Study", trial: "Trial", say: Say, place: Place) -> None:
+async def _run_trial(sweep: SweepConfig, study: "Study", trial: "Trial", say: Say, slot: RunSlot) -> None:
     """Train one trial, without exports: report each value to the pruner, and the end to the study."""
     # Like `Study.ask(space)`; returns values that an earlier process sampled, which may have been killed before the
     # last one (optuna 5.0.0, trial/_trial.py).
-    drawn = {key: trial._suggest(key, values.distribution()) for key, values in sweep.space.items()}
-    values, folder = sweep.values_of(drawn), Path(sweep.output_dir) / _TRIALS / f"{trial.number:04}"
+    parameters = {key: trial._suggest(key, values.distribution()) for key, values in sweep.space.items()}
+    values, folder = sweep.values_of(parameters), Path(sweep.output_dir) / _TRIALS / f"{trial.number:04}"
     tree = sweep.run_tree({**values, "eval.keep_best": False}, folder / RUN)
     run = ExperimentRun(folder, {**tree, "export": {"at_end": False}})
     reported, is_pruned = max(study.get_trials()[trial.number].intermediate_values, default=-1), False
@@ -186,7 +185,7 @@ async def _run_trial(sweep: SweepConfig, study: "Study", trial: "Trial", say: Sa
                 is_pruned = trial.should_prune()
         return is_pruned
 
-    await run.train(place, should_stop)
+    await run.train(slot, should_stop)
     is_pruned = is_pruned and run.code in _STOPPED_CODES
     state, value, reason = ("PRUNED", None, f"after step {reported}") if is_pruned else _outcome(sweep, run)
     trial.set_user_attr(_REASON, reason)
@@ -280,7 +279,7 @@ def write_sweep_page(folder: Path, tree: dict[str, Any]) -> Path:
             f"{trial['state']}: {trial['reason']}" if trial["reason"] else trial["state"],
             *(value_text(trial["values"].get(key)) for key in keys),
             number_text(trial["value"]),
-            duration_text(trial["seconds"]) if trial["seconds"] else NONE,
+            time_text(trial["seconds"]) if trial["seconds"] else NONE,
         )
         for trial in trials
     ]
@@ -290,7 +289,7 @@ def write_sweep_page(folder: Path, tree: dict[str, Any]) -> Path:
         Tile("trials", f"{len(states)}", f"{states.count('pruned')} pruned, {states.count('fail')} failed"),
         Tile(f"best {metric}", number_text(best["value"]), f"trial {best['number']}"),
         *(Tile(key, value_text(value)) for key, value in best["values"].items()),
-        Tile("time of trials", duration_text(sum(trial["seconds"] or 0 for trial in trials))),
+        Tile("time of trials", time_text(sum(trial["seconds"] or 0 for trial in trials))),
     ]
     valued = [trial for trial in trials if trial["value"] is not None and math.isfinite(trial["value"])]
     charts = [_key_chart(tree, key, valued) for key in keys]

@@ -65,22 +65,24 @@ class Range(Section):
         with warnings.catch_warnings():
             # optuna would reduce `high` to a multiple of the step, with a warning.
             warnings.simplefilter("ignore")
-            made = kind(self.low, self.high, log=self.log, **({"step": self.step} if self.step is not None else {}))
-        if made.high != self.high:
-            raise ValueError(f"whole steps do not lead to `high`; the last value would be {made.high}")
-        return made
+            distribution = kind(
+                self.low, self.high, log=self.log, **({"step": self.step} if self.step is not None else {})
+            )
+        if distribution.high != self.high:
+            raise ValueError(f"whole steps do not lead to `high`; the last value would be {distribution.high}")
+        return distribution
 
     def points(self) -> Sequence[Any] | None:
         """All values that optuna may sample; None where they cannot be listed."""
-        drawn = self.distribution()
+        distribution = self.distribution()
         if self.choices is not None:
-            return drawn.choices
-        if drawn.step is None or drawn.log:
+            return distribution.choices
+        if distribution.step is None or distribution.log:
             return None
         # Sums of floating-point numbers would exceed `high`: 0.1 + 6 * 0.1 > 0.7.
-        low, step = Decimal(str(drawn.low)), Decimal(str(drawn.step))
-        number = round((drawn.high - drawn.low) / drawn.step) + 1
-        return [type(drawn.low)(low + step * each) for each in range(number)]
+        low, step = Decimal(str(distribution.low)), Decimal(str(distribution.step))
+        number = round((distribution.high - distribution.low) / distribution.step) + 1
+        return [type(distribution.low)(low + step * each) for each in range(number)]
 
 
 class Choose(Section):
@@ -116,9 +118,9 @@ class SweepConfig(Section):
         points = [values.points() or () for values in self.space.values()]
         return math.prod(map(len, points)) if self.sampler.name in _LISTS else math.inf
 
-    def values_of(self, drawn: dict[str, Any]) -> dict[str, Any]:
+    def values_of(self, parameters: dict[str, Any]) -> dict[str, Any]:
         """The run file's values for the parameters of an optuna trial."""
-        return {key: json.loads(each) if self.space[key].choices else each for key, each in drawn.items()}
+        return {key: json.loads(value) if self.space[key].choices else value for key, value in parameters.items()}
 
     def run_tree(self, values: dict[str, Any], output_dir: Path) -> dict[str, Any]:
         """The run file with `values` and the trial's `output_dir`."""
@@ -141,11 +143,6 @@ def read_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepConfig:
             f"{path} is a run file, and a sweep needs a sweep file that names it",
             hint=f"write one with `run: {path}`, `trials: 12` and `space: {{optim.lr: {{low: 1.0e-6, high: 1.0e-3}}}}`",
         )
-    if "repeats" in tree:
-        raise ConfigError(
-            f"{path}: a sweep no longer trains its best run file again (`repeats`)",
-            hint="leave it out, and compare seeds by a second sweep over train.seed (docs/how-to/sweeps.md)",
-        )
     try:
         sweep = SweepConfig.model_validate(tree)
     except ValidationError as invalid:
@@ -154,9 +151,9 @@ def read_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepConfig:
     _check_metric(sweep, validate_tree(copy.deepcopy(base), base_lines, sweep.run))
     for key, values in sweep.space.items():
         source = f"{path} line {lines.get(('space', key), '?')}"
-        if own := [each for each in _OWN_KEYS if key in (each, each.split(".")[0]) or key.startswith(f"{each}.")]:
+        if reserved := [own for own in _OWN_KEYS if key in (own, own.split(".")[0]) or key.startswith(f"{own}.")]:
             raise ConfigError(
-                f"{source}: `{key}` is in the space, and the sweep sets `{own[0]}` itself",
+                f"{source}: `{key}` is in the space, and the sweep sets `{reserved[0]}` itself",
                 hint="leave it out of the space",
             )
         if inner := [other for other in sweep.space if other.startswith(f"{key}.")]:
@@ -190,15 +187,15 @@ def make_sampler(sweep: SweepConfig, number: int) -> Any:  # noqa: ANN401 - of o
 
     Its seed is the sweep's plus `number`, so that a resumed sweep samples the same values as an uninterrupted one.
     """
-    more: dict[str, Any] = {"seed": sweep.seed if sweep.sampler.name in _SEQUENCES else sweep.seed + number}
+    own_options: dict[str, Any] = {"seed": sweep.seed if sweep.sampler.name in _SEQUENCES else sweep.seed + number}
     if sweep.sampler.name in _LISTS:
-        more["search_space"] = {key: values.points() for key, values in sweep.space.items()}
-        if ranges := [key for key, points in more["search_space"].items() if points is None]:
+        own_options["search_space"] = {key: values.points() for key, values in sweep.space.items()}
+        if ranges := [key for key, points in own_options["search_space"].items() if points is None]:
             raise ConfigError(
                 f"`sampler: {sweep.sampler.name}` needs lists of values, and `{ranges[0]}` of the space is a range",
                 hint=f"write `choices` for `{ranges[0]}`, or give it a `step`",
             )
-    return _make(sweep.sampler, "sampler", more)
+    return _make(sweep.sampler, "sampler", own_options)
 
 
 def make_pruner(sweep: SweepConfig) -> Any:  # noqa: ANN401 - of optuna
@@ -206,18 +203,18 @@ def make_pruner(sweep: SweepConfig) -> Any:  # noqa: ANN401 - of optuna
     return _make(sweep.pruner, "pruner", {})
 
 
-def _make(choose: Choose, kind: str, more: dict[str, Any]) -> Any:  # noqa: ANN401 - of either base class
+def _make(choose: Choose, kind: str, own_options: dict[str, Any]) -> Any:  # noqa: ANN401 - of either base class
     """An instance of the class that `choose` names; ConfigError for an unknown name or option."""
     optuna = import_optuna()
     classes, options = getattr(optuna, f"{kind}s"), choose.model_extra or {}
     names = [name for name in dir(classes) if name.lower().endswith(kind) and not name.startswith("Base")]
     if choose.name not in names:
         raise ConfigError(f"`{kind}: {choose.name}` is not in optuna.{kind}s", hint=f"known: {', '.join(names)}")
-    known = inspect.signature(made_of := getattr(classes, choose.name)).parameters
+    signature = inspect.signature(made_of := getattr(classes, choose.name)).parameters
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            return made_of(**({name: value for name, value in more.items() if name in known} | options))
+            return made_of(**({name: value for name, value in own_options.items() if name in signature} | options))
     except (TypeError, ValueError, AttributeError) as wrong:
-        hint = f"its options: {', '.join(known)}"
+        hint = f"its options: {', '.join(signature)}"
         raise ConfigError(f"`{kind}: {choose.name}` does not take {options}: {wrong}", hint=hint) from None

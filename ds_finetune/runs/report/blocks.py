@@ -11,7 +11,8 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from ds_finetune.config.units import GIB, MIB, share_text
+from ds_finetune.config.units import share_text
+from ds_finetune.console.phase_line import time_text
 from ds_finetune.runs.report.charts import Chart
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -174,22 +175,6 @@ def _plain_text(value: float) -> str:
     return f"{value:.4f}" if size < 100 else f"{value:.1f}"
 
 
-def size_text(num_bytes: int) -> str:
-    """Bytes in MiB or GiB."""
-    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
-
-
-def duration_text(seconds: float) -> str:
-    """A duration in its two largest units."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    days, hours, minutes = whole // 86_400, whole % 86_400 // 3600, whole % 3600 // 60
-    return f"{days} d {hours} h" if days else f"{hours} h {minutes} min"
-
-
 def state_tone(state: str) -> str:
     """Colour class of a run's state: `good`, `bad` or `plain`."""
     return {"finished": "good", "failed": "bad", "hung": "bad"}.get(state, "plain")
@@ -197,7 +182,7 @@ def state_tone(state: str) -> str:
 
 def ago_text(moment: float) -> str:
     """Time since `moment`, in seconds since 1970, as text."""
-    return f"{duration_text(max(time.time() - moment, 0.0))} ago" if moment else NONE
+    return f"{time_text(max(time.time() - moment, 0.0))} ago" if moment else NONE
 
 
 def moment_text(seconds: float) -> str:

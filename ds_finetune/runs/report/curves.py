@@ -1,15 +1,16 @@
 """Charts of the metrics of one run, or of several runs overlaid."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_finetune.runs.folder import RunFolder
 from ds_finetune.runs.metrics import Curve
 from ds_finetune.runs.report.blocks import number_text
 from ds_finetune.runs.report.charts import Chart, Line
-from ds_finetune.runs.report.run import ReportedRun
 
 MOST_POINTS = 1200
 """Maximum number of points of a drawn curve."""
@@ -107,7 +108,7 @@ _WITHOUT_CHART = (
 """Last parts of names of metrics without a chart: the page shows them elsewhere, or they follow from another metric."""
 
 
-def run_charts(run: ReportedRun, markers: Sequence[tuple[int, str]] = ()) -> list[Chart]:
+def run_charts(run: RunFolder, markers: Sequence[tuple[int, str]] = ()) -> list[Chart]:
     """The charts of a run, first those of its objective; `markers` are labelled steps, such as restarts."""
     most = _points_of_a_line([run])
     return [
@@ -116,7 +117,7 @@ def run_charts(run: ReportedRun, markers: Sequence[tuple[int, str]] = ()) -> lis
     ]
 
 
-def overlay_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
+def overlay_charts(runs: Sequence[RunFolder]) -> list[Chart]:
     """A chart for each metric of two or more runs, with a line per run."""
     most, named = _points_of_a_line(runs), list(zip(run_labels(runs), runs, strict=True))
     charts = []
@@ -127,15 +128,15 @@ def overlay_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
     return charts
 
 
-def rank_chart(run: ReportedRun) -> list[Chart]:
+def rank_chart(run: RunFolder) -> list[Chart]:
     """The time of each rank outside collectives: of all ranks up to eight, else of three; no chart for one rank."""
     times = run.rank_times
     if times is None or times[1].shape[1] < 2:
         return []
     steps, seconds = times
-    shown = drawn_points(seconds.max(axis=1), MOST_POINTS)
+    indices = drawn_points(seconds.max(axis=1), MOST_POINTS)
     lines = [
-        Line(name, steps[shown], times[shown], colour=colour)
+        Line(name, steps[indices], times[indices], colour=colour)
         for colour, (name, times) in enumerate(_named_times(seconds).items())
     ]
     slowest = int(seconds[-1].argmax())
@@ -152,23 +153,23 @@ def _named_times(seconds: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]
     return {"slowest rank": slowest, "median": median, "fastest rank": fastest}
 
 
-def _points_of_a_line(runs: Sequence[ReportedRun]) -> int:
+def _points_of_a_line(runs: Sequence[RunFolder]) -> int:
     """Maximum points per line, so that the page stays small."""
     lines = sum(len(run.curves) for run in runs)
     return max(_FEWEST_POINTS, min(MOST_POINTS, _PAGE_POINTS // max(lines, 1)))
 
 
-def _groups_of(runs: Sequence[ReportedRun]) -> list[CurveGroup]:
+def _groups_of(runs: Sequence[RunFolder]) -> list[CurveGroup]:
     """The groups, with those metrics that the runs have, and a new group for each other metric."""
     names = list(dict.fromkeys(name for run in runs for name, curve in run.curves.items() if len(curve)))
-    groups, known = [], set[str]()
+    groups, grouped = [], set[str]()
     for group in GROUPS:
         labels = {name: label for name in names if (label := _label_in(group, name))}
-        known |= labels.keys()
+        grouped |= labels.keys()
         ordered = sorted(labels, key=lambda name: (name not in group.labels, [*group.labels, name].index(name)))
         groups += [replace(group, labels={name: labels[name] for name in ordered})] if labels else []
-    others = [name for name in names if name not in known and name.rpartition("/")[2] not in _WITHOUT_CHART]
-    return [*groups, *(CurveGroup(name, {name: name}) for name in others[:_MOST_OTHERS])]
+    ungrouped = [name for name in names if name not in grouped and name.rpartition("/")[2] not in _WITHOUT_CHART]
+    return [*groups, *(CurveGroup(name, {name: name}) for name in ungrouped[:_MOST_OTHERS])]
 
 
 def _label_in(group: CurveGroup, name: str) -> str:
@@ -181,7 +182,7 @@ def _label_in(group: CurveGroup, name: str) -> str:
 def _chart(
     group: CurveGroup,
     title: str,
-    series: Sequence[tuple[str, ReportedRun, str]],
+    series: Sequence[tuple[str, RunFolder, str]],
     most: int,
     markers: Sequence[tuple[int, str]] = (),
 ) -> Chart:
@@ -199,28 +200,24 @@ def _chart(
     return Chart(title, lines, "; ".join(texts), group.number, markers=markers, can_be_logarithmic=can_be_logarithmic)
 
 
-def run_labels(runs: Sequence[ReportedRun]) -> list[str]:
-    """A unique name for each run: its folder's name, with parent folders if two are equal."""
-    depth = 1
-    while True:
-        labels = ["/".join(run.folder.path.parts[-depth:]) for run in runs]
-        if len(set(labels)) == len(labels) or depth >= max(len(run.folder.path.parts) for run in runs):
-            return labels
-        depth += 1
+def run_labels(runs: Sequence[RunFolder]) -> list[str]:
+    """A name for each run: its path relative to the folder that all runs are in."""
+    common = os.path.commonpath([run.path.parent for run in runs])
+    return [os.path.relpath(run.path, common) for run in runs]
 
 
 def _lines_of(curve: Curve, name: str, line: Line, smoothed: str, most: int) -> list[Line]:
     """The lines of a metric: points for evaluations and saves, else a line, faint behind one named `smoothed`."""
     steps, values = curve.steps, curve.values
-    shown = drawn_points(values, most)
-    line = replace(line, x=steps[shown], y=values[shown])
+    indices = drawn_points(values, most)
+    line = replace(line, x=steps[indices], y=values[indices])
     if name.startswith(("eval/", "checkpoint/")):
         return [replace(line, role="points")]
     if not smoothed or len(curve) < _FEWEST_SMOOTHED_POINTS:
         return [line]
     means = smooth(values, max(1, min(_MOST_SMOOTHED_STEPS, len(curve) // _SMOOTHING_FRACTION)))
-    shown = drawn_points(means, most // 2)
-    return [replace(line, role="faint"), replace(line, name=smoothed, x=steps[shown], y=means[shown])]
+    indices = drawn_points(means, most // 2)
+    return [replace(line, role="faint"), replace(line, name=smoothed, x=steps[indices], y=means[indices])]
 
 
 def _range_text(curve: Curve, number: str) -> str:

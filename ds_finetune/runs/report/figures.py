@@ -82,16 +82,16 @@ class _LineFigure(NamedTuple):
 def _empty(**settings: Any) -> figure:  # noqa: ANN401 - settings of bokeh
     frame = {"toolbar_location": None, "sizing_mode": "stretch_both", "min_border_right": 20}
     fills = {"background_fill_color": None, "border_fill_color": None, "outline_line_color": None}
-    made = figure(**{**frame, **fills, **settings})
-    made.xgrid.visible = False
-    made.axis.minor_tick_line_color = None
-    return made
+    plot = figure(**{**frame, **fills, **settings})
+    plot.xgrid.visible = False
+    plot.axis.minor_tick_line_color = None
+    return plot
 
 
 @lru_cache(maxsize=256)
 def _line_item(key: _LineFigure) -> Any:  # noqa: ANN401 - JSON
     """A figure of lines as JSON; drawing one takes 40 ms."""
-    made = _empty(
+    plot = _empty(
         tools=[CrosshairTool(dimensions="height", line_color=_GREY), BoxZoomTool(dimensions="width")],
         x_axis_type="log" if key.has_log_x else "linear",
         y_axis_type="log" if key.is_log else "linear",
@@ -101,48 +101,48 @@ def _line_item(key: _LineFigure) -> Any:  # noqa: ANN401 - JSON
         window_axis="x",
     )
     if key.x_texts:
-        made.xaxis.ticker = FixedTicker(ticks=[*range(len(key.x_texts))])
-        made.xaxis.major_label_overrides = dict(enumerate(key.x_texts))
+        plot.xaxis.ticker = FixedTicker(ticks=[*range(len(key.x_texts))])
+        plot.xaxis.major_label_overrides = dict(enumerate(key.x_texts))
     elif key.has_whole_x:
-        made.xaxis.formatter, made.xaxis.ticker = NumeralTickFormatter(format="0,0"), BasicTicker(min_interval=1)
+        plot.xaxis.formatter, plot.xaxis.ticker = NumeralTickFormatter(format="0,0"), BasicTicker(min_interval=1)
     if key.is_percent:
-        made.yaxis.formatter = NumeralTickFormatter(format="0.[0]%")
+        plot.yaxis.formatter = NumeralTickFormatter(format="0.[0]%")
     for number, (role, colour, is_point) in enumerate(key.strokes):
         source = ColumnDataSource({"x": [], "y": []}, name=f"line {number}")
         if role != "dots":
             style = {"name": str(number), "line_color": colour, "line_width": 2} | _STYLES.get(role, {})
-            made.line("x", "y", source=source, **style)
+            plot.line("x", "y", source=source, **style)
         if is_point or role in ("points", "dots"):
-            made.scatter("x", "y", source=source, name=str(number), color=colour, size=7)
+            plot.scatter("x", "y", source=source, name=str(number), color=colour, size=7)
     for step, label in key.markers:
-        made.add_layout(Span(location=step, dimension="height", line_color=_GREY, line_dash="dashed"))
+        plot.add_layout(Span(location=step, dimension="height", line_color=_GREY, line_dash="dashed"))
         style = {"text_color": _GREY, "text_font_size": "10px", "angle": math.pi / 2, "x_offset": 12}
-        made.add_layout(Label(x=step, y=6, y_units="screen", text=label, **style))
-    return json_item(made)
+        plot.add_layout(Label(x=step, y=6, y_units="screen", text=label, **style))
+    return json_item(plot)
 
 
-def _draw_map(plot: HeatMap) -> figure:
-    rows, columns = (each.ravel() for each in np.indices(plot.values.shape))
+def _draw_map(heat_map: HeatMap) -> figure:
+    rows, columns = (each.ravel() for each in np.indices(heat_map.values.shape))
     data = {
         "x": columns,
         "y": rows,
-        "column": np.array(plot.columns)[columns].tolist(),
-        "layer": np.array(plot.layers)[rows],
-        "shade": plot.shades.ravel().round(2),
-        "value": plot.values.ravel().round(3),
+        "column": np.array(heat_map.columns)[columns].tolist(),
+        "layer": np.array(heat_map.layers)[rows],
+        "shade": heat_map.shades.ravel().round(2),
+        "value": heat_map.values.ravel().round(3),
     }
-    colours = interp_palette(_DIVERGING if plot.is_diverging else _SEQUENTIAL, _SHADES)
-    ends = [shade for shade, _ in plot.ticks]
+    colours = interp_palette(_DIVERGING if heat_map.is_diverging else _SEQUENTIAL, _SHADES)
+    ends = [shade for shade, _ in heat_map.ticks]
     mapper = LinearColorMapper(palette=colours, low=ends[0], high=ends[-1])
-    tooltips = [("layer", "@layer"), (plot.x_name, "@column"), ("value", "@value{0.[00]}")]
-    made = _empty(tools=[HoverTool(tooltips=tooltips)], x_axis_label=plot.x_name, y_axis_label="layer")
+    tooltips = [("layer", "@layer"), (heat_map.x_name, "@column"), ("value", "@value{0.[00]}")]
+    plot = _empty(tools=[HoverTool(tooltips=tooltips)], x_axis_label=heat_map.x_name, y_axis_label="layer")
     fill = {"field": "shade", "transform": mapper}
-    made.rect("x", "y", 1, 1, source=ColumnDataSource(data), fill_color=fill, line_color=fill, line_width=0.5)
-    made.x_range.range_padding = made.y_range.range_padding = 0
-    for axis, texts in ((made.xaxis, plot.columns), (made.yaxis, plot.layers)):
+    plot.rect("x", "y", 1, 1, source=ColumnDataSource(data), fill_color=fill, line_color=fill, line_width=0.5)
+    plot.x_range.range_padding = plot.y_range.range_padding = 0
+    for axis, texts in ((plot.xaxis, heat_map.columns), (plot.yaxis, heat_map.layers)):
         axis.ticker = BasicTicker(desired_num_ticks=12, min_interval=1)
         axis.major_label_overrides = {index: str(text) for index, text in enumerate(texts)}
     bar = ColorBar(color_mapper=mapper, ticker=FixedTicker(ticks=ends), width=8, background_fill_color=None)
-    bar.major_label_overrides = dict(plot.ticks)
-    made.add_layout(bar, "right")
-    return made
+    bar.major_label_overrides = dict(heat_map.ticks)
+    plot.add_layout(bar, "right")
+    return plot

@@ -11,15 +11,14 @@ from ds_finetune.export.formats import SAFETENSORS, format_of
 from ds_finetune.export.kept_edits import CARD, MARK
 from ds_finetune.families.table import BUILT_AS
 from ds_finetune.families.text_part import is_composite
-from ds_finetune.runs.folder import base_model, is_run
+from ds_finetune.runs.folder import RunFolder, base_model, is_run
 from ds_finetune.runs.report.blocks import number_text, render_template
-from ds_finetune.runs.report.run import ReportedRun
 from ds_finetune.runs.status import read_object
 from ds_finetune.system.whole_file import replace_file
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
-_SHARES = ("accuracy", "exact_match", "reward_accuracy")
+_FRACTIONS = ("accuracy", "exact_match", "reward_accuracy")
 _HYPERPARAMETERS = (
     "objective.name",
     "train.for",
@@ -42,9 +41,9 @@ _HYPERPARAMETERS = (
 """Keys of the run file listed on a model card."""
 
 
-def write_model_cards(run: ReportedRun) -> list[Path]:
+def write_model_cards(run: RunFolder) -> list[Path]:
     """Write the model card of each export of a run; returns the cards written."""
-    folders = [run.folder.path / name for name in run.folder.exports]
+    folders = [run.path / name for name in run.exports]
     return [card for folder in folders if (card := write_model_card(run, folder)) is not None]
 
 
@@ -54,13 +53,13 @@ def write_card_of_source(source: Path, folder: Path, verified: Sequence[str] = (
     `verified` are lines on how close the folder is to the model. None if `source` belongs to no run, or a person has
     written a card.
     """
-    found = next((each for each in (source, *source.absolute().parents[:2]) if is_run(each)), None)
-    if found is None:
+    run_folder = next((each for each in (source, *source.absolute().parents[:2]) if is_run(each)), None)
+    if run_folder is None:
         return None
-    return write_model_card(ReportedRun.read(found), folder, verified)
+    return write_model_card(RunFolder.read(run_folder), folder, verified)
 
 
-def write_model_card(run: ReportedRun, folder: Path, verified: Sequence[str] = ()) -> Path | None:
+def write_model_card(run: RunFolder, folder: Path, verified: Sequence[str] = ()) -> Path | None:
     """Write `README.md` into an exported folder of a run; None if a person has written one."""
     card = folder / CARD
     if card.exists() and MARK not in card.read_text(encoding="utf-8", errors="replace"):
@@ -69,7 +68,7 @@ def write_model_card(run: ReportedRun, folder: Path, verified: Sequence[str] = (
     return card
 
 
-def model_card(run: ReportedRun, folder: Path, verified: Sequence[str] = ()) -> str:
+def model_card(run: RunFolder, folder: Path, verified: Sequence[str] = ()) -> str:
     """A folder's model card; without paths of this machine or times, so that equal exports have equal cards."""
     from huggingface_hub import EvalResult, ModelCardData
 
@@ -77,7 +76,7 @@ def model_card(run: ReportedRun, folder: Path, verified: Sequence[str] = ()) -> 
     row = format_of(folder)
     step = _step_of(run, folder)
     results = dict(_results_at(run, step))
-    base, objective = base_model(run.config), _objective(run.config)
+    base, objective = base_model(run.config), settings.get("objective.name", "sft")
     is_scorer = objective in OBJECTIVES and OBJECTIVES[objective].head == "scores"
     config = _config_of(folder)
     built_as, auto_class = BUILT_AS.get(str(config.get("model_type")), ""), "AutoModelForCausalLM"
@@ -128,7 +127,7 @@ def model_card(run: ReportedRun, folder: Path, verified: Sequence[str] = ()) -> 
         step=step,
         ranks=run.starts[-1].get("ranks", 0) if run.starts else 0,
         results=[
-            (name, number_text(value, "percent" if name in _SHARES else "number")) for name, value in results.items()
+            (name, number_text(value, "percent" if name in _FRACTIONS else "number")) for name, value in results.items()
         ],
         data=str(run.data.get("summary", "")),
         settings=[(key, settings[key]) for key in _HYPERPARAMETERS if settings.get(key, "null") != "null"],
@@ -136,14 +135,14 @@ def model_card(run: ReportedRun, folder: Path, verified: Sequence[str] = ()) -> 
     )
 
 
-def _prompt_lines(run: ReportedRun, folder: Path) -> list[str]:
+def _prompt_lines(run: RunFolder, folder: Path) -> list[str]:
     """Lines on prompts, by the folder's tokenizer, or if it has none by that of the run's export."""
     from ds_finetune.data.prompt_format import prompt_lines
     from ds_finetune.data.tokenizer_files import load_tokenizer
 
-    for place in (folder, run.folder.path / "export"):
-        if (place / "tokenizer.json").is_file():
-            return list(prompt_lines(place, load_tokenizer(str(place))))
+    for tokenizer_folder in (folder, run.path / "export"):
+        if (tokenizer_folder / "tokenizer.json").is_file():
+            return list(prompt_lines(tokenizer_folder, load_tokenizer(str(tokenizer_folder))))
     return []
 
 
@@ -153,7 +152,7 @@ def _config_of(folder: Path) -> Mapping[str, Any]:
     return read_object(folder / "config.json") or read_object(merged / "config.json")
 
 
-def _step_of(run: ReportedRun, folder: Path) -> int:
+def _step_of(run: RunFolder, folder: Path) -> int:
     """The step of the weights, from the folder's record; else the last step."""
     step = read_object(folder / "verification.json").get("step")
     if isinstance(step, int):
@@ -164,7 +163,7 @@ def _step_of(run: ReportedRun, folder: Path) -> int:
     return run.metrics.last_step
 
 
-def _results_at(run: ReportedRun, step: int) -> Iterator[tuple[str, float]]:
+def _results_at(run: RunFolder, step: int) -> Iterator[tuple[str, float]]:
     """Metrics on all held-out rows after `step`, by the last part of their names."""
     for name, curve in run.curves.items():
         metric = name.removeprefix("eval/")
@@ -175,17 +174,12 @@ def _results_at(run: ReportedRun, step: int) -> Iterator[tuple[str, float]]:
                 yield metric, value
 
 
-def _objective(config: Mapping[str, Any]) -> str:
-    objective = config.get("objective", {})
-    return str(objective.get("name", "sft")) if isinstance(objective, dict) else str(objective)
-
-
 def _training_data(config: Mapping[str, Any]) -> list[str]:
     """The sources of the training data, with their names if they have any."""
     section = config.get("data", {})
-    given = section.get("train", []) if isinstance(section, dict) else []
-    given = list(given.values()) if isinstance(given, dict) else given if isinstance(given, list) else [given]
-    return [str(source) for source in given if isinstance(source, str)]
+    sources = section.get("train", []) if isinstance(section, dict) else []
+    sources = list(sources.values()) if isinstance(sources, dict) else sources
+    return [source for source in (sources if isinstance(sources, list) else [sources]) if isinstance(source, str)]
 
 
 def _is_hub_id(name: str) -> bool:

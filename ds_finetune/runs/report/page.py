@@ -12,6 +12,7 @@ import numpy as np
 
 from ds_finetune import __version__
 from ds_finetune.console.phase_line import time_text
+from ds_finetune.runs.folder import RunFolder
 from ds_finetune.runs.report.blocks import (
     NONE,
     TEMPLATES,
@@ -23,13 +24,11 @@ from ds_finetune.runs.report.blocks import (
     ReportSection,
     Tile,
     ago_text,
-    duration_text,
     number_text,
     render_template,
 )
 from ds_finetune.runs.report.charts import Line
 from ds_finetune.runs.report.curves import overlay_charts, run_labels
-from ds_finetune.runs.report.run import ReportedRun
 from ds_finetune.runs.report.sections import SECTIONS, repeat_command
 from ds_finetune.runs.status import RunStatus, State
 from ds_finetune.system.versions import require_extra
@@ -38,14 +37,14 @@ _UNKNOWN_FORM = (KeyError, TypeError, ValueError, IndexError, AttributeError, Ov
 """Errors that the functions of `SECTIONS` raise for files that another version wrote, or that cannot be read."""
 
 
-def run_page(run: ReportedRun, *, state: State | None = None, is_live: bool = False) -> Page:
+def run_page(run: RunFolder, *, state: State | None = None, is_live: bool = False) -> Page:
     """The report of one run; `state` is the final state of a run that is ending, if its folder does not have it yet."""
-    status = run.folder.status
+    status = run.status
     if state is not None and status.state in ("running", "unknown"):
         status = replace(status, state=state, reason="" if status.state == "unknown" else status.reason)
     sections, unknown = _sections(run)
     is_told = status.reason and status.state not in ("finished", "unknown")
-    subtitle = str(run.folder.plan.get("model", run.folder.path))
+    subtitle = str(run.plan.get("model", run.path))
     warnings = [*_warnings(run), *unknown]
     if status.state == "running" and not is_live:
         warnings.append("the run was still running when this page was written; make it again for later steps")
@@ -59,7 +58,7 @@ def run_page(run: ReportedRun, *, state: State | None = None, is_live: bool = Fa
     )
 
 
-def _sections(run: ReportedRun) -> tuple[list[ReportSection], list[str]]:
+def _sections(run: RunFolder) -> tuple[list[ReportSection], list[str]]:
     """The sections of a run, and warnings for sections whose files have an unknown format."""
     sections, unknown = [], []
     for make in SECTIONS:
@@ -76,7 +75,7 @@ def _sections(run: ReportedRun) -> tuple[list[ReportSection], list[str]]:
     return sections, unknown
 
 
-def overlay_page(runs: Sequence[ReportedRun]) -> Page:
+def overlay_page(runs: Sequence[RunFolder]) -> Page:
     """The report of two or more runs: results, differences of run files, and overlaid curves."""
     labels = run_labels(runs)
     named = list(zip(labels, runs, strict=True))
@@ -178,7 +177,7 @@ _TILES = (
 """Metrics whose last value gets a tile, and a row where runs are compared: label, number format and note."""
 
 
-def _tiles(run: ReportedRun, status: RunStatus) -> list[Tile]:
+def _tiles(run: RunFolder, status: RunStatus) -> list[Tile]:
     steps = run.metrics.last_step
     planned = run.starts[-1].get("steps", 0) if run.starts else status.steps
     best, seen, seconds = run.best("eval/loss"), run.last("data/tokens_seen"), run.seconds
@@ -194,7 +193,7 @@ def _tiles(run: ReportedRun, status: RunStatus) -> list[Tile]:
     tiles += [Tile("best eval loss", number_text(best[1]), f"at step {best[0]:,}")] if best is not None else []
     tiles += [Tile("tokens", _short(seen), "without padding")] if seen else []
     speed = f"{_short(seen / seconds)} tokens/s" if seen and seconds else ""
-    return [*tiles, Tile("training time", duration_text(seconds), speed)] if seconds else tiles
+    return [*tiles, Tile("training time", time_text(seconds), speed)] if seconds else tiles
 
 
 def _short(number: float) -> str:
@@ -205,9 +204,9 @@ def _short(number: float) -> str:
     return f"{number:.0f}"
 
 
-def _warnings(run: ReportedRun) -> list[str]:
+def _warnings(run: RunFolder) -> list[str]:
     """Warnings for the reader: problems of the folder's files, another version, no steps."""
-    warnings = [text for text in (run.metrics.problem, *run.folder.problems) if text]
+    warnings = [text for text in (run.metrics.problem, *run.problems) if text]
     written = run.versions.get("ds_finetune", "")
     if written not in ("", "not installed", __version__):
         warnings.append(
@@ -219,25 +218,25 @@ def _warnings(run: ReportedRun) -> list[str]:
     return warnings
 
 
-def _result_rows(runs: Sequence[ReportedRun]) -> list[tuple[str, ...]]:
+def _result_rows(runs: Sequence[RunFolder]) -> list[tuple[str, ...]]:
     """Results of the runs side by side; rows without a value in any run are left out."""
     best = [run.best("eval/loss") for run in runs]
     rows: list[tuple[str, ...]] = [
         ("steps", *(f"{run.metrics.last_step:,}" for run in runs)),
         *((label, *(number_text(run.last(name), kind) for run in runs)) for name, label, kind, _ in _TILES),
         ("eval loss", *(number_text(run.last("eval/loss")) for run in runs)),
-        ("best eval loss", *(NONE if found is None else number_text(found[1]) for found in best)),
-        ("at step", *(NONE if found is None else f"{found[0]:,}" for found in best)),
+        ("best eval loss", *(number_text(None if pair is None else pair[1]) for pair in best)),
+        ("at step", *(number_text(None if pair is None else pair[0]) for pair in best)),
         ("tokens", *(number_text(run.last("data/tokens_seen")) for run in runs)),
-        ("training time", *(duration_text(run.seconds) if run.seconds else NONE for run in runs)),
+        ("training time", *(time_text(run.seconds) if run.seconds else NONE for run in runs)),
         ("tokens per second", *(_speed_text(run) for run in runs)),
         ("skipped steps", *(number_text(run.last("train/skipped_steps")) for run in runs)),
-        ("state", *(run.folder.status.state for run in runs)),
+        ("state", *(run.status.state for run in runs)),
     ]
     return [row for row in rows if set(row[1:]) not in ({NONE}, {"unknown"})]
 
 
-def _speed_text(run: ReportedRun) -> str:
+def _speed_text(run: RunFolder) -> str:
     """Tokens of the run divided by the time of its steps, or the last value of the metric."""
     seen = run.last("data/tokens_seen")
     return number_text(seen / run.seconds if seen and run.seconds else run.last("perf/tokens_per_second"))

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_finetune.config.units import share_text
+from ds_finetune.config.units import bytes_text, share_text
+from ds_finetune.runs.folder import RunFolder
 from ds_finetune.runs.metrics import Sample
 from ds_finetune.runs.report.blocks import (
     NONE,
@@ -23,11 +24,9 @@ from ds_finetune.runs.report.blocks import (
     ReportSection,
     moment_text,
     number_text,
-    size_text,
 )
 from ds_finetune.runs.report.charts import Chart, HeatMap
 from ds_finetune.runs.report.curves import rank_chart, run_charts
-from ds_finetune.runs.report.run import ReportedRun
 
 _COMMUNICATION = "comm/"
 """Prefix of metrics whose charts are collapsed at first: there are two for each kind of collective."""
@@ -48,9 +47,9 @@ _ROW_PIXELS, _MANY_ROWS, _ROW_PIXELS_OF_MANY = 18, 24, 10
 _FRAME_PIXELS, _LEAST_PIXELS, _MOST_PIXELS = 90, 180, 1200
 
 
-def plan_section(run: ReportedRun) -> ReportSection | None:
+def plan_section(run: RunFolder) -> ReportSection | None:
     """The plan and the layout of ranks."""
-    plan = dict(run.folder.plan)
+    plan = dict(run.plan)
     notes = plan.pop("notes", [])
     rows = [(name, str(text)) for name, text in plan.items()] + _forecast_rows(run)
     blocks: list[Block] = [Facts(rows)] if rows else []
@@ -58,22 +57,22 @@ def plan_section(run: ReportedRun) -> ReportSection | None:
     return ReportSection("plan", "Plan and layout", blocks) if blocks else None
 
 
-def _forecast_rows(run: ReportedRun) -> list[tuple[str, str]]:
-    expected, found = run.last("memory/predicted_gib"), run.last("memory/measured_gib")
-    if expected is None or found is None:
+def _forecast_rows(run: RunFolder) -> list[tuple[str, str]]:
+    expected, measured = run.last("memory/predicted_gib"), run.last("memory/measured_gib")
+    if expected is None or measured is None:
         return []
-    text = f"{number_text(expected, 'gib')} predicted, {number_text(found, 'gib')} measured"
+    text = f"{number_text(expected, 'gib')} predicted, {number_text(measured, 'gib')} measured"
     return [("memory of the fullest rank", text)]
 
 
-def curve_section(run: ReportedRun) -> ReportSection | None:
+def curve_section(run: RunFolder) -> ReportSection | None:
     """Curves with evaluations and restarts, and a table of metrics."""
     markers = [(start["after_step"], "restart") for start in run.starts[1:] if "after_step" in start]
-    every = run_charts(run, markers)
-    if not every:
+    all_charts = run_charts(run, markers)
+    if not all_charts:
         return None
-    charts = [chart for chart in every if not chart.title.startswith(_COMMUNICATION)] + rank_chart(run)
-    folded = [chart for chart in every if chart.title.startswith(_COMMUNICATION)]
+    charts = [chart for chart in all_charts if not chart.title.startswith(_COMMUNICATION)] + rank_chart(run)
+    folded = [chart for chart in all_charts if chart.title.startswith(_COMMUNICATION)]
     lead = "Points are evaluations on held-out data. Click a name to hide it; drag over a part to enlarge it."
     blocks: list[Block] = [Charts(charts)]
     evaluations = _evaluation_table(run)
@@ -82,36 +81,34 @@ def curve_section(run: ReportedRun) -> ReportSection | None:
     return ReportSection("curves", "Curves", [*blocks, _metric_table(run)], lead)
 
 
-def _evaluation_table(run: ReportedRun) -> DataTable | None:
-    names = [name for name in run.curves if name.startswith("eval/")]
-    steps = sorted({int(step) for name in names for step in run.curves[name].steps})
+def _evaluation_table(run: RunFolder) -> DataTable | None:
+    values = {name: dict(curve.points()) for name, curve in run.curves.items() if name.startswith("eval/")}
+    steps = sorted({step for of_metric in values.values() for step in of_metric})
     if not steps:
         return None
-    values = {
-        name: dict(zip(run.curves[name].steps.tolist(), run.curves[name].values.tolist(), strict=True))
-        for name in names
-    }
-    shown = steps[-_MOST_EVALUATIONS:]
-    rows = [(f"{step:,}", *(number_text(values[name].get(step), _kind(name)) for name in names)) for step in shown]
-    return DataTable("Evaluations", ("step", *names), rows, text_columns=0, is_folded=len(rows) > 8)
+    rows = [
+        (f"{step:,}", *(number_text(values[name].get(step), _kind(name)) for name in values))
+        for step in steps[-_MOST_EVALUATIONS:]
+    ]
+    return DataTable("Evaluations", ("step", *values), rows, text_columns=0, is_folded=len(rows) > 8)
 
 
-def _metric_table(run: ReportedRun) -> DataTable:
+def _metric_table(run: RunFolder) -> DataTable:
     rows = []
     for name, curve in run.curves.items():
         values = curve.values
         finite = np.flatnonzero(np.isfinite(values))
         if not len(finite):
             continue
-        places = (finite[0], finite[-1], finite[values[finite].argmin()], finite[values[finite].argmax()])
-        first, last, *extremes = (number_text(float(values[place]), _kind(name)) for place in places)
-        steps = [int(curve.steps[place]) for place in places[2:]]
+        indices = (finite[0], finite[-1], finite[values[finite].argmin()], finite[values[finite].argmax()])
+        first, last, *extremes = (number_text(float(values[index]), _kind(name)) for index in indices)
+        steps = [int(curve.steps[index]) for index in indices[2:]]
         rows.append((name, first, last, *(f"{text} at {step:,}" for text, step in zip(extremes, steps, strict=True))))
     columns = ("metric", "first", "last", "lowest", "highest")
     return DataTable("All metrics as numbers", columns, rows, is_folded=True)
 
 
-def event_section(run: ReportedRun) -> ReportSection | None:
+def event_section(run: RunFolder) -> ReportSection | None:
     """Starts of the run, skipped steps and stragglers."""
     blocks: list[Block] = [_start_table(run)] if run.starts else []
     skipped, slow = run.metrics.notices, run.metrics.slow
@@ -133,7 +130,7 @@ def _event_table(caption: str, column: str, events: Sequence[tuple[int, str]]) -
     return DataTable(caption, ("step", column), [(f"{step:,}", text) for step, text in events[:_MOST_EVENTS]], 2)
 
 
-def _start_table(run: ReportedRun) -> DataTable:
+def _start_table(run: RunFolder) -> DataTable:
     rows = [
         (
             moment_text(start["time"]) if isinstance(start.get("time"), int | float) else NONE,
@@ -146,7 +143,7 @@ def _start_table(run: ReportedRun) -> DataTable:
     return DataTable("Starts", ("time", "after step", "ranks", "launcher", "host of rank 0", "device"), rows, 6)
 
 
-def data_section(run: ReportedRun) -> ReportSection | None:
+def data_section(run: RunFolder) -> ReportSection | None:
     """A summary of the training data, and documents with their supervised tokens coloured."""
     data = run.data
     if not data:
@@ -170,19 +167,19 @@ def data_section(run: ReportedRun) -> ReportSection | None:
     return ReportSection("data", "Data", blocks, lead)
 
 
-def _used_tokens(run: ReportedRun, there_are: object) -> list[tuple[str, str]]:
+def _used_tokens(run: RunFolder, num_tokens: object) -> list[tuple[str, str]]:
     seen = run.last("data/tokens_seen")
-    if not seen or not isinstance(there_are, int) or not there_are:
+    if not seen or not isinstance(num_tokens, int) or not num_tokens:
         return []
-    times = seen / there_are
-    share = f"{share_text(times)} of" if times < 1 else f"{times:.2f} passes over"
-    return [("tokens used", f"{seen:,.0f}, {share} the {there_are:,} tokens of the training data")]
+    times = seen / num_tokens
+    used = f"{share_text(times)} of" if times < 1 else f"{times:.2f} passes over"
+    return [("tokens used", f"{seen:,.0f}, {used} the {num_tokens:,} tokens of the training data")]
 
 
-def answer_section(run: ReportedRun) -> ReportSection | None:
+def answer_section(run: RunFolder) -> ReportSection | None:
     """The model's answers to held-out prompts over time."""
     by_prompt: dict[tuple[str, str], list[Sample]] = {}
-    for sample in run.folder.samples:
+    for sample in run.samples:
         by_prompt.setdefault((sample.name, sample.prompt), []).append(sample)
     blocks = [
         PromptAnswers(
@@ -197,13 +194,13 @@ def answer_section(run: ReportedRun) -> ReportSection | None:
     return ReportSection("answers", "Generated answers over time", blocks, lead) if blocks else None
 
 
-def rollout_section(run: ReportedRun) -> ReportSection | None:
+def rollout_section(run: RunFolder) -> ReportSection | None:
     """Answers of rollouts over the run with their scores; None for a run without rollouts."""
     by_prompt: dict[tuple[int, str], list[Sample]] = {}
-    for answer in run.folder.rollouts:
+    for answer in run.rollouts:
         by_prompt.setdefault((answer.step, answer.prompt), []).append(answer)
     groups = list(by_prompt.items())
-    kept = np.unique(np.linspace(0, len(groups) - 1, _MOST_SAMPLES).round().astype(int)).tolist() if groups else []
+    indices = np.unique(np.linspace(0, len(groups) - 1, _MOST_SAMPLES).round().astype(int)).tolist() if groups else []
     blocks = [
         PromptAnswers(
             f"Before step {step:,}",
@@ -211,25 +208,24 @@ def rollout_section(run: ReportedRun) -> ReportSection | None:
             "",
             [(answer.scores, _shortened(answer.answer)) for answer in group],
         )
-        for (step, prompt), group in (groups[place] for place in kept)
+        for (step, prompt), group in (groups[index] for index in indices)
     ]
     lead = "Answers that the model sampled to training prompts, and how they were scored."
     return ReportSection("rollouts", "Sampled answers and their rewards", blocks, lead) if blocks else None
 
 
-def log_section(run: ReportedRun) -> ReportSection | None:
+def log_section(run: RunFolder) -> ReportSection | None:
     """The last lines of the log, and the watchdog's report of a failure."""
-    log, report = run.folder.log_tail(), run.folder.watchdog_report()
+    log, report = run.log_tail(), run.watchdog_report()
     blocks = [Code("Report of the watchdog", _shortened(report, _LONGEST_FILE))] if report else []
     blocks += [Code("End of log.txt", log, is_tail=True)] if log else []
     return ReportSection("log", "Log", blocks) if blocks else None
 
 
-def checkpoint_section(run: ReportedRun) -> ReportSection | None:
+def checkpoint_section(run: RunFolder) -> ReportSection | None:
     """The checkpoints in the folder."""
     rows = [
-        (f"step {saved.step:,}", size_text(saved.num_bytes), number_text(saved.eval_loss))
-        for saved in run.folder.checkpoints
+        (f"step {saved.step:,}", bytes_text(saved.num_bytes), number_text(saved.eval_loss)) for saved in run.checkpoints
     ]
     if not rows:
         return None
@@ -237,12 +233,12 @@ def checkpoint_section(run: ReportedRun) -> ReportSection | None:
     return ReportSection("checkpoints", "Checkpoints", [table])
 
 
-def export_section(run: ReportedRun) -> ReportSection | None:
+def export_section(run: RunFolder) -> ReportSection | None:
     """The exported folders, with the results of their verification."""
-    results = [each for each in run.folder.recorded("exports.json").get("exports", []) if isinstance(each, dict)]
+    results = [each for each in run.recorded("exports.json").get("exports", []) if isinstance(each, dict)]
     verified = {str(result["folder"]): result for result in results if "folder" in result}
     blocks: list[Block] = []
-    for name, state in run.folder.exports.items():
+    for name, state in run.exports.items():
         result = verified.get(name, {})
         blocks.append(Remark(f"{name}: {state}", {"verified": "good", "not verified": "plain"}.get(state, "bad")))
         lines = [str(line) for key in ("lines", "problems") for line in result.get(key, [])]
@@ -251,7 +247,7 @@ def export_section(run: ReportedRun) -> ReportSection | None:
     return ReportSection("export", "Export and its verification", blocks) if blocks else None
 
 
-def repeat_section(run: ReportedRun) -> ReportSection:
+def repeat_section(run: RunFolder) -> ReportSection:
     """Versions, the run's command, a command that repeats the run, and its run file."""
     blocks: list[Block] = []
     if run.versions:
@@ -259,32 +255,32 @@ def repeat_section(run: ReportedRun) -> ReportSection:
     if run.starts and run.starts[-1].get("command"):
         blocks.append(Code("Started as", str(run.starts[-1]["command"])))
     blocks.append(Code("Command that repeats the run", repeat_command(run)))
-    if (text := run.folder.text("config.yaml")) is not None:
+    if (text := run.text("config.yaml")) is not None:
         title = "Run file with all defaults (config.yaml)"
         blocks.append(Code(title, _shortened(text, _LONGEST_FILE), is_folded=True))
     return ReportSection("repeat", "Versions and how to repeat the run", blocks)
 
 
-def repeat_command(run: ReportedRun) -> str:
+def repeat_command(run: RunFolder) -> str:
     """A command that repeats the run in another folder, with as many ranks."""
-    folder = run.folder.path
-    ranks = int(run.starts[-1].get("ranks", 1)) if run.starts else run.folder.status.ranks
+    folder = run.path
+    ranks = int(run.starts[-1].get("ranks", 1)) if run.starts else run.status.ranks
     per_host = int(run.starts[-1].get("ranks_per_host", ranks)) if run.starts else ranks
-    words = shlex.join([f"{folder}/config.yaml", f"output_dir={folder}-again"])
+    arguments = shlex.join([f"{folder}/config.yaml", f"output_dir={folder}-again"])
     if ranks == 1:
-        return f"ds-finetune train {words}"
+        return f"ds-finetune train {arguments}"
     if ranks == per_host:
-        return f"torchrun --standalone --nproc-per-node {ranks} -m ds_finetune train {words}"
-    return f"ds-finetune launch --hostfile HOSTFILE {words}   # {ranks} ranks, {per_host} on each host"
+        return f"torchrun --standalone --nproc-per-node {ranks} -m ds_finetune train {arguments}"
+    return f"ds-finetune launch --hostfile HOSTFILE {arguments}   # {ranks} ranks, {per_host} on each host"
 
 
 def _spread(group: Sequence[Sample]) -> list[Sample]:
     """At most some samples of a prompt, spread over the run; for equal steps the last one."""
-    latest = [list(same)[-1] for _, same in groupby(group, key=lambda sample: sample.step)]
+    latest = [list(samples)[-1] for _, samples in groupby(group, key=lambda sample: sample.step)]
     if len(latest) <= _MOST_ANSWERS:
         return latest
-    kept = np.unique(np.linspace(0, len(latest) - 1, _MOST_ANSWERS).round().astype(int))
-    return [latest[index] for index in kept.tolist()]
+    indices = np.unique(np.linspace(0, len(latest) - 1, _MOST_ANSWERS).round().astype(int))
+    return [latest[index] for index in indices.tolist()]
 
 
 def _shortened(text: str, most: int = _LONGEST_TEXT) -> str:
@@ -298,9 +294,9 @@ def _kind(name: str) -> str:
     return "seconds" if last.endswith("_seconds") else "gib" if last.endswith("_gib") else "number"
 
 
-def profile_section(run: ReportedRun) -> ReportSection | None:
+def profile_section(run: RunFolder) -> ReportSection | None:
     """Time of profiled steps by kind on each rank; None for a run without profiled steps."""
-    summary = run.folder.recorded("profile/summary.json")
+    summary = run.recorded("profile/summary.json")
     if not summary:
         return None
     lead = "Seconds of a step by what the rank was doing; open profile/trace.json.gz in Perfetto for the timeline."
@@ -322,9 +318,9 @@ def _rank_table(summary: Mapping[str, Any]) -> DataTable:
     return DataTable(caption, ("rank", "step", *categories), rows)
 
 
-def expert_section(run: ReportedRun) -> ReportSection | None:
+def expert_section(run: RunFolder) -> ReportSection | None:
     """Heat maps of expert loads; None for a run without routed experts."""
-    if (table := run.folder.experts) is None:
+    if (table := run.experts) is None:
         return None
     layers, loads = table
     counts, steps = loads["counts"].astype(np.float64), loads["step"]
@@ -389,7 +385,7 @@ def _violation_map(counts: NDArray[np.float64], layers: list[int], steps: NDArra
     return HeatMap("step", columns, layers, values, values, ((0.0, "0"), (top, f"{top:g}"))), summary
 
 
-SECTIONS: tuple[Callable[[ReportedRun], ReportSection | None], ...] = (
+SECTIONS: tuple[Callable[[RunFolder], ReportSection | None], ...] = (
     curve_section,
     plan_section,
     event_section,

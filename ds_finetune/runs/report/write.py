@@ -6,10 +6,10 @@ from pathlib import Path
 
 from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import OutputError
+from ds_finetune.runs.folder import RunFolder
 from ds_finetune.runs.report.blocks import Page
 from ds_finetune.runs.report.model_card import write_model_cards
 from ds_finetune.runs.report.page import overlay_page, render_page, run_page
-from ds_finetune.runs.report.run import ReportedRun
 from ds_finetune.runs.status import State
 from ds_finetune.system.whole_file import replace_file
 
@@ -26,7 +26,7 @@ def write_run_report(run_folder: Path, *, state: State | None = None) -> Path:
     Raises:
         OutputError: the folder holds no run, or the page cannot be written.
     """
-    run = ReportedRun.read(run_folder)
+    run = RunFolder.read(run_folder)
     path = run_folder / REPORT
     _check_replaceable(path)
     # First the model cards: a failure of other reports must not prevent them.
@@ -39,7 +39,7 @@ def write_report(run_folders: Sequence[Path], out: Path) -> Path:
 
     OutputError where a folder has no run, or `out` is a file other than a report, or cannot be written.
     """
-    runs = [ReportedRun.read(folder) for folder in run_folders]
+    runs = [RunFolder.read(folder) for folder in run_folders]
     _check_replaceable(out)
     return write_page(run_page(runs[0]) if len(runs) == 1 else overlay_page(runs), out)
 

@@ -27,7 +27,7 @@ _PHASE, _COPY, _COLLECTIVE, _WAIT, _KERNEL = range(5)
 """Layers of a step: a moment counts as the kind of work of its highest layer."""
 Event = dict[str, Any]
 """An event of Chrome's trace format; times are in microseconds."""
-Meeting = tuple[str, int]
+CollectiveKey = tuple[str, int]
 """Identifies a collective on all its ranks: its group, and its number in the group."""
 Layer = tuple[int, str, float, float]
 """Layer index, kind of work, begin and end in microseconds."""
@@ -39,13 +39,13 @@ class RankTrace:
 
     events: list[Event]
     steps: list[tuple[int, float, float]] = field(default_factory=list)
-    collectives: list[tuple[Meeting, Event]] = field(default_factory=list)
+    collectives: list[tuple[CollectiveKey, Event]] = field(default_factory=list)
     layers: list[Layer] = field(default_factory=list)
 
     @property
-    def starts(self) -> dict[Meeting, float]:
+    def starts(self) -> dict[CollectiveKey, float]:
         """Start time of each collective on this rank."""
-        return {meeting: event["ts"] for meeting, event in reversed(self.collectives)}
+        return {key: event["ts"] for key, event in reversed(self.collectives)}
 
 
 def read_trace(tree: Mapping[str, Any], rank: int, shift: float, *, is_gpu: bool) -> RankTrace:
@@ -53,8 +53,8 @@ def read_trace(tree: Mapping[str, Any], rank: int, shift: float, *, is_gpu: bool
 
     On a GPU, NCCL kernels are the communication; on a CPU, annotated calls, which block the rank.
     """
-    about = {"process_name": {"name": f"rank {rank}"}, "process_sort_index": {"sort_index": rank}}
-    trace = RankTrace([{"ph": "M", "pid": rank, "tid": 0, "name": name, "args": about[name]} for name in about])
+    metadata = {"process_name": {"name": f"rank {rank}"}, "process_sort_index": {"sort_index": rank}}
+    trace = RankTrace([{"ph": "M", "pid": rank, "tid": 0, "name": name, "args": metadata[name]} for name in metadata])
     counts = Counter[str]()
     events = [event for event in tree["traceEvents"] if isinstance(event["pid"], int)]
     for event in sorted(events, key=lambda event: (event["ts"], -event.get("dur", 0))):
@@ -74,8 +74,8 @@ def read_trace(tree: Mapping[str, Any], rank: int, shift: float, *, is_gpu: bool
 
 def _add_annotation(trace: RankTrace, event: Event, *, is_gpu: bool) -> None:
     name, span = event["name"], (event["ts"], event["ts"] + event["dur"])
-    word, _, number = name.partition(" ")
-    if word == STEP and number.isdecimal():
+    phase, _, number = name.partition(" ")
+    if phase == STEP and number.isdecimal():
         trace.steps.append((int(number), *span))
     elif kind := _KIND_OF_PHASE.get(name):
         trace.layers.append((_PHASE, OTHER if is_gpu and kind == COMPUTE else kind, *span))
@@ -97,23 +97,23 @@ def _add_device_event(trace: RankTrace, event: Event, counts: Counter[str]) -> N
             group = str(args.get("Process Group Name", ""))
             counts[group] += 1
             trace.collectives.append(((group, counts[group]), event))
-    elif event["cat"] == "gpu_memcpy" and any(way in event["name"] for way in ("HtoD", "DtoH")):
+    elif event["cat"] == "gpu_memcpy" and any(direction in event["name"] for direction in ("HtoD", "DtoH")):
         trace.layers.append((_COPY, OFFLOAD, *span))
     else:
         trace.layers.append((_KERNEL, COMPUTE, *span))
 
 
-def mark_waits(trace: RankTrace, starts: Sequence[Mapping[Meeting, float]]) -> None:
+def mark_waits(trace: RankTrace, starts: Sequence[Mapping[CollectiveKey, float]]) -> None:
     """Add this rank's waits for the last rank of each collective, and name that rank in the event.
 
     `starts` are the start times of all ranks.
     """
-    latest: dict[Meeting, tuple[float, int]] = {}
+    latest: dict[CollectiveKey, tuple[float, int]] = {}
     for rank, each in enumerate(starts):
-        for meeting, start in each.items():
-            latest[meeting] = max(latest.get(meeting, (start, rank)), (start, rank))
-    for meeting, event in trace.collectives:
-        begin, (last, rank) = event["ts"], latest[meeting]
+        for key, start in each.items():
+            latest[key] = max(latest.get(key, (start, rank)), (start, rank))
+    for key, event in trace.collectives:
+        begin, (last, rank) = event["ts"], latest[key]
         if last > begin:
             end = min(last, begin + event["dur"])
             trace.layers.append((_WAIT, WAITING, begin, end))

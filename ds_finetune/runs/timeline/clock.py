@@ -46,12 +46,12 @@ def measure_offset(store: dist.Store, clock: HostClock) -> MeasuredOffset:
     """Measure the offset of `clock` from rank zero's. Collective; the first rank of each host measures for the host."""
     rank, hosts = dist.get_rank(), all_gather_object(clock.host)
     leaders = [hosts.index(host) for host in dict.fromkeys(hosts) if host != hosts[0]]
-    mine = MeasuredOffset()
+    measured = MeasuredOffset()
     if rank == 0:
         _answer(store, leaders, clock)
     elif rank in leaders:
-        mine = min(_ask(store, f"{rank}/{trip}", clock) for trip in range(_ROUND_TRIPS))
-    return all_gather_object(mine)[hosts.index(hosts[rank])]
+        measured = min(_ask(store, f"{rank}/{trip}", clock) for trip in range(_ROUND_TRIPS))
+    return all_gather_object(measured)[hosts.index(hosts[rank])]
 
 
 def _ask(store: dist.Store, trip: str, clock: HostClock) -> MeasuredOffset:

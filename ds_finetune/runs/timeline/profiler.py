@@ -66,9 +66,9 @@ class StepProfiler:
         self._run, self._clock, self._wrap = run, clock, wrap
         self._annotations = Annotations()
         # A connection of its own: waiting on a shared one would block torch's own threads.
-        own = store.clone()  # type: ignore[attr-defined] # missing in torch's stubs
-        own.set_timeout(_PATIENCE)
-        self._store = dist.PrefixStore("timeline", own)
+        own_store = store.clone()  # type: ignore[attr-defined] # missing in torch's stubs
+        own_store.set_timeout(_PATIENCE)
+        self._store = dist.PrefixStore("timeline", own_store)
         self._recording, self._step = ExitStack(), ExitStack()
         self._profile: profile | None = None
         self.steps: list[int] = []
@@ -126,12 +126,12 @@ class StepProfiler:
         rows = [row for row in break_down(trace) if row["step"] in self.steps]
         part: dict[str, Any] = {"rank": rank, "host": socket.gethostname(), "clock": clock.summary(), "steps": rows}
         parts = [part | {"mean": mean_of(part["steps"])} for part in all_gather_object(part) if part["steps"]]
-        mine = zlib.compress(",\n".join(map(json.dumps, trace.events)).encode(), level=1)
+        own_trace = zlib.compress(",\n".join(map(json.dumps, trace.events)).encode(), level=1)
         if rank:
-            self._send(mine)
+            self._send(own_trace)
             return
         try:
-            self._write(folder, mine, parts)
+            self._write(folder, own_trace, parts)
         except OSError as full:
             say(f"the profile of {text} was not written to {folder}: {full.strerror or full}")
         else:
@@ -153,13 +153,13 @@ class StepProfiler:
             # On a full disk Kineto writes part of its file, or none, and raises no error.
             return {}, f"{type(failed).__name__}: {' '.join(str(failed).split())}"
 
-    def _send(self, mine: bytes) -> None:
+    def _send(self, own_trace: bytes) -> None:
         """Send this rank's part of the trace when rank zero asks for it."""
         rank = dist.get_rank()
         if rank not in self._run.profiled_ranks:
             return
         self._store.wait([f"send/{rank}"])
-        pieces = [mine[start : start + _PIECE_BYTES] for start in range(0, len(mine), _PIECE_BYTES)]
+        pieces = [own_trace[start : start + _PIECE_BYTES] for start in range(0, len(own_trace), _PIECE_BYTES)]
         for number, piece in enumerate(pieces):
             self._store.set(f"{rank}/{number}", piece)  # type: ignore[arg-type] # std::string takes bytes
         self._store.set(f"pieces/{rank}", str(len(pieces)))
@@ -172,9 +172,9 @@ class StepProfiler:
             self._store.delete_key(key)
         return b"".join(pieces)
 
-    def _write(self, folder: Path, mine: bytes, parts: Sequence[Mapping[str, Any]]) -> None:
+    def _write(self, folder: Path, own_trace: bytes, parts: Sequence[Mapping[str, Any]]) -> None:
         """Write trace and summary; an OSError is raised only when no rank waits for rank zero."""
-        traces = (mine if rank == 0 else self._receive(rank) for rank in self._run.profiled_ranks)
+        traces = (own_trace if rank == 0 else self._receive(rank) for rank in self._run.profiled_ranks)
         partial = folder / f"{TRACE}.partial"
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ LOSS_NOTE = (
 class RolloutMetrics(Remembering):
     """Adds `rollout/*` metrics to the record of the first step of each rollout, and prints the cause line."""
 
-    kept: ClassVar = ("start", "recent", "since")
+    saved: ClassVar = ("start", "recent", "since")
 
     def __init__(self, source: RolloutSource, say: Say) -> None:
         self._source, self._say = source, say

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.runs.experiments import jobs
-from ds_finetune.runs.experiments.jobs import RUN, ExperimentRun, JobsInterruptedError, Place, run_jobs
+from ds_finetune.runs.experiments.jobs import RUN, ExperimentRun, JobsInterruptedError, RunSlot, run_jobs
 
 _SAVES_SLOWLY = """
 import signal, sys, time
@@ -43,7 +43,7 @@ def test_only_a_second_request_kills_what_saves(tmp_path: Path, seconds: float, 
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(JobsInterruptedError):
-        run_jobs(iter([ExperimentRun(tmp_path, {"output_dir": str(tmp_path / RUN)}).train]), [Place()])
+        run_jobs(iter([ExperimentRun(tmp_path, {"output_dir": str(tmp_path / RUN)}).train]), [RunSlot()])
     thread.join()
     assert (tmp_path / "saved").exists() is is_saved
 
@@ -62,7 +62,7 @@ def test_a_run_starts_once_that_of_an_earlier_process_has_saved(
     timer = threading.Timer(1.5, end)
     timer.start()
     run = ExperimentRun(tmp_path, {"output_dir": str(tmp_path / RUN)})
-    run_jobs(iter([run.train]), [Place()])
+    run_jobs(iter([run.train]), [RunSlot()])
     assert ended.is_set()
     assert (run.code, run.reason) == (0, "")
     assert "waiting for its end" in capsys.readouterr().out.replace("\n", " ")

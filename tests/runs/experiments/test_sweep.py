@@ -221,11 +221,11 @@ def test_only_visible_gpus_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
 
-    def here(ranks: int, parallel: int) -> list[jobs.Place]:
-        return jobs.places(ranks=ranks, parallel=parallel, hostfile=None)
+    def here(ranks: int, parallel: int) -> list[jobs.RunSlot]:
+        return jobs.run_slots(ranks=ranks, parallel=parallel, hostfile=None)
 
-    assert [place.gpus for place in here(1, 2)] == [("2",), ("3",)]
-    assert [place.gpus for place in here(2, 1)] == [("2", "3")]
+    assert [slot.gpus for slot in here(1, 2)] == [("2",), ("3",)]
+    assert [slot.gpus for slot in here(2, 1)] == [("2", "3")]
     with pytest.raises(LaunchError, match="need 3 GPUs, and 2 are visible"):
         here(3, 1)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
@@ -278,7 +278,6 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path: Path) -> None:
         ({"space": {"lora.rank": {"low": 8, "high": 12, "step": 16}}}, "the last value would be 8\n.*how-to/sweeps.md"),
         ({"space": {"optim.lr": {"low": 0.001, "high": 0.01, "step": 0.004}}}, "the last value would be 0.009"),
         ({"space": {}}, "space"),
-        ({"repeats": 3}, r"sweep.yaml: a sweep no longer trains its best run file .*`repeats`.\n.*train.seed"),
         ({"metrics": "eval/loss"}, r"sweep.yaml line \d+: unknown key `metrics`"),
         ({"trials": 0}, "trials"),
     ],
@@ -355,7 +354,7 @@ def test_slots_of_hosts_are_shared_out(tmp_path: Path) -> None:
     hosts.write_text("a slots=4\nb slots=4\nc slots=4\n")
 
     def includes(ranks: int) -> list[str]:
-        return [place.options[-1] for place in jobs.places(ranks=ranks, parallel=1, hostfile=str(hosts))]
+        return [slot.options[-1] for slot in jobs.run_slots(ranks=ranks, parallel=1, hostfile=str(hosts))]
 
     assert includes(2) == ["a:0,1", "a:2,3", "b:0,1", "b:2,3", "c:0,1", "c:2,3"]
     assert includes(3) == ["a:0,1,2", "b:0,1,2", "c:0,1,2"]

@@ -18,8 +18,8 @@ from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.foreign.auto_models import AutoModelForCausalLM
 from ds_finetune.model.adapters.lora import factors_of
 from ds_finetune.model.weights.names import is_adapter
+from ds_finetune.runs.folder import RunFolder
 from ds_finetune.runs.report.model_card import write_model_card
-from ds_finetune.runs.report.run import ReportedRun
 from tests.conftest import ROOT
 from tests.export.classifiers import BOS, EOS, PAD, classifier, write_tokenizer
 from tests.lora_twin import adapted
@@ -80,7 +80,7 @@ def _make(folder: Path, family: str, objective: str, *, with_adapter: bool) -> P
     export_checkpoint(folder / "base", folder / "export", dtype="fp32", max_shard_bytes=10**9, base=None)
     if with_adapter:
         _write_adapter(model, folder, objective)
-    run = ReportedRun.read(make_run(folder / "run", objective={"name": objective}))
+    run = RunFolder.read(make_run(folder / "run", objective={"name": objective}))
     card = write_model_card(run, folder / ("adapter" if with_adapter else "export"))
     assert card is not None
     return card.parent
@@ -128,6 +128,6 @@ def test_the_snippet_of_every_card_runs(tmp_path: Path) -> None:
 def test_a_tokenizer_that_transformers_4_does_not_read_is_named(name: str, tmp_path: Path) -> None:
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
-    card = write_model_card(ReportedRun.read(make_run(tmp_path / "run")), tmp_path / "export")
+    card = write_model_card(RunFolder.read(make_run(tmp_path / "run")), tmp_path / "export")
     assert card
     assert ("needs transformers 5" in card.read_text()) == (name == "TokenizersBackend")

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
+from ds_finetune.runs.folder import RunFolder
 from ds_finetune.runs.report.figures import bokehjs
 from ds_finetune.runs.report.model_card import write_card_of_source, write_model_cards
-from ds_finetune.runs.report.run import ReportedRun
 from tests.runs.report.made_runs import make_run
 
 
@@ -20,7 +20,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_model_cards_are_those_of_the_hub(run: Path) -> None:
-    assert write_model_cards(ReportedRun.read(run)) == [run / "export" / "README.md", run / "export-best" / "README.md"]
+    assert write_model_cards(RunFolder.read(run)) == [run / "export" / "README.md", run / "export-best" / "README.md"]
     card = ModelCard.load(run / "export" / "README.md")
     data = card.data
     assert (data.base_model, data.base_model_relation) == ("deepseek-ai/DeepSeek-V2-Lite", "finetune")
@@ -42,7 +42,7 @@ def test_the_best_step_is_that_of_a_finite_loss(run: Path) -> None:
     lines += [{"step": 30, "eval/loss": None, "non_finite": ["eval/loss"]}]  # type: ignore[dict-item]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run / "export-best" / "verification.json").unlink()
-    write_model_cards(ReportedRun.read(run))
+    write_model_cards(RunFolder.read(run))
     data = ModelCard.load(run / "export-best" / "README.md").data
     assert [result.metric_value for result in data.eval_results] == [0.4]
 
@@ -52,7 +52,7 @@ def test_an_adapter_has_the_card_of_peft_and_an_edited_card_stays(run: Path) -> 
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
     (run / "export" / "README.md").write_text("# mine\n")
-    assert adapter / "README.md" in write_model_cards(ReportedRun.read(run))
+    assert adapter / "README.md" in write_model_cards(RunFolder.read(run))
     data = ModelCard.load(adapter / "README.md").data
     assert (data.library_name, data.base_model_relation) == ("peft", "adapter")
     assert (run / "export" / "README.md").read_text() == "# mine\n"
@@ -62,7 +62,7 @@ def test_an_export_of_a_checkpoint_has_the_card_of_its_run(run: Path, tmp_path: 
     out = tmp_path / "out"
     out.mkdir()
     (out / "verification.json").write_text('{"step": 60}')
-    write_model_cards(ReportedRun.read(run))
+    write_model_cards(RunFolder.read(run))
     assert write_card_of_source(run / "checkpoints" / "step-000060", out) == out / "README.md"
     assert (out / "README.md").read_bytes() == (run / "export" / "README.md").read_bytes()
     assert write_card_of_source(tmp_path / "a-model", out) is None

@@ -16,9 +16,9 @@ import pytest
 
 from ds_finetune.cli.main import main
 from ds_finetune.errors import OutputError
+from ds_finetune.runs.folder import RunFolder
 from ds_finetune.runs.report.blocks import TEMPLATES
 from ds_finetune.runs.report.page import overlay_page, render_page, run_page
-from ds_finetune.runs.report.run import ReportedRun
 from ds_finetune.runs.report.sections import expert_section, repeat_command
 from ds_finetune.runs.report.write import try_run_report, write_report, write_run_report
 from ds_finetune.trainer.run_records import report_failure
@@ -152,7 +152,7 @@ def test_curves_of_the_objective_come_first(tmp_path: Path, metrics: tuple[str, 
     run = make_run(tmp_path / "run")
     records = [json.loads(line) | dict.fromkeys(metrics, 0.5) for line in metric_lines(3)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    page = run_page(ReportedRun.read(run))
+    page = run_page(RunFolder.read(run))
     assert [chart.title for chart in page.charts][:3] == titles
     labels = [tile.label for tile in page.tiles]
     assert all(label in labels for label in ("reward accuracy", "reward margin")[: 2 * ("train" in metrics[0])])
@@ -201,7 +201,7 @@ def _luminance(colour: str) -> float:
 
 
 def test_a_heat_map_has_the_loads_relative_to_the_mean(run: Path) -> None:
-    section = expert_section(ReportedRun.read(run))
+    section = expert_section(RunFolder.read(run))
     assert section is not None
     (charts,) = section.blocks
     first, last, course = (chart.heat_map for chart in charts.charts)  # type: ignore[union-attr]
@@ -217,7 +217,7 @@ def test_a_long_run_stays_small_and_keeps_its_spike(tmp_path: Path, steps: int) 
     lines = metric_lines(steps, every=steps // 100)
     lines[4_321] = lines[4_321].replace('"train/grad_norm": 1.5', '"train/grad_norm": 99.5')
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    html = render_page(run_page(ReportedRun.read(run)))
+    html = render_page(run_page(RunFolder.read(run)))
     assert len(html.encode()) < MOST_BYTES
     norm = next(chart for chart in _charts(PageParser(html)) if chart["title"] == "Gradient norm")["lines"][0]
     assert dict(zip(norm["x"], norm["y"], strict=True))[4322] == 99.5
@@ -231,14 +231,14 @@ def test_long_texts_and_many_curves_are_shortened(tmp_path: Path) -> None:
     (run / "config.yaml").write_text((run / "config.yaml").read_text() + "# " + "c" * 2_000_000)
     records = [{"step": step} | {f"train/m{n}": step / 7 + n for n in range(20)} for step in range(1, 601)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert len(render_page(run_page(ReportedRun.read(run))).encode()) < MOST_BYTES
-    runs = [ReportedRun.read(run)] * 12
+    assert len(render_page(run_page(RunFolder.read(run))).encode()) < MOST_BYTES
+    runs = [RunFolder.read(run)] * 12
     assert len(render_page(overlay_page(runs)).encode()) < MOST_BYTES
 
 
 def test_the_command_that_repeats_a_run_is_quoted(tmp_path: Path) -> None:
     run = make_run(tmp_path / "my run; touch pwned")
-    words = shlex.split(repeat_command(ReportedRun.read(run)))
+    words = shlex.split(repeat_command(RunFolder.read(run)))
     assert words[-2:] == [f"{run}/config.yaml", f"output_dir={run}-again"]
 
 
@@ -246,7 +246,7 @@ def test_layers_of_a_table_of_experts_are_numbers(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     table = (run / "experts.jsonl").read_text()
     (run / "experts.jsonl").write_text(table.replace("[1, 2, 3]", '[1, 2, "b"]'))
-    page = PageParser(render_page(run_page(ReportedRun.read(run))))
+    page = PageParser(render_page(run_page(RunFolder.read(run))))
     assert "experts" not in page.sections
     assert "experts.jsonl cannot be read: " in page.sections["top"]
 
@@ -258,10 +258,10 @@ def test_profiled_steps_are_tabulated_and_an_unknown_form_is_told(tmp_path: Path
     summary |= {"mean": mean}
     (run / "profile").mkdir()
     (run / "profile" / "summary.json").write_text(json.dumps(summary))
-    text = PageParser(render_page(run_page(ReportedRun.read(run)))).sections["profile"]
+    text = PageParser(render_page(run_page(RunFolder.read(run)))).sections["profile"]
     assert all(word in text for word in ("rank 0", "0.3000", "0.2000", "steps 10 to 11"))
     (run / "profile" / "summary.json").write_text('{"steps": []}')
-    assert "the profile section is left out" in " ".join(run_page(ReportedRun.read(run)).warnings)
+    assert "the profile section is left out" in " ".join(run_page(RunFolder.read(run)).warnings)
 
 
 def test_a_forecast_is_beside_what_was_measured(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_a_forecast_is_beside_what_was_measured(tmp_path: Path) -> None:
     forecast = {"memory/predicted_gib": 3.0, "memory/measured_gib": 2.5}
     lines[19] = json.dumps(json.loads(lines[19]) | forecast)
     (run / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    text = PageParser(render_page(run_page(ReportedRun.read(run)))).sections["plan"]
+    text = PageParser(render_page(run_page(RunFolder.read(run)))).sections["plan"]
     assert "3.00 GiB predicted, 2.50 GiB measured" in text
 
 
@@ -279,7 +279,7 @@ def test_sections_without_content_are_left_out(tmp_path: Path) -> None:
     run = make_run(tmp_path / "old")
     for name in ("starts.jsonl", "data.json", "samples.jsonl", "exports.json", "experts.jsonl", "plan.json"):
         (run / name).unlink()
-    page = PageParser(render_page(run_page(ReportedRun.read(run))))
+    page = PageParser(render_page(run_page(RunFolder.read(run))))
     assert list(page.sections) == ["top", "curves", "events", "export", "repeat"]
     assert "ds-finetune train" in page.sections["repeat"]
 
@@ -292,7 +292,7 @@ def test_a_folder_that_is_being_written_is_shown(tmp_path: Path) -> None:
     (run / "starts.jsonl").write_text((run / "starts.jsonl").read_text()[:-60])
     with (run / "experts.jsonl").open("a") as file:
         file.write('{"step": 41, "lay')
-    page = PageParser(render_page(run_page(ReportedRun.read(run))))
+    page = PageParser(render_page(run_page(RunFolder.read(run))))
     assert re.search(r"steps\s*3of 60", page.sections["top"])
     assert "answers" not in page.sections
 
@@ -302,7 +302,7 @@ def test_damaged_lines_and_another_version_are_told(tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text("\n".join(["damaged", *metric_lines(3)]) + "\n")
     start = json.loads((run / "starts.jsonl").read_text().splitlines()[0])
     (run / "starts.jsonl").write_text(json.dumps(start | {"versions": {"ds_finetune": "9.9"}, "unknown": [1]}) + "\n")
-    top = PageParser(render_page(run_page(ReportedRun.read(run)))).sections["top"]
+    top = PageParser(render_page(run_page(RunFolder.read(run)))).sections["top"]
     assert "lines of metrics.jsonl are no records of a step" in top
     assert "written by ds_finetune 9.9" in top
 
