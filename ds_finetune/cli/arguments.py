@@ -122,25 +122,25 @@ def read_run(arguments: Arguments) -> RunConfig:
     return read_config(arguments.run, arguments.overrides)
 
 
-def exported_folder(given: str) -> Path:
-    """Exported folder, given directly or by its run; ExportError for another one, before slow imports."""
-    folder = Path(export_of(given))
+def exported_folder(path: str) -> Path:
+    """The exported folder that `path` names directly or by its run; ExportError for any other, before slow imports."""
+    folder = Path(export_of(path))
     if not (folder / "config.json").is_file():
         if folder.is_dir():
-            check_model_path(given)
+            check_model_path(path)
         raise ExportError(f"`{folder}` holds no config.json", hint="name an exported folder, e.g. runs/r1/export")
     return folder
 
 
-def export_of(given: str) -> str:
-    """Export of a run given by its folder or run file, which is printed; `given` itself for other folders."""
-    is_run_file = Path(given).suffix in (".yaml", ".yml") and Path(given).is_file()
-    folder = Path(read_config(given).output_dir if is_run_file else given)
+def export_of(path: str) -> str:
+    """The export of the run whose folder or run file is `path`, which is printed; `path` itself for other folders."""
+    is_run_file = Path(path).suffix in (".yaml", ".yml") and Path(path).is_file()
+    folder = Path(read_config(path).output_dir if is_run_file else path)
     if (folder / "config.json").is_file() or not (is_run_file or (folder / "plan.json").is_file()):
-        return str(folder) if is_run_file else given
+        return str(folder) if is_run_file else path
     if not (folder / "export" / "config.json").is_file():
         raise ExportError(f"the run in `{folder}` holds no export", hint="train it to its end, or name another folder")
-    show_line(f"{given}: the export is {folder / 'export'}")
+    show_line(f"{path}: the export is {folder / 'export'}")
     return str(folder / "export")
 
 

@@ -54,7 +54,7 @@ def add_commands(commands: Commands) -> None:
     """Add `demo`."""
     text = "write an example (model config, tokenizer, data, run file) to a folder"
     demo = add_command(commands, "demo", text, _write_demo)
-    demo.add_argument("folder", metavar="FOLDER", help="folder to write; no other file there is replaced")
+    demo.add_argument("folder", metavar="FOLDER", help="folder to write; files with other content are never replaced")
     text = "number of ranks that will train it (default: one per GPU here, or two on the CPU)"
     demo.add_argument("--ranks", type=positive, help=text)
 

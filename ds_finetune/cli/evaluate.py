@@ -44,18 +44,18 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
         type=_objective,
         default="sft",
         help="sft, or another as a run file has it, e.g. '{name: pretrain, eos: false}'; dpo, simpo, cpo and orpo "
-        "score pairs of answers and kto marked ones, dpo and kto with BASE as their reference (default sft)",
+        "score pairs of answers and kto labelled answers, dpo and kto with BASE as their reference (default sft)",
     )
     text = "auto (as OUT was trained), plain, a name such as chatml, or a Jinja file (default auto)"
     parser.add_argument("--template", default="auto", help=text)
     text = "text behind a prompt without a chat template (default: that of OUT's training, else a line feed)"
     parser.add_argument("--separator", help=text)
-    text = "which tokens are scored (default assistant)"
+    text = "tokens that are scored (default assistant)"
     parser.add_argument("--train-on", choices=("assistant", "last_assistant", "all"), default="assistant", help=text)
-    parser.add_argument("--max-seq-len", type=two_or_more, default=2048, help="most tokens of a row (default 2048)")
-    text = "what happens to longer rows (default auto: plain text is split, dialogues are truncated)"
+    parser.add_argument("--max-seq-len", type=two_or_more, default=2048, help="maximum tokens of a row (default 2048)")
+    text = "treatment of longer rows (default auto: plain text is split, dialogues are truncated)"
     parser.add_argument("--long-rows", choices=("auto", "truncate", "drop", "split"), default="auto", help=text)
-    parser.add_argument("--limit", type=positive, help="most rows to score, of each set")
+    parser.add_argument("--limit", type=positive, help="maximum rows to score of each set")
 
 
 def _objective(text: str) -> object:
@@ -69,12 +69,12 @@ def _objective(text: str) -> object:
 
 
 def _add_scoring_options(parser: argparse.ArgumentParser) -> None:
-    text = "generate answers, and compare what this extracts from them with what it extracts from the rows"
+    text = "generate answers, and compare the result that this function extracts from each with that of the row"
     parser.add_argument("--extract", choices=tuple(EXTRACTORS), help=text)
-    text = "answers to each row that are also drawn at temperature 1, for pass@k; needs --extract"
+    text = "number of answers to each row that are also sampled at temperature 1, for pass@k; needs --extract"
     parser.add_argument("--samples", type=positive, default=0, help=text)
-    parser.add_argument("--max-new-tokens", type=positive, default=256, help="most tokens of an answer (default 256)")
-    text = "tokens of one forward, with padding (default 4096)"
+    parser.add_argument("--max-new-tokens", type=positive, default=256, help="maximum tokens per answer (default 256)")
+    text = "tokens of one forward pass, with padding (default 4096)"
     parser.add_argument("--batch-tokens", type=positive, default=4096, help=text)
     parser.add_argument("--tasks", help="tasks of lm-evaluation-harness, separated by commas; needs lm_eval")
     parser.add_argument("--json", metavar="FILE", help="also write the metrics to this file")

@@ -42,12 +42,12 @@ _LENGTH = 2048
 
 def add_commands(commands: Commands) -> None:
     """Add `init`."""
-    text = "write a commented run file for your own rows, or from a file of another trainer; asks nothing"
+    text = "write a commented run file for your own rows, or from a file of another trainer, without questions"
     parser = add_command(commands, "init", text, _init)
     parser.add_argument("rows", nargs="*", metavar="ROWS", help="files, folders or hub ids with training rows")
     text = "file of axolotl, LLaMA-Factory, ms-swift or TRL: YAML, JSON, or a shell script with its command"
     parser.add_argument("--from", dest="other", metavar="FILE", help=text)
-    text = "number of ranks of --from, by which the rows of a step are counted (default: as its script says, else 1)"
+    text = "number of ranks of the run of --from, for its rows of a step (default: as its script says, else 1)"
     parser.add_argument("--ranks", type=positive, metavar="RANKS", help=text)
     parser.add_argument("--model", metavar="MODEL", help=f"folder or hub id (default {_MODEL}, or as --from says)")
     parser.add_argument("--out", default="run.yaml", metavar="RUN.yaml", help="file to write (default run.yaml)")

@@ -29,8 +29,8 @@ def add_commands(commands: Commands) -> None:
     gpus.add_argument("--gpu", metavar="NAME", help=text)
     gpus.add_argument("--gpu-memory", metavar="SIZE", help="memory of a GPU instead of its name, e.g. 40GiB")
     shapes = plan.add_mutually_exclusive_group()
-    shapes.add_argument("--nodes", type=positive, help="number of nodes that have them, each as many")
-    shapes.add_argument("--gpus-per-node", type=positive, help="number of GPUs of a node (default: 8, or this one's)")
+    shapes.add_argument("--nodes", type=positive, help="number of nodes, each with as many of the GPUs")
+    shapes.add_argument("--gpus-per-node", type=positive, help="GPUs of each node (default: 8, or this machine's)")
     plan.add_argument("--host-memory", metavar="SIZE", help="memory of a node, e.g. 2000GB")
     text = "list the first tested layouts that fit, in a documented order"
     plan.add_argument("--search", action="store_true", help=text)
@@ -140,8 +140,8 @@ def _show_forecast(config: RunConfig, target: "Target", *, is_json: bool) -> Non
 
 
 def _memory_lines(memory: "MemoryEstimate") -> Iterator[tuple[str, str]]:
-    """Lines with the peak of each memory, then each item: size and place, name, when it is held unless always, and the
-    key that reduces it.
+    """Lines with the peak of each kind of memory, then one for each item: its size and memory, its name, the moments at
+    which it is held unless always, and the key that reduces it.
     """
     from ds_finetune.plan.estimate.rows import MOMENTS, peak
 
@@ -159,7 +159,7 @@ def _memory_lines(memory: "MemoryEstimate") -> Iterator[tuple[str, str]]:
 
 
 def _layout_lines(result: "SearchResult") -> Iterator[tuple[str, str]]:
-    """Rank, memory and layout of each proposal."""
+    """A line for each proposed layout with the memory that it needs."""
     from ds_finetune.plan.search.search_run import layout_text
 
     for number, proposal in enumerate(result.proposals, start=1):

@@ -14,10 +14,10 @@ def add_commands(commands: Commands) -> None:
     """Add `report` and `watch`."""
     report = add_command(commands, "report", "write a page about a run, or one that compares several", _report)
     report.add_argument("runs", nargs="+", metavar="RUN", help="the output_dir of a run")
-    text = "the page (default: report.html in RUN; needed for several runs)"
+    text = "file of the page (default: report.html in RUN; required for several runs)"
     report.add_argument("-o", "--out", metavar="FILE", help=text)
     watch = add_command(commands, "watch", "show a folder of runs in the browser while they train", _watch)
-    text = "folder with runs, or of one run (default: this one)"
+    text = "folder with runs, or of one run (default: the current folder)"
     watch.add_argument("folder", metavar="FOLDER", nargs="?", default=".", help=text)
     text = "address to listen on (default 127.0.0.1: only this machine); others need the token that is printed"
     watch.add_argument("--host", default="127.0.0.1", help=text)

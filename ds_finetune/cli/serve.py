@@ -21,10 +21,10 @@ def add_commands(commands: Commands) -> None:
     ask = add_command(commands, "ask", text, _ask)
     ask.add_argument("folder", metavar="OUT", help="an exported folder, or a run")
     ask.add_argument("prompts", metavar="TEXT", nargs="+", help="prompts, or texts to classify")
-    ask.add_argument("--max-new-tokens", type=positive, default=128, help="most tokens of an answer (default 128)")
+    ask.add_argument("--max-new-tokens", type=positive, default=128, help="maximum tokens per answer (default 128)")
     chat = add_command(commands, "chat", "talk to an exported folder in the terminal", _chat)
     chat.add_argument("folder", metavar="OUT", help="an exported folder, or a run")
-    chat.add_argument("--max-new-tokens", type=positive, default=512, help="most tokens of an answer (default 512)")
+    chat.add_argument("--max-new-tokens", type=positive, default=512, help="maximum tokens per answer (default 512)")
     serve = add_command(commands, "serve", "serve an exported folder through an OpenAI-compatible API", _serve)
     serve.add_argument("folder", metavar="OUT", help="an exported folder, or a run")
     text = "program that runs the model (default auto: chosen by the folder and the GPU)"
@@ -34,10 +34,10 @@ def add_commands(commands: Commands) -> None:
     text = "listen for other machines without DS_FINETUNE_API_KEY, e.g. behind a proxy that asks for a key"
     serve.add_argument("--no-api-key", action="store_true", help=text)
     serve.add_argument("--port", type=port, default=8000, help="port to listen on (default 8000)")
-    serve.add_argument("--queue", type=positive, help="transformers and onnx: most requests that may wait (default 16)")
-    text = "transformers and onnx: longest time of a request (default 600)"
+    serve.add_argument("--queue", type=positive, help="transformers and onnx: maximum requests that wait (default 16)")
+    text = "transformers and onnx: maximum seconds of a request (default 600)"
     serve.add_argument("--request-seconds", type=float, help=text)
-    serve.add_argument("--ready-seconds", type=float, default=1800, help="longest time of loading (default 1800)")
+    serve.add_argument("--ready-seconds", type=float, default=1800, help="maximum seconds of loading (default 1800)")
     text = "vllm: folder of an adapter, or of a run with one, which requests name as their model"
     serve.add_argument("--adapter", metavar="FOLDER", help=text)
     add_allowed_hosts(serve)

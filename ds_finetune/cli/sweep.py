@@ -15,10 +15,10 @@ def add_commands(commands: Commands) -> None:
     """Add `scaling` and `sweep`."""
     text = "compare speed and losses on several numbers of ranks, and in several layouts"
     scaling = add_run_command(commands, "scaling", text, _scaling)
-    text = "numbers of ranks; others are compared with the first"
+    text = "numbers of ranks to compare; the first one is the basis"
     scaling.add_argument("--ranks", type=_numbers, required=True, metavar="N,N,...", help=text)
     scaling.add_argument("--steps", type=positive, default=20, help="optimizer steps of each run (default 20)")
-    text = "such as zero1,zero3,tp2+zero1 (default: the run file's)"
+    text = "layouts to compare, such as zero1,zero3,tp2+zero1 (default: the run file's)"
     scaling.add_argument("--layouts", type=_names, default=(), metavar="L,L,...", help=text)
     scaling.add_argument("--hostfile", metavar="FILE", help="start ranks on these hosts instead of this machine")
     scaling.add_argument("-o", "--out", default="scaling", metavar="FOLDER", help="new folder (default scaling)")

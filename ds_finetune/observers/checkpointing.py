@@ -94,7 +94,7 @@ class Checkpointing:
             self._report(self.saver.settle(wait=True))
 
     def _report(self, outcome: SaveResult | None) -> bool:
-        """Report a failed save with its ranks, or remove superseded checkpoints; returns whether it is complete."""
+        """Report a failed save, or remove superseded checkpoints after a complete one; returns whether it is one."""
         if outcome is None:
             return False
         folder = self.saver.folder

@@ -26,21 +26,21 @@ _LOADING_SECONDS = 15.0
 class TimeLeft(Observer):
     """Adds `perf/eta_seconds`: the remaining work by measured times, and by estimates before the first measurement.
 
-    `every` is what lies between evaluations and between saves, of which one is at the last step too, for those that the
-    run has. Until the first evaluation one counts as `evaluation_steps` steps. `export_bytes` is the size of all
+    `intervals` are those of evaluations, answers and saves, if the run has them; each also happens at the last step.
+    Until the first evaluation one counts as `evaluation_steps` steps. `export_bytes` is the size of all
     exported folders, 0 where there are none; `verifies` says whether they are verified.
     """
 
     def __init__(
         self,
         steps: int,
-        every: Mapping[str, Interval],
+        intervals: Mapping[str, Interval],
         *,
         evaluation_steps: float = 0.0,
         export_bytes: float = 0.0,
         verifies: bool = False,
     ) -> None:
-        self._steps, self._every = steps, every
+        self._steps, self._intervals = steps, intervals
         self._evaluation_steps, self._export_bytes, self._verifies = evaluation_steps, export_bytes, verifies
         self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._measured: dict[str, list[float]] = {}
@@ -58,11 +58,11 @@ class TimeLeft(Observer):
         self._measured.setdefault(phase, []).append(time.monotonic() - began)
 
     def seconds(self, step: int) -> float:
-        """From the end of `step` to the end of the run."""
+        """Estimated seconds from the end of `step` to the end of the run."""
         step_seconds = _mean(self._step_seconds)
         seconds_left = (self._steps - step) * step_seconds
-        for phase, every in self._every.items() if step < self._steps else ():
-            times = every.times(self._steps - 1) - every.times(step) + 1
+        for phase, intervals in self._intervals.items() if step < self._steps else ():
+            times = intervals.times(self._steps - 1) - intervals.times(step) + 1
             seconds_left += times * self._seconds_of(phase, step_seconds)
         return seconds_left + self._end_seconds()
 
@@ -86,7 +86,7 @@ def _mean(seconds: "deque[float] | list[float]") -> float:
 
 
 class ProgressLine:
-    """Writes a line every `every` steps to `out` and `log`; on a terminal the line stays in place."""
+    """Writes a progress line to `out` and `log` every `log.every` steps; on a terminal it is updated in place."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class ProgressLine:
         self._live = self._out.isatty()
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Write the line when it is due, and always for a notice, an evaluation or the end of the run."""
+        """Write the progress line when it is due, and always for a notice, an evaluation or the end of the run."""
         must_print = (
             record.slow
             or record.notice
@@ -152,8 +152,8 @@ class ProgressLine:
 
 
 def _is_shown(name: str) -> bool:
-    """Whether the line has this metric: those of all held-out rows, the loss of each set that has a name, the reward of
-    rollouts, and accuracy and margin of pairs.
+    """Whether the progress line has a metric: of all held-out rows each but perplexity, of named sets the loss, and the
+    rewards of rollouts and pairs.
     """
     part, *of_set, metric = name.split("/")
     if name in ("rollout/reward", "rollout/cut", "train/reward_accuracy", "train/reward_margin"):

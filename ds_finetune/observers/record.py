@@ -60,12 +60,12 @@ class Resumable(Protocol):
 
 
 class Remembering(Observer):
-    """An observer whose attributes named in `kept` are plain values that checkpoints save."""
+    """An observer whose attributes named in `saved` are plain values that checkpoints save."""
 
     saved: ClassVar[tuple[str, ...]]
 
     def state(self) -> dict[str, Any]:
-        """Values of the attributes named in `kept`."""
+        """Values of the attributes named in `saved`."""
         return {name: getattr(self, name) for name in self.saved}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -28,13 +28,13 @@ class StopSignals:
     """Within this context the first signal is recorded, and a second one ends the process at once.
 
     A thread receives the signals, because Python's handlers do not run while the process waits in a collective. Without
-    `can_save`, signals keep their usual effect. Ignored signals, such as SIGHUP under `nohup`, stay ignored. `tells`:
-    print a line at once for each signal.
+    `can_save`, signals keep their usual effect. Ignored signals, such as SIGHUP under `nohup`, stay ignored. With
+    `prints`, each signal is reported on standard error at once.
     """
 
-    def __init__(self, *, can_save: bool = True, tells: bool = False) -> None:
+    def __init__(self, *, can_save: bool = True, prints: bool = False) -> None:
         self.name = ""
-        self._can_save, self._tells = can_save, tells
+        self._can_save, self._prints = can_save, prints
         self._since = 0.0
         self._handled = tuple(number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN)
         self._before: dict[signal.Signals, Any] = {}
@@ -72,16 +72,16 @@ class StopSignals:
     def _take(self, number: int) -> None:
         now, name = time.monotonic(), signal.Signals(number).name
         if self.name and now - self._since > echo_seconds(number):
-            self._tell(f"{name} again: ended without saving")
+            self._print(f"{name} again: ended without saving")
             os._exit(128 + number)
         if not self.name:
             self._since, self.name = now, name
-            self._tell(f"{name}: saving a checkpoint at the end of this step; another signal ends the run at once")
+            self._print(f"{name}: saving a checkpoint at the end of this step; another signal ends the run at once")
 
-    def _tell(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         with suppress(OSError):
             # Do not write where nobody reads the output: it would block this thread, and with it the second signal.
-            if self._tells and select.select([], [_STDERR], [], 0)[1]:
+            if self._prints and select.select([], [_STDERR], [], 0)[1]:
                 os.write(_STDERR, f"{CLEAR_LINE if os.isatty(_STDERR) else ''}{text}\n".encode())
 
 

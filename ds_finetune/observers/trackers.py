@@ -373,11 +373,9 @@ def _experiment(client: Any) -> str:  # noqa: ANN401 - mlflow's client
     from mlflow.exceptions import MlflowException
 
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "ds_finetune")
-    if client.get_experiment_by_name(name) is None:
-        try:
+    if (experiment := client.get_experiment_by_name(name)) is None:
+        # Another run may create it at the same time.
+        with suppress(MlflowException):
             client.create_experiment(name)
-        except MlflowException:
-            # Another run may have created it in the meantime.
-            if client.get_experiment_by_name(name) is None:
-                raise
-    return str(client.get_experiment_by_name(name).experiment_id)
+        experiment = client.get_experiment_by_name(name)
+    return str(experiment.experiment_id)

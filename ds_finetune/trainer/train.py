@@ -215,7 +215,7 @@ def train_steps(started: StartedRun, status: StatusKeeper) -> tuple[StepRecord |
         started.say("the run had ended early because eval/loss did not fall; nothing is left to train")
         return None, ""
     with (
-        StopSignals(can_save=started.saver is not None, tells=engine.is_rank_zero) as signals,
+        StopSignals(can_save=started.saver is not None, prints=engine.is_rank_zero) as signals,
         open_rollouts(run, engine, started.rank_progress) as rollouts,
     ):
         observers = make_observers(started, signals, rollouts)

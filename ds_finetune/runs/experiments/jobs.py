@@ -34,16 +34,16 @@ _POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class RunSlot:
-    """Hardware of one run: the command that starts a run file there with its options, and GPUs of this machine."""
+    """Hardware of one run at a time: the command with its options that starts a run file on it, and its GPUs."""
 
     command: str = "train"
     options: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
-    """GPUs as CUDA_VISIBLE_DEVICES names them; empty on CPUs and on hosts of a hostfile."""
+    """GPUs of this machine as CUDA_VISIBLE_DEVICES names them; empty on CPUs and on hosts of a hostfile."""
 
 
 def run_slots(*, ranks: int, parallel: int, hostfile: str | None) -> list[RunSlot]:
-    """Places with `ranks` ranks each: `parallel` places on this machine, or as many as fit the slots of `hostfile`.
+    """Slots for runs of `ranks` ranks: `parallel` on this machine, or as many as the slots of `hostfile` suffice for.
 
     LaunchError where there are too few GPUs or slots.
     """
@@ -116,10 +116,9 @@ class ExperimentRun:
         """Duration in seconds, exit code, and the reason of a failure."""
 
     async def train(self, slot: RunSlot, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Train on `place`. The run saves and ends when `should_stop` returns true, which is called after new metrics
-        were read.
+        """Train in `slot`. Each time that new metrics were read, `should_stop` says whether the run saves and ends.
 
-        If this coroutine is cancelled, the run saves and ends first; cancelled again, it is killed.
+        If this coroutine is cancelled, the run saves and ends first; if it is cancelled again, the run is killed.
         """
         if (process := self._start(slot)) is None:
             show_line(f"{self.folder / RUN} is still written by a run of an earlier process; waiting for its end")
@@ -178,7 +177,7 @@ class ExperimentRun:
             )
 
     def _why_failed(self) -> str:
-        """The exit code in words, with the last lines of output."""
+        """Exit code or signal of the run, with the last lines of its output."""
         if self.code == INTERRUPTED_EXIT_CODE:
             return "it was ended by a signal"
         lines = (self.folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -195,7 +194,7 @@ class JobsInterruptedError(SystemExit):
 
 
 def run_jobs(jobs: Iterator[Job], slots: Sequence[RunSlot]) -> None:
-    """Run all jobs; takes the next job from the iterator when a place becomes free.
+    """Run all jobs, each in the next free slot.
 
     On SIGINT, SIGTERM or SIGHUP the runs save and end, and JobsInterruptedError is raised; a second signal kills them.
     If the iterator or a job raises an error, the runs also save and end.

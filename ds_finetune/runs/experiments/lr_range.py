@@ -25,7 +25,7 @@ from ds_finetune.runs.report.write import write_page
 RESULT = "lr_range.json"
 _SMOOTHING = 0.9
 _DIVERGED = 4.0
-"""The test ends when the smoothed loss exceeds this multiple of its minimum (as in fastai)."""
+"""Multiple of its minimum at which a smoothed loss has diverged, which ends the test (as in fastai)."""
 _LEAST_STEPS = 10
 
 
@@ -43,11 +43,11 @@ class RangeRequest:
 
 
 def run_range_test(request: RangeRequest, say: Say) -> dict[str, Any]:
-    """Train for some steps while the rate rises exponentially, in a process that saves nothing; returns the content of
+    """Train while the learning rate rises exponentially, in a process that saves nothing; returns the content of
     `lr_range.json`.
 
-    ConfigError and OutputError before anything is written, RunError where the run fails, and ConfigError where the run
-    rejects its settings.
+    ConfigError and OutputError before anything is written; RunError where the run fails, or ConfigError where the run
+    refuses its settings.
     """
     low, high, steps, folder = request.low, request.high, request.steps, request.folder
     if not 0 < low < high:
@@ -80,7 +80,7 @@ def run_range_test(request: RangeRequest, say: Say) -> dict[str, Any]:
 
 
 def _has_grown(run: ExperimentRun) -> bool:
-    """Whether the loss is not finite, or its average has grown far above its minimum."""
+    """Whether the smoothed loss is not finite, or has grown far above its minimum."""
     curve = run.metrics.curves.get("train/loss")
     if curve is None or len(curve) < _LEAST_STEPS:
         return False
@@ -95,8 +95,8 @@ def _average(losses: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def evaluate(rates: NDArray[np.float64], losses: NDArray[np.float64], *, is_diverged: bool) -> dict[str, Any]:
-    """Results for losses [n] over rising rates [n]: the rate with the steepest fall of the smoothed loss over
-    log(rate), the rate with the least smoothed loss, and the rate at which the loss diverged.
+    """Result for losses [n] at rising rates [n]: the rates at which the smoothed loss falls most steeply over
+    log(rate), is least, and diverged.
     """
     smoothed = _average(losses)
     slopes = np.gradient(smoothed, np.log(rates))
@@ -115,7 +115,7 @@ def evaluate(rates: NDArray[np.float64], losses: NDArray[np.float64], *, is_dive
 
 
 def range_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
-    """Names and texts for a table."""
+    """Names and texts of the result for a table."""
     least = f"smoothed loss {min(result['smoothed']):.4f}, at the beginning {result['smoothed'][0]:.4f}"
     rows = [("steepest fall", f"{result['steepest']:.2e}"), ("least loss", f"{result['lowest']:.2e} ({least})")]
     if result["diverged"] is not None:
@@ -124,7 +124,7 @@ def range_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def write_range_page(folder: Path, result: dict[str, Any]) -> Path:
-    """Write the report of a range test, whose `lr_range.json` holds `found`; returns the file."""
+    """Write the page of a range test, whose `lr_range.json` holds `result`; returns its path."""
     ends = (min(result["losses"]), max(result["losses"]))
     lines = [
         Line("train/loss", result["rates"], result["losses"], role="faint"),

@@ -1,4 +1,4 @@
-"""`ds-finetune scaling`: trains the same global batches with several numbers of ranks and in several layouts."""
+"""`ds-finetune scaling`: trains the same global batches on several numbers of ranks and in several layouts."""
 
 import json
 import math
@@ -25,7 +25,7 @@ from ds_finetune.system.world import World
 
 RESULT = "scaling.json"
 COLUMNS = ("ranks", "s/step", "tokens/s", "speed-up", "efficiency", "comm.", "waits", "GiB", "loss off by")
-"""Heads of the table's columns."""
+"""Column heads of the table of variants."""
 _LEAST_STEPS, _WARMUP_STEPS, _PROFILED_STEPS = 6, 2, 2
 _LEAST_LOSS = 1e-12
 _AXIS = re.compile(r"(zero|tp|pp|sp|ep)(\d+)")
@@ -46,7 +46,7 @@ class ScalingRequest:
 
 
 class Variant(ExperimentRun):
-    """One run of a comparison; `layout` is empty for the run file's own."""
+    """A run of a comparison on `ranks` ranks; `layout` is empty for that of the run file."""
 
     def __init__(self, request: ScalingRequest, ranks: int, layout: str) -> None:
         self.request, self.ranks, self.layout = request, ranks, layout
@@ -59,7 +59,7 @@ class Variant(ExperimentRun):
         super().__init__(folder, tree)
 
     def check(self) -> None:
-        """ConfigError or LaunchError, which name the variant, where the variant is invalid."""
+        """ConfigError or LaunchError, which name the variant, where it cannot run."""
         config = validate_tree(self.tree, {}, f"{self.request.run_file} with {self.name}")
         try:
             make_plan(RunSettings.of(config), world=World(0, self.ranks, 0, self.ranks, "scaling"), device="cpu")
@@ -68,14 +68,15 @@ class Variant(ExperimentRun):
             raise type(illegal)(f"{self.name}: {illegal.message}", hint=illegal.hint) from None
 
     def timed(self, name: str) -> list[float]:
-        """Values of a metric in the steps that are neither warm-up nor profiled."""
+        """Values of a metric at the steps that are neither warm-up nor profiled."""
         values = self.metrics.curves[name].values.tolist()
         return values[_WARMUP_STEPS : self.request.steps - _PROFILED_STEPS]
 
     def row(self, first: "Variant") -> dict[str, Any]:
-        """Speed, communication, memory and losses, relative to the `first` variant.
+        """Speed, memory and losses of this variant, also relative to the `first` one.
 
-        `communication` and `waiting` are shares of the time of profiled steps, means over ranks; None if not measured.
+        `communication` and `waiting` are fractions of the time of profiled steps, means over ranks; None where no step
+        was profiled.
         """
         seconds = self.timed("perf/step_seconds")
         tokens = (s * rate for s, rate in zip(seconds, self.timed("perf/tokens_per_second"), strict=True))
@@ -101,11 +102,11 @@ class Variant(ExperimentRun):
 
 
 def compare_scaling(request: ScalingRequest, say: Say) -> dict[str, Any]:
-    """Run each variant for some steps, one after another, and compare speed, communication, memory and losses; returns
-    the content of `scaling.json`, which is written after each variant.
+    """Run each variant, one after another, and compare speed, communication, memory and losses; returns the content of
+    `scaling.json`, which is written after each variant.
 
-    The first steps are warm-up, and the last ones are profiled; neither are timed. The reason of a failed run is
-    recorded. ConfigError and OutputError before any start, for each invalid variant; RunError where all variants fail.
+    The first steps are warm-up and the last ones are profiled; both are not timed. A variant that fails is recorded
+    with its reason. ConfigError, LaunchError and OutputError before anything starts; RunError where all variants fail.
     """
     if request.steps < _LEAST_STEPS:
         raise ConfigError(
@@ -168,7 +169,7 @@ def table_row(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def write_scaling_page(folder: Path, tree: dict[str, Any]) -> Path:
-    """Write the report of a comparison, whose `scaling.json` holds `tree`; returns the file."""
+    """Write the page of a comparison, whose `scaling.json` holds `tree`; returns its path."""
     rows = tree["rows"]
     fastest = max(rows, key=lambda row: row["speedup"])
     off = f"{max(row['loss_difference'] for row in rows):.1e}"

@@ -54,15 +54,15 @@ _TRIALS, _STUDY = "trials", "sweep"
 _MADE_FROM, _REASON, _SECONDS = "made_from", "reason", "seconds"
 """Names of attributes of the study and its trials."""
 _STOPPED_CODES = (INTERRUPTED_EXIT_CODE, -signal.SIGTERM, 128 + signal.SIGTERM)
-"""Exit codes of a run that was told to end: of one that saved, and of one that a signal killed (128 + its number)."""
+"""Exit codes of a run that SIGTERM ended: after saving, killed by the signal, and as shells report that (128 + 15)."""
 
 
 def run_sweep(sweep: SweepConfig, say: Say) -> dict[str, Any]:
-    """Run the remaining trials, and write the best run file and the report; returns the content of `sweep.json`.
+    """Run the remaining trials, and write the best run file and the page; returns the content of `sweep.json`.
 
     An interrupted sweep resumes its trials in their folders, also after kill -9. JobsInterruptedError after a signal,
-    once all runs have saved; RunError where trials fail one after another or none has a value; ConfigError and
-    OutputError before anything is written, the latter where `output_dir` has files but no sweep.
+    once all runs have saved; RunError where trials fail one after another, or no trial has a value; ConfigError and
+    OutputError before anything is written.
     """
     folder = Path(sweep.output_dir)
     hardware = run_slots(ranks=sweep.ranks, parallel=sweep.parallel, hostfile=sweep.hostfile)
@@ -102,7 +102,7 @@ def run_sweep(sweep: SweepConfig, say: Say) -> dict[str, Any]:
 
 
 def _open_study(sweep: SweepConfig, say: Say) -> "Study":
-    """The study in the sweep's folder, which the caller has locked; ConfigError for the study of another sweep."""
+    """Open or create the study in the sweep's folder, which is locked; ConfigError for the study of another sweep."""
     optuna = import_optuna()
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
@@ -139,7 +139,9 @@ def _open_study(sweep: SweepConfig, say: Say) -> "Study":
 
 
 def _trial_jobs(sweep: SweepConfig, study: "Study", say: Say) -> Iterator[Job]:
-    """Trials that an earlier process left unfinished, then new ones; RunError where several in a row have failed."""
+    """Jobs of trials that an earlier process left unfinished, then of new trials; RunError once several in a row have
+    failed.
+    """
     from optuna.trial import Trial, TrialState
 
     for frozen in study.get_trials(states=(TrialState.RUNNING,)):
@@ -166,9 +168,9 @@ def _check_failures(sweep: SweepConfig, study: "Study") -> None:
 
 
 async def _run_trial(sweep: SweepConfig, study: "Study", trial: "Trial", say: Say, slot: RunSlot) -> None:
-    """Train one trial, without exports: report each value to the pruner, and the end to the study."""
-    # Like `Study.ask(space)`; returns values that an earlier process sampled, which may have been killed before the
-    # last one (optuna 5.0.0, trial/_trial.py).
+    """Train a trial without exports: report each value to the pruner, and the result to the study."""
+    # As `Study.ask(space)` does, but an earlier process that was killed may have sampled some of the values already,
+    # which `_suggest` returns (optuna 5.0.0, trial/_trial.py).
     parameters = {key: trial._suggest(key, values.distribution()) for key, values in sweep.space.items()}
     values, folder = sweep.values_of(parameters), Path(sweep.output_dir) / _TRIALS / f"{trial.number:04}"
     tree = sweep.run_tree({**values, "eval.keep_best": False}, folder / RUN)
@@ -210,7 +212,7 @@ async def _run_trial(sweep: SweepConfig, study: "Study", trial: "Trial", say: Sa
 
 
 def _outcome(sweep: SweepConfig, run: ExperimentRun) -> tuple[str, float | None, str]:
-    """State, value and reason of a trial that was not pruned while it ran."""
+    """State in optuna, value, and reason of a missing value, for a trial that no pruner has ended."""
     value = value_of(sweep, run.metrics)
     if has_diverged(run.metrics, run.code, value):
         # Pruned, not failed: a sampler learns from a pruned trial that these values are bad.
@@ -221,7 +223,7 @@ def _outcome(sweep: SweepConfig, run: ExperimentRun) -> tuple[str, float | None,
 
 
 def value_of(sweep: SweepConfig, metrics: MetricsReader) -> float | None:
-    """The value of a run: the last record of the metric, or the best finite one; None without a record."""
+    """Value of the metric for a trial: the last one or the best finite one, as the sweep says; None without any."""
     curve = metrics.curves.get(sweep.metric)
     if curve is None:
         return None
@@ -232,7 +234,7 @@ def value_of(sweep: SweepConfig, metrics: MetricsReader) -> float | None:
 
 
 def has_diverged(metrics: MetricsReader, code: int, value: float | None) -> bool:
-    """Whether a run has a non-finite value, or failed while skipping steps with non-finite gradients.
+    """Whether a trial's value is not finite, or its run failed while steps with non-finite gradients were skipped.
 
     A run that skipped its last step and succeeded, as with fp16, has not diverged.
     """
@@ -242,7 +244,7 @@ def has_diverged(metrics: MetricsReader, code: int, value: float | None) -> bool
 
 
 def write_result(sweep: SweepConfig, study: "Study") -> dict[str, Any]:
-    """Write `sweep.json` with all trials and the best one; returns its content."""
+    """Write `sweep.json` with all trials and the number of the best one; returns its content."""
     trials = study.get_trials(deepcopy=False)
     is_any = any(trial.state.name == "COMPLETE" for trial in trials)
     tree = {
@@ -270,7 +272,7 @@ def write_result(sweep: SweepConfig, study: "Study") -> dict[str, Any]:
 
 
 def write_sweep_page(folder: Path, tree: dict[str, Any]) -> Path:
-    """Write the page of a sweep, whose `sweep.json` holds `tree`; returns the file."""
+    """Write the page of a sweep, whose `sweep.json` holds `tree`; returns its path."""
     trials, metric, keys = tree["trials"], tree["metric"], list(tree["space"])
     best = trials[tree["best"]]
     rows = [

@@ -19,12 +19,12 @@ from ds_finetune.config.sections import Section, short_form
 from ds_finetune.errors import ConfigError
 from ds_finetune.system.versions import require_extra
 
-_LISTS = ("BruteForceSampler", "GridSampler")
-"""Samplers that train every point of a space of choices."""
-_SEQUENCES = (*_LISTS, "QMCSampler")
-"""Samplers that follow one sequence, which their seed determines."""
-_OWN_KEYS = ("output_dir", "launch", "export", "eval.keep_best")
-"""Sections and keys of a trial's run file that the sweep sets."""
+_GRID_SAMPLERS = ("BruteForceSampler", "GridSampler")
+"""Samplers that train each point of a space of choices once."""
+_ONE_SEED_SAMPLERS = (*_GRID_SAMPLERS, "QMCSampler")
+"""Samplers whose values of all trials are one sequence, determined by one seed."""
+_SWEEP_KEYS = ("output_dir", "launch", "export", "eval.keep_best")
+"""Sections and keys of a trial's run file that the sweep sets itself, so that a space cannot have them."""
 _Choice = bool | int | float | str | None | list[Any] | dict[str, Any]
 
 
@@ -55,7 +55,7 @@ class Range(Section):
         return self
 
     def distribution(self) -> Any:  # noqa: ANN401 - a class of optuna
-        """optuna's distribution; choices are passed as JSON text, because optuna accepts no lists."""
+        """The range as optuna's distribution; choices become JSON texts, because optuna accepts no lists."""
         optuna = import_optuna()
         if self.choices is not None:
             texts = dict.fromkeys(json.dumps(choice) for choice in self.choices)
@@ -65,15 +65,14 @@ class Range(Section):
         with warnings.catch_warnings():
             # optuna would reduce `high` to a multiple of the step, with a warning.
             warnings.simplefilter("ignore")
-            distribution = kind(
-                self.low, self.high, log=self.log, **({"step": self.step} if self.step is not None else {})
-            )
+            step = {} if self.step is None else {"step": self.step}
+            distribution = kind(self.low, self.high, log=self.log, **step)
         if distribution.high != self.high:
             raise ValueError(f"whole steps do not lead to `high`; the last value would be {distribution.high}")
         return distribution
 
     def points(self) -> Sequence[Any] | None:
-        """All values that optuna may sample; None where they cannot be listed."""
+        """All values that optuna may sample from the range; None for a range without a step."""
         distribution = self.distribution()
         if self.choices is not None:
             return distribution.choices
@@ -114,9 +113,9 @@ class SweepConfig(Section):
     max_failed: int = Field(default=3, ge=1)
 
     def num_points(self) -> float:
-        """Number of points in a space searched point by point; infinite for other samplers."""
+        """Number of points of the space for a grid sampler; infinite for other samplers."""
         points = [values.points() or () for values in self.space.values()]
-        return math.prod(map(len, points)) if self.sampler.name in _LISTS else math.inf
+        return math.prod(map(len, points)) if self.sampler.name in _GRID_SAMPLERS else math.inf
 
     def values_of(self, parameters: dict[str, Any]) -> dict[str, Any]:
         """The run file's values for the parameters of an optuna trial."""
@@ -133,7 +132,7 @@ class SweepConfig(Section):
 def read_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepConfig:
     """Read a sweep file; ConfigError names key and line, and the nearest valid key of the run file.
 
-    Each choice and each end of a range is set in the run file separately, and the result is validated like a run file.
+    Each choice and each end of a range is set in the run file alone, and the result is validated as a run file.
     """
     tree, lines = read_yaml(path)
     for override in overrides:
@@ -151,7 +150,7 @@ def read_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepConfig:
     _check_metric(sweep, validate_tree(copy.deepcopy(base), base_lines, sweep.run))
     for key, values in sweep.space.items():
         source = f"{path} line {lines.get(('space', key), '?')}"
-        if reserved := [own for own in _OWN_KEYS if key in (own, own.split(".")[0]) or key.startswith(f"{own}.")]:
+        if reserved := [own for own in _SWEEP_KEYS if key in (own, own.split(".")[0]) or key.startswith(f"{own}.")]:
             raise ConfigError(
                 f"{source}: `{key}` is in the space, and the sweep sets `{reserved[0]}` itself",
                 hint="leave it out of the space",
@@ -166,7 +165,7 @@ def read_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepConfig:
 
 
 def _check_metric(sweep: SweepConfig, config: RunConfig) -> None:
-    """ConfigError where no record of a trial will have the metric, or a pruner would never get a value."""
+    """ConfigError where no trial will record the metric, or a pruner would never get a value of it."""
     if not sweep.metric.startswith("eval/"):
         return
     if not config.data.held_out_sets:
@@ -185,10 +184,11 @@ def _check_metric(sweep: SweepConfig, config: RunConfig) -> None:
 def make_sampler(sweep: SweepConfig, number: int) -> Any:  # noqa: ANN401 - of optuna
     """The sampler of trial `number`.
 
-    Its seed is the sweep's plus `number`, so that a resumed sweep samples the same values as an uninterrupted one.
+    Its seed is the sweep's plus `number`, so that a resumed sweep samples the values of an uninterrupted one.
     """
-    own_options: dict[str, Any] = {"seed": sweep.seed if sweep.sampler.name in _SEQUENCES else sweep.seed + number}
-    if sweep.sampler.name in _LISTS:
+    seed = sweep.seed if sweep.sampler.name in _ONE_SEED_SAMPLERS else sweep.seed + number
+    own_options: dict[str, Any] = {"seed": seed}
+    if sweep.sampler.name in _GRID_SAMPLERS:
         own_options["search_space"] = {key: values.points() for key, values in sweep.space.items()}
         if ranges := [key for key, points in own_options["search_space"].items() if points is None]:
             raise ConfigError(
