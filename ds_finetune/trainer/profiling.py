@@ -10,8 +10,7 @@ from ds_finetune.engine.phases import wrapped_phases
 from ds_finetune.foreign.guard import replaced
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.runs.timeline.annotations import CHECKPOINT, Annotations
-from ds_finetune.runs.timeline.clock import HostClock
-from ds_finetune.runs.timeline.profiler import ProfiledRun, StepProfiler
+from ds_finetune.runs.timeline.profiler import HostClock, ProfiledRun, StepProfiler
 from ds_finetune.trainer.observers import StartedRun
 
 FOLDER = "profile"

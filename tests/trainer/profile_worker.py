@@ -18,7 +18,7 @@ from ds_finetune.cli.main import run_and_exit
 from ds_finetune.data.batches import Batch
 from ds_finetune.engine.engine import Engine
 from ds_finetune.observers.record import StepRecord
-from ds_finetune.runs.timeline.clock import HostClock
+from ds_finetune.runs.timeline.profiler import HostClock
 from ds_finetune.trainer import profiling, train
 from ds_finetune.trainer.observers import StartedRun
 from ds_finetune.trainer.prepare import PreparedRun

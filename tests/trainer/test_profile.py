@@ -20,9 +20,8 @@ from ds_finetune.errors import ConfigError
 from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.settings import RunSettings
-from ds_finetune.runs.timeline.clock import HostClock
+from ds_finetune.runs.timeline.profiler import HostClock, StepProfiler
 from ds_finetune.runs.timeline.profiler import ProfiledRun as RunFacts
-from ds_finetune.runs.timeline.profiler import StepProfiler
 from tests.checking import check, settings_of
 from tests.running import metrics, start, tiny_task, torchrun
 

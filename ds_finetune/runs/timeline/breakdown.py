@@ -1,4 +1,4 @@
-"""Reads the trace of a rank, and divides the time of its steps: every moment counts as exactly one kind of work."""
+"""Reads the trace of a rank, and divides its steps into kinds of work; each moment counts as exactly one kind."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,12 +19,12 @@ _KIND_OF_PHASE = {
 }
 _HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-_TORCHS_OWN = ("gloo:", "nccl:")
-"""Prefixes of torch's own events of collectives, which do not nest; the program's annotations replace them."""
+_TORCH_PREFIXES = ("gloo:", "nccl:")
+"""Prefixes of torch's events of collectives, which do not nest; the annotations of this program replace them."""
 _MATCHED = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "all_to_all", "all_to_allv", "barrier")
-"""NCCL collectives of all ranks of a group. Messages are not matched: their kernels do not name both ends."""
+"""NCCL collectives that are matched between ranks. Messages are not, since their kernels do not name both ranks."""
 _PHASE, _COPY, _COLLECTIVE, _WAIT, _KERNEL = range(5)
-"""Layers of a step: a moment counts as the kind of work of its highest layer."""
+"""Layers of a step: each moment counts as the kind of work of the highest layer that covers it."""
 Event = dict[str, Any]
 """An event of Chrome's trace format; times are in microseconds."""
 CollectiveKey = tuple[str, int]
@@ -64,9 +64,9 @@ def read_trace(tree: Mapping[str, Any], rank: int, shift: float, *, is_gpu: bool
             event["id"] = f"{rank}.{event['id']}"
         elif category in _DEVICE:
             _add_device_event(trace, event, counts)
-        elif category == "user_annotation" and not name.startswith(_TORCHS_OWN):
+        elif category == "user_annotation" and not name.startswith(_TORCH_PREFIXES):
             _add_annotation(trace, event, is_gpu=is_gpu)
-        elif name.startswith(_TORCHS_OWN) or not (category in _HOST or name.startswith("thread_")):
+        elif name.startswith(_TORCH_PREFIXES) or not (category in _HOST or name.startswith("thread_")):
             continue
         trace.events.append(event)
     return trace
@@ -121,7 +121,7 @@ def mark_waits(trace: RankTrace, starts: Sequence[Mapping[CollectiveKey, float]]
 
 
 def break_down(trace: RankTrace) -> list[dict[str, Any]]:
-    """Seconds of each step by kind; they add up to the step's time."""
+    """Seconds of each step by kind of work, which add up to the time of the step."""
     # The innermost phase counts, which is shorter than the phases around it.
     layers = sorted(trace.layers, key=lambda layer: (layer[0], layer[2] - layer[3]))
     return [
@@ -131,7 +131,7 @@ def break_down(trace: RankTrace) -> list[dict[str, Any]]:
 
 
 def seconds_by_kind(first: float, last: float, layers: Iterable[Layer]) -> dict[str, float]:
-    """Seconds of each kind between two times; later layers cover earlier ones."""
+    """Seconds of each kind of work between two times in microseconds; later layers cover earlier ones."""
     cut = [(kind, max(begin, first), min(end, last)) for _, kind, begin, end in layers if begin < last and end > first]
     edges = np.unique([first, last, *(time for _, *span in cut for time in span)])
     kinds = np.full(len(edges) - 1, KINDS.index(OTHER))

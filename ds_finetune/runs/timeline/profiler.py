@@ -1,4 +1,4 @@
-"""Profiles consecutive steps on ranks of a run, and writes their trace and table on rank zero.
+"""Profiles consecutive steps on ranks of a run, and writes trace and table of all ranks on rank zero.
 
 The trace of all ranks is in Chrome's format, with a process per rank, and can be opened in Perfetto.
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
@@ -9,13 +9,14 @@ import json
 import os
 import socket
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,23 +27,25 @@ from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.phases import STEP
 from ds_finetune.runs.timeline.annotations import Annotations
 from ds_finetune.runs.timeline.breakdown import KINDS, break_down, mark_waits, mean_of, read_trace, table_lines
-from ds_finetune.runs.timeline.clock import HostClock, measure_offset
+from ds_finetune.system.processes import boot_id
 from ds_finetune.system.whole_file import replace_file
 
 TRACE, SUMMARY = "trace.json.gz", "summary.json"
 _VERSION = 2
 _PIECE_BYTES = 2**20
 _PATIENCE = timedelta(hours=12)
-"""How long a rank waits for other ranks' parts of the trace; detecting a lost rank is the watchdog's task."""
+"""Maximum wait of a rank for the traces of other ranks; detecting a lost rank is the watchdog's task."""
 _QUIET_LOG_LEVEL = "6"
 """Above every level of Kineto's log (torch 2.13), which writes a line to standard error whenever a profile ends."""
 _MOST_RANKS = 8
+"""Maximum number of ranks in the printed table."""
+_ROUND_TRIPS = 20
 WrapPhases = Callable[[Annotations], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
 class ProfiledRun:
-    """Facts of the run in a summary: device, layout of ranks, and profiled ranks."""
+    """Facts of a profiled run for its summary: device, layout of ranks, and ranks that are profiled."""
 
     device: str
     layout: str
@@ -62,7 +65,7 @@ class StepProfiler:
     which phases are annotated.
     """
 
-    def __init__(self, run: ProfiledRun, store: dist.Store, *, clock: HostClock, wrap: WrapPhases) -> None:
+    def __init__(self, run: ProfiledRun, store: dist.Store, *, clock: "HostClock", wrap: WrapPhases) -> None:
         self._run, self._clock, self._wrap = run, clock, wrap
         self._annotations = Annotations()
         # A connection of its own: waiting on a shared one would block torch's own threads.
@@ -85,7 +88,7 @@ class StepProfiler:
                 self._recording.enter_context(recorder)
 
     def begin_step(self, number: int) -> None:
-        """Begin step `number` of the run with its wait for data."""
+        """Begin step `number` of the run, with its wait for data."""
         self._step.enter_context(record_function(f"{STEP} {number}"))
         self._step.callback(self._annotations.end_data)
         self._annotations.begin_data()
@@ -102,7 +105,7 @@ class StepProfiler:
         self._recording.close()
 
     def finish(self, folder: Path, say: Say) -> None:
-        """Stop after one step or more, and write trace and summary to `folder` on rank zero. Collective.
+        """Stop profiling after at least one step, and write trace and summary to `folder` on rank zero. Collective.
 
         `say` prints the paths and the table, or why the files could not be written.
         """
@@ -124,7 +127,12 @@ class StepProfiler:
         if self._run.knows_waiting:
             mark_waits(trace, all_gather_object(trace.starts))
         rows = [row for row in break_down(trace) if row["step"] in self.steps]
-        part: dict[str, Any] = {"rank": rank, "host": socket.gethostname(), "clock": clock.summary(), "steps": rows}
+        part: dict[str, Any] = {
+            "rank": rank,
+            "host": socket.gethostname(),
+            "clock": {f"{name}_seconds": nanoseconds / 1e9 for name, nanoseconds in clock._asdict().items()},
+            "steps": rows,
+        }
         parts = [part | {"mean": mean_of(part["steps"])} for part in all_gather_object(part) if part["steps"]]
         own_trace = zlib.compress(",\n".join(map(json.dumps, trace.events)).encode(), level=1)
         if rank:
@@ -140,7 +148,7 @@ class StepProfiler:
                 say(line)
 
     def _read(self) -> tuple[dict[str, Any], str]:
-        """The trace of torch.profiler, read through a temporary file; and why that failed, empty on success."""
+        """The trace of torch.profiler, read through a temporary file, and why that failed (empty on success)."""
         profiler, self._profile = self._profile, None
         if profiler is None:
             return {"traceEvents": [], "baseTimeNanoseconds": 0}, ""
@@ -193,3 +201,53 @@ class StepProfiler:
                 pass
             with suppress(OSError):
                 partial.unlink()
+
+
+@dataclass(frozen=True)
+class HostClock:
+    """The clock of this process's host; `shift_ns` is added to the system's time, in tests."""
+
+    host: str = field(default_factory=lambda: boot_id() or socket.gethostname())
+    """Identifies the clock: the same text for all processes that share it."""
+    shift_ns: int = 0
+
+    def now(self) -> int:
+        """Nanoseconds since 1970."""
+        return time.time_ns() + self.shift_ns
+
+
+class MeasuredOffset(NamedTuple):
+    """Nanoseconds to add to a host's clock to get the time of rank zero's host, and the maximum error.
+
+    Hosts ask rank zero for its time through the ranks' store. An answer is wrong by at most half the round trip, so the
+    shortest of several round trips is used (Cristian, "Probabilistic clock synchronization", 1989).
+    """
+
+    uncertainty: int = 0
+    offset: int = 0
+
+
+def measure_offset(store: dist.Store, clock: HostClock) -> MeasuredOffset:
+    """Measure the offset of `clock` from rank zero's. Collective; the first rank of each host measures for the host."""
+    rank, hosts = dist.get_rank(), all_gather_object(clock.host)
+    leaders = [hosts.index(host) for host in dict.fromkeys(hosts) if host != hosts[0]]
+    measured = MeasuredOffset()
+    if rank == 0:
+        _answer(store, leaders, clock)
+    elif rank in leaders:
+        measured = min(_ask(store, f"{rank}/{trip}", clock) for trip in range(_ROUND_TRIPS))
+    return all_gather_object(measured)[hosts.index(hosts[rank])]
+
+
+def _ask(store: dist.Store, trip: str, clock: HostClock) -> MeasuredOffset:
+    asked = clock.now()
+    store.set(f"asked/{trip}", "")
+    answer = int(store.get(f"answered/{trip}").decode())
+    answered = clock.now()
+    return MeasuredOffset((answered - asked + 1) // 2, answer - (asked + answered) // 2)
+
+
+def _answer(store: dist.Store, leaders: Sequence[int], clock: HostClock) -> None:
+    for trip in (f"{leader}/{number}" for leader in leaders for number in range(_ROUND_TRIPS)):
+        store.wait([f"asked/{trip}"])
+        store.set(f"answered/{trip}", str(clock.now()))

@@ -6,8 +6,8 @@ from threading import Barrier, local
 import pytest
 import torch.distributed as dist
 
-from ds_finetune.runs.timeline import clock as timeline_clock
-from ds_finetune.runs.timeline.clock import HostClock, MeasuredOffset, measure_offset
+from ds_finetune.runs.timeline import profiler
+from ds_finetune.runs.timeline.profiler import HostClock, MeasuredOffset, measure_offset
 
 
 def test_shifted_clocks_are_measured_once_for_each_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +27,7 @@ def test_shifted_clocks_are_measured_once_for_each_host(monkeypatch: pytest.Monk
         this.rank = rank
         return measure_offset(store, clocks[rank])
 
-    monkeypatch.setattr(timeline_clock, "all_gather_object", all_gather)
+    monkeypatch.setattr(profiler, "all_gather_object", all_gather)
     monkeypatch.setattr(dist, "get_rank", lambda: this.rank)
     with ThreadPoolExecutor(len(clocks)) as ranks:
         measured = list(ranks.map(measure, range(len(clocks))))
