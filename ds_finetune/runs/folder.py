@@ -42,7 +42,7 @@ _WHOLE_NUMBERS = ("after_step", "steps", "ranks", "ranks_per_host", "pid")
 _MOST_BYTES = 2**22
 _LONGEST_VALUE = 160
 """Maximum characters shown of a value of the run file."""
-_MOST_DEPTH, _MOST_RUNS = 4, 1_000
+_MOST_DEPTH, MOST_RUNS = 4, 1_000
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ def find_runs(root: Path) -> Iterator[RunFolder]:
         if is_run(folder):
             yield RunFolder(folder, within=root)
             number += 1
-            if number == _MOST_RUNS:
+            if number == MOST_RUNS:
                 return
             names.clear()
         if depth >= _MOST_DEPTH:

@@ -5,9 +5,10 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ds_finetune.console.phase_line import time_text
 from ds_finetune.errors import OutputError, ServeError
-from ds_finetune.runs.folder import RunFolder, base_model, find_runs
+from ds_finetune.runs.folder import MOST_RUNS, RunFolder, base_model, find_runs
 from ds_finetune.runs.metrics import METRICS, MetricsReader, last_record
 from ds_finetune.runs.report.blocks import (
     NONE,
@@ -176,7 +177,7 @@ class _Runs:
 
     def __init__(self, root: Path) -> None:
         self._root = root.resolve()
-        self._runs: dict[str, _WatchedRun] = {}
+        self._runs: dict[str, RunFolder] = {}
         self._read_runs: list[str] = []
         """Names of the runs whose metrics are in memory, the most recently used last."""
         self._searched_at = 0.0
@@ -186,7 +187,7 @@ class _Runs:
         """The page with a table of all runs; running ones come first."""
         with self._lock:
             self._search()
-            rows = [_row_of(name, run) for name, run in self._runs.items()]
+            rows = [_row_of(run) for run in self._runs.values()]
         rows.sort(key=lambda row: (row["state"] != "running", -row["updated_at"]))
         running = sum(row["state"] == "running" for row in rows)
         tiles = [Tile("runs", f"{len(rows):,}"), Tile("running", f"{running:,}")]
@@ -210,11 +211,11 @@ class _Runs:
         self._search()
         if name not in self._runs:
             raise HTTPException(404, f"there is no run {name!r} in {self._root}")
-        folder = self._runs[name].folder
+        folder = self._runs[name]
         folder.problems.clear()
         self._read_runs = [*(other for other in self._read_runs if other in self._runs and other != name), name]
         if len(self._read_runs) > MOST_COMPARED:
-            oldest = self._runs[self._read_runs.pop(0)].folder
+            oldest = self._runs[self._read_runs.pop(0)]
             oldest.metrics = MetricsReader(oldest.path / METRICS)
         try:
             folder.update()
@@ -226,58 +227,49 @@ class _Runs:
         """Look for new and removed runs, at most every few seconds."""
         if time.monotonic() < self._searched_at + _SEARCH_SECONDS:
             return
-        self._runs = {run.name: self._runs.get(run.name) or _WatchedRun(run) for run in find_runs(self._root)}
+        self._runs = {run.name: self._runs.get(run.name, run) for run in find_runs(self._root)}
         self._searched_at = time.monotonic()
 
 
-class _WatchedRun:
-    """A run with its row of the table; files are read again when its metrics have changed."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self.folder = folder
-        self._seen: object = ()
-        self._last: dict[str, Any] = {}
-        self._model = ""
-        self._steps = 0
-
-    def row(self) -> dict[str, Any]:
-        """The texts of the row."""
-        status, path = self.folder.status, self.folder.file(METRICS)
-        stat = None if path is None else path.stat()
-        seen = stat and (stat.st_ino, stat.st_mtime_ns, stat.st_size)
-        if seen != self._seen:
-            self._seen, self._last = seen, {} if path is None else dict(last_record(path))
-            self._model = base_model(self.folder.config)
-            self._steps = (self.folder.starts or [{}])[-1].get("steps", 0)
-        step, steps = max(status.step, self._last.get("step", 0)), status.steps or self._steps
-        eta = self._number("perf/eta_seconds") if status.state == "running" else None
-        updated_at = max(status.updated_at, stat.st_mtime if stat else 0.0)
-        return {
-            "model": self._model,
-            "state": status.state,
-            "tone": state_tone(status.state),
-            "reason": status.reason if status.state != "unknown" else "",
-            "step": f"{step:,} of {steps:,}" if steps else f"{step:,}",
-            "eta": NONE if eta is None else time_text(eta),
-            "loss": number_text(self._number("train/loss")),
-            "speed": number_text(self._number("perf/tokens_per_second")),
-            "seen": ago_text(updated_at),
-            "updated_at": updated_at,
-        }
-
-    def _number(self, name: str) -> float | None:
-        value = self._last.get(name)
-        return float(value) if isinstance(value, int | float) else None
-
-
-def _row_of(name: str, run: _WatchedRun) -> dict[str, Any]:
-    """The row of a run; an unreadable run must not remove other runs from the table."""
+def _row_of(run: RunFolder) -> dict[str, Any]:
+    """The texts of a run's row in the table; an unreadable run must not remove other runs from the table."""
     try:
-        return {"name": name, **run.row()}
+        return _readable_row(run)
     except Exception as error:  # noqa: BLE001 - files of other programs and versions; the row names it
         texts = dict.fromkeys(("model", "tone", "step", "eta", "loss", "speed", "seen"), NONE)
-        why = f"the folder cannot be read: {type(error).__name__}"
-        return {**texts, "name": name, "state": "unknown", "reason": why, "updated_at": 0.0}
+        reason = f"the folder cannot be read: {type(error).__name__}"
+        return {**texts, "name": run.name, "state": "unknown", "reason": reason, "updated_at": 0.0}
+
+
+def _readable_row(run: RunFolder) -> dict[str, Any]:
+    status, path = run.status, run.file(METRICS)
+    stat = None if path is None else path.stat()
+    last, model, steps = _facts_of(run, stat and (stat.st_ino, stat.st_mtime_ns, stat.st_size))
+    numbers = {name: float(value) for name, value in last.items() if isinstance(value, int | float)}
+    step, steps = max(status.step, last.get("step", 0)), status.steps or steps
+    eta = numbers.get("perf/eta_seconds") if status.state == "running" else None
+    updated_at = max(status.updated_at, stat.st_mtime if stat else 0.0)
+    return {
+        "name": run.name,
+        "model": model,
+        "state": status.state,
+        "tone": state_tone(status.state),
+        "reason": status.reason if status.state != "unknown" else "",
+        "step": f"{step:,} of {steps:,}" if steps else f"{step:,}",
+        "eta": NONE if eta is None else time_text(eta),
+        "loss": number_text(numbers.get("train/loss")),
+        "speed": number_text(numbers.get("perf/tokens_per_second")),
+        "seen": ago_text(updated_at),
+        "updated_at": updated_at,
+    }
+
+
+@lru_cache(maxsize=2 * MOST_RUNS)
+def _facts_of(run: RunFolder, _version: object) -> tuple[Mapping[str, Any], str, int]:
+    """Last record, model and number of steps of a run; read again only for another version of its metrics file."""
+    path = run.file(METRICS)
+    last = {} if path is None else last_record(path)
+    return last, base_model(run.config), (run.starts or [{}])[-1].get("steps", 0)
 
 
 def _html(text: str) -> Response:

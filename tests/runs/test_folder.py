@@ -54,7 +54,7 @@ def test_runs_are_found_below_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_many_runs_shows_the_first_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder, "_MOST_RUNS", 2)
+    monkeypatch.setattr(folder, "MOST_RUNS", 2)
     for name in "abc":
         make_run(tmp_path / name)
     assert [run.name for run in find_runs(tmp_path)] == ["a", "b"]

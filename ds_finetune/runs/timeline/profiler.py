@@ -38,7 +38,6 @@ _PATIENCE = timedelta(hours=12)
 _QUIET_LOG_LEVEL = "6"
 """Above every level of Kineto's log (torch 2.13), which writes a line to standard error whenever a profile ends."""
 _MOST_RANKS = 8
-"""Maximum number of ranks in the printed table."""
 _ROUND_TRIPS = 20
 WrapPhases = Callable[[Annotations], AbstractContextManager[None]]
 
