@@ -29,7 +29,7 @@ from ds_finetune.runs.report.blocks import (
 )
 from ds_finetune.runs.report.charts import Line
 from ds_finetune.runs.report.curves import overlay_charts, run_labels
-from ds_finetune.runs.report.sections import SECTIONS, repeat_command
+from ds_finetune.runs.report.sections import LEADS, SECTIONS, repeat_command
 from ds_finetune.runs.status import RunStatus, State
 from ds_finetune.system.versions import require_extra
 
@@ -61,17 +61,17 @@ def run_page(run: RunFolder, *, state: State | None = None, is_live: bool = Fals
 def _sections(run: RunFolder) -> tuple[list[ReportSection], list[str]]:
     """The sections of a run, and warnings for sections whose files have an unknown format."""
     sections, unknown = [], []
-    for make in SECTIONS:
+    for name, title, make_blocks in SECTIONS:
         try:
-            section = make(run)
+            blocks = make_blocks(run)
         except _UNKNOWN_FORM as error:
             reason = " ".join(str(error).split())
             unknown.append(
-                f"the {make.__name__.removesuffix('_section')} section is left out: its files have another form than "
-                f"this version knows ({type(error).__name__}: {reason})"
+                f"the section {title} is left out: its files have another form than this version knows "
+                f"({type(error).__name__}: {reason})"
             )
         else:
-            sections += [] if section is None else [section]
+            sections += [ReportSection(name, title, blocks, LEADS.get(name, ""))] * bool(blocks)
     return sections, unknown
 
 

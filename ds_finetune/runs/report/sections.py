@@ -1,9 +1,8 @@
-"""The sections of a run's report, from the files in its folder. A function returns None for an empty section."""
+"""The sections of a run's page, from the files in its folder."""
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,13 +20,13 @@ from ds_finetune.runs.report.blocks import (
     MarkedText,
     PromptAnswers,
     Remark,
-    ReportSection,
     moment_text,
     number_text,
 )
 from ds_finetune.runs.report.charts import Chart, HeatMap
 from ds_finetune.runs.report.curves import rank_chart, run_charts
 
+T = TypeVar("T")
 _COMMUNICATION = "comm/"
 """Prefix of metrics whose charts are collapsed at first: there are two for each kind of collective."""
 _MOST_EVENTS = 100
@@ -47,50 +46,40 @@ _ROW_PIXELS, _MANY_ROWS, _ROW_PIXELS_OF_MANY = 18, 24, 10
 _FRAME_PIXELS, _LEAST_PIXELS, _MOST_PIXELS = 90, 180, 1200
 
 
-def plan_section(run: RunFolder) -> ReportSection | None:
-    """The plan and the layout of ranks."""
+def _plan(run: RunFolder) -> list[Block]:
     plan = dict(run.plan)
     notes = plan.pop("notes", [])
-    rows = [(name, str(text)) for name, text in plan.items()] + _forecast_rows(run)
+    rows = [(name, str(text)) for name, text in plan.items()]
+    expected, measured = run.last("memory/predicted_gib"), run.last("memory/measured_gib")
+    if expected is not None and measured is not None:
+        text = f"{number_text(expected, 'gib')} predicted, {number_text(measured, 'gib')} measured"
+        rows.append(("memory of the fullest rank", text))
     blocks: list[Block] = [Facts(rows)] if rows else []
     blocks += [Remark(str(note)) for note in notes] if isinstance(notes, list) else []
-    return ReportSection("plan", "Plan and layout", blocks) if blocks else None
+    return blocks
 
 
-def _forecast_rows(run: RunFolder) -> list[tuple[str, str]]:
-    expected, measured = run.last("memory/predicted_gib"), run.last("memory/measured_gib")
-    if expected is None or measured is None:
-        return []
-    text = f"{number_text(expected, 'gib')} predicted, {number_text(measured, 'gib')} measured"
-    return [("memory of the fullest rank", text)]
-
-
-def curve_section(run: RunFolder) -> ReportSection | None:
-    """Curves with evaluations and restarts, and a table of metrics."""
+def _curves(run: RunFolder) -> list[Block]:
     markers = [(start["after_step"], "restart") for start in run.starts[1:] if "after_step" in start]
     all_charts = run_charts(run, markers)
     if not all_charts:
-        return None
+        return []
     charts = [chart for chart in all_charts if not chart.title.startswith(_COMMUNICATION)] + rank_chart(run)
     folded = [chart for chart in all_charts if chart.title.startswith(_COMMUNICATION)]
-    lead = "Points are evaluations on held-out data. Click a name to hide it; drag over a part to enlarge it."
-    blocks: list[Block] = [Charts(charts)]
-    evaluations = _evaluation_table(run)
-    blocks += [] if evaluations is None else [evaluations]
+    blocks: list[Block] = [Charts(charts), *_evaluation_table(run)]
     blocks += [Charts(folded, "Communication of rank 0 by kind of collective")] * bool(folded)
-    return ReportSection("curves", "Curves", [*blocks, _metric_table(run)], lead)
+    return [*blocks, _metric_table(run)]
 
 
-def _evaluation_table(run: RunFolder) -> DataTable | None:
+def _evaluation_table(run: RunFolder) -> list[DataTable]:
     values = {name: dict(curve.points()) for name, curve in run.curves.items() if name.startswith("eval/")}
     steps = sorted({step for of_metric in values.values() for step in of_metric})
-    if not steps:
-        return None
     rows = [
         (f"{step:,}", *(number_text(values[name].get(step), _kind(name)) for name in values))
         for step in steps[-_MOST_EVALUATIONS:]
     ]
-    return DataTable("Evaluations", ("step", *values), rows, text_columns=0, is_folded=len(rows) > 8)
+    table = DataTable("Evaluations", ("step", *values), rows, text_columns=0, is_folded=len(rows) > 8)
+    return [table] * bool(rows)
 
 
 def _metric_table(run: RunFolder) -> DataTable:
@@ -108,8 +97,7 @@ def _metric_table(run: RunFolder) -> DataTable:
     return DataTable("All metrics as numbers", columns, rows, is_folded=True)
 
 
-def event_section(run: RunFolder) -> ReportSection | None:
-    """Starts of the run, skipped steps and stragglers."""
+def _events(run: RunFolder) -> list[Block]:
     blocks: list[Block] = [_start_table(run)] if run.starts else []
     skipped, slow = run.metrics.notices, run.metrics.slow
     if skipped:
@@ -123,7 +111,7 @@ def event_section(run: RunFolder) -> ReportSection | None:
     if quiet:
         text = ", ".join(quiet)
         blocks.append(Remark(f"{text[0].upper()}{text[1:]}.", "good"))
-    return ReportSection("events", "Starts, skipped steps and stragglers", blocks) if blocks else None
+    return blocks
 
 
 def _event_table(caption: str, column: str, events: Sequence[tuple[int, str]]) -> DataTable:
@@ -143,11 +131,10 @@ def _start_table(run: RunFolder) -> DataTable:
     return DataTable("Starts", ("time", "after step", "ranks", "launcher", "host of rank 0", "device"), rows, 6)
 
 
-def data_section(run: RunFolder) -> ReportSection | None:
-    """A summary of the training data, and documents with their supervised tokens coloured."""
+def _data(run: RunFolder) -> list[Block]:
     data = run.data
     if not data:
-        return None
+        return []
     held_out = data.get("held_out")
     rows = [("training data", str(data.get("summary", NONE)))]
     for name, text in held_out.items() if isinstance(held_out, dict) else ():
@@ -159,12 +146,13 @@ def data_section(run: RunFolder) -> ReportSection | None:
     blocks += [DataTable("Counts of the training rows", ("count", "value"), counts, 2, is_folded=True)] * bool(counts)
     blocks += [Remark(str(note)) for note in data.get("notes", [])]
     samples = data.get("samples", [])[:_MOST_SAMPLES]
+    about = "The coloured text of the documents is trained; the rest is context without a loss."
+    blocks += [Remark(about)] * bool(samples)
     for number, sample in enumerate(samples, start=1):
         title = " ".join(str(sample.get(part, "")) for part in ("source", "title")).strip()
         spans = [(str(text), bool(is_supervised)) for text, is_supervised in sample["spans"]]
         blocks.append(MarkedText(f"Document {number}" + (f": {title}" if title else ""), spans))
-    lead = "The coloured text of the documents is trained; the rest is context without a loss." if samples else ""
-    return ReportSection("data", "Data", blocks, lead)
+    return blocks
 
 
 def _used_tokens(run: RunFolder, num_tokens: object) -> list[tuple[str, str]]:
@@ -176,65 +164,54 @@ def _used_tokens(run: RunFolder, num_tokens: object) -> list[tuple[str, str]]:
     return [("tokens used", f"{seen:,.0f}, {used} the {num_tokens:,} tokens of the training data")]
 
 
-def answer_section(run: RunFolder) -> ReportSection | None:
-    """The model's answers to held-out prompts over time."""
+def _answers(run: RunFolder) -> list[Block]:
     by_prompt: dict[tuple[str, str], list[Sample]] = {}
     for sample in run.samples:
         by_prompt.setdefault((sample.name, sample.prompt), []).append(sample)
-    blocks = [
+    return [
         PromptAnswers(
             f"Prompt {number}" + ("" if name == "eval" else f" of {name.removeprefix('eval/')}"),
             _shortened(prompt),
             _shortened(group[-1].expected),
-            [(f"step {sample.step:,} {sample.scores}".strip(), _shortened(sample.answer)) for sample in _spread(group)],
+            [
+                (f"step {sample.step:,} {sample.scores}".strip(), _shortened(sample.answer))
+                # The last of several samples at a step.
+                for sample in _spread([*{sample.step: sample for sample in group}.values()], _MOST_ANSWERS)
+            ],
         )
         for number, ((name, prompt), group) in enumerate(list(by_prompt.items())[:_MOST_SAMPLES], start=1)
     ]
-    lead = "Greedy answers to held-out prompts, at the evaluations of the run."
-    return ReportSection("answers", "Generated answers over time", blocks, lead) if blocks else None
 
 
-def rollout_section(run: RunFolder) -> ReportSection | None:
-    """Answers of rollouts over the run with their scores; None for a run without rollouts."""
+def _rollouts(run: RunFolder) -> list[Block]:
     by_prompt: dict[tuple[int, str], list[Sample]] = {}
     for answer in run.rollouts:
         by_prompt.setdefault((answer.step, answer.prompt), []).append(answer)
-    groups = list(by_prompt.items())
-    indices = np.unique(np.linspace(0, len(groups) - 1, _MOST_SAMPLES).round().astype(int)).tolist() if groups else []
-    blocks = [
+    return [
         PromptAnswers(
             f"Before step {step:,}",
             _shortened(prompt),
             "",
             [(answer.scores, _shortened(answer.answer)) for answer in group],
         )
-        for (step, prompt), group in (groups[index] for index in indices)
+        for (step, prompt), group in _spread([*by_prompt.items()], _MOST_SAMPLES)
     ]
-    lead = "Answers that the model sampled to training prompts, and how they were scored."
-    return ReportSection("rollouts", "Sampled answers and their rewards", blocks, lead) if blocks else None
 
 
-def log_section(run: RunFolder) -> ReportSection | None:
-    """The last lines of the log, and the watchdog's report of a failure."""
+def _log(run: RunFolder) -> list[Block]:
     log, report = run.log_tail(), run.watchdog_report()
-    blocks = [Code("Report of the watchdog", _shortened(report, _LONGEST_FILE))] if report else []
-    blocks += [Code("End of log.txt", log, is_tail=True)] if log else []
-    return ReportSection("log", "Log", blocks) if blocks else None
+    blocks: list[Block] = [Code("Report of the watchdog", _shortened(report, _LONGEST_FILE))] * bool(report)
+    return blocks + [Code("End of log.txt", log, is_tail=True)] * bool(log)
 
 
-def checkpoint_section(run: RunFolder) -> ReportSection | None:
-    """The checkpoints in the folder."""
+def _checkpoints(run: RunFolder) -> list[Block]:
     rows = [
         (f"step {saved.step:,}", bytes_text(saved.num_bytes), number_text(saved.eval_loss)) for saved in run.checkpoints
     ]
-    if not rows:
-        return None
-    table = DataTable("Complete checkpoints", ("step", "size", "eval loss"), rows)
-    return ReportSection("checkpoints", "Checkpoints", [table])
+    return [DataTable("Complete checkpoints", ("step", "size", "eval loss"), rows)] * bool(rows)
 
 
-def export_section(run: RunFolder) -> ReportSection | None:
-    """The exported folders, with the results of their verification."""
+def _exports(run: RunFolder) -> list[Block]:
     results = [each for each in run.recorded("exports.json").get("exports", []) if isinstance(each, dict)]
     verified = {str(result["folder"]): result for result in results if "folder" in result}
     blocks: list[Block] = []
@@ -244,11 +221,10 @@ def export_section(run: RunFolder) -> ReportSection | None:
         lines = [str(line) for key in ("lines", "problems") for line in result.get(key, [])]
         lines += [str(result["skipped"])] if result.get("skipped") else []
         blocks += [Code(f"What verifying {name} found", "\n".join(lines))] * bool(lines)
-    return ReportSection("export", "Export and its verification", blocks) if blocks else None
+    return blocks
 
 
-def repeat_section(run: RunFolder) -> ReportSection:
-    """Versions, the run's command, a command that repeats the run, and its run file."""
+def _repeat(run: RunFolder) -> list[Block]:
     blocks: list[Block] = []
     if run.versions:
         blocks.append(Facts(list(run.versions.items())))
@@ -258,7 +234,7 @@ def repeat_section(run: RunFolder) -> ReportSection:
     if (text := run.text("config.yaml")) is not None:
         title = "Run file with all defaults (config.yaml)"
         blocks.append(Code(title, _shortened(text, _LONGEST_FILE), is_folded=True))
-    return ReportSection("repeat", "Versions and how to repeat the run", blocks)
+    return blocks
 
 
 def repeat_command(run: RunFolder) -> str:
@@ -274,13 +250,10 @@ def repeat_command(run: RunFolder) -> str:
     return f"ds-finetune launch --hostfile HOSTFILE {arguments}   # {ranks} ranks, {per_host} on each host"
 
 
-def _spread(group: Sequence[Sample]) -> list[Sample]:
-    """At most some samples of a prompt, spread over the run; for equal steps the last one."""
-    latest = [list(samples)[-1] for _, samples in groupby(group, key=lambda sample: sample.step)]
-    if len(latest) <= _MOST_ANSWERS:
-        return latest
-    indices = np.unique(np.linspace(0, len(latest) - 1, _MOST_ANSWERS).round().astype(int))
-    return [latest[index] for index in indices.tolist()]
+def _spread(items: Sequence[T], most: int) -> list[T]:
+    """At most `most` of the items, evenly spread, with the first and the last one."""
+    indices = np.unique(np.linspace(0, len(items) - 1, min(most, len(items))).round().astype(int))
+    return [items[index] for index in indices.tolist()]
 
 
 def _shortened(text: str, most: int = _LONGEST_TEXT) -> str:
@@ -294,16 +267,10 @@ def _kind(name: str) -> str:
     return "seconds" if last.endswith("_seconds") else "gib" if last.endswith("_gib") else "number"
 
 
-def profile_section(run: RunFolder) -> ReportSection | None:
-    """Time of profiled steps by kind on each rank; None for a run without profiled steps."""
+def _profile(run: RunFolder) -> list[Block]:
     summary = run.recorded("profile/summary.json")
     if not summary:
-        return None
-    lead = "Seconds of a step by what the rank was doing; open profile/trace.json.gz in Perfetto for the timeline."
-    return ReportSection("profile", "Profiled steps", [_rank_table(summary)], lead)
-
-
-def _rank_table(summary: Mapping[str, Any]) -> DataTable:
+        return []
     categories = [str(name) for name in summary["categories"]]
     named = [(f"rank {rank['rank']}", rank["mean"]) for rank in summary["ranks"][:_MOST_RANKS]]
     rows = [
@@ -315,13 +282,13 @@ def _rank_table(summary: Mapping[str, Any]) -> DataTable:
         for name, mean in [*named, ("mean", summary["mean"])]
     ]
     caption = f"Mean of steps {summary['steps'][0]:,} to {summary['steps'][-1]:,}, in seconds"
-    return DataTable(caption, ("rank", "step", *categories), rows)
+    return [DataTable(caption, ("rank", "step", *categories), rows)]
 
 
-def expert_section(run: RunFolder) -> ReportSection | None:
-    """Heat maps of expert loads; None for a run without routed experts."""
+def expert_charts(run: RunFolder) -> list[Block]:
+    """Heat maps of expert loads; empty for a run without routed experts."""
     if (table := run.experts) is None:
-        return None
+        return []
     layers, loads = table
     counts, steps = loads["counts"].astype(np.float64), loads["step"]
     tenth = max(len(counts) // 10, 1)
@@ -341,11 +308,7 @@ def expert_section(run: RunFolder) -> ReportSection | None:
         Chart(title, (), summary, heat_map=heat_map, is_wide=True, height=height, note=summary)
         for title, heat_map, summary in maps
     ]
-    lead = (
-        "The load of an expert is the number of tokens sent to it. Colours show it relative to the mean load of its "
-        "layer: grey is the mean, blue less and orange more."
-    )
-    return ReportSection("experts", "Load of experts", [Charts(charts)], lead)
+    return [Charts(charts)]
 
 
 def relative_loads(counts: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -385,18 +348,27 @@ def _violation_map(counts: NDArray[np.float64], layers: list[int], steps: NDArra
     return HeatMap("step", columns, layers, values, values, ((0.0, "0"), (top, f"{top:g}"))), summary
 
 
-SECTIONS: tuple[Callable[[RunFolder], ReportSection | None], ...] = (
-    curve_section,
-    plan_section,
-    event_section,
-    log_section,
-    profile_section,
-    expert_section,
-    data_section,
-    answer_section,
-    rollout_section,
-    checkpoint_section,
-    export_section,
-    repeat_section,
+SECTIONS: tuple[tuple[str, str, Callable[[RunFolder], list[Block]]], ...] = (
+    ("curves", "Curves", _curves),
+    ("plan", "Plan and layout", _plan),
+    ("events", "Starts, skipped steps and stragglers", _events),
+    ("log", "Log", _log),
+    ("profile", "Profiled steps", _profile),
+    ("experts", "Load of experts", expert_charts),
+    ("data", "Data", _data),
+    ("answers", "Generated answers over time", _answers),
+    ("rollouts", "Sampled answers and their rewards", _rollouts),
+    ("checkpoints", "Checkpoints", _checkpoints),
+    ("export", "Export and its verification", _exports),
+    ("repeat", "Versions and how to repeat the run", _repeat),
 )
-"""Sections in the order of the page."""
+"""Sections in the order of the page: name, heading, and a function that returns the blocks, empty to omit the section."""
+LEADS = {
+    "curves": "Points are evaluations on held-out data. Click a name to hide it; drag over a part to enlarge it.",
+    "profile": "Seconds of a step by what the rank was doing; open profile/trace.json.gz in Perfetto for the timeline.",
+    "experts": "The load of an expert is the number of tokens sent to it. Colours show it relative to the mean load of its "
+    "layer: grey is the mean, blue less and orange more.",
+    "answers": "Greedy answers to held-out prompts, at the evaluations of the run.",
+    "rollouts": "Answers that the model sampled to training prompts, and how they were scored.",
+}
+"""Sentences below the headings of sections, by name."""

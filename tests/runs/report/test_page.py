@@ -19,7 +19,7 @@ from ds_finetune.errors import OutputError
 from ds_finetune.runs.folder import RunFolder
 from ds_finetune.runs.report.blocks import TEMPLATES
 from ds_finetune.runs.report.page import overlay_page, render_page, run_page
-from ds_finetune.runs.report.sections import expert_section, repeat_command
+from ds_finetune.runs.report.sections import expert_charts, repeat_command
 from ds_finetune.runs.report.write import try_run_report, write_report, write_run_report
 from ds_finetune.trainer.run_records import report_failure
 from tests.runs.report.made_runs import CONFIG, HOSTILE, make_run, metric_lines
@@ -201,9 +201,7 @@ def _luminance(colour: str) -> float:
 
 
 def test_a_heat_map_has_the_loads_relative_to_the_mean(run: Path) -> None:
-    section = expert_section(RunFolder.read(run))
-    assert section is not None
-    (charts,) = section.blocks
+    (charts,) = expert_charts(RunFolder.read(run))
     first, last, course = (chart.heat_map for chart in charts.charts)  # type: ignore[union-attr]
     assert (first.values == 1.0).all()
     assert np.argwhere(last.values == 8.0).tolist() == [[1, 5]], "row of layer 2, expert"
@@ -261,7 +259,7 @@ def test_profiled_steps_are_tabulated_and_an_unknown_form_is_told(tmp_path: Path
     text = PageParser(render_page(run_page(RunFolder.read(run)))).sections["profile"]
     assert all(word in text for word in ("rank 0", "0.3000", "0.2000", "steps 10 to 11"))
     (run / "profile" / "summary.json").write_text('{"steps": []}')
-    assert "the profile section is left out" in " ".join(run_page(RunFolder.read(run)).warnings)
+    assert "the section Profiled steps is left out" in " ".join(run_page(RunFolder.read(run)).warnings)
 
 
 def test_a_forecast_is_beside_what_was_measured(tmp_path: Path) -> None:
@@ -317,7 +315,12 @@ def test_files_of_another_form_are_told_and_the_rest_is_shown(tmp_path: Path) ->
     (run / "samples.jsonl").write_text(json.dumps(sample) + "\n")
     page = PageParser(write_run_report(run).read_text())
     assert list(page.sections) == ["top", "curves", "plan", "experts", "answers", "export", "repeat"]
-    for text in ("ranks is None", "steps is '1 epoch'", "the data section is left out", "the event section is left"):
+    for text in (
+        "ranks is None",
+        "steps is '1 epoch'",
+        "the section Data is left out",
+        "the section Starts, skipped steps and stragglers is left",
+    ):
         assert text in page.sections["top"], text
     assert "half a pair: \\ud800" in page.sections["answers"]
     assert not list(run.glob(".report*"))
