@@ -1,6 +1,6 @@
-"""A run folder as a reader finds it: being written by another process, of another version, half removed, or no run.
+"""Reads run folders, which another process may be writing, another version may have written, or which are half removed.
 
-Nothing here raises for the folder's content: unreadable files count as absent, and `RunFolder.problems` names them.
+Unreadable files count as absent, and `RunFolder.problems` names them.
 """
 
 import os
@@ -138,7 +138,7 @@ class RunFolder:
         return {key: _yaml_text(value) for key, value in values_by_key(self.config).items()}
 
     def recorded(self, name: str) -> dict[str, Any]:
-        """The JSON object in a file of the run; empty without a readable one."""
+        """The JSON object in a file of the run; empty for a missing or unreadable file."""
         return {} if (path := self.file(name)) is None else read_object(path)
 
     @property
@@ -189,7 +189,7 @@ class RunFolder:
 
     @property
     def exports(self) -> Mapping[str, str]:
-        """Exported folders of the run by name: `verified`, or the reason why not."""
+        """For each exported folder of the run, `verified` or the reason why it is not verified."""
         results = {}
         for name in ("export", "export-best", "adapter", "adapter-best"):
             if not (self.path / name).is_dir():
@@ -201,7 +201,7 @@ class RunFolder:
 
     @property
     def samples(self) -> list[Sample]:
-        """Generated samples, oldest first."""
+        """Answers generated to held-out prompts, oldest first."""
         return [] if (path := self.file(SAMPLES)) is None else read_samples(path)
 
     @property

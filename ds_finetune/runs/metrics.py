@@ -135,7 +135,7 @@ def _record_of(line: bytes) -> dict[str, Any] | None:
 
 
 def _number(value: object) -> float | None:
-    """`value` as a float: NaN for null; None for no number, e.g. a text of a later version."""
+    """A metric's value as a float, NaN for null; None for other values, such as a text of a later version."""
     kind = type(value)
     if kind is float:
         return value  # type: ignore[return-value]
@@ -168,10 +168,9 @@ def read_expert_table(path: Path) -> tuple[list[int], dict[str, NDArray[Any]]]:
 
 
 def read_rank_times(path: Path) -> tuple[NDArray[np.int64], NDArray[np.float64]] | None:
-    """Steps [n] and seconds without collectives [n, ranks] from the last 8 MiB of `ranks.jsonl`; None if there are
-    none.
+    """Steps [n] and seconds without collectives [n, ranks] from the last 8 MiB of `ranks.jsonl`; None without any.
 
-    Only lines with as many ranks as the last line count: a run may resume on another number.
+    Lines with another number of ranks than the last one are skipped, since a run may resume on another number.
     """
     records = [times for line in read_tail(path, _MOST_BYTES).splitlines() if (times := _times_of(line)) is not None]
     if not records:
@@ -192,9 +191,7 @@ def _times_of(line: bytes) -> tuple[int, list[float]] | None:
 
 @dataclass(frozen=True)
 class Sample:
-    """The model's answer, at a step, to a prompt of the held-out set `name` (empty for training prompts), and the
-    expected answer.
-    """
+    """An answer of the model after `step` to a prompt of the held-out set `name`, which is empty for training prompts."""
 
     step: int
     name: str
@@ -203,7 +200,7 @@ class Sample:
     expected: str
     """Expected answer; empty if only rewards score answers."""
     scores: str = ""
-    """Rewards as text, if there are any; for a training prompt also its advantage and why the answer ended."""
+    """Rewards of the answer as text, if there are any; for a training prompt also its advantage, and why it ended."""
 
     def line(self) -> str:
         """The sample as a line of `samples.jsonl`."""

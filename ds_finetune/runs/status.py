@@ -37,7 +37,7 @@ State = Literal["running", "hung", "finished", "stopped", "failed", "unknown"]
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The state of a run, or how it ended.
+    """The state of a run; for a run that has ended, how it ended.
 
     `state` is `stopped` if a signal ended the run after it had saved; the same command resumes it. It is `unknown` only
     for folders without this file. Times are seconds since 1970. Process `pid` of rank zero is valid in `pid_namespace`
@@ -134,13 +134,13 @@ class LastChange:
 def seen_status(folder: Path, *, now: float | None = None, change: LastChange | None = None) -> RunStatus:
     """The status of a run as seen by an observer: a running run may hang, or its process may be gone.
 
-    A folder without the file, e.g. of an earlier version, has the state `unknown`. A repeated observer passes its
-    `change`. Then for runs on other hosts, whose clocks may differ, the time between its own observations counts
-    instead of the file's age, unless that is more than an hour.
+    A folder without the file has the state `unknown`. An observer that looks repeatedly passes its `change`: for runs
+    on other hosts, whose clocks may differ, the time between its observations then counts instead of the file's age,
+    unless that is more than an hour.
     """
     status = RunStatus.read(folder)
     if status is None:
-        why = f"the folder has no {STATUS}: an earlier version has written it"
+        why = f"the folder has no readable {STATUS}"
         return RunStatus("unknown", why, updated_at=changed_at(folder / "metrics.jsonl"))
     if status.state != "running":
         return status

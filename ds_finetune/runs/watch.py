@@ -69,7 +69,7 @@ class AccessRules(HostRules):
     token: str = ""
 
     def has_token(self, token: str) -> bool:
-        """Whether `given` is the access token."""
+        """Whether `token` is the access token."""
         return hmac.compare_digest(token.encode(), self.token.encode())
 
 
@@ -207,7 +207,7 @@ class _Runs:
             return _html(render_page(page, is_live=True, has_figures=request.query_params.get("figures") != "no"))
 
     def _read(self, name: str) -> RunFolder:
-        """A run found below the folder, with its metrics read; the least recently used ones are dropped."""
+        """The run `name` with its metrics read; the metrics of the least recently read run are dropped from memory."""
         self._search()
         if name not in self._runs:
             raise HTTPException(404, f"there is no run {name!r} in {self._root}")
@@ -266,7 +266,7 @@ def _readable_row(run: RunFolder) -> dict[str, Any]:
 
 @lru_cache(maxsize=2 * MOST_RUNS)
 def _facts_of(run: RunFolder, _version: object) -> tuple[Mapping[str, Any], str, int]:
-    """Last record, model and number of steps of a run; read again only for another version of its metrics file."""
+    """Last record, model and number of steps of a run, read once for each version of its metrics file."""
     path = run.file(METRICS)
     last = {} if path is None else last_record(path)
     return last, base_model(run.config), (run.starts or [{}])[-1].get("steps", 0)

@@ -1,4 +1,4 @@
-"""Elements of a page: sections of blocks; and text forms of numbers."""
+"""Elements of a page, which are sections of blocks, and texts of numbers and times."""
 
 import math
 import time
@@ -23,14 +23,14 @@ NONE = "-"
 
 @dataclass(frozen=True)
 class Facts:
-    """Names with texts."""
+    """A list of names, each with a text."""
 
     rows: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class DataTable:
-    """A table with a caption; columns after the first `text_columns` are numbers, and right-aligned."""
+    """A table with a caption; its first `text_columns` columns are texts, the others numbers, which are right-aligned."""
 
     caption: str
     columns: Row
@@ -42,7 +42,7 @@ class DataTable:
 
 @dataclass(frozen=True)
 class Charts:
-    """Charts beside each other, as many in a row as fit; with a caption, they are collapsed at first."""
+    """Charts, as many beside each other as fit; charts with a caption are collapsed at first."""
 
     charts: Sequence[Chart]
     caption: str = ""
@@ -76,7 +76,7 @@ class Remark:
 
 @dataclass(frozen=True)
 class Code:
-    """Text shown as code; with `is_tail`, scrolled to its end."""
+    """Text shown as code; with `is_tail`, its end is shown first."""
 
     title: str
     text: str
@@ -86,13 +86,13 @@ class Code:
 
 @dataclass(frozen=True)
 class RunTable:
-    """The runs of a folder with links to their pages; the page compares two or more that are ticked."""
+    """A table of runs with links to their pages, in which runs can be ticked for a comparison."""
 
     rows: Sequence[Mapping[str, Any]]
 
 
 Block = Facts | DataTable | Charts | MarkedText | PromptAnswers | Remark | Code | RunTable
-"""A part of a section; the template has a macro for each kind but charts."""
+"""A part of a section. The page template has a macro for each kind of block except charts."""
 
 
 @dataclass(frozen=True)

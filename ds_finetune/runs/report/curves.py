@@ -27,7 +27,7 @@ _MOST_OTHERS, _MOST_RANKS = 24, 8
 
 @dataclass(frozen=True)
 class CurveGroup:
-    """Metrics that share a chart, each with its label there. Evaluations are drawn as points."""
+    """Metrics that share a chart, each with the name of its line. Evaluations are drawn as points."""
 
     title: str
     labels: Mapping[str, str]
@@ -109,7 +109,7 @@ _WITHOUT_CHART = (
 
 
 def run_charts(run: RunFolder, markers: Sequence[tuple[int, str]] = ()) -> list[Chart]:
-    """The charts of a run, first those of its objective; `markers` are labelled steps, such as restarts."""
+    """Charts of a run's metrics, those of its objective first; `markers` are labelled steps, such as restarts."""
     most = _points_of_a_line([run])
     return [
         _chart(group, group.title, [(label, run, name) for name, label in group.labels.items()], most, markers)
@@ -129,7 +129,7 @@ def overlay_charts(runs: Sequence[RunFolder]) -> list[Chart]:
 
 
 def rank_chart(run: RunFolder) -> list[Chart]:
-    """The time of each rank outside collectives: of all ranks up to eight, else of three; no chart for one rank."""
+    """A chart of each rank's time outside collectives, or of three lines for more than eight ranks; none for one rank."""
     times = run.rank_times
     if times is None or times[1].shape[1] < 2:
         return []
@@ -145,7 +145,7 @@ def rank_chart(run: RunFolder) -> list[Chart]:
 
 
 def _named_times(seconds: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
-    """Step times [records] by name of the line that shows them; `seconds` are [records, ranks]."""
+    """Step times [records] by name of their line, from seconds [records, ranks]."""
     ranks = seconds.shape[1]
     if ranks <= _MOST_RANKS:
         return {f"rank {rank}": seconds[:, rank] for rank in range(ranks)}
@@ -160,7 +160,7 @@ def _points_of_a_line(runs: Sequence[RunFolder]) -> int:
 
 
 def _groups_of(runs: Sequence[RunFolder]) -> list[CurveGroup]:
-    """The groups, with those metrics that the runs have, and a new group for each other metric."""
+    """GROUPS with only the metrics that the runs have, and a group for each metric that is in none."""
     names = list(dict.fromkeys(name for run in runs for name, curve in run.curves.items() if len(curve)))
     groups, grouped = [], set[str]()
     for group in GROUPS:
@@ -173,7 +173,7 @@ def _groups_of(runs: Sequence[RunFolder]) -> list[CurveGroup]:
 
 
 def _label_in(group: CurveGroup, name: str) -> str:
-    """Label of a metric in a group; empty if the group does not have it. Each held-out set has its own metrics."""
+    """Label of a metric in a group, with the name of its held-out set; empty if the metric is not in the group."""
     part, *of_set, metric = name.split("/")
     label = group.labels.get(f"{part}/{metric}", "") if part == "eval" or not of_set else ""
     return f"{label} {'/'.join(of_set)}" if of_set and label else label

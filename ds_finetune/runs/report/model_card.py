@@ -136,7 +136,7 @@ def model_card(run: RunFolder, folder: Path, verified: Sequence[str] = ()) -> st
 
 
 def _prompt_lines(run: RunFolder, folder: Path) -> list[str]:
-    """Lines on prompts, by the folder's tokenizer, or if it has none by that of the run's export."""
+    """Lines on the prompt format, from the tokenizer of the folder, or else of the run's export."""
     from ds_finetune.data.prompt_format import prompt_lines
     from ds_finetune.data.tokenizer_files import load_tokenizer
 
@@ -147,13 +147,13 @@ def _prompt_lines(run: RunFolder, folder: Path) -> list[str]:
 
 
 def _config_of(folder: Path) -> Mapping[str, Any]:
-    """The config.json of a folder; an adapter of a language model has none, but the merged export beside it has."""
+    """The config.json of a folder, or of the merged export beside a folder of adapters, which has none itself."""
     merged = folder.with_name(folder.name.replace("adapter", "export"))
     return read_object(folder / "config.json") or read_object(merged / "config.json")
 
 
 def _step_of(run: RunFolder, folder: Path) -> int:
-    """The step of the weights, from the folder's record; else the last step."""
+    """The step after which the weights were exported, from the folder's record, or else the last step."""
     step = read_object(folder / "verification.json").get("step")
     if isinstance(step, int):
         return step
@@ -175,7 +175,7 @@ def _results_at(run: RunFolder, step: int) -> Iterator[tuple[str, float]]:
 
 
 def _training_data(config: Mapping[str, Any]) -> list[str]:
-    """The sources of the training data, with their names if they have any."""
+    """The sources of the training data as texts."""
     section = config.get("data", {})
     sources = section.get("train", []) if isinstance(section, dict) else []
     sources = list(sources.values()) if isinstance(sources, dict) else sources

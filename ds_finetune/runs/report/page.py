@@ -38,7 +38,7 @@ _UNKNOWN_FORM = (KeyError, TypeError, ValueError, IndexError, AttributeError, Ov
 
 
 def run_page(run: RunFolder, *, state: State | None = None, is_live: bool = False) -> Page:
-    """The report of one run; `state` is the final state of a run that is ending, if its folder does not have it yet."""
+    """The page of one run; `state` is the final state of a run that is ending, if its folder does not have it yet."""
     status = run.status
     if state is not None and status.state in ("running", "unknown"):
         status = replace(status, state=state, reason="" if status.state == "unknown" else status.reason)
@@ -59,7 +59,7 @@ def run_page(run: RunFolder, *, state: State | None = None, is_live: bool = Fals
 
 
 def _sections(run: RunFolder) -> tuple[list[ReportSection], list[str]]:
-    """The sections of a run, and warnings for sections whose files have an unknown format."""
+    """The sections of a run's page, and warnings for sections whose files have an unknown format."""
     sections, unknown = [], []
     for name, title, make_blocks in SECTIONS:
         try:
@@ -76,7 +76,7 @@ def _sections(run: RunFolder) -> tuple[list[ReportSection], list[str]]:
 
 
 def overlay_page(runs: Sequence[RunFolder]) -> Page:
-    """The report of two or more runs: results, differences of run files, and overlaid curves."""
+    """The page that compares two or more runs: results, differences of run files, and overlaid curves."""
     labels = run_labels(runs)
     named = list(zip(labels, runs, strict=True))
     differences = [row for row in _differences([run.settings for run in runs]) if row[0] != "output_dir"]
@@ -205,7 +205,7 @@ def _short(number: float) -> str:
 
 
 def _warnings(run: RunFolder) -> list[str]:
-    """Warnings for the reader: problems of the folder's files, another version, no steps."""
+    """Warnings at the top of the page: unreadable files, a run of another version, a run without steps."""
     warnings = [text for text in (run.metrics.problem, *run.problems) if text]
     written = run.versions.get("ds_finetune", "")
     if written not in ("", "not installed", __version__):
@@ -219,7 +219,7 @@ def _warnings(run: RunFolder) -> list[str]:
 
 
 def _result_rows(runs: Sequence[RunFolder]) -> list[tuple[str, ...]]:
-    """Results of the runs side by side; rows without a value in any run are left out."""
+    """Rows of the table of results, with a column for each run; rows without any value are left out."""
     best = [run.best("eval/loss") for run in runs]
     rows: list[tuple[str, ...]] = [
         ("steps", *(f"{run.metrics.last_step:,}" for run in runs)),
@@ -237,6 +237,6 @@ def _result_rows(runs: Sequence[RunFolder]) -> list[tuple[str, ...]]:
 
 
 def _speed_text(run: RunFolder) -> str:
-    """Tokens of the run divided by the time of its steps, or the last value of the metric."""
+    """Tokens per second over all steps of the run, or at its last step."""
     seen = run.last("data/tokens_seen")
     return number_text(seen / run.seconds if seen and run.seconds else run.last("perf/tokens_per_second"))

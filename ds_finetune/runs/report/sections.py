@@ -362,11 +362,11 @@ SECTIONS: tuple[tuple[str, str, Callable[[RunFolder], list[Block]]], ...] = (
     ("export", "Export and its verification", _exports),
     ("repeat", "Versions and how to repeat the run", _repeat),
 )
-"""Sections in the order of the page: name, heading, and a function that returns the blocks, empty to omit the section."""
+"""Sections in the order of the page: name, heading, and function that returns the blocks; none without blocks."""
 LEADS = {
     "curves": "Points are evaluations on held-out data. Click a name to hide it; drag over a part to enlarge it.",
     "profile": "Seconds of a step by what the rank was doing; open profile/trace.json.gz in Perfetto for the timeline.",
-    "experts": "The load of an expert is the number of tokens sent to it. Colours show it relative to the mean load of its "
+    "experts": "The load of an expert is the number of tokens sent to it. Colours show it relative to the mean of its "
     "layer: grey is the mean, blue less and orange more.",
     "answers": "Greedy answers to held-out prompts, at the evaluations of the run.",
     "rollouts": "Answers that the model sampled to training prompts, and how they were scored.",
