@@ -24,8 +24,8 @@ RunText = Callable[[StepRecord, Mapping[str, Mapping[str, Any]]], str]
 
 @dataclass(frozen=True)
 class CheckpointPolicy:
-    """How often checkpoints are written; which are kept (the last `keep`, with `keep_best` also the one with the lowest
-    eval loss); and how many failures in a row are tolerated.
+    """Checkpoints are written every `interval`. The last `keep` remain, with `keep_best` also the one with the lowest
+    eval loss. The run ends after `max_failed` failed saves in a row.
     """
 
     interval: Interval

@@ -87,5 +87,5 @@ def held_out_loss(values: Mapping[str, float]) -> float | None:
 
 
 def matches(answers: Sequence[str], expected: Sequence[str]) -> float:
-    """Share of `answers` equal to `expected` after stripping white space at both ends."""
+    """Fraction of `answers` that equal `expected` after stripping white space at both ends."""
     return sum(a.strip() == e.strip() for a, e in zip(answers, expected, strict=True)) / max(len(expected), 1)

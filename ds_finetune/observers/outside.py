@@ -13,8 +13,8 @@ observer.
 
 
 def load_observers(names: Sequence[str]) -> list[Observer]:
-    """The observers that installed packages offer by `names`. ConfigError for a name that none offers, and where one
-    cannot be made.
+    """Make the observers `names` of installed packages. ConfigError for a name that no package offers, and for an
+    observer that cannot be made.
     """
     offered = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
     for name in names:

@@ -46,7 +46,7 @@ class TimeLeft(Observer):
         self._measured: dict[str, list[float]] = {}
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Count the duration of the step, and add the time from its end to the end of the run."""
+        """Count the duration of the step, and add the estimated time to the end of the run."""
         self._step_seconds.append(record.values["perf/step_seconds"])
         return record.with_values({"perf/eta_seconds": self.seconds(record.step)})
 
@@ -125,7 +125,7 @@ class ProgressLine:
         return record
 
     def close(self) -> None:
-        """End the live line."""
+        """End the line on a terminal."""
         if self._live:
             write_now(self._out, "\n")
 

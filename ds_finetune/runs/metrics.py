@@ -191,7 +191,7 @@ def _times_of(line: bytes) -> tuple[int, list[float]] | None:
 
 @dataclass(frozen=True)
 class Sample:
-    """An answer of the model after `step` to a prompt of the held-out set `name`, which is empty for training prompts."""
+    """An answer of the model after `step` to a prompt of the held-out set `name`, empty for training prompts."""
 
     step: int
     name: str

@@ -30,7 +30,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class DataTable:
-    """A table with a caption; its first `text_columns` columns are texts, the others numbers, which are right-aligned."""
+    """A table with a caption; its first `text_columns` columns are texts, and the others right-aligned numbers."""
 
     caption: str
     columns: Row
