@@ -114,8 +114,8 @@ MUTANTS = (
     Mutant(
         "experts of a GGUF in the order of letters",
         "export/gguf/gguf_tensors.py",
-        "sorted(parts, key=_expert_number)",
-        "sorted(parts)",
+        "sorted(parts)]",
+        "sorted(parts, key=lambda part: part[1])]",
         GGUF,
     ),
     Mutant(
@@ -1140,8 +1140,8 @@ MUTANTS = (
     Mutant(
         "last place of a row scored in ONNX",
         "export/onnx/decoder.py",
-        'graph.op("Mul", places, "attention_mask")',
-        'graph.op("Add", places, graph.op("Sub", "attention_mask", "attention_mask"))',
+        'graph.op("Mul", positions_in_row, "attention_mask")',
+        'graph.op("Add", positions_in_row, graph.op("Sub", "attention_mask", "attention_mask"))',
         ONNX_CLASSIFIERS,
     ),
     Mutant(

@@ -5,8 +5,8 @@ has no module for.
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -15,7 +15,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from ds_finetune.errors import ExportError
 from ds_finetune.export.convert import Conversion, num_workers
 from ds_finetune.export.safetensors_folder import FolderParts
-from ds_finetune.export.source import ModelSpec, SelectedTensors
+from ds_finetune.export.source import ModelSpec, TensorSource
 from ds_finetune.families.family import Family, layer_of
 from ds_finetune.model.build.hub_folder import HubFolder, has_weights
 from ds_finetune.model.build.skeleton import HUB_FILES, IGNORED_HUB_FILES
@@ -23,36 +23,16 @@ from ds_finetune.model.quantised.quantisation import check_config_readable, chec
 from ds_finetune.model.weights.names import is_kept_in_fp32, published_name
 
 
-@dataclass(frozen=True)
-class HubSource:
-    """The tensors of a Hugging Face folder as a TensorSource; FP8 tensors are dequantised to fp32.
+def hub_source(hub: HubFolder, family: Family) -> TensorSource:
+    """The tensors of a Hugging Face folder, FP8 tensors dequantised to fp32. Those that the family keeps in fp32 stay
+    so; if it computes with some in fp32, all that are stored so.
 
     ModelError where a tensor's dtype is none that weights have.
     """
-
-    hub: HubFolder
-    family: Family
-
-    def __post_init__(self) -> None:
-        self.hub.check_dtypes()
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every tensor, except the scales of FP8 weights."""
-        return self.hub.shapes
-
-    @cached_property
-    def fp32_names(self) -> Collection[str]:
-        """Tensors that the family keeps in fp32, or if it computes with some in fp32, all that are stored so."""
-        plain = (
-            {key for key in self.hub.shapes if not self.hub.is_quantised(key)} if self.family.fp32_weights else set()
-        )
-        stored = {key for key in plain if self.hub.dtype(key) == torch.float32}
-        return stored | {key for key in self.hub.shapes if is_kept_in_fp32(key, self.family)}
-
-    def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-        """Elements `start` to `start + numel` of the flattened tensor, 1-D; ModelError where they cannot be read."""
-        return self.hub.read(name, start, numel)
+    hub.check_dtypes()
+    plain = {key for key in hub.shapes if not hub.is_quantised(key)} if family.fp32_weights else set()
+    stored = {key for key in plain if hub.dtype(key) == torch.float32}
+    return TensorSource(hub.shapes, stored | {key for key in hub.shapes if is_kept_in_fp32(key, family)}, hub.read)
 
 
 _SHOWN = 3
@@ -77,7 +57,8 @@ class BaseFolder:
         ModelError where names or shapes do not fit `spec`; ExportError where weights are in an unsupported quantised
         format.
         """
-        _check_format(folder / "config.json")
+        if (folder / "config.json").is_file():
+            read_readable_config(folder)
         check_no_other_format(folder, ExportError)
         hub, published = HubFolder(folder), spec.published_shapes()
         extra = hub.left_over(
@@ -103,7 +84,7 @@ class BaseFolder:
         """
         parts, notes = self.with_copies(parts, [key for key in self.unbuilt if key not in without])
         if self.hub.published:
-            parts = replace(parts, whole=self.hub)
+            parts = replace(parts, composite=self.hub)
             others = [*self.hub.others]
             notes.append(f"{len(others)} tensors of other parts are those of {self.hub.folder}: {_first_names(others)}")
         shapes = {key: self.hub.shapes[key] for key in self.unbuilt if key not in without and key not in parts.copies}
@@ -115,10 +96,8 @@ class BaseFolder:
             f"copied from {self.hub.folder}, since transformers' class has no module for them: {len(shapes)} tensors, "
             f"{_first_names([*shapes])}"
         )
-        return replace(
-            parts,
-            base_tensors=(Conversion(SelectedTensors(HubSource(self.hub, parts.family), shapes), mine, num_workers()),),
-        ), [line, *notes]
+        conversion = Conversion(hub_source(self.hub, parts.family).select(shapes), mine, num_workers())
+        return replace(parts, base_tensors=conversion.tensors, copy_base_tensors=conversion.copy_to), [line, *notes]
 
     def with_copies(self, parts: FolderParts, keys: Iterable[str]) -> tuple[FolderParts, list[str]]:
         """Return `parts` with the `keys` that equal the base's embedding or head as `copies`, and notes for the user.
@@ -144,10 +123,9 @@ class BaseFolder:
         return min(equal, key=lambda name: ("embed" in name) != ("embed" in key), default=None)
 
 
-def _check_format(file: Path) -> None:
-    """ExportError where the config.json `file`, if it exists, names an unsupported quantised format."""
-    if not file.is_file():
-        return
+def read_readable_config(folder: Path) -> dict[str, Any]:
+    """The config.json of `folder`; ExportError where it is not a model's, or names an unsupported quantised format."""
+    file = folder / "config.json"
     try:
         config = dict(json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as broken:
@@ -155,6 +133,7 @@ def _check_format(file: Path) -> None:
             f"{file} is not that of a model: {broken!r}", hint="take the config.json published with it"
         ) from broken
     check_config_readable(config, str(file), ExportError)
+    return config
 
 
 def _embeddings(published: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:

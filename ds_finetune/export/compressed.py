@@ -38,19 +38,12 @@ from ds_finetune.families.family import Family
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.auto_models import AutoModelForCausalLM
 from ds_finetune.model.build.hub_folder import HubFolder, check_index
-from ds_finetune.model.loss.score_config import is_classifier
 from ds_finetune.model.weights.names import hub_pieces, is_kept_in_fp32
 
 __all__ = ["check_model", "load_model", "load_scorer", "verify", "write"]
 _FORMAT = "compressed-tensors 1"
 """Format of a folder's record."""
-
-
-def verify(folder: Path, base: Path | None) -> VerificationResult:
-    """Compare the files of a folder with the digests in its record, and mark the folder."""
-    return verify_files(folder, base, _FORMAT)
-
-
+verify = partial(verify_files, kind=_FORMAT)
 _WEIGHT = ".weight"
 _CHUNK_NUMEL = 2**22
 _SLACK = 2**-6
@@ -85,10 +78,10 @@ class _Quantiser:
         stored = compressor.compress({"weight": rows, "weight_scale": scales.bfloat16().float()}, self.scheme)
         return {**stored, "weight_scale": stored["weight_scale"].bfloat16()}
 
-    def section(self, kept: list[str]) -> dict[str, object]:
-        """The `quantization_config` of a folder in which the modules `kept` are not quantised."""
+    def section(self, ignored: list[str]) -> dict[str, object]:
+        """The `quantization_config` of a folder in which the modules `ignored` are not quantised."""
         config = QuantizationConfig(
-            config_groups={"group_0": self.scheme}, format=self.layout, ignore=kept, quantization_status="compressed"
+            config_groups={"group_0": self.scheme}, format=self.layout, ignore=ignored, quantization_status="compressed"
         )
         return dict(config.model_dump(mode="json"))
 
@@ -106,7 +99,7 @@ def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
     began, quantiser = time.monotonic(), _QUANTISERS[options.dtype]
     check_out_empty(out)
     with plain_folder(source, out, options.base) as folder, replaced_folder(out) as partial_out:
-        model, hub = plain_model(folder, lambda config: check_model(config, is_classifier=is_classifier(config)))
+        model, hub = plain_model(folder, check_model)
         check_index(folder)
         weights = _quantised_keys(model, hub, quantiser)
         with as_output_errors(partial_out):
@@ -114,8 +107,10 @@ def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
         lines = _compare(source, folder, partial_out, options.dtype, weights)
         with as_output_errors(partial_out):
             write_file_record(partial_out, {"format": _FORMAT, "dtype": options.dtype})
-    kept = [key for key in _linear_keys(model) if key not in weights]
-    notes = [f"{len(kept)} weights stay in bf16, since 128 does not divide their rows, e.g. {kept[0]}"] if kept else []
+    unfit = [key for key in _linear_keys(model) if key not in weights]
+    notes = (
+        [f"{len(unfit)} weights stay in bf16, since 128 does not divide their rows, e.g. {unfit[0]}"] if unfit else []
+    )
     return ExportResult(
         folder=out,
         num_tensors=len(tensors),
@@ -130,13 +125,7 @@ def check_model(
     config: PretrainedConfig, *, is_classifier: bool, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
     """ExportError where the model type cannot be exported to this format, or the model is a classifier."""
-    COMPRESSED.check_model_type(config.model_type)
-    if is_classifier:
-        raise ExportError(
-            f"config.json names the classifier {', '.join(config.architectures or [])}, and only language models are "
-            "quantised",
-            hint="export it with --format safetensors or onnx",
-        )
+    COMPRESSED.check_language_model(config, is_classifier=is_classifier)
 
 
 def _linear_keys(model: PreTrainedModel) -> list[str]:
@@ -179,8 +168,8 @@ def _stored(
         dtype = torch.float32 if is_kept_in_fp32(key, family) else torch.bfloat16
         return [HubTensor(key, shape, dtype)]
     parts = quantiser.compress(torch.zeros(1, shape[1]))
-    whole = {end: part.shape if end == "weight_shape" else (shape[0], *part.shape[1:]) for end, part in parts.items()}
-    return [HubTensor(_named(key, end), tuple(size), parts[end].dtype) for end, size in whole.items()]
+    shapes = {end: part.shape if end == "weight_shape" else (shape[0], *part.shape[1:]) for end, part in parts.items()}
+    return [HubTensor(_named(key, end), tuple(size), parts[end].dtype) for end, size in shapes.items()]
 
 
 def _named(key: str, end: str) -> str:
@@ -193,9 +182,9 @@ def _write_files(
     """Write weights, configuration and tokenizer; returns the tensors written."""
     family = family_of(model.config.model_type)
     tensors = {key: _stored(hub, key, family, weights, quantiser) for key in hub.shapes}
-    every = [tensor for parts in tensors.values() for tensor in parts]
-    check_free_space(out, sum(tensor.num_bytes for tensor in every))
-    with closing(ShardWriter(out, plan_shards(every, SHARD_BYTES))) as writer:
+    all_tensors = [tensor for parts in tensors.values() for tensor in parts]
+    check_free_space(out, sum(tensor.num_bytes for tensor in all_tensors))
+    with closing(ShardWriter(out, plan_shards(all_tensors, SHARD_BYTES))) as writer:
         for key in count_parts("quantising tensors", tensors, len(tensors)):
             for end, start, part in _parts_of(hub, key, tensors[key][0].dtype, quantiser if key in weights else None):
                 writer.write(_named(key, end) if end else key, start, part.reshape(-1))
@@ -204,10 +193,10 @@ def _write_files(
     config = json.loads((out / "config.json").read_text(encoding="utf-8"))
     config = served_config(config, family, list(tensors))
     matrices = [key for key, shape in hub.shapes.items() if len(shape) == 2 and key not in weights]
-    kept = dict.fromkeys([*(key.removesuffix(_WEIGHT) for key in matrices), "lm_head"])
-    config |= {"dtype": "bfloat16", SECTION: quantiser.section([*kept])}
+    unquantised = dict.fromkeys([*(key.removesuffix(_WEIGHT) for key in matrices), "lm_head"])
+    config |= {"dtype": "bfloat16", SECTION: quantiser.section([*unquantised])}
     (out / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return every
+    return all_tensors
 
 
 def _parts_of(

@@ -6,7 +6,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +20,7 @@ from ds_finetune.export.source import TensorSource
 from ds_finetune.model.quantised.fp8 import BLOCK, BYTE_SCALE, FP8, quantise, quantise_like, scale_shape
 from ds_finetune.model.quantised.mxfp4 import PACKED, pack, packed_shapes
 from ds_finetune.model.weights.names import hub_pieces, is_table
+from ds_finetune.model.weights.safetensors_file import Scratch
 
 CHUNK_NUMEL = 2**20
 """Elements that a thread reads, casts and writes at a time: 4 MiB of fp32, small enough to stay in CPU caches."""
@@ -39,17 +39,8 @@ def num_workers() -> int:
     return min(_WORKERS_PER_CORE * len(os.sched_getaffinity(0)), _MAX_WORKERS)
 
 
-class BlockCounts:
-    """Counts FP8 blocks that were written, and how many of them were copied from a base byte for byte; thread-safe."""
-
-    def __init__(self) -> None:
-        self.written = self.kept = 0
-        self._lock = threading.Lock()
-
-    def count(self, written: int, kept: int) -> None:
-        """Add `written` blocks, of which `kept` were copied."""
-        with self._lock:
-            self.written, self.kept = self.written + written, self.kept + kept
+Blocks = tuple[int, int]
+"""Numbers of quantised blocks that were written, and of those among them that were copied from a base byte for byte."""
 
 
 @dataclass(frozen=True)
@@ -63,28 +54,30 @@ class Conversion:
     source: TensorSource
     parts: FolderParts
     workers: int
-    blocks: BlockCounts = field(default_factory=BlockCounts)
+    _scratch: Scratch = field(default_factory=Scratch)
 
     @cached_property
     def tensors(self) -> tuple[HubTensor, ...]:
         """Names, shapes and dtypes of the tensors to be written, in order."""
         return tuple(tensor for name, shape in self.source.shapes.items() for tensor in self._hub_tensors(name, shape))
 
-    def write(self, out: Path, *, max_shard_bytes: int) -> None:
-        """Write all tensors and `parts` to `out`, which appears only when complete; errors as in `copy_to`.
+    def write(self, out: Path, *, max_shard_bytes: int) -> Blocks:
+        """Write all tensors and `parts` to `out`, which appears only when complete; result and errors as in `copy_to`.
 
         Each thread holds one chunk of `CHUNK_NUMEL` elements or 128 rows, whatever the size of tensors and files.
         """
         with folder_writer(self.tensors, out, self.parts, max_shard_bytes=max_shard_bytes) as writer:
-            self.copy_to(writer)
+            return self.copy_to(writer)
 
-    def copy_to(self, writer: ShardWriter) -> None:
-        """Write all tensors.
-
-        ExportError names a tensor that holds NaN or infinity, before or after the cast.
-        """
-        with _torch_on_one_thread():
-            _run_in_threads(_Converter(self, writer).convert, self._work_items(), self.workers)
+    def copy_to(self, writer: ShardWriter) -> Blocks:
+        """Write all tensors. ExportError names a tensor that holds NaN or infinity, before or after the cast."""
+        num_threads = torch.get_num_threads()
+        # All cores are busy with work items.
+        torch.set_num_threads(1)
+        try:
+            return _run_in_threads(lambda item: self._convert(item, writer), self._work_items(), self.workers)
+        finally:
+            torch.set_num_threads(num_threads)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype of a tensor that is not written in FP8 or FP4."""
@@ -116,6 +109,50 @@ class Conversion:
                 for start in range(0, numel, size):
                     yield _WorkItem(name, begin, piece.key, start, min(size, numel - start), columns)
 
+    def _convert(self, item: "_WorkItem", writer: ShardWriter) -> Blocks:
+        flat = self.source.read(item.name, item.begin + item.start, item.numel)
+        assert flat.shape == (item.numel,), (item, flat.shape)
+        if item.columns:
+            _check_finite(item, flat, flat)
+            write = self._pack if self.parts.in_fp4(item.key) else self._quantise
+            return write(item, flat.view(-1, item.columns), writer)
+        dtype = self.dtype_of(item.name)
+        cast = flat.contiguous() if flat.dtype == dtype else self._scratch.take(flat.numel(), dtype).copy_(flat)
+        _check_finite(item, flat, cast)
+        writer.write(item.key, item.start, cast)
+        return 0, 0
+
+    def _pack(self, item: "_WorkItem", values: torch.Tensor, writer: ShardWriter) -> Blocks:
+        """Write some rows in FP4, and their scales."""
+        row = item.start // item.columns
+        base = self.parts.fp8_base.fp4(item.key) if self.parts.fp8_base is not None else None
+        packed, scales, kept = pack(values, base.stored_rows(row, row + len(values)) if base is not None else None)
+        writer.write(item.key, row * packed.shape[1], packed.view(-1))
+        writer.write(self.parts.scale_key(item.key), row * scales.shape[1], scales.view(-1))
+        return scales.numel(), kept
+
+    def _quantise(self, item: "_WorkItem", values: torch.Tensor, writer: ShardWriter) -> Blocks:
+        """Write a row of FP8 blocks [rows, columns] and its scales; only some columns at a time are held in fp32."""
+        parts, row = self.parts, item.start // item.columns
+        base = parts.fp8_base if parts.fp8_base is not None and parts.fp8_base.is_fp8(item.key) else None
+        rows = item.key, row, row + len(values)
+        stored = None if base is None else (base.stored_rows(*rows), base.scales(*rows)[0])
+        quantised, scale = torch.empty(values.shape, dtype=FP8), torch.empty(scale_shape(values.shape)[1])
+        kept = 0
+        for first in range(0, item.columns, _COLUMNS):
+            columns, blocks = slice(first, first + _COLUMNS), slice(first // BLOCK, (first + _COLUMNS) // BLOCK)
+            part = values[:, columns].float()
+            if stored is None:
+                quantised[:, columns], scale[blocks] = quantise(part, scales_of_two=parts.has_scales_of_two)
+            else:
+                quantised[:, columns], scale[blocks], same = quantise_like(
+                    part, stored[0][:, columns], stored[1][blocks], scales_of_two=parts.has_scales_of_two
+                )
+                kept += int(same.sum())
+        writer.write(item.key, item.start, quantised.view(-1))
+        writer.write(parts.scale_key(item.key), row // BLOCK * len(scale), scale.to(parts.scale_dtype(item.key)))
+        return len(scale), kept
+
 
 @dataclass(frozen=True, slots=True)
 class _WorkItem:
@@ -133,72 +170,6 @@ class _WorkItem:
     columns: int
 
 
-class _Converter(threading.local):
-    """Reads, casts and writes work items; each thread has its own cast buffer."""
-
-    def __init__(self, conversion: Conversion, writer: ShardWriter) -> None:
-        self._conversion, self._writer = conversion, writer
-        self._buffer = torch.empty(0)
-
-    def convert(self, item: _WorkItem) -> None:
-        """Read, cast and write one item."""
-        flat = self._conversion.source.read(item.name, item.begin + item.start, item.numel)
-        assert flat.shape == (item.numel,), (item, flat.shape)
-        if item.columns:
-            _check_finite(item, flat, flat)
-            write = self._pack if self._conversion.parts.in_fp4(item.key) else self._quantise
-            write(item, flat.view(-1, item.columns))
-            return
-        cast = self._cast(flat, self._conversion.dtype_of(item.name))
-        _check_finite(item, flat, cast)
-        self._writer.write(item.key, item.start, cast)
-
-    def _pack(self, item: _WorkItem, values: torch.Tensor) -> None:
-        """Write some rows in FP4, and their scales."""
-        parts, row = self._conversion.parts, item.start // item.columns
-        base = parts.fp8_base.fp4(item.key) if parts.fp8_base is not None else None
-        packed, scales, kept = pack(values, base.stored_rows(row, row + len(values)) if base is not None else None)
-        self._writer.write(item.key, row * packed.shape[1], packed.view(-1))
-        self._writer.write(parts.scale_key(item.key), row * scales.shape[1], scales.view(-1))
-        self._conversion.blocks.count(scales.numel(), kept)
-
-    def _quantise(self, item: _WorkItem, values: torch.Tensor) -> None:
-        """Write a row of FP8 blocks [rows, columns] and its scales; only some columns at a time are held in fp32."""
-        row = item.start // item.columns
-        base, parts = self._base_blocks(item.key, row, row + len(values)), self._conversion.parts
-        quantised, scale = torch.empty(values.shape, dtype=FP8), torch.empty(scale_shape(values.shape)[1])
-        kept = 0
-        for first in range(0, item.columns, _COLUMNS):
-            columns, blocks = slice(first, first + _COLUMNS), slice(first // BLOCK, (first + _COLUMNS) // BLOCK)
-            part = values[:, columns].float()
-            if base is None:
-                quantised[:, columns], scale[blocks] = quantise(part, scales_of_two=parts.has_scales_of_two)
-            else:
-                quantised[:, columns], scale[blocks], same = quantise_like(
-                    part, base[0][:, columns], base[1][blocks], scales_of_two=parts.has_scales_of_two
-                )
-                kept += int(same.sum())
-        self._writer.write(item.key, item.start, quantised.view(-1))
-        self._writer.write(parts.scale_key(item.key), row // BLOCK * len(scale), scale.to(parts.scale_dtype(item.key)))
-        self._conversion.blocks.count(len(scale), kept)
-
-    def _base_blocks(self, key: str, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """FP8 values and scales of a row of blocks of the base, if the base has `key` in FP8."""
-        base = self._conversion.parts.fp8_base
-        return (
-            (base.stored_rows(key, first, last), base.scales(key, first, last)[0])
-            if base is not None and base.is_fp8(key)
-            else None
-        )
-
-    def _cast(self, flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        if flat.dtype == dtype:
-            return flat.contiguous()
-        if self._buffer.dtype != dtype or self._buffer.numel() < flat.numel():
-            self._buffer = torch.empty(flat.numel(), dtype=dtype)
-        return self._buffer[: flat.numel()].copy_(flat)
-
-
 def _check_finite(item: _WorkItem, flat: torch.Tensor, cast: torch.Tensor) -> None:
     low, high = torch.aminmax(cast)
     if not (torch.isfinite(low) and torch.isfinite(high)):
@@ -211,17 +182,26 @@ def _check_finite(item: _WorkItem, flat: torch.Tensor, cast: torch.Tensor) -> No
         )
 
 
-def _run_in_threads(work: Callable[[_WorkItem], None], items: Iterable[_WorkItem], workers: int) -> None:
-    """Call `work` for every item, roughly in order, with a progress line; an error ends all threads and is raised."""
-    remaining, lock = deque(items), threading.Lock()
+def _run_in_threads(work: Callable[[_WorkItem], Blocks], items: Iterable[_WorkItem], workers: int) -> Blocks:
+    """Call `work` for every item, roughly in order, with a progress line; returns the sums of the results.
+
+    An error ends all threads and is raised.
+    """
+    remaining, lock, written, kept = deque(items), threading.Lock(), 0, 0
     line = PhaseLine("converting tensors", len(remaining))
 
+    def next_item() -> _WorkItem | None:
+        with lock:
+            return remaining.popleft() if remaining else None
+
     def drain() -> None:
+        nonlocal written, kept
         try:
-            for item in iter(lambda: _next(remaining), None):
-                work(item)
+            for item in iter(next_item, None):
+                blocks = work(item)
                 with lock:
                     line.advance()
+                    written, kept = written + blocks[0], kept + blocks[1]
         finally:
             remaining.clear()
 
@@ -232,21 +212,4 @@ def _run_in_threads(work: Callable[[_WorkItem], None], items: Iterable[_WorkItem
                 future.result()
         finally:
             remaining.clear()
-
-
-def _next(items: deque[_WorkItem]) -> _WorkItem | None:
-    try:
-        return items.popleft()
-    except IndexError:
-        return None
-
-
-@contextmanager
-def _torch_on_one_thread() -> Iterator[None]:
-    """While open, torch uses only the calling thread: all cores are busy with work items."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    return written, kept

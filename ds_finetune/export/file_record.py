@@ -3,9 +3,8 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import xxhash
 
@@ -15,7 +14,6 @@ from ds_finetune.export.output_folder import RECORD, as_output_errors
 from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.export.verify.verify import VerificationResult, mark_folder
 
-T = TypeVar("T")
 _SEGMENT_BYTES = MIB
 """Bytes that share a digest, so that a message can name the changed range."""
 Runs = list[tuple[int, int]]
@@ -49,92 +47,83 @@ class FileSums:
 
 def write_file_record(folder: Path, tree: Mapping[str, Any]) -> None:
     """Write `tree`, the digests of all files in `folder`, and a digest of both, to the file RECORD."""
-    whole = {**tree, "files": {name: asdict(FileSums.of(path)) for name, path in _files(folder)}}
+    record = {**tree, "files": {name: asdict(FileSums.of(path)) for name, path in _files(folder)}}
     with as_output_errors(folder):
-        (folder / RECORD).write_text(json.dumps({**whole, "sum": _sum_of(whole)}) + "\n", encoding="utf-8")
+        (folder / RECORD).write_text(json.dumps({**record, "sum": _sum_of(record)}) + "\n", encoding="utf-8")
 
 
-def read_file_record(folder: Path, kind: str, parse: Callable[[Mapping[str, Any]], T]) -> tuple[dict[str, FileSums], T]:
-    """Read the file RECORD of the format `kind`, e.g. `onnx 3`: the digests of files by name, and its tree as `parse`
-    returns it.
+def read_file_record(folder: Path, kind: str) -> tuple[dict[str, FileSums], dict[str, Any]]:
+    """Read the file RECORD of the format `kind`, e.g. `onnx 3`: the digests of files by name, and its tree.
 
     ExportError where the record is missing, damaged or of another format.
     """
     try:
-        tree = _own_tree(json.loads((folder / RECORD).read_text(encoding="utf-8")), kind)
+        tree = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        wrong = "" if tree["format"] == kind else f"its format is {tree['format']}, not {kind}"
+        if not wrong and tree.pop("sum") != _sum_of(tree):
+            wrong = "its own digest differs: it was changed"
         files = {name: FileSums(each["size"], tuple(each["sums"])) for name, each in tree["files"].items()}
-        return files, parse(tree)
     except FileNotFoundError:
         name = kind.partition(" ")[0]
         raise ExportError(
             f"`{folder}` holds no {RECORD}", hint=f"name a folder that `export --format {name}` wrote"
         ) from None
     except (KeyError, TypeError, ValueError) as broken:
-        raise ExportError(f"{folder}/{RECORD} cannot be read: {broken}", hint="export the folder again") from broken
+        wrong = str(broken)
+    if wrong:
+        raise ExportError(f"{folder}/{RECORD} cannot be read: {wrong}", hint="export the folder again")
+    return files, tree
 
 
-def _own_tree(tree: dict[str, Any], kind: str) -> dict[str, Any]:
-    if tree["format"] != kind:
-        raise ValueError(f"its format is {tree['format']}, not {kind}")
-    if tree.pop("sum") != _sum_of(tree):
-        raise ValueError("its own digest differs: it was changed")
-    return tree
-
-
-def check_no_base(base: Path | None, folder: Path) -> None:
-    """ConfigError where a base is named for a folder that is only compared with its record."""
-    if base is not None:
-        raise ConfigError(
-            f"--base {base} is not valid with `{folder}`", hint="leave it out: the folder's record is enough"
-        )
+Tree = Mapping[str, Any]
+"""The content of a record."""
+Findings = tuple[list[str], list[str]]
+"""Lines on differences, and lines on what was compared."""
 
 
 def verify_files(
     folder: Path,
     base: Path | None,
+    *,
     kind: str,
-    parts_at: Callable[[Mapping[str, Any], str, Mapping[str, Runs]], list[str]] = lambda *_: [],
+    parts_at: Callable[[Path, Tree, str, Mapping[str, Runs]], list[str]] = lambda *_: [],
+    compare: Callable[[Path, Tree], Findings] = lambda *_: ([], []),
 ) -> VerificationResult:
-    """Compare the files of a folder of the format `kind` with the digests in its record, and mark the folder.
+    """Compare the files of a folder of the format `kind` with the digests in its record, and mark the folder: the file
+    UNVERIFIED is removed, or says what is wrong.
 
-    `parts_at` is that of `check_files`, with the record's tree as an additional first argument.
+    `parts_at(folder, tree, name, changed)` names the parts of the file `name` that changed; `changed` has the changed
+    ranges of bytes by file. If no file differs, `compare(folder, tree)` compares what the folder computes. ConfigError
+    where a base is named, since the record is enough; ExportError without a readable record.
     """
-    check_no_base(base, folder)
-    files, tree = read_file_record(folder, kind, lambda tree: tree)
-    problems, lines = check_files(folder, files, partial(parts_at, tree))
+    if base is not None:
+        raise ConfigError(
+            f"--base {base} is not valid with `{folder}`", hint="leave it out: the folder's record is enough"
+        )
+    files, tree = read_file_record(folder, kind)
+    present = {name: FileSums.of(path) for name, path in _files(folder)}
+    problems = [f"{name} was written and is missing" for name in sorted(files.keys() - present.keys())]
+    changed = {name: sums.differences(present[name]) for name, sums in files.items() if name in present}
+    for name, runs in ((name, runs) for name, runs in changed.items() if runs):
+        parts = parts_at(folder, tree, name, changed)
+        ranges = ", ".join(f"bytes {begin:,} to {end:,}" for begin, end in runs)
+        inside = f", in {', '.join(parts)}" if parts else ""
+        problems.append(f"{name} holds other bytes than were written, within {ranges}{inside}")
+    added = sorted(present.keys() - files.keys())
+    lines = [f"not of the export: {', '.join(added)}"] if added else []
+    if not problems:
+        size = sum(sums.size for sums in present.values())
+        problems, compared = compare(folder, tree)
+        lines = [f"{len(files)} files, each with the bytes that were written: {bytes_text(size)}", *lines, *compared]
     result = VerificationResult(folder, tuple(problems), tuple(lines))
     mark_folder(result)
     return result
 
 
-def check_files(
-    folder: Path, files: Mapping[str, FileSums], parts_at: Callable[[str, Mapping[str, Runs]], list[str]]
-) -> tuple[list[str], list[str]]:
-    """Problems with the files on the disk, and lines on what was compared.
-
-    `parts_at(name, changed)` names the parts of file `name` that changed; `changed` has the ranges of bytes by file.
-    """
-    present = {name: FileSums.of(path) for name, path in _files(folder)}
-    problems = [f"{name} was written and is missing" for name in sorted(files.keys() - present.keys())]
-    changed = {name: sums.differences(present[name]) for name, sums in files.items() if name in present}
-    for name, runs in changed.items():
-        parts = parts_at(name, changed) if runs else []
-        inside = f", in {', '.join(parts)}" if parts else ""
-        problems += [f"{name} holds other bytes than were written, within {_ranges(runs)}{inside}"] if runs else []
-    added = sorted(present.keys() - files.keys())
-    size = sum(sums.size for sums in present.values())
-    lines = [] if problems else [f"{len(files)} files, each with the bytes that were written: {bytes_text(size)}"]
-    return problems, [*lines, *([f"not of the export: {', '.join(added)}"] if added else [])]
-
-
-def _ranges(runs: Runs) -> str:
-    return ", ".join(f"bytes {begin:,} to {end:,}" for begin, end in runs)
-
-
 def _files(folder: Path) -> list[tuple[str, Path]]:
     """Files in the folder and its subfolders, with their names relative to the folder."""
-    found = [(path.relative_to(folder).as_posix(), path) for path in folder.rglob("*") if path.is_file()]
-    return sorted((name, path) for name, path in found if name not in (RECORD, UNVERIFIED))
+    named = [(path.relative_to(folder).as_posix(), path) for path in folder.rglob("*") if path.is_file()]
+    return sorted((name, path) for name, path in named if name not in (RECORD, UNVERIFIED))
 
 
 def _sum_of(tree: Mapping[str, Any]) -> str:

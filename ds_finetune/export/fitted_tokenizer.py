@@ -168,7 +168,7 @@ def _with_template(
     tree: dict[str, Any] = json.loads(text)
     old = tree.get("post_processor") or {"type": "Sequence", "processors": []}
     # A byte-level post-processor adds no token; it corrects offsets.
-    kept = [part for part in old.get("processors", [old]) if part["type"] == "ByteLevel"]
+    byte_level = [part for part in old.get("processors", [old]) if part["type"] == "ByteLevel"]
 
     def added(name: str) -> list[dict[str, Any]]:
         return [{"SpecialToken": {"id": name, "type_id": 0}}] if template[name] else []
@@ -185,7 +185,7 @@ def _with_template(
         "pair": [*added("before"), first, *added("between"), second, *added("after")],
         "special_tokens": tokens,
     }
-    tree["post_processor"] = {"type": "Sequence", "processors": [*kept, processor]}
+    tree["post_processor"] = {"type": "Sequence", "processors": [*byte_level, processor]}
     return json.dumps(tree, ensure_ascii=False) + "\n"
 
 

@@ -184,7 +184,18 @@ class ExportFormat:
             decoders, encoders = (", ".join(self.model_types(is_encoder=is_encoder)) for is_encoder in (False, True))
             others = f", and of classifiers also for {encoders}" if encoders else ""
             raise ExportError(
-                f"model_type `{model_type}` has no export to {self.title}", hint=f"there is one for {decoders}{others}"
+                f"model_type `{model_type}` has no export to {self.title}", hint=f"supported are {decoders}{others}"
+            )
+        return family
+
+    def check_language_model(self, config: "PretrainedConfig", *, is_classifier: bool) -> Family:
+        """The family of a language model; ExportError where this format does not support it, or for a classifier."""
+        family = self.check_model_type(config.model_type)
+        if is_classifier:
+            raise ExportError(
+                f"config.json names the classifier {', '.join(config.architectures or [])}, and {self.title} is for "
+                "language models only",
+                hint="export it with --format safetensors or onnx",
             )
         return family
 
@@ -342,10 +353,10 @@ def format_named(name: str, where: str = "format") -> ExportFormat:
     """The format of this name; ConfigError, which quotes `where` the name was given, if there is none."""
     row = next((row for row in formats() if row.name == name), None)
     if row is None:
-        known = [row.name for row in formats()]
-        near = get_close_matches(name, known, n=1)
+        names = [row.name for row in formats()]
+        near = get_close_matches(name, names, n=1)
         meant = f"did you mean `{near[0]}`? " if near else ""
-        raise ConfigError(f"{where} `{name}` is not known", hint=f"{meant}known formats are {', '.join(known)}")
+        raise ConfigError(f"{where} `{name}` is not known", hint=f"{meant}known formats are {', '.join(names)}")
     return row
 
 

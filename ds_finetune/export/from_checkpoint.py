@@ -48,7 +48,13 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
     """
     began = time.monotonic()
     check_out_empty(out)
-    named = _base_folders(base)
+    if base is not None:
+        if not (base / "config.json").is_file():
+            raise ExportError(
+                f"--base `{base}` has no config.json", hint="name the folder of the model that was trained"
+            )
+        check_folder(base)
+    named = () if base is None else (base,)
     opened = open_source(path, base)
     folders = (*opened.folders, *named) if opened.is_model or opened.has_own_config else (*named, *opened.folders)
     spec = read_model_spec(_config_file(folders).parent)
@@ -58,12 +64,11 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
     parts, notes = _with_base(parts, spec, opened, base, without=written)
     source = source.with_copies(parts.copies)
     conversion = Conversion(source, parts, num_workers())
-    tensors = [tensor for copied in (conversion, *parts.base_tensors) for tensor in copied.tensors]
-    tensors += parts.other_parts
+    tensors = [*conversion.tensors, *parts.base_tensors, *parts.other_parts]
     unbuilt = [name for name in source.shapes if spec.may_skip(name) and name not in parts.copies]
-    kept_of, no_module = opened.hub.folder if opened.hub else path, "for which transformers' class has no module"
+    origin, no_module = opened.hub.folder if opened.hub else path, "for which transformers' class has no module"
     notes = [
-        *([f"{len(unbuilt)} tensors of {kept_of} {no_module} are kept, e.g. {unbuilt[0]}"] if unbuilt else []),
+        *([f"{len(unbuilt)} tensors of {origin} {no_module} are kept, e.g. {unbuilt[0]}"] if unbuilt else []),
         *notes,
         *config_changes(parts.config, parts.files, [tensor.key for tensor in tensors]),
     ]
@@ -79,11 +84,10 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
         )
     size = sum(tensor.num_bytes for tensor in tensors)
     check_free_space(out, size)
-    conversion.write(out, max_shard_bytes=max_shard_bytes)
+    num_blocks, num_copied = conversion.write(out, max_shard_bytes=max_shard_bytes)
     if parts.fp8_base:
-        kept, written_blocks = conversion.blocks.kept, conversion.blocks.written
         notes.append(
-            f"{kept:,} of {written_blocks:,} quantised blocks equal those of {parts.fp8_base.folder} and were copied "
+            f"{num_copied:,} of {num_blocks:,} quantised blocks equal those of {parts.fp8_base.folder} and were copied "
             "byte for byte"
         )
     return ExportResult(
@@ -103,7 +107,7 @@ def _with_base(
             hint="export with --dtype bf16",
         )
     if opened.hub is not None and opened.hub.published:
-        parts = replace(parts, whole=opened.hub)
+        parts = replace(parts, composite=opened.hub)
     if parts.is_fp8 and opened.hub and opened.hub.has_fp8:
         parts = replace(parts, fp8_base=opened.hub)
     if spec.is_classifier:
@@ -131,15 +135,6 @@ def check_free_space(out: Path, size: int) -> None:
         )
 
 
-def _base_folders(base: Path | None) -> tuple[Path, ...]:
-    """The folder named by --base, if any; ExportError where it has no config.json."""
-    if base is not None and not (base / "config.json").is_file():
-        raise ExportError(f"--base `{base}` has no config.json", hint="name the folder of the model that was trained")
-    if base is not None:
-        check_folder(base)
-    return (base,) if base else ()
-
-
 def _config_file(folders: tuple[Path, ...]) -> Path:
     file = _first(folders, "config.json")
     if file is None:
@@ -155,8 +150,8 @@ def beside_weights(folders: Sequence[Path]) -> list[Path]:
     files of two tokenizers do not fit together.
     """
     generation = _first(folders, GENERATION)
-    found = next(filter(None, map(tokenizer_files, folders)), {})
-    return [*([generation] if generation else []), *found.values()]
+    tokenizer = next(filter(None, map(tokenizer_files, folders)), {})
+    return [*([generation] if generation else []), *tokenizer.values()]
 
 
 def _first(folders: Sequence[Path], name: str) -> Path | None:

@@ -46,15 +46,15 @@ def kept_edits(out: Path, say: Say) -> Iterator[None]:
         if out.is_dir():
             shutil.rmtree(edits, ignore_errors=True)
         raise
-    kept = []
+    saved = []
     for file in sorted(path for path in edits.rglob("*") if path.is_file()):
         new = out / file.relative_to(edits)
         if new.is_file() and filecmp.cmp(file, new, shallow=False):
             file.unlink()
         else:
-            kept.append(str(file.relative_to(edits)))
-    if kept:
-        say(f"{out} is replaced; files there that were added or changed are in {edits}: {', '.join(kept)}")
+            saved.append(str(file.relative_to(edits)))
+    if saved:
+        say(f"{out} is replaced; files there that were added or changed are in {edits}: {', '.join(saved)}")
     else:
         shutil.rmtree(edits, ignore_errors=True)
 

@@ -102,22 +102,12 @@ def config_changes(config: Mapping[str, Any], files: Iterable[Path], keys: Colle
 def _code_changes(config: Mapping[str, Any], files: Iterable[Path]) -> list[str]:
     """Notes on code that `config` or a tokenizer_config.json among `files` names, and that is not exported."""
     dropped = f"without {CODE}, since transformers has the class and the code is not exported"
-    kept = f"{CODE} names code that is not exported, and transformers has no such class; copy it from"
+    unknown = f"{CODE} names code that is not exported, and transformers has no such class; copy it from"
     lines = [f"config.json: {dropped}"] if CODE in config else []
     for file in (file for file in files if file.name == TOKENIZER_CONFIG and _config_with_code(file)):
         has_class = served_tokenizer(file) is not None
-        lines.append(f"{TOKENIZER_CONFIG}: {dropped}" if has_class else f"{TOKENIZER_CONFIG}: {kept} {file.parent}")
+        lines.append(f"{TOKENIZER_CONFIG}: {dropped}" if has_class else f"{TOKENIZER_CONFIG}: {unknown} {file.parent}")
     return lines
-
-
-def remove_code(folder: Path) -> None:
-    """Remove the names of code from the configuration files of `folder`."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if config.pop(CODE, None) is not None:
-        (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    tokenizer = folder / TOKENIZER_CONFIG
-    if tokenizer.is_file() and (text := served_tokenizer(tokenizer)) is not None:
-        tokenizer.write_text(text, encoding="utf-8")
 
 
 def _config_with_code(file: Path) -> dict[str, Any]:
@@ -129,8 +119,8 @@ def _config_with_code(file: Path) -> dict[str, Any]:
 def _prediction_layers(config: Mapping[str, Any], keys: Collection[str]) -> int:
     """Number of layers that the tensors `keys` have beyond `num_hidden_layers`, or named `mtp.0`, `mtp.1`, ... (V4)."""
     layers = config.get("num_hidden_layers")
-    apart = {number[0] for number in (re.match(r"mtp\.\d+\.", key) for key in keys) if number}
-    return 0 if layers is None else len({layer for layer in map(layer_of, keys) if layer >= layers} | apart)
+    mtp_numbers = {number[0] for number in (re.match(r"mtp\.\d+\.", key) for key in keys) if number}
+    return 0 if layers is None else len({layer for layer in map(layer_of, keys) if layer >= layers} | mtp_numbers)
 
 
 def _add_rope_schemas(config: dict[str, Any]) -> None:

@@ -15,17 +15,17 @@ _PARTIAL = ".ds_finetune-partial"
 """Suffix of the name of an incomplete folder."""
 
 
-def check_out_empty(out: Path, said: str = "", *, may_hold: Callable[[Path], bool] | None = None) -> None:
+def check_out_empty(out: Path, message: str = "", *, may_hold: Callable[[Path], bool] | None = None) -> None:
     """OutputError where `out` is a file, or a folder with any entry that `may_hold` does not allow.
 
-    `said` begins the message in place of "OUT is not empty".
+    `message` begins the message in place of "OUT is not empty".
     """
     entries = out.iterdir() if out.is_dir() else ()
     names = sorted(entry.name for entry in entries if not (may_hold and may_hold(entry)))
     if names or out.is_file():
         content = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "") if names else "it is a file"
-        said = said or f"`{out}` is not empty"
-        raise OutputError(f"{said}: {content}", hint="name a new folder, or move that one away")
+        message = message or f"`{out}` is not empty"
+        raise OutputError(f"{message}: {content}", hint="name a new folder, or move that one away")
 
 
 @contextmanager

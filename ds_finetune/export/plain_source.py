@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ds_finetune.data.prompt_format import GENERATION
 from ds_finetune.errors import ExportError
-from ds_finetune.export.classifiers import auto_class
+from ds_finetune.export.classifiers import CONFIG, auto_class
 from ds_finetune.export.fitted_tokenizer import fit_folder
 from ds_finetune.export.from_checkpoint import beside_weights, export_checkpoint
-from ds_finetune.export.model_config import remove_code, write_files
+from ds_finetune.export.model_config import CODE, write_files
 from ds_finetune.export.readers.sources import is_model, is_peft_adapter
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.auto_configs import AutoConfig
@@ -45,11 +45,11 @@ def plain_folder(source: Path, out: Path, base: Path | None) -> Iterator[Path]:
         ).folder
 
 
-def plain_model(folder: Path, check: Callable[[PretrainedConfig], None]) -> tuple[PreTrainedModel, HubFolder]:
+def plain_model(folder: Path, check_model: Callable[..., None]) -> tuple[PreTrainedModel, HubFolder]:
     """The model of `folder` on the meta device, without running code of the folder, and its weights.
 
-    ExportError where the type is unknown or quantised, ModelError where the weights do not fit; also errors that
-    `check` raises for the configuration.
+    ExportError where the type is unknown or quantised, ModelError where the weights do not fit; also errors of the
+    format's `check_model`.
     """
     check_folder(folder)
     try:
@@ -62,7 +62,7 @@ def plain_model(folder: Path, check: Callable[[PretrainedConfig], None]) -> tupl
     quantized = getattr(config, "quantization_config", None)
     if quantized:
         raise ExportError(f"{folder} is quantized ({quantized.get('quant_method')})", hint=_PLAIN_COPY)
-    check(config)
+    check_model(config, is_classifier=is_classifier(config))
     with torch.device("meta"):
         model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
     hub = open_weights(model, folder, family=family_of(config.model_type))
@@ -78,5 +78,7 @@ def copy_settings(folder: Path, out: Path) -> None:
     files = beside_weights((folder,))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     fitted = None if is_classifier(config) else fit_folder([path for path in files if path.name != GENERATION], config)
-    write_files(out, [folder / "config.json", *files], fitted[1] if fitted else {})
-    remove_code(out)
+    texts = fitted[1] if fitted else {}
+    if config.pop(CODE, None) is not None:
+        texts = {**texts, CONFIG: json.dumps(config, indent=2, ensure_ascii=False) + "\n"}
+    write_files(out, [folder / CONFIG, *files], texts)

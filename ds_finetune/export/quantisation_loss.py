@@ -53,14 +53,14 @@ def quantisation_loss(
     `sizes` are the bytes of both models.
     """
     rows, sums = _rows_of_run(source, before.name_or_path), np.zeros(4)
-    said = f"of {len(rows)} rows of the run" if rows else "that the model sampled"
+    rows_text = f"of {len(rows)} rows of the run" if rows else "that the model sampled"
     for ids, counts in rows or _sampled(before):
         chosen = ids[:, 1:][counts[:, 1:], None].numpy()
         first, last = (_log_probabilities(model, ids, counts) for model in (before, after))
         losses = (-np.take_along_axis(each, chosen, -1).sum(dtype=np.float64) for each in (first, last))
         sums += (len(chosen), *losses, (np.exp(first) * (first - last)).sum(dtype=np.float64))
     loss_before, loss_after, divergence = (sums[1:] / sums[0]).tolist()
-    return QuantisationLoss(dtype, said, int(sums[0]), loss_before, loss_after, divergence, *sizes)
+    return QuantisationLoss(dtype, rows_text, int(sums[0]), loss_before, loss_after, divergence, *sizes)
 
 
 def _rows_of_run(source: Path, tokenizer_folder: str) -> list[Batch]:

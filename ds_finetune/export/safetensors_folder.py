@@ -7,12 +7,12 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -131,9 +131,11 @@ class FolderParts:
     """Whether linear weights are in FP8 blocks."""
     fp8_base: HubFolder | None = None
     """A folder in FP8: blocks equal to its blocks are copied byte for byte."""
-    base_tensors: Iterable["CopiedTensors"] = ()
+    base_tensors: Sequence[HubTensor] = ()
     """Tensors of the base for which transformers' class has no module; they are written after the model's tensors."""
-    whole: HubFolder | None = None
+    copy_base_tensors: Callable[[ShardWriter], object] | None = None
+    """Writes `base_tensors`; None where there are none."""
+    composite: HubFolder | None = None
     """The composite model whose text part is exported: its other parts are copied byte for byte."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """Additional tensors that are copies of a model tensor: their names, each with the name of the original."""
@@ -145,7 +147,7 @@ class FolderParts:
     @property
     def other_parts(self) -> list[HubTensor]:
         """Tensors of a composite model's other parts."""
-        others = self.whole.others if self.whole is not None else {}
+        others = self.composite.others if self.composite is not None else {}
         return [HubTensor(key, stored.shape, stored.dtype) for key, stored in others.items()]
 
     @cached_property
@@ -186,19 +188,6 @@ class FolderParts:
         return self.is_fp8 and is_quantised(key, shape, self.family)
 
 
-class CopiedTensors(Protocol):
-    """Tensors that can be copied to a folder under construction."""
-
-    @property
-    def tensors(self) -> Iterable[HubTensor]:
-        """Names, shapes and dtypes of the tensors to be written, in order."""
-        ...
-
-    def copy_to(self, writer: ShardWriter) -> None:
-        """Write all tensors with `writer`."""
-        ...
-
-
 def write_folder(
     tensors: Iterable[tuple[str, torch.Tensor | None]],
     specs: Specs,
@@ -219,13 +208,13 @@ def write_folder(
                 writer = writer or stack.enter_context(
                     folder_writer(_pieces(specs, parts), out, parts, max_shard_bytes=max_shard_bytes)
                 )
-                _write_whole(writer, name, tensor, specs[name], parts)
+                _write_tensor(writer, name, tensor, specs[name], parts)
             # Release the tensor before the next one is gathered.
             del tensor
             line.advance()
 
 
-def _write_whole(writer: ShardWriter, name: str, tensor: torch.Tensor, spec: torch.Tensor, parts: FolderParts) -> None:
+def _write_tensor(writer: ShardWriter, name: str, tensor: torch.Tensor, spec: torch.Tensor, parts: FolderParts) -> None:
     if tensor.shape != spec.shape or tensor.dtype != spec.dtype:
         raise ExportError(
             f"tensor `{name}` has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, expected "
@@ -257,33 +246,29 @@ def folder_writer(
     Tensors and files of `parts` are added at the end; then an older `out` is replaced (`replaced_folder`). ExportError
     where the other parts of a composite model are unknown.
     """
-    if is_composite(parts.config) and parts.whole is None:
+    if is_composite(parts.config) and parts.composite is None:
         raise ExportError(
             f"config.json is that of a model of text and other media, `{parts.config.get('model_type')}`, of which "
             "only the text part was trained, and the folder of the others is not known",
             hint="name the folder of the model that was trained by --base",
         )
-    all_tensors = [*tensors, *(tensor for copied in parts.base_tensors for tensor in copied.tensors)]
-    names = parts.whole.published if parts.whole is not None else {}
+    all_tensors = [*tensors, *parts.base_tensors]
+    names = parts.composite.published if parts.composite is not None else {}
     all_tensors = [replace(each, key=names.get(each.key, each.key)) for each in all_tensors] + parts.other_parts
     with replaced_folder(out) as partial:
         with closing(ShardWriter(partial, plan_shards(all_tensors, max_shard_bytes), names)) as writer:
             yield writer
-            for copied in parts.base_tensors:
-                copied.copy_to(writer)
-            _copy_other_parts(parts, writer)
+            if parts.copy_base_tensors is not None:
+                parts.copy_base_tensors(writer)
+            for key, stored in parts.composite.others.items() if parts.composite is not None else ():
+                numel = math.prod(stored.shape)
+                for start in range(0, numel, _COPIED_NUMEL):
+                    writer.write(key, start, stored.read(start, min(_COPIED_NUMEL, numel - start)))
             writer.finish()
         with as_output_errors(partial):
             _write_config_and_files(partial, parts, all_tensors)
             if parts.record is not None:
                 replace(parts.record, digests=writer.digests()).write(partial)
-
-
-def _copy_other_parts(parts: FolderParts, writer: ShardWriter) -> None:
-    for key, stored in parts.whole.others.items() if parts.whole is not None else ():
-        numel = math.prod(stored.shape)
-        for start in range(0, numel, _COPIED_NUMEL):
-            writer.write(key, start, stored.read(start, min(_COPIED_NUMEL, numel - start)))
 
 
 def link_folder(source: Path, out: Path) -> bool:
@@ -314,7 +299,7 @@ def _write_config_and_files(folder: Path, parts: FolderParts, tensors: Collectio
     config = served_config(parts.config, parts.family, [tensor.key for tensor in tensors])
     if is_classifier({"architectures": [parts.architecture]}):
         config["architectures"] = [parts.architecture]
-    if parts.whole is None:
+    if parts.composite is None:
         config.setdefault("architectures", [parts.architecture])
     key = "dtype" if "dtype" in config and "torch_dtype" not in config else "torch_dtype"
     config[key] = dtype_name(parts.dtype)

@@ -8,6 +8,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,13 +34,7 @@ from ds_finetune.model.weights.names import hub_pieces
 
 _FORMAT = "adapter 1"
 """Format of an adapter folder's record."""
-
-
-def verify(folder: Path, base: Path | None) -> VerificationResult:
-    """Compare the files of a folder with the digests in its record, and mark the folder."""
-    return verify_files(folder, base, _FORMAT)
-
-
+verify = partial(verify_files, kind=_FORMAT)
 _MERGE = "merge it: ds-finetune export ADAPTER OUT --base MODEL"
 
 
@@ -62,18 +57,18 @@ def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
     rank = max(each.a.shape[-2] for each in factors.values())
     tensors = dict(_tensors(factors, model_type, rank, PRECISION_DTYPES[options.dtype]))
     size = sum(tensor.nbytes for tensor in tensors.values())
-    with replaced_folder(out) as partial, as_output_errors(partial):
-        check_free_space(partial, size)
-        write_weights(tensors, partial, adapter.base)
+    with replaced_folder(out) as new, as_output_errors(new):
+        check_free_space(new, size)
+        write_weights(tensors, new, adapter.base)
         modules = sorted({key.removeprefix(KEY_PREFIX).rsplit(".", 3)[1] for key in tensors})
         tree = {
             **adapter.config,
             **{"r": rank, "lora_alpha": rank, "use_rslora": False, "target_modules": modules},
             **{"target_parameters": None, "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {}},
         }
-        (partial / CONFIG).write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
-        write_files(partial, beside_weights((folder,)), {})
-        write_file_record(partial, {"format": _FORMAT, "dtype": options.dtype, "rank": rank})
+        (new / CONFIG).write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+        write_files(new, beside_weights((folder,)), {})
+        write_file_record(new, {"format": _FORMAT, "dtype": options.dtype, "rank": rank})
     lines = (f"{len(tensors)} tensors of {', '.join(modules)}, which {VLLM} looks up",)
     return ExportResult(
         folder=out,
@@ -91,7 +86,7 @@ def check_model(
     """ExportError where vLLM's class of the model type supports no adapters, or the model is a classifier."""
     ADAPTER.check_model_type(config.model_type)
     if is_classifier:
-        raise ExportError(f"{VLLM} adapts no head of {config.model_type} for classification", hint=_MERGE)
+        raise ExportError(f"{VLLM} supports no adapters for classifiers of model_type {config.model_type}", hint=_MERGE)
 
 
 def check_servable(adapter: PeftAdapter, model_type: str) -> None:
@@ -119,7 +114,7 @@ def check_servable(adapter: PeftAdapter, model_type: str) -> None:
             hint=f"{_MERGE}, or train without them: of published names, it computes {', '.join(sorted(looked_up))}",
         )
     if adapter.whole:
-        raise ExportError(f"{adapter.folder} holds weights trained whole: {', '.join(adapter.whole)}", hint=_MERGE)
+        raise ExportError(f"{adapter.folder} holds fully trained weights: {', '.join(adapter.whole)}", hint=_MERGE)
     partly = [module for module, leaves in sides.items() if len(leaves) < len(_PROJECTIONS)]
     if partly:
         leaves = ", ".join(sorted(sides[partly[0]]))

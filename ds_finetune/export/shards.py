@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -45,20 +46,11 @@ class HubTensor:
         return self.numel * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class Shard:
-    """A file to be written: name and tensors."""
-
-    name: str
-    tensors: tuple[HubTensor, ...]
-
-    @property
-    def data_bytes(self) -> int:
-        """Bytes of data after the header."""
-        return sum(tensor.num_bytes for tensor in self.tensors)
+Shards = Mapping[str, Sequence[HubTensor]]
+"""The tensors of each file to be written, by its name."""
 
 
-def plan_shards(tensors: Iterable[HubTensor], max_shard_bytes: int) -> tuple[Shard, ...]:
+def plan_shards(tensors: Iterable[HubTensor], max_shard_bytes: int) -> Shards:
     """Distribute tensors to files, in order.
 
     A new file begins where the next tensor would push the current one above `max_shard_bytes`.
@@ -77,7 +69,7 @@ def plan_shards(tensors: Iterable[HubTensor], max_shard_bytes: int) -> tuple[Sha
         if count == 1
         else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     )
-    return tuple(Shard(name, tuple(tensors)) for name, tensors in zip(names, files, strict=True))
+    return dict(zip(names, files, strict=True))
 
 
 @dataclass
@@ -92,16 +84,9 @@ class _TensorProgress:
 
     def is_complete(self) -> bool:
         """Whether every element has been written exactly once."""
-        end = 0
-        for start, stop, _ in sorted(self.written):
-            if start != end:
-                return False
-            end = stop
-        return end == self.tensor.numel
-
-    def text(self) -> str:
-        """How many elements have been written, as text for a message."""
-        return f"{sum(stop - start for start, stop, _ in self.written)} of {self.tensor.numel} elements"
+        numel = self.tensor.numel
+        bounds = [(0, 0, 0), *sorted(self.written), (numel, numel, 0)]
+        return all(before[1] == after[0] for before, after in pairwise(bounds))
 
 
 class ShardWriter:
@@ -111,11 +96,11 @@ class ShardWriter:
     open at a time. `names` maps names passed to `write` to published names.
     """
 
-    def __init__(self, folder: Path, shards: Sequence[Shard], names: Mapping[str, str] | None = None) -> None:
-        self._folder, self._shards, self._names = folder, tuple(shards), names or {}
+    def __init__(self, folder: Path, shards: Shards, names: Mapping[str, str] | None = None) -> None:
+        self._folder, self._shards, self._names = folder, shards, names or {}
         self._lock = threading.Lock()
         self._progress: dict[str, _TensorProgress] = {}
-        self._files = [_ShardFile(folder / shard.name, shard) for shard in self._shards]
+        self._files = [_ShardFile(folder / name, tensors) for name, tensors in shards.items()]
         for file in self._files:
             for tensor, begin in file.layout:
                 # [0]: ZeRO-3's placeholder of a parameter that was not gathered; [0, width]: no shared experts.
@@ -132,38 +117,40 @@ class ShardWriter:
 
         `flat` is 1-D, contiguous, on the CPU and of the planned dtype. OutputError where the disk is full.
         """
-        with as_output_errors(self._folder):
-            self._write(self._progress[self._names.get(key, key)], key, start, flat)
-
-    def _write(self, progress: _TensorProgress, key: str, start: int, flat: torch.Tensor) -> None:
-        tensor = progress.tensor
+        progress = self._progress[self._names.get(key, key)]
+        tensor, file, size = progress.tensor, progress.file, flat.dtype.itemsize
         assert flat.dim() == 1, (key, flat.shape)
         assert flat.dtype == tensor.dtype, (key, flat.dtype, tensor.dtype)
         assert start + flat.numel() <= tensor.numel, (key, start, flat.numel(), tensor.shape)
-        with self._lock:
-            progress.file.open()
         data = flat.view(torch.uint8).numpy().data
-        progress.file.write(data, progress.begin_byte + start * tensor.dtype.itemsize)
-        digest = xxhash.xxh3_64_intdigest(data)
-        with self._lock:
-            progress.written.append((start, start + flat.numel(), digest))
-            is_full = progress.file.count(flat.numel() * tensor.dtype.itemsize)
-        if is_full:
-            progress.file.close(is_full=True)
+        with as_output_errors(self._folder):
+            with self._lock:
+                file.open()
+            file.write(data, progress.begin_byte + start * size)
+            digest = xxhash.xxh3_64_intdigest(data)
+            with self._lock:
+                progress.written.append((start, start + flat.numel(), digest))
+                is_full = file.count(flat.numel() * size)
+            if is_full:
+                file.close(is_full=True)
 
     def finish(self) -> None:
         """Write the index if there are several files; ExportError where a tensor was not written exactly once."""
         incomplete = [key for key, progress in self._progress.items() if not progress.is_complete()]
         if incomplete:
-            shown = ", ".join(f"`{key}` ({self._progress[key].text()})" for key in incomplete[:_SHOWN])
+            shown = ", ".join(
+                f"`{key}` ({sum(stop - start for start, stop, _ in self._progress[key].written)} of "
+                f"{self._progress[key].tensor.numel} elements)"
+                for key in incomplete[:_SHOWN]
+            )
             raise ExportError(
                 f"{len(incomplete)} of {len(self._progress)} tensors were not written completely and once: {shown}",
                 hint="please report this",
             )
         if len(self._shards) > 1:
-            weight_map = {tensor.key: shard.name for shard in self._shards for tensor in shard.tensors}
+            weight_map = {tensor.key: name for name, tensors in self._shards.items() for tensor in tensors}
             index = {
-                "metadata": {"total_size": sum(shard.data_bytes for shard in self._shards)},
+                "metadata": {"total_size": sum(progress.tensor.num_bytes for progress in self._progress.values())},
                 "weight_map": dict(sorted(weight_map.items())),
             }
             with as_output_errors(self._folder):
@@ -185,11 +172,12 @@ class ShardWriter:
 class _ShardFile:
     """One safetensors file: 8 bytes of header length, the JSON header padded to 8 bytes, then the data without gaps."""
 
-    def __init__(self, path: Path, shard: Shard) -> None:
-        self._path, self._missing, self._unreleased = path, shard.data_bytes, 0
+    def __init__(self, path: Path, tensors: Iterable[HubTensor]) -> None:
+        self._path, self._unreleased = path, 0
         self._descriptor: int | None = None
         # Sorting by dtype size keeps each tensor aligned to its dtype, which readers that map the file rely on.
-        ordered = sorted(shard.tensors, key=lambda tensor: -tensor.dtype.itemsize)
+        ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+        self._missing = sum(tensor.num_bytes for tensor in ordered)
         entries = ((tensor.key, tensor.dtype, tensor.shape) for tensor in ordered)
         self._header, begins = encode_header(entries, {"format": "pt"})
         self.layout = list(zip(ordered, begins, strict=True))

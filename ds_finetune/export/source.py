@@ -2,10 +2,9 @@
 
 import json
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -23,26 +22,32 @@ _COMPARED_NUMEL = 2**20
 """Elements of two tensors that are compared at a time."""
 
 
-class TensorSource(Protocol):
+@dataclass(frozen=True)
+class TensorSource:
     """Tensors of a model, readable in parts, wherever they are stored."""
 
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every tensor, by its name in the model."""
-        ...
+    shapes: Mapping[str, tuple[int, ...]]
+    """Shape of every tensor, by its name in the model."""
+    fp32_names: Collection[str]
+    """Names of tensors that stay in fp32 whatever the dtype of the export, e.g. a router's bias."""
+    read: Callable[[str, int, int], torch.Tensor]
+    """`read(name, start, numel)`: elements `start` to `start + numel` of the flattened tensor, 1-D, on the CPU, of any
+    floating dtype.
 
-    @property
-    def fp32_names(self) -> Collection[str]:
-        """Names of tensors that stay in fp32 whatever the dtype of the export, e.g. a router's bias."""
-        ...
+    Called from several threads. The result is valid until the same thread's next read, so that a source may use one
+    buffer per thread.
+    """
 
-    def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-        """Elements `start` to `start + numel` of the flattened tensor: 1-D, on the CPU, of any floating dtype.
+    def select(
+        self, shapes: Mapping[str, tuple[int, ...]], originals: Mapping[str, str] | None = None
+    ) -> "TensorSource":
+        """The tensors named in `shapes`, in that order. Names in `originals` read the tensor that is their value."""
+        names = originals or {}
+        return replace(self, shapes=shapes, read=lambda name, *part: self.read(names.get(name, name), *part))
 
-        Called from several threads. The result is valid until the same thread's next read, so that a source may use one
-        buffer per thread.
-        """
-        ...
+    def with_copies(self, copies: Mapping[str, str]) -> "TensorSource":
+        """These tensors, with `copies` (name: name of the original) added or replacing tensors of the same names."""
+        return self.select({**self.shapes, **{key: self.shapes[name] for key, name in copies.items()}}, copies)
 
 
 @dataclass(frozen=True)
@@ -80,10 +85,10 @@ def read_model_spec(folder: Path) -> ModelSpec:
     """
     check_folder(folder)
     try:
-        whole = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        full_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        check_text_part(whole, tree, "causal_lm", f"{folder}/config.json")
-        config = text_config(whole)
+        check_text_part(full_config, tree, "causal_lm", f"{folder}/config.json")
+        config = text_config(full_config)
         if getattr(config, "quantization_config", None) is not None:
             check_readable(config.quantization_config, f"{folder}/config.json", ExportError)
             del config.quantization_config
@@ -113,34 +118,7 @@ def read_model_spec(folder: Path) -> ModelSpec:
     )
 
 
-@dataclass(frozen=True)
-class SelectedTensors:
-    """Some tensors of a source, in the order of `shapes`."""
-
-    source: TensorSource
-    shapes: Mapping[str, tuple[int, ...]]
-    copies: Mapping[str, str] = field(default_factory=dict)
-    """Copies of other tensors: their names, each with the name of the tensor that is read."""
-
-    @property
-    def fp32_names(self) -> Collection[str]:
-        """Names of tensors that the source keeps in fp32."""
-        return self.source.fp32_names
-
-    def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-        """Elements `start` to `start + numel` of the flattened tensor, from the source."""
-        return self.source.read(self.copies.get(name, name), start, numel)
-
-    def with_copies(self, copies: Mapping[str, str]) -> "SelectedTensors":
-        """These tensors, with `copies` added or replacing tensors of the same names."""
-        return replace(
-            self,
-            shapes={**self.shapes, **{key: self.shapes[original] for key, original in copies.items()}},
-            copies=copies,
-        )
-
-
-def fit_source(source: TensorSource, spec: ModelSpec, *, label: str) -> SelectedTensors:
+def fit_source(source: TensorSource, spec: ModelSpec, *, label: str) -> TensorSource:
     """The tensors of `spec` in its order, read from `source`, followed by tensors that the model may ignore.
 
     Names may also be those of published checkpoints (transformers 4 has a tensor for each expert). A tied tensor may be
@@ -162,7 +140,7 @@ def fit_source(source: TensorSource, spec: ModelSpec, *, label: str) -> Selected
                 f"{label}: `{name}` differs from `{owner}`, to which the config ties it",
                 hint="untie them: tie_word_embeddings false in config.json",
             )
-    return SelectedTensors(source, {**expected, **unbuilt})
+    return source.select({**expected, **unbuilt})
 
 
 def _hint(expected: Mapping[str, tuple[int, ...]], present: Mapping[str, tuple[int, ...]]) -> str:

@@ -179,7 +179,7 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int | None) -> 
         base = BaseFolder.read(folder, read_model_spec(folder))
         # Only rank zero writes and compares embeddings and heads, which may take seconds.
         parts, notes = base.with_base_tensors(parts, without=trained) if engine.is_rank_zero else (parts, [])
-    keys = [*trained, *(tensor.key for copied in parts.base_tensors for tensor in copied.tensors)]
+    keys = [*trained, *(tensor.key for tensor in parts.base_tensors)]
     notes = [*notes, *config_changes(parts.config, parts.files, keys)]
     beside = None if step is None else out.with_name(out.name.replace("export", "adapter"))
     factors = _write_adapters(run, engine, beside, parts)

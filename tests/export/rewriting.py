@@ -19,7 +19,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], *
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     if hide:
         held = read_tensor_table(folder)
-        data = {key: np.memmap(at.file, dtype=np.uint8, mode="r") for key, at in held.items()}
+        data = {key: np.memmap(at.file.path, dtype=np.uint8, mode="r") for key, at in held.items()}
         whole = {key: Digest(((tensor.numel(), 1),), "") for key, tensor in tensors.items()}
         digests = {key: digest_of(data[key], held[key], like=whole[key]) for key in held}
         replace(ExportRecord.read(folder), digests=digests).write(folder)

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export import convert
-from ds_finetune.export.convert import BlockCounts, Conversion
+from ds_finetune.export.convert import Blocks, Conversion
 from ds_finetune.export.safetensors_folder import FolderParts
 from ds_finetune.export.source import TensorSource, fit_source, read_model_spec
 from ds_finetune.families.table import family_of
@@ -25,42 +25,32 @@ from tests.running import start
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-@dataclass(frozen=True)
-class InMemory:
+def in_memory(tensors: dict[str, torch.Tensor]) -> TensorSource:
     """A source over a dictionary of tensors."""
 
-    tensors: dict[str, torch.Tensor]
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
-
-    @property
-    def fp32_names(self) -> set[str]:
-        return {name for name in self.tensors if name.endswith("e_score_correction_bias")}
-
-    def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-        flat = self.tensors[name].reshape(-1)[start : start + numel]
+    def read(name: str, start: int, numel: int) -> torch.Tensor:
+        flat = tensors[name].reshape(-1)[start : start + numel]
         assert len(flat) == numel
         return flat
+
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return TensorSource(shapes, {name for name in tensors if name.endswith("e_score_correction_bias")}, read)
 
 
 def convert_source(
     source: TensorSource, out: Path, parts: FolderParts, *, max_shard_bytes: int, workers: int
-) -> BlockCounts:
-    conversion = Conversion(source, parts, workers)
-    conversion.write(out, max_shard_bytes=max_shard_bytes)
-    return conversion.blocks
+) -> Blocks:
+    return Conversion(source, parts, workers).write(out, max_shard_bytes=max_shard_bytes)
 
 
-def source_of(model: PreTrainedModel, **changed: torch.Tensor) -> InMemory:
+def source_of(model: PreTrainedModel, **changed: torch.Tensor) -> TensorSource:
     """The model's tensors once each, in another order than its own."""
     state = {
         name: tensor
         for name, tensor in sorted(model.state_dict().items())
         if name not in (model.all_tied_weights_keys or {})
     }
-    return InMemory(state | {name.replace("__", "."): tensor for name, tensor in changed.items()})
+    return in_memory(state | {name.replace("__", "."): tensor for name, tensor in changed.items()})
 
 
 def parts_of(folder: Path, dtype: torch.dtype) -> FolderParts:
@@ -114,7 +104,7 @@ def test_names_of_published_checkpoints_are_accepted(tmp_path: Path) -> None:
         for name, t in model.state_dict().items()
         for p in hub_pieces(name, tuple(t.shape), family_of("deepseek_v3"))
     }
-    source = fit_source(InMemory(split), read_model_spec(tmp_path / "base"), label="it")
+    source = fit_source(in_memory(split), read_model_spec(tmp_path / "base"), label="it")
     convert_source(
         source, tmp_path / "out", parts_of(tmp_path / "base", torch.float32), max_shard_bytes=10**9, workers=1
     )
@@ -145,7 +135,7 @@ def test_a_config_without_a_causal_lm(tree: dict[str, str], said: str, tmp_path:
 
 def test_what_does_not_fit_is_listed(llama: PreTrainedModel, tmp_path: Path) -> None:
     source = source_of(llama, model__norm__weight=torch.zeros(31), adapter=torch.zeros(2))
-    del source.tensors["lm_head.weight"]
+    source = replace(source, shapes={key: shape for key, shape in source.shapes.items() if key != "lm_head.weight"})
     with pytest.raises(ExportError) as caught:
         fit_source(source, read_model_spec(tmp_path / "base"), label="run/step-3")
     assert caught.value.message == (
@@ -192,17 +182,17 @@ def test_after_an_error_nothing_more_is_read(
     monkeypatch.setattr(convert, "CHUNK_NUMEL", 8)
     reads: list[str] = []
 
-    @dataclass(frozen=True)
-    class Failing(InMemory):
-        def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-            reads.append(name)
-            if len(reads) == 4:
-                raise OSError(5, "disk")
-            return super().read(name, start, numel)
+    source = source_of(llama)
+
+    def read(name: str, start: int, numel: int) -> torch.Tensor:
+        reads.append(name)
+        if len(reads) == 4:
+            raise OSError(5, "disk")
+        return source.read(name, start, numel)
 
     with pytest.raises(OSError, match="disk"):
         convert_source(
-            Failing(source_of(llama).tensors),
+            replace(source, read=read),
             tmp_path / "out",
             parts_of(tmp_path / "base", torch.bfloat16),
             max_shard_bytes=10**9,

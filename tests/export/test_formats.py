@@ -48,7 +48,9 @@ def test_the_module_of_a_row_has_its_functions(row: formats.ExportFormat) -> Non
     module = import_module(row.module)
     for name in functions(EngineModule if row.engines else FormatModule):
         expected = [*inspect.signature(getattr(EngineModule, name)).parameters][1:]
-        assert [*inspect.signature(getattr(module, name)).parameters] == expected, name
+        parameters = [*inspect.signature(getattr(module, name)).parameters.values()]
+        assert [each.name for each in parameters[: len(expected)]] == expected, name
+        assert all(each.default is not each.empty for each in parameters[len(expected) :]), name
     assert row.engines or not hasattr(module, "load_model")
 
 

@@ -21,7 +21,8 @@ from ds_finetune.errors import ExportError
 from ds_finetune.export.adapter import AdapterBase, write_adapter
 from ds_finetune.export.base_folder import BaseFolder
 from ds_finetune.export.from_checkpoint import ExportResult, export_checkpoint
-from ds_finetune.export.model_config import remove_code, served_config
+from ds_finetune.export.model_config import served_config
+from ds_finetune.export.plain_source import copy_settings
 from ds_finetune.export.safetensors_folder import FolderParts, write_folder
 from ds_finetune.export.source import read_model_spec
 from ds_finetune.export.verify.record import UNVERIFIED, ExportRecord
@@ -407,9 +408,10 @@ def test_code_that_is_not_exported_is_not_named_where_transformers_has_the_class
         "without auto_map, since transformers has the class" if is_known else "auto_map names code that is not exported"
     )
     assert f"tokenizer_config.json: {said}" in exported.notes[-1]
-    remove_code(source)
-    assert json.loads((source / "config.json").read_text()) == V3
-    assert is_known == (json.loads((source / "tokenizer_config.json").read_text()) == tokenizer)
+    (tmp_path / "copy").mkdir()
+    copy_settings(source, tmp_path / "copy")
+    assert json.loads((tmp_path / "copy" / "config.json").read_text()) == V3
+    assert is_known == (json.loads((tmp_path / "copy" / "tokenizer_config.json").read_text()) == tokenizer)
 
 
 def test_a_tied_head_is_written_once(tmp_path: Path) -> None:
@@ -499,7 +501,7 @@ def test_an_export_in_fp8_is_verified_against_the_run(
 def _flip(folder: Path, key: str) -> None:
     """Change the last bit of a tensor's first byte."""
     held = read_tensor_table(folder)[key]
-    with held.file.open("r+b") as file:
+    with held.file.path.open("r+b") as file:
         file.seek(held.begin)
         byte = file.read(1)[0]
         file.seek(held.begin)

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ds_finetune.errors import ExportError
-from ds_finetune.export.shards import HubTensor, Shard, ShardWriter, plan_shards
+from ds_finetune.export.shards import HubTensor, ShardWriter, plan_shards
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -57,7 +57,7 @@ def test_the_file_is_the_one_safetensors_writes(tmp_path: Path) -> None:
     """The same header, padding and data, where the order of safetensors (wide dtypes first, then by name) is also ours."""
     ordered = {key: tensors()[key] for key in ("b", "d", "a")}
     save_file(ordered, tmp_path / "theirs", metadata={"format": "pt"})
-    writer = ShardWriter(tmp_path, [Shard("ours", tuple(t for t in hub_tensors() if t.key in ordered))])
+    writer = ShardWriter(tmp_path, {"ours": [t for t in hub_tensors() if t.key in ordered]})
     for key, tensor in ordered.items():
         writer.write(key, 0, tensor.reshape(-1))
     writer.finish()
@@ -68,9 +68,9 @@ def test_a_file_is_closed_when_the_next_tensor_would_exceed_it() -> None:
     sizes = {tensor.key: tensor.num_bytes for tensor in hub_tensors()}
     assert sizes == {"a": 30, "b": 28, "c": 2, "d": 96, "e": 2}
     shards = plan_shards(hub_tensors(), 60)
-    assert [shard.name for shard in shards] == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
-    assert [[tensor.key for tensor in shard.tensors] for shard in shards] == [["a", "b", "c"], ["d"], ["e"]]
-    assert [shard.name for shard in plan_shards(hub_tensors(), 158)] == ["model.safetensors"]
+    assert [*shards] == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert [[tensor.key for tensor in tensors] for tensors in shards.values()] == [["a", "b", "c"], ["d"], ["e"]]
+    assert [*plan_shards(hub_tensors(), 158)] == ["model.safetensors"]
 
 
 def test_the_index_names_the_file_of_each_tensor(tmp_path: Path) -> None:

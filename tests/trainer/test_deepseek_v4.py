@@ -15,7 +15,7 @@ from ds_finetune import read_config, train
 from ds_finetune.cli.main import main
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import FinetuneError, ModelError
-from ds_finetune.export.base_folder import HubSource
+from ds_finetune.export.base_folder import hub_source
 from ds_finetune.export.model_config import served_config
 from ds_finetune.families.layer_rules import RATES
 from ds_finetune.families.table import family_of
@@ -170,7 +170,7 @@ def test_a_config_of_transformers_is_exported_by_the_published_keys(tmp_path: Pa
 def test_tensors_in_fp32_are_listed_once(tmp_path: Path) -> None:
     """The list goes through all names, and is asked for each: V4-Flash has 34,000."""
     _run_file(tmp_path)
-    source = HubSource(HubFolder(tmp_path / "model"), V4)
+    source = hub_source(HubFolder(tmp_path / "model"), V4)
     assert "layers.1.attn.compressor.ape" in source.fp32_names
     assert source.fp32_names is source.fp32_names
 

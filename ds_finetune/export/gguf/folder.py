@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,12 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ds_finetune.console.phase_line import count_parts
 from ds_finetune.data.prompt_format import end_ids
-from ds_finetune.errors import ExportError, VerificationError
+from ds_finetune.errors import VerificationError
 from ds_finetune.export.file_record import Runs, verify_files, write_file_record
 from ds_finetune.export.formats import GGUF, ExportOptions, ExportResult
 from ds_finetune.export.from_checkpoint import check_free_space
 from ds_finetune.export.gguf.gguf_tensors import KINDS, GgufTensor, gguf_tensors
-from ds_finetune.export.gguf.llama_template import check_template
-from ds_finetune.export.gguf.llama_tokenizer import add_tokenizer, splitting
+from ds_finetune.export.gguf.llama_tokenizer import add_tokenizer, check_template, splitting
 from ds_finetune.export.gguf.modelfile import modelfile
 from ds_finetune.export.gguf.settings import add_settings, check_settings, notes_on
 from ds_finetune.export.output_folder import as_output_errors, check_out_empty, replaced_folder
@@ -26,7 +26,6 @@ from ds_finetune.export.plain_source import plain_folder, plain_model
 from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build.hub_folder import HubFolder
-from ds_finetune.model.loss.score_config import is_classifier
 
 _FORMAT = "gguf 1"
 """Format of a GGUF folder's record."""
@@ -41,14 +40,14 @@ def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
     began = time.monotonic()
     check_out_empty(out)
     name = f"{out.name}.gguf"
-    with plain_folder(source, out, options.base) as folder, replaced_folder(out) as partial, as_output_errors(partial):
-        places, notes, text = _write_file(source, folder, partial / name, options)
-        (partial / "Modelfile").write_text(text, encoding="utf-8")
-        write_file_record(partial, {"format": _FORMAT, "dtype": options.dtype, "tensors": places})
-    lines = (f"{len(places)} tensors were read back as written",)
+    with plain_folder(source, out, options.base) as folder, replaced_folder(out) as new, as_output_errors(new):
+        ranges, notes, text = _write_file(source, folder, new / name, options)
+        (new / "Modelfile").write_text(text, encoding="utf-8")
+        write_file_record(new, {"format": _FORMAT, "dtype": options.dtype, "tensors": ranges})
+    lines = (f"{len(ranges)} tensors were read back as written",)
     return ExportResult(
         folder=out,
-        num_tensors=len(places),
+        num_tensors=len(ranges),
         num_bytes=(out / name).stat().st_size,
         seconds=time.monotonic() - began,
         notes=(*notes, f"verified: {lines[0]}"),
@@ -56,14 +55,12 @@ def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
     )
 
 
-def _tensors_at(record: Mapping[str, Any], name: str, changed: Mapping[str, Runs]) -> list[str]:
-    places = record["tensors"].items() if name.endswith(".gguf") else ()
-    return [key for key, (begin, end) in places if any(begin <= b and a < end for a, b in changed[name])]
+def _tensors_at(_: Path, record: Mapping[str, Any], name: str, changed: Mapping[str, Runs]) -> list[str]:
+    ranges = record["tensors"].items() if name.endswith(".gguf") else ()
+    return [key for key, (begin, end) in ranges if any(begin <= b and a < end for a, b in changed[name])]
 
 
-def verify(folder: Path, base: Path | None) -> VerificationResult:
-    """Compare the files of a folder with the digests in its record, and mark the folder."""
-    return verify_files(folder, base, _FORMAT, _tensors_at)
+verify = partial(verify_files, kind=_FORMAT, parts_at=_tensors_at)
 
 
 def check_model(
@@ -72,13 +69,7 @@ def check_model(
     """ExportError where the model type, a setting, the tokenizer or its chat template has no counterpart in llama.cpp,
     or where the model is a classifier.
     """
-    family = GGUF.check_model_type(config.model_type)
-    if is_classifier:
-        raise ExportError(
-            f"config.json names the classifier {', '.join(config.architectures or [])}, and a GGUF generates text",
-            hint="export it with --format safetensors or onnx",
-        )
-    check_settings(config, family)
+    check_settings(config, GGUF.check_language_model(config, is_classifier=is_classifier))
     if tokenizer is not None:
         splitting(tokenizer)
         check_template(tokenizer)
@@ -90,7 +81,7 @@ def _write_file(
     """Write the model of `folder`, the export of `source`, to `file`. Returns first byte and end of each tensor by
     name, notes for the user, and the text of a Modelfile.
     """
-    model, hub = plain_model(folder, lambda config: check_model(config, is_classifier=is_classifier(config)))
+    model, hub = plain_model(folder, check_model)
     config, family = model.config, family_of(model.config.model_type)
     tensors = gguf_tensors(hub, config, family, KINDS[options.dtype])
     check_free_space(file, sum(tensor.num_bytes for tensor in tensors))
@@ -108,11 +99,11 @@ def _write_file(
         fp32 = np.dtype(np.float32)
         writer.add_tensor_info(tensor.name, tensor.shape, fp32, tensor.num_bytes, raw_dtype=tensor.kind)
     try:
-        places = _write_tensors(writer, file, tensors, hub)
+        ranges = _write_tensors(writer, file, tensors, hub)
     finally:
         writer.close()
     text, more = modelfile(file.name, tokenizer, end_ids(folder, config, tokenizer))
-    return places, [*_notes(tensors, hub, options.dtype), *notes_on(config), *more], text
+    return ranges, [*_notes(tensors, hub, options.dtype), *notes_on(config), *more], text
 
 
 def _write_tensors(
@@ -127,29 +118,29 @@ def _write_tensors(
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     assert writer.fout is not None
-    stream, places = writer.fout[0], {}
+    stream, ranges = writer.fout[0], {}
     writer.write_padding(stream, stream.tell())
     for tensor in count_parts("writing tensors", tensors, len(tensors)):
         digest, begin = xxhash.xxh3_64(), stream.tell()
         for piece in tensor.pieces(hub):
             stream.write(piece)
             digest.update(piece)
-        places[tensor.name] = begin, stream.tell()
+        ranges[tensor.name] = begin, stream.tell()
         writer.write_padding(stream, tensor.num_bytes)
         writer.flush()
         read = np.memmap(file, np.uint8, mode="r", offset=begin, shape=(tensor.num_bytes,))
         if xxhash.xxh3_64_digest(read.data) != digest.digest():
             raise VerificationError(f"`{tensor.name}` is not read back as it was written", hint="check the disk")
-    return places
+    return ranges
 
 
 def _notes(tensors: list[GgufTensor], hub: HubFolder, quantise: str) -> list[str]:
     """Notes on tensors kept in f16 because of their row width, and on tensors left out."""
-    kept = [tensor for tensor in tensors if tensor.kind == KINDS["f16"]] if quantise == "q8_0" else []
+    in_f16 = [tensor for tensor in tensors if tensor.kind == KINDS["f16"]] if quantise == "q8_0" else []
     notes = [
-        f"{len(kept)} tensors are kept in f16, since their rows are no multiple of 32 elements, e.g. {tensor.name} "
+        f"{len(in_f16)} tensors are kept in f16, since their rows are no multiple of 32 elements, e.g. {tensor.name} "
         f"with {tensor.shape[-1]}"
-        for tensor in kept[:1]
+        for tensor in in_f16[:1]
     ]
-    left = sorted(hub.shapes.keys() - {key for tensor in tensors for key in tensor.keys})
-    return [*notes, *(f"{len(left)} tensors are left out, e.g. {key}" for key in left[:1])]
+    unwritten = sorted(hub.shapes.keys() - {key for tensor in tensors for key in tensor.keys})
+    return [*notes, *(f"{len(unwritten)} tensors are left out, e.g. {key}" for key in unwritten[:1])]

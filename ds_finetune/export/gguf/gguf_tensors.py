@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import gguf
 import numpy as np
@@ -87,15 +86,15 @@ def gguf_tensors(hub: HubFolder, config: PretrainedConfig, family: Family, kind:
     tied = "lm_head.weight" if config.tie_word_embeddings else ""
     keys = [key for key in hub.shapes if key != tied and not family.may_skip(key, layers=config.num_hidden_layers)]
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family.gguf.name)
-    places = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    name_map = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     tensors: list[GgufTensor] = []
-    for key, parts in _experts_together(keys, family).items():
+    for key, parts in _stacked_experts(keys, family).items():
         shape = hub.shapes[parts[0]] if parts == [key] else (len(parts), *hub.shapes[parts[0]])
-        for place, view, group, change in _views(key, shape, config, family):
-            name = places.get_name(place, try_suffixes=(".weight", ".bias"))
+        for published, view, group, change in _views(key, shape, config, family):
+            name = name_map.get_name(published, try_suffixes=(".weight", ".bias"))
             if name is None:
                 raise ExportError(
-                    f"tensor `{parts[0]}` has no place in llama.cpp's architecture {family.gguf.name}",
+                    f"tensor `{parts[0]}` has no name in llama.cpp's architecture {family.gguf.name}",
                     hint="export with --format safetensors",
                 )
             tensors.append(GgufTensor(name, view, _kind_of(name, view, kind), tuple(parts), group, change))
@@ -112,21 +111,16 @@ def _kind_of(name: str, shape: Sequence[int], kind: Kind) -> Kind:
     return kind if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0 else Kind.F16
 
 
-def _experts_together(keys: Sequence[str], family: Family) -> dict[str, list[str]]:
+def _stacked_experts(keys: Sequence[str], family: Family) -> dict[str, list[str]]:
     """Published keys by the name of a GGUF tensor: all experts of a projection, in order, share one name."""
     names = family.published_mlp
     projections = {names.gate: "gate_proj", names.up: "up_proj", names.down: "down_proj"}
-    together: dict[str, list[str]] = {}
+    stacks: dict[str, list[tuple[int, str]]] = {}
     for key in keys:
         expert = _EXPERT.match(key)
-        one = f"{expert[1]}.mlp.experts.{projections[expert[3]]}.weight" if expert else key
-        together.setdefault(one, []).append(key)
-    return {one: sorted(parts, key=_expert_number) for one, parts in together.items()}
-
-
-def _expert_number(key: str) -> int:
-    expert = _EXPERT.match(key)
-    return int(expert[2]) if expert else 0
+        name = f"{expert[1]}.mlp.experts.{projections[expert[3]]}.weight" if expert else key
+        stacks.setdefault(name, []).append((int(expert[2]) if expert else 0, key))
+    return {name: [key for _, key in sorted(parts)] for name, parts in stacks.items()}
 
 
 _View = tuple[str, tuple[int, ...], int, Change | None]
@@ -147,14 +141,14 @@ def _views(key: str, shape: tuple[int, ...], config: PretrainedConfig, family: F
     return [(key.replace("e_score_correction_bias", "e_score_correction.bias") + end, shape, 1, None)]
 
 
-def _keys_and_values(place: str, shape: tuple[int, ...], config: PretrainedConfig) -> list[_View]:
+def _keys_and_values(prefix: str, shape: tuple[int, ...], config: PretrainedConfig) -> list[_View]:
     """kv_b_proj as two tensors, per head: llama.cpp applies the key part to queries, and so stores it transposed."""
     nope, rank = config.qk_nope_head_dim, shape[1]
     both = nope + config.v_head_dim
     heads = shape[0] // both
     return [
-        (place + "k_b_proj.weight", (heads, rank, nope), both, lambda rows: rows[:, :nope].mT),
-        (place + "v_b_proj.weight", (heads, both - nope, rank), both, lambda rows: rows[:, nope:]),
+        (prefix + "k_b_proj.weight", (heads, rank, nope), both, lambda rows: rows[:, :nope].mT),
+        (prefix + "v_b_proj.weight", (heads, both - nope, rank), both, lambda rows: rows[:, nope:]),
     ]
 
 
@@ -166,13 +160,9 @@ def _outputs_first(key: str, shape: tuple[int, ...]) -> list[_View]:
     for name, part in turns.items() if start.endswith("gate_up_proj") else [("down_proj", slice(None))]:
         one, outputs = start.replace("gate_up_proj", name), len(range(shape[-1])[part])
         kind = ("bias", (shape[0], outputs), 1) if bias else ("weight", (shape[0], outputs, shape[1]), shape[1])
-        views.append((f"{one}.{kind[0]}", kind[1], kind[2], partial(_outputs, part=part)))
+        # [groups, inputs, outputs] becomes [groups, outputs, inputs].
+        views.append((f"{one}.{kind[0]}", kind[1], kind[2], lambda rows, part=part: rows[..., part].mT))  # type: ignore[misc]
     return views
-
-
-def _outputs(rows: torch.Tensor, part: slice) -> torch.Tensor:
-    """The outputs `part` of experts [groups, inputs, outputs], as [groups, outputs, inputs]."""
-    return rows[..., part].mT
 
 
 def _pairs(heads: torch.Tensor) -> torch.Tensor:

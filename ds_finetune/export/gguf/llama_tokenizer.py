@@ -1,20 +1,23 @@
-"""A tokenizer as llama.cpp reads it from a GGUF: tokens, types, scores or merges, special ids, and a chat template."""
+"""A tokenizer as llama.cpp reads it from a GGUF: tokens, types, scores or merges, special ids, and a chat template.
+
+llama.cpp's server does not start with a chat template that has features its template engine lacks.
+"""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import gguf
 from gguf import TokenType as Type
+from jinja2 import Environment, TemplateSyntaxError, nodes
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ds_finetune.data.prompt_format import end_ids
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ExportError
-from ds_finetune.export.gguf.llama_template import check_template
 
 _PROBE = (
     "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n\U0001f680 (normal) \U0001f636‍\U0001f32b️ (multiple emojis "
@@ -138,3 +141,44 @@ def _add_special(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, en
     if template:
         named = isinstance(template, dict) and [{"name": name, "template": text} for name, text in template.items()]
         writer.add_chat_template(named or template)
+
+
+_FILTERS = (
+    "attr batch center e escape filesizeformat forceescape groupby pprint random round striptags sum truncate "
+    "urlencode urlize wordcount wordwrap xmlattr"
+)
+_TESTS = "escaped filter le"
+_FUNCTIONS = "cycler joiner lipsum"
+_STATEMENTS: Mapping[type[nodes.Node], str] = {
+    **{nodes.Block: "block", nodes.Extends: "extends", nodes.Include: "include", nodes.Import: "import"},
+    **{nodes.FromImport: "from", nodes.With: "with", nodes.ScopedEvalContextModifier: "autoescape"},
+    **{nodes.Pow: "**", nodes.FloorDiv: "//"},
+}
+"""Statements and operators of Jinja 3.1 with which the server of xllamacpp 2026.10 does not start."""
+_GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+"""transformers' marks around the model's answers, which llama.cpp ignores."""
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """ExportError where llama.cpp cannot compute a chat template of the tokenizer."""
+    templates = tokenizer.chat_template or {}
+    for name, text in (templates if isinstance(templates, Mapping) else {"default": templates}).items():
+        unsupported = ", ".join(dict.fromkeys(_unsupported(text)))
+        if unsupported:
+            raise ExportError(
+                f"the chat template `{name}` has {unsupported}, which llama.cpp cannot compute",
+                hint="write the template without it",
+            )
+
+
+def _unsupported(text: str) -> Iterator[str]:
+    plain = _GENERATION.sub(lambda mark: f"{{%{mark[1]} {'endif' if mark[2] else 'if true'} {mark[3]}%}}", text)
+    try:
+        tree = Environment(autoescape=True, extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+    except TemplateSyntaxError as error:
+        yield f"a mistake in line {error.lineno} ({error.message})"
+        return
+    yield from (f"the filter `{node.name}`" for node in tree.find_all(nodes.Filter) if node.name in _FILTERS.split())
+    yield from (f"the test `{node.name}`" for node in tree.find_all(nodes.Test) if node.name in _TESTS.split())
+    yield from (f"`{node.name}`" for node in tree.find_all(nodes.Name) if node.name in _FUNCTIONS.split())
+    yield from (f"`{_STATEMENTS[type(node)]}`" for node in tree.find_all(tuple(_STATEMENTS)))

@@ -26,14 +26,14 @@ def modelfile(name: str, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
             )
     texts = tokenizer.convert_ids_to_tokens(list(ends))
     lines += [f'PARAMETER stop "{text}"' for text in texts if '"' not in text]
-    left = [number for number in ends if number != tokenizer.eos_token_id][2:]
+    others = [number for number in ends if number != tokenizer.eos_token_id][2:]
     if normalises(tokenizer):
         notes.append(
             "the tokenizer composes characters (e + U+0301 as é), and llama.cpp does not: send it composed texts (NFC)"
         )
-    if left:
+    if others:
         notes.append(
-            f"a GGUF names three ends of an answer: give {tokenizer.convert_ids_to_tokens(left)} to llama.cpp as stop"
+            f"a GGUF names three ends of an answer: give {tokenizer.convert_ids_to_tokens(others)} to llama.cpp as stop"
         )
     return "".join(f"{line}\n" for line in lines), notes
 

@@ -92,9 +92,9 @@ def add_settings(writer: GGUFWriter, config: PretrainedConfig, family: Family) -
 
 
 def _heads(config: PretrainedConfig) -> dict[str, Any]:
-    width, share = head_dim(config), config.rope_parameters.get("partial_rotary_factor", 1.0)
+    width, rotated = head_dim(config), config.rope_parameters.get("partial_rotary_factor", 1.0)
     sizes = {"head_count_kv": config.num_key_value_heads, "key_length": width, "value_length": width}
-    return sizes | {"rope_dimension_count": int(width * share)}
+    return sizes | {"rope_dimension_count": int(width * rotated)}
 
 
 def _latent_heads(config: PretrainedConfig) -> dict[str, Any]:

@@ -217,16 +217,16 @@ def compare(folder: Path, reference: Reference) -> OnnxComparison:
     # Without a cache, tokens cannot be fed in pieces.
     cases = [case for case in reference.cases if len(case.chunks) < 2 or getattr(model, "has_cache", False)]
     distances = [_distances(model, case) for case in cases]
-    every = np.concatenate(distances)
-    beyond = int((~(every <= tolerance)).sum())
+    all_distances = np.concatenate(distances)
+    beyond = int((~(all_distances <= tolerance)).sum())
     differing = None if engine is None else _differing_tokens(engine, reference, tolerance)
-    told = differing, reference.experts, reference.program, ()
-    result = OnnxComparison(len(every), beyond, float(every.max()), tolerance, allowed, *told)
+    about = differing, reference.experts, reference.program, ()
+    result = OnnxComparison(len(all_distances), beyond, float(all_distances.max()), tolerance, allowed, *about)
     failures = []
-    if beyond > allowed * len(every) or not np.isfinite(every).all():
+    if beyond > allowed * len(all_distances) or not np.isfinite(all_distances).all():
         worst = int(np.argmax([np.nan_to_num(each, nan=np.inf).max() for each in distances]))
         by = f"worst by {distances[worst].max():.2e} with {cases[worst].name}"
-        failures.append(f"{beyond} of {len(every)} {result.unit} are beyond it, {by}")
+        failures.append(f"{beyond} of {len(all_distances)} {result.unit} are beyond it, {by}")
     if differing is not None and reference.leads is not None and differing > allowed * reference.leads.size:
         failures.append(f"{differing} of {reference.leads.size} greedy tokens differ")
     return replace(result, failures=tuple(failures))

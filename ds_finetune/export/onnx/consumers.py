@@ -32,11 +32,11 @@ def write_settings(folder: Path, config: PretrainedConfig, *, dtype: str, with_c
 
 def _tell_transformers_js(folder: Path, dtype: str) -> None:
     """Write keys of transformers.js to config.json: whether weights are in a data file, and the cache's dtype."""
-    told: dict[str, Any] = {"use_external_data_format": 1} if (folder / DATA).is_file() else {}
-    told |= {"kv_cache_dtype": "float16"} if dtype == "fp16" else {}
-    if told:
+    settings: dict[str, Any] = {"use_external_data_format": 1} if (folder / DATA).is_file() else {}
+    settings |= {"kv_cache_dtype": "float16"} if dtype == "fp16" else {}
+    if settings:
         tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        text = json.dumps({**tree, "transformers.js_config": told}, indent=2, ensure_ascii=False)
+        text = json.dumps({**tree, "transformers.js_config": settings}, indent=2, ensure_ascii=False)
         (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ds_finetune.errors import ExportError
 from ds_finetune.export.onnx.experts import moe
 from ds_finetune.export.onnx.graph import BATCH, LENGTH, Graph, GraphEnds, value
-from ds_finetune.export.onnx.layers import Layers, Mask, Read, Rotary, parts_of, token_places
+from ds_finetune.export.onnx.layers import Layers, Mask, Read, Rotary, parts_of, token_positions
 
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose frequencies are constants: they do not depend on the input's length."""
@@ -55,8 +55,8 @@ def scoring_graph(model: PreTrainedModel, read: Read, *, dtype: np.dtype) -> tup
     before = graph.op("Sub", counted, graph.scalar(1, np.int64))
     positions = graph.op("Max", before, graph.scalar(0, np.int64))
     hidden = _last_hidden_states(layers, positions, with_cache=False)
-    places = token_places(graph)
-    last = graph.op("ReduceMax", graph.op("Mul", places, "attention_mask"), graph.ints(1), keepdims=1)
+    positions_in_row = token_positions(graph)
+    last = graph.op("ReduceMax", graph.op("Mul", positions_in_row, "attention_mask"), graph.ints(1), keepdims=1)
     pooled = graph.op("GatherND", hidden, last, batch_dims=1)
     graph.op("Identity", layers.linear(pooled, "score"), name="logits")
     inputs = [value(name, np.int64, (BATCH, LENGTH)) for name in ("input_ids", "attention_mask")]

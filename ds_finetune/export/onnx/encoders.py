@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export.onnx.graph import BATCH, LENGTH, Graph, GraphEnds, value
-from ds_finetune.export.onnx.layers import Layers, Mask, Read, Rotary, parts_of, token_places
+from ds_finetune.export.onnx.layers import Layers, Mask, Read, Rotary, parts_of, token_positions
 from ds_finetune.families.family import Encoder
 from ds_finetune.families.table import family_of
 
@@ -98,9 +98,9 @@ class _EncoderModules:
         total = graph.op("Shape", "input_ids", start=1, end=2)
         allowed = graph.op("Unsqueeze", graph.cast("attention_mask", np.bool_), graph.ints(1, 2))
         if window is not None:
-            positions = token_places(graph)
-            apart = graph.op("Sub", positions, graph.op("Unsqueeze", positions, graph.ints(1)))
-            near = graph.op("LessOrEqual", graph.op("Abs", apart), graph.scalar(window, np.int64))
+            positions = token_positions(graph)
+            distance = graph.op("Sub", positions, graph.op("Unsqueeze", positions, graph.ints(1)))
+            near = graph.op("LessOrEqual", graph.op("Abs", distance), graph.scalar(window, np.int64))
             allowed = graph.op("And", allowed, near)
         return Mask(graph, allowed, total)
 
@@ -119,7 +119,7 @@ def _post_norm(encoder: _EncoderModules) -> str:
         counted = graph.op("Mul", graph.op("CumSum", is_token, graph.scalar(1, np.int64)), is_token)
         positions = graph.op("Add", counted, pad)
     else:
-        positions = token_places(graph)
+        positions = token_positions(graph)
     types = TOKEN_TYPES if encoder.kind.has_token_types else graph.op("Sub", "input_ids", "input_ids")
     first = encoder.first(_post_norm_states(encoder, positions, types))
     pooler = next((name for name in encoder.kind.head if name.endswith(".pooler")), None)
@@ -132,8 +132,8 @@ def _post_norm_states(encoder: _EncoderModules, positions: str, token_types: str
     graph, layers = encoder.graph, encoder.layers
     prefix = encoder.layers.model.base_model_prefix
     mask = encoder.mask()
-    places = (("word", "input_ids"), ("token_type", token_types), ("position", positions))
-    words, types, at = (encoder.embed(f"{prefix}.embeddings.{name}_embeddings", ids) for name, ids in places)
+    embeddings = (("word", "input_ids"), ("token_type", token_types), ("position", positions))
+    words, types, at = (encoder.embed(f"{prefix}.embeddings.{name}_embeddings", ids) for name, ids in embeddings)
     hidden = encoder.norm(graph.op("Add", graph.op("Add", words, types), at), f"{prefix}.embeddings.LayerNorm")
     for number in range(encoder.config.num_hidden_layers):
         name = f"{prefix}.encoder.layer.{number}"
@@ -194,7 +194,7 @@ def _layer_rotary(encoder: _EncoderModules, kind: str) -> Rotary:
     graph = encoder.graph
     embedding = type(encoder.layers.module("model.rotary_emb"))(encoder.config)
     frequencies = getattr(embedding, f"{kind}_inv_freq").float().numpy()
-    return Rotary.of(graph, graph.op("Unsqueeze", token_places(graph), graph.ints(0, 1, 3)), frequencies)
+    return Rotary.of(graph, graph.op("Unsqueeze", token_positions(graph), graph.ints(0, 1, 3)), frequencies)
 
 
 ENCODER_GRAPHS: Mapping[str, Callable[[_EncoderModules], str]] = {"post_norm": _post_norm, "pre_norm": _pre_norm}

@@ -42,8 +42,10 @@ def _route_sigmoid(layers: Layers, logits: str, name: str, config: PretrainedCon
     scores = graph.op("Sigmoid", logits)
     choice = graph.op("Add", scores, layers.weight(f"{name}.e_score_correction_bias", dtype=_FP32))
     pairs, _ = _top(graph, _in_groups(graph, choice, config.n_group, experts), 2)
-    kept = _in_best_groups(graph, graph.op("ReduceSum", pairs, graph.ints(-1), keepdims=0), config, experts)
-    _, index = _top(graph, graph.op("Where", kept, choice, graph.scalar(-np.inf, _FP32)), config.num_experts_per_tok)
+    is_candidate = _in_best_groups(graph, graph.op("ReduceSum", pairs, graph.ints(-1), keepdims=0), config, experts)
+    _, index = _top(
+        graph, graph.op("Where", is_candidate, choice, graph.scalar(-np.inf, _FP32)), config.num_experts_per_tok
+    )
     weights = graph.op("GatherElements", scores, index, axis=1)
     if config.norm_topk_prob:
         total = graph.op("Add", graph.op("ReduceSum", weights, graph.ints(-1), keepdims=1), graph.scalar(1e-20, _FP32))

@@ -4,19 +4,28 @@ import json
 import shutil
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ds_finetune.config.units import MIB
 from ds_finetune.errors import ExportError, VerificationError
-from ds_finetune.export.file_record import check_no_base
+from ds_finetune.export.file_record import verify_files
 from ds_finetune.export.formats import ONNX, ExportOptions, ExportResult, Scorer
 from ds_finetune.export.from_checkpoint import check_free_space
+from ds_finetune.export.onnx.comparison import OnnxComparison, compare, make_reference
+from ds_finetune.export.onnx.consumers import write_settings
+from ds_finetune.export.onnx.decoder import check_config, decoder_graph, scoring_graph
+from ds_finetune.export.onnx.encoders import check_encoder_config, encoder_graph
+from ds_finetune.export.onnx.graph import write_model
+from ds_finetune.export.onnx.quantise import BITS, own_reference, quantise_weights
+from ds_finetune.export.onnx.record import FORMAT, compare_with_record, weights_at, write_record
+from ds_finetune.export.onnx.runtime import OnnxCausalLM, OnnxScorer
 from ds_finetune.export.output_folder import as_output_errors, check_out_empty, replaced_folder
 from ds_finetune.export.plain_source import copy_settings, plain_folder, plain_model
 from ds_finetune.export.verify.record import UNVERIFIED
@@ -24,9 +33,6 @@ from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build.hub_folder import HubFolder, check_index
 from ds_finetune.model.loss.score_config import is_classifier
-
-if TYPE_CHECKING:
-    from ds_finetune.export.onnx.comparison import OnnxComparison, Reference
 
 INLINE_BYTES = 256 * MIB
 """Weights of more bytes than this are stored in a file of their own: a protobuf message must be smaller than 2 GiB and
@@ -40,7 +46,7 @@ _NUMBERS = {"fp32": "float32", "fp16": "float16", "int8": "float32", "int4": "fl
 class OnnxExportResult(ExportResult):
     """What was written, and the comparison with plain transformers."""
 
-    comparison: "OnnxComparison"
+    comparison: OnnxComparison
 
 
 def write(source: Path, out: Path, options: ExportOptions) -> OnnxExportResult:
@@ -72,112 +78,77 @@ def write(source: Path, out: Path, options: ExportOptions) -> OnnxExportResult:
     )
 
 
-def verify(folder: Path, base: Path | None) -> VerificationResult:
-    """Compare the folder with its record, which has results of plain transformers, and mark the folder."""
-    from ds_finetune.export.onnx.record import verify_onnx_folder
-
-    check_no_base(base, folder)
-    return verify_onnx_folder(folder)
+verify = partial(verify_files, kind=FORMAT, parts_at=weights_at, compare=compare_with_record)
 
 
 def check_model(
     config: PretrainedConfig, *, is_classifier: bool, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
     """ExportError where no graph exists for the type, activation, rotary embedding or attention of the model."""
-    from ds_finetune.export.onnx.decoder import check_config
-    from ds_finetune.export.onnx.encoders import check_encoder_config
-
     is_encoder = is_classifier and family_of(config.model_type).encoder is not None
     (check_encoder_config if is_encoder else check_config)(config)
 
 
 def load_model(folder: Path, device: str) -> PreTrainedModel:
     """The causal LM of `folder` in ONNX Runtime on the CPU, whatever `device` is."""
-    from ds_finetune.export.onnx.runtime import OnnxCausalLM
-
     return OnnxCausalLM.from_pretrained(folder)
 
 
 def load_scorer(folder: Path) -> Scorer:
     """The classifier of `folder` in ONNX Runtime on the CPU."""
-    from ds_finetune.export.onnx.runtime import OnnxScorer
-
     runtime = OnnxScorer(folder)
     return lambda inputs: torch.from_numpy(runtime.logits({key: part.numpy() for key, part in inputs.items()}))
 
 
 def _write_and_compare(
     source: Path, folder: Path, out: Path, options: ExportOptions
-) -> tuple["OnnxComparison", list[str]]:
-    from ds_finetune.export.onnx.comparison import compare, make_reference
-    from ds_finetune.export.onnx.record import write_record
-
-    model, hub = plain_model(folder, lambda config: check_model(config, is_classifier=is_classifier(config)))
+) -> tuple[OnnxComparison, list[str]]:
+    """Write the model of `folder`, the export of `source`, to `out`; returns the comparison and notes for the user."""
+    model, hub = plain_model(folder, check_model)
     check_index(folder)
-    from ds_finetune.export.onnx.quantise import BITS
-
     if options.dtype in BITS and is_classifier(model.config):
         raise ExportError(f"--dtype {options.dtype} is for language models", hint="export with --dtype fp32 or fp16")
     if options.dtype in BITS and find_spec("onnx_ir") is None:
         raise ExportError(f"--dtype {options.dtype} needs onnx_ir", hint="pip install 'ds_finetune[onnx]'")
-    with replaced_folder(out) as partial:
-        with as_output_errors(partial):
+    with_cache = options.with_cache and not is_classifier(model.config)
+    with replaced_folder(out) as new:
+        with as_output_errors(new):
             _write_graph(model, hub, partial, options)
         reference = make_reference(folder)
-        comparison = compare(partial, reference)
+        comparison = compare(new, reference)
         about = {
             "dtype": options.dtype,
-            "cache": options.with_cache and not is_classifier(model.config),
+            "cache": with_cache,
             **asdict(comparison),
             "versions": {name: version(name) for name in (*ONNX.packages, "torch", "transformers")},
         }
-        if not comparison.failures:
-            reference, notes = _for_consumers(partial, model.config, reference, options, source)
-            write_record(partial, reference, about)
-            return comparison, notes
-        (partial / UNVERIFIED).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-        unverified = _unverified(out)
-        shutil.rmtree(unverified, ignore_errors=True)
-        partial.rename(unverified)
-        raise VerificationError(
-            f"ONNX Runtime differs from transformers, with a tolerance of {comparison.tolerance:g} of the largest "
-            f"logit: {'; '.join(comparison.failures)}",
-            hint=f"do not serve {unverified}, which was kept for inspection; "
-            f"{'try --dtype fp32' if options.dtype == 'fp16' else 'please report this'}",
-        )
+        if comparison.failures:
+            (new / UNVERIFIED).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+            unverified = _unverified(out)
+            shutil.rmtree(unverified, ignore_errors=True)
+            new.rename(unverified)
+            raise VerificationError(
+                f"ONNX Runtime differs from transformers, with a tolerance of {comparison.tolerance:g} of the largest "
+                f"logit: {'; '.join(comparison.failures)}",
+                hint=f"do not serve {unverified}, which was kept for inspection; "
+                f"{'try --dtype fp32' if options.dtype == 'fp16' else 'please report this'}",
+            )
+        notes = []
+        if options.dtype in BITS:
+            with as_output_errors(new):
+                notes = [quantise_weights(new, options.dtype, source, inline_bytes=INLINE_BYTES).line()]
+            reference = own_reference(new, reference)
+        with as_output_errors(new):
+            notes += write_settings(new, model.config, dtype=options.dtype, with_cache=with_cache)
+        write_record(new, reference, about)
+        return comparison, notes
 
 
 def _unverified(out: Path) -> Path:
     return out.with_name(out.name + ".unverified")
 
 
-def _for_consumers(
-    folder: Path, config: PretrainedConfig, reference: "Reference", options: ExportOptions, source: Path
-) -> tuple["Reference", list[str]]:
-    """Quantise the compared graph if requested, and write settings that other programs read.
-
-    Returns the reference for later checks, and notes for the user.
-    """
-    from ds_finetune.export.onnx.consumers import write_settings
-    from ds_finetune.export.onnx.quantise import BITS, own_reference, quantise_weights
-
-    notes = []
-    if options.dtype in BITS:
-        with as_output_errors(folder):
-            notes = [quantise_weights(folder, options.dtype, source, inline_bytes=INLINE_BYTES).line()]
-        reference = own_reference(folder, reference)
-    with_cache = options.with_cache and not is_classifier(config)
-    with as_output_errors(folder):
-        return reference, [*notes, *write_settings(folder, config, dtype=options.dtype, with_cache=with_cache)]
-
-
 def _write_graph(model: PreTrainedModel, hub: HubFolder, out: Path, options: ExportOptions) -> None:
-    import numpy as np
-
-    from ds_finetune.export.onnx.decoder import decoder_graph, scoring_graph
-    from ds_finetune.export.onnx.encoders import encoder_graph
-    from ds_finetune.export.onnx.graph import write_model
-
     numbers = np.dtype(_NUMBERS[options.dtype])
     if is_classifier(model.config):
         build = encoder_graph if family_of(model.config.model_type).encoder else scoring_graph

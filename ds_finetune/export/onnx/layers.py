@@ -131,7 +131,7 @@ def silu(graph: Graph, x: str) -> str:
     return graph.op("Mul", x, graph.op("Sigmoid", x))
 
 
-def token_places(graph: Graph) -> str:
+def token_positions(graph: Graph) -> str:
     """Position 0, 1, ... of each token in a row of input_ids, int64 [length]."""
     length = graph.op("Squeeze", graph.op("Shape", "input_ids", start=1, end=2), graph.ints(0))
     return graph.op("Range", graph.scalar(0, np.int64), length, graph.scalar(1, np.int64))
@@ -166,13 +166,13 @@ class Rotary:
         """x [batch, heads, length, width] with each pair rotated by the angle of its position."""
         graph = self.graph
         first, second = self._split(x)
-        left = graph.op("Sub", graph.op("Mul", first, self.cos), graph.op("Mul", second, self.sin))
-        right = graph.op("Add", graph.op("Mul", second, self.cos), graph.op("Mul", first, self.sin))
+        halves = [
+            graph.op("Sub", graph.op("Mul", first, self.cos), graph.op("Mul", second, self.sin)),
+            graph.op("Add", graph.op("Mul", second, self.cos), graph.op("Mul", first, self.sin)),
+        ]
         if not self.pairs_out:
-            return graph.op("Concat", left, right, axis=_LAST)
-        stacked = graph.op(
-            "Concat", *(graph.op("Unsqueeze", half, graph.ints(_LAST)) for half in (left, right)), axis=_LAST
-        )
+            return graph.op("Concat", *halves, axis=_LAST)
+        stacked = graph.op("Concat", *(graph.op("Unsqueeze", half, graph.ints(_LAST)) for half in halves), axis=_LAST)
         return graph.op("Reshape", stacked, graph.ints(0, 0, 0, self.width))
 
     def rotate_first(self, x: str, width: int) -> str:

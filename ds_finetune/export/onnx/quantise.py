@@ -78,7 +78,7 @@ def _quantise(folder: Path, bits: int, inline_bytes: int) -> Path:
     others = {name: tensor for name, tensor in stored.items() if name not in matrices}
     constants = {name: tensor for name, tensor in others.items() if not tensor.external_data}
     weights = [weight for name, matrix in matrices.items() for weight in matrix.weights(name)]
-    weights += [_kept(folder, tensor) for name, tensor in others.items() if name not in constants]
+    weights += [_unchanged(folder, tensor) for name, tensor in others.items() if name not in constants]
     nodes = [
         matrices[chosen[node.output[0]]].node(node) if node.output[0] in chosen else node for node in model.graph.node
     ]
@@ -132,8 +132,8 @@ class _Matrix:
         for first in range(0, columns, step):
             part = np.ascontiguousarray(self.read()[:, first : first + step])
             packed, *rest = self.quantizer.qbits_block_quant(part)
-            for kept, each in zip(self.rest, rest, strict=True):
-                kept.append(each)
+            for collected, each in zip(self.rest, rest, strict=True):
+                collected.append(each)
             yield packed
 
     def node(self, node: onnx.NodeProto) -> onnx.NodeProto:
@@ -155,7 +155,7 @@ def _values(tensor: onnx.TensorProto, file: Path) -> np.ndarray:
     return np.memmap(file, dtype, mode="r", offset=begin, shape=tuple(tensor.dims))
 
 
-def _kept(folder: Path, tensor: onnx.TensorProto) -> Weight:
+def _unchanged(folder: Path, tensor: onnx.TensorProto) -> Weight:
     read = partial(_values, tensor, folder / DATA)
 
     def pieces() -> Iterator[np.ndarray]:

@@ -2,16 +2,15 @@
 
 import base64
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 
-from ds_finetune.export.file_record import FileSums, Runs, check_files, read_file_record, write_file_record
+from ds_finetune.export.file_record import Findings, Runs, write_file_record
 from ds_finetune.export.onnx import MODEL
 from ds_finetune.export.onnx.comparison import Case, Reference, compare, is_sampled
-from ds_finetune.export.verify.verify import VerificationResult, mark_folder
 
 FORMAT = "onnx 3"
 """Format of an ONNX folder's record."""
@@ -37,42 +36,21 @@ def write_record(folder: Path, reference: Reference, about: Mapping[str, Any]) -
     write_file_record(folder, tree)
 
 
-def read_record(folder: Path) -> tuple[dict[str, FileSums], Reference]:
-    """The digests of files by name, and the reference, from the file RECORD.
-
-    ExportError where the record is missing, damaged or of another format.
-    """
-    return read_file_record(folder, FORMAT, _reference_of)
-
-
-def _reference_of(tree: Mapping[str, Any]) -> Reference:
+def reference_of(tree: Mapping[str, Any]) -> Reference:
+    """The results of plain transformers in the record `tree`."""
     dtypes = {"tokens": np.int64, "leads": np.float32, "chosen": np.int64}
     arrays = {name: None if tree[name] is None else np.array(tree[name], kind) for name, kind in dtypes.items()}
-    cases = tuple(_case_from(each) for each in tree["cases"])
-    return Reference(cases, tree["experts"], **arrays, program=tree["program"])
+    return Reference(tuple(map(_case_from, tree["cases"])), tree["experts"], **arrays, program=tree["program"])
 
 
-def verify_onnx_folder(folder: Path) -> VerificationResult:
-    """Compare an ONNX folder with its record and mark it: the file UNVERIFIED is removed, or says what is wrong.
-
-    Files are compared with what was written. If they are equal, logits and greedy tokens of ONNX Runtime are compared
-    with the recorded ones of plain transformers, for tokens given at once and for a growing cache. ExportError without
-    a readable record.
-    """
-    files, reference = read_record(folder)
-    problems, lines = check_files(folder, files, partial(_weights_at, folder))
-    if not problems:
-        comparison = compare(folder, reference)
-        problems, lines = list(comparison.failures), [*lines, comparison.line()]
-    result = VerificationResult(folder, tuple(problems), tuple(lines))
-    mark_folder(result)
-    return result
+def compare_with_record(folder: Path, tree: Mapping[str, Any]) -> Findings:
+    """Compare logits and greedy tokens of ONNX Runtime with those of `reference_of(tree)`."""
+    comparison = compare(folder, reference_of(tree))
+    return list(comparison.failures), [comparison.line()]
 
 
-def _weights_at(folder: Path, name: str, changed: Mapping[str, Runs]) -> list[str]:
+def weights_at(folder: Path, _: object, name: str, changed: Mapping[str, Runs]) -> list[str]:
     """Names of the graph's weights with bytes in a changed range of the file `name`."""
-    import onnx
-
     if changed.get(MODEL) or not (folder / MODEL).is_file():
         return []
     names = []

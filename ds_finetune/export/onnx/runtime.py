@@ -102,8 +102,8 @@ class OnnxScorer:
 
     def logits(self, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
         """Logits [rows, labels] in fp32 of `inputs` int64 [rows, tokens]; inputs that the graph lacks are ignored."""
-        (found,) = self._session.run(["logits"], {name: inputs[name] for name in self.names})
-        return found.astype(np.float32)  # type: ignore[no-any-return]
+        (logits,) = self._session.run(["logits"], {name: inputs[name] for name in self.names})
+        return logits.astype(np.float32)  # type: ignore[no-any-return]
 
 
 class OnnxCausalLM(PreTrainedModel, GenerationMixin):

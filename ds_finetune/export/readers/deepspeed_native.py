@@ -8,10 +8,8 @@ partitions of ranks are joined).
 import math
 import pickle
 import re
-from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from ds_finetune.errors import ExportError
+from ds_finetune.export.source import TensorSource
 from ds_finetune.model.build.hub_folder import Scratch, check_folder
 from ds_finetune.model.weights.safetensors_file import DataFile
 
@@ -74,12 +73,14 @@ class FileSpan:
     numel: int
     dtype: torch.dtype
 
-    def read_into(self, view: memoryview, start: int) -> None:
-        """Fill `view` with the bytes of the elements from `start`; ExportError where the file is too short."""
+    def read_into(self, view: memoryview) -> memoryview:
+        """Fill the beginning of `view`; returns the rest of it. ExportError for a file that is too short."""
+        size = self.numel * self.dtype.itemsize
         try:
-            self.file.read_into(view, self.offset + start * self.dtype.itemsize)
+            self.file.read_into(view[:size], self.offset)
         except EOFError as short:
             raise ExportError(f"{short}", hint="the file is damaged; use an older checkpoint") from short
+        return view[size:]
 
 
 def span_of(tensor: torch.Tensor, file: DataFile) -> FileSpan:
@@ -97,54 +98,49 @@ def span_of(tensor: torch.Tensor, file: DataFile) -> FileSpan:
     return FileSpan(file, offset + int(tensor.storage_offset()) * tensor.itemsize, tensor.numel(), tensor.dtype)
 
 
-class FlatVector:
-    """Spans of one dtype, possibly of several files, joined to one vector of `numel` elements."""
+Vector = Sequence[FileSpan]
+"""Spans of one dtype, possibly of several files, joined to one vector."""
 
-    def __init__(self, runs: Sequence[FileSpan]) -> None:
-        self._runs = [run for run in runs if run.numel]
-        self._starts = list(accumulate((run.numel for run in self._runs), initial=0))
-        self.numel = self._starts[-1]
-        self.dtype = self._runs[0].dtype if self._runs else torch.float32
-        assert all(run.dtype == self.dtype for run in self._runs)
 
-    def read_into(self, view: memoryview, start: int) -> None:
-        """Fill `view` with the bytes of the elements from `start`."""
-        size = self.dtype.itemsize
-        assert start >= 0
-        assert start + len(view) // size <= self.numel
-        index = bisect_right(self._starts, start) - 1
-        while view:
-            run, skipped = self._runs[index], start - self._starts[index]
-            count = min(run.numel - skipped, len(view) // size)
-            run.read_into(view[: count * size], skipped)
-            view, start, index = view[count * size :], start + count, index + 1
+def numel_of(vector: Vector) -> int:
+    """Number of elements of a vector."""
+    return sum(span.numel for span in vector)
+
+
+def part_of(vector: Vector, start: int, numel: int) -> Iterator[FileSpan]:
+    """Spans with the elements `start` to `start + numel` of a vector."""
+    for span in vector:
+        first, last = max(start, 0), min(start + numel, span.numel)
+        if first < last:
+            yield replace(span, offset=span.offset + first * span.dtype.itemsize, numel=last - first)
+        start -= span.numel
 
 
 @dataclass(frozen=True)
-class Slices:
-    """A tensor of `numel` elements in slices of `share` elements: slice i begins at element `offset` of `vectors[i]`.
+class SplitTensor:
+    """A tensor in slices of `slice_numel` elements: slice i begins at element `offset` of `vectors[i]`.
 
     The last slice may have padding.
     """
 
-    vectors: Sequence[FlatVector]
+    shape: tuple[int, ...]
+    vectors: Sequence[Vector]
     offset: int
-    share: int
-    numel: int
+    slice_numel: int
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the stored elements."""
-        return self.vectors[0].dtype
+        """The dtype of the stored elements; fp32 where there are none."""
+        return next((span.dtype for vector in self.vectors for span in vector if span.numel), torch.float32)
 
-    def read_into(self, view: memoryview, start: int) -> None:
-        """Fill `view` with the bytes of the tensor's elements from `start`."""
-        size = self.dtype.itemsize
-        while view:
-            index, skipped = divmod(start, self.share)
-            count = min(self.share - skipped, len(view) // size)
-            self.vectors[index].read_into(view[: count * size], self.offset + skipped)
-            view, start = view[count * size :], start + count
+    def spans(self, start: int, numel: int) -> Iterator[FileSpan]:
+        """Spans with the elements `start` to `start + numel` of the flattened tensor, in order."""
+        end = start + numel
+        while start < end:
+            index, skipped = divmod(start, self.slice_numel)
+            count = min(self.slice_numel - skipped, end - start)
+            yield from part_of(self.vectors[index], self.offset + skipped, count)
+            start += count
 
 
 _STAND_INS = (
@@ -175,34 +171,16 @@ _AUTOEP_KEYS = ("ds_autoep_layers", "autoep_layers")
 _PREFIXES = ("module.", "lm.")
 
 
-@dataclass(frozen=True)
-class DeepSpeedCheckpoint:
-    """The weights and persistent buffers of a checkpoint by the model's names, as a TensorSource.
-
-    Weights are the optimizer's fp32 master weights, or the stored weights where there are none.
-    """
-
-    slices: Mapping[str, Slices]
-    shapes: Mapping[str, tuple[int, ...]]
-    fp32_names: Collection[str]
-    _scratch: Scratch = field(default_factory=Scratch)
-
-    def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-        """Elements `start` to `start + numel` of the flattened tensor, valid until the same thread's next read."""
-        flat = self._scratch.take(numel, self.slices[name].dtype)
-        self.slices[name].read_into(flat.view(torch.uint8).numpy().data, start)
-        return flat
-
-
 def is_deepspeed_checkpoint(folder: Path) -> bool:
     """Whether `folder` is a checkpoint written by DeepSpeed: it has the file `latest`, or state files."""
     return (folder / "latest").is_file() or any(folder.glob("*_states.pt"))
 
 
-def read_deepspeed_checkpoint(folder: Path) -> DeepSpeedCheckpoint:
-    """The checkpoint in `folder`, or in the step folder that its file `latest` names.
+def read_deepspeed_checkpoint(folder: Path) -> TensorSource:
+    """Weights and persistent buffers of the checkpoint in `folder`, or in the step folder that its file `latest` names.
 
-    ExportError where a file is missing or the layout is not supported.
+    Weights are the optimizer's fp32 master weights, or the stored weights where there are none. ExportError where a
+    file is missing or the layout is not supported.
     """
     step = _step_folder(folder)
     check_folder(step)
@@ -212,18 +190,24 @@ def read_deepspeed_checkpoint(folder: Path) -> DeepSpeedCheckpoint:
                 raise ExportError(f"{step} holds `{path.name}`: {meaning}, which is not supported", hint=_ELSEWHERE)
     model = _read_model_states(step)
     optim = _read_optim_states(step, model)
-    slices, shapes = dict[str, Slices](), dict[str, tuple[int, ...]]()
-    for name, shape, where in (*_trained_weights(step, model, optim), *_frozen_weights(model), *_buffers(model)):
-        slices[name], shapes[name] = where, shape
+    stored = dict((*_trained_weights(step, model, optim), *_frozen_weights(model), *_buffers(model)))
     for alias, owner in (model[0].values.get("shared_params") or {}).items():
-        if owner in slices:
-            slices[alias], shapes[alias] = slices[owner], shapes[owner]
-    prefix = _common_prefix(slices)
-    return DeepSpeedCheckpoint(
-        {name.removeprefix(prefix): where for name, where in slices.items()},
-        {name.removeprefix(prefix): shape for name, shape in shapes.items()},
-        frozenset(name.removeprefix(prefix) for name in model[0].values["buffer_names"]),
-    )
+        if owner in stored:
+            stored[alias] = stored[owner]
+    prefix, scratch = _common_prefix(stored), Scratch()
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
+
+    def read(name: str, start: int, numel: int) -> torch.Tensor:
+        flat = scratch.take(numel, tensors[name].dtype)
+        view = flat.view(torch.uint8).numpy().data
+        for span in tensors[name].spans(start, numel):
+            assert span.dtype == flat.dtype, name
+            view = span.read_into(view)
+        assert not view, (name, start, numel)
+        return flat
+
+    buffers = frozenset(name.removeprefix(prefix) for name in model[0].values["buffer_names"])
+    return TensorSource({name: tensor.shape for name, tensor in tensors.items()}, buffers, read)
 
 
 @dataclass(frozen=True)
@@ -261,13 +245,16 @@ def _step_folder(folder: Path) -> Path:
     return step
 
 
-def _rank_files(step: Path, kind: str) -> dict[int, Path]:
-    """State files of a kind by data-parallel rank."""
+def _read_ranks(
+    step: Path, kind: str, keys: Collection[str], num_ranks: Callable[[_States], int], absent: ExportError
+) -> list[_States]:
+    """State files of a kind of all data-parallel ranks, whose number the first file names; `absent` without files."""
     matches = ((path, _RANK_FILE.fullmatch(path.name)) for path in step.iterdir())
-    return {int(match["dp"]): path for path, match in matches if match and match["kind"] == kind}
-
-
-def _all_ranks(step: Path, files: Mapping[int, Path], count: int, kind: str) -> list[Path]:
+    files = {int(match["dp"]): path for path, match in matches if match and match["kind"] == kind}
+    if not files:
+        raise absent
+    first = _States.read(files[min(files)], keys=keys)
+    count = num_ranks(first)
     missing = [rank for rank in range(count) if rank not in files]
     if missing or len(files) > count:
         named = ", ".join(f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt" for rank in missing)
@@ -275,50 +262,44 @@ def _all_ranks(step: Path, files: Mapping[int, Path], count: int, kind: str) -> 
             f"{step} holds {len(files)} of {count} {kind} state files{f'; missing: {named}' if missing else ''}",
             hint="copy the files of every rank into the folder; each node writes its own",
         )
-    return [files[rank] for rank in range(count)]
+    return [first if path == first.file.path else _States.read(path, keys=keys) for _, path in sorted(files.items())]
 
 
 def _read_model_states(step: Path) -> list[_States]:
     """The one file of ZeRO stages 0 to 2, or the files of all ranks at stage 3."""
-    whole = [path for path in sorted(step.iterdir()) if _MODEL_FILE.fullmatch(path.name)]
-    if whole:
-        return [_States.read(whole[0], keys=_MODEL_KEYS)]
-    files = _rank_files(step, "model")
-    if not files:
-        raise ExportError(
-            f"{step} holds no *_model_states.pt file",
-            hint="name the folder that holds `latest`, or the step folder in it",
-        )
-    first = _States.read(files[min(files)], keys=_MODEL_KEYS)
-    paths = _all_ranks(step, files, int(first.values["dp_world_size"]), "model")
-    return [first if path == first.file.path else _States.read(path, keys=_MODEL_KEYS) for path in paths]
+    full = [path for path in sorted(step.iterdir()) if _MODEL_FILE.fullmatch(path.name)]
+    if full:
+        return [_States.read(full[0], keys=_MODEL_KEYS)]
+    absent = ExportError(
+        f"{step} holds no *_model_states.pt file", hint="name the folder that holds `latest`, or the step folder in it"
+    )
+    return _read_ranks(step, "model", _MODEL_KEYS, lambda first: int(first.values["dp_world_size"]), absent)
 
 
 def _read_optim_states(step: Path, model: Sequence[_States]) -> list[_States]:
     """The files of all ranks; none at ZeRO stage 0, where the model states have full tensors."""
-    files = _rank_files(step, "optim")
-    if not files and model[0].values.get("param_shapes") is None:
+    if model[0].values.get("param_shapes") is None and not any(step.glob("*zero_pp_rank_*_optim_states.pt")):
         return []
-    if not files:
-        raise ExportError(
-            f"{step} holds no *_optim_states.pt file, where the fp32 weights are",
-            hint="copy those of every rank into the folder",
-        )
-    first = _States.read(files[min(files)], keys=_OPTIM_KEYS)
-    partitions = _zero(first)["partition_count"]
-    count = int(max(partitions) if isinstance(partitions, list) else partitions)
-    paths = _all_ranks(step, files, count, "optim")
-    return [first if path == first.file.path else _States.read(path, keys=_OPTIM_KEYS) for path in paths]
+
+    def num_ranks(first: _States) -> int:
+        partitions = _zero(first)["partition_count"]
+        return int(max(partitions) if isinstance(partitions, list) else partitions)
+
+    absent = ExportError(
+        f"{step} holds no *_optim_states.pt file, where the fp32 weights are",
+        hint="copy those of every rank into the folder",
+    )
+    return _read_ranks(step, "optim", _OPTIM_KEYS, num_ranks, absent)
 
 
 def _zero(states: _States) -> dict[str, Any]:
     return dict(states.values["optimizer_state_dict"])
 
 
-_NamedSlices = tuple[str, tuple[int, ...], Slices]
+_NamedTensor = tuple[str, SplitTensor]
 
 
-def _trained_weights(step: Path, model: Sequence[_States], optim: Sequence[_States]) -> Iterator[_NamedSlices]:
+def _trained_weights(step: Path, model: Sequence[_States], optim: Sequence[_States]) -> Iterator[_NamedTensor]:
     if not optim:
         return iter(())
     zero = _zero(optim[0])
@@ -331,20 +312,20 @@ def _trained_weights(step: Path, model: Sequence[_States], optim: Sequence[_Stat
 
 def _stage_3_weights(
     step: Path, groups: Sequence[Mapping[str, Sequence[int]]], optim: Sequence[_States]
-) -> Iterator[_NamedSlices]:
+) -> Iterator[_NamedTensor]:
     """Each rank has a slice of every parameter, in order, in its flat vector, which is cut into sub-groups."""
-    vectors = [FlatVector([states.span(flat) for flat in _zero(states)["fp32_flat_groups"]]) for states in optim]
+    vectors = [[states.span(flat) for flat in _zero(states)["fp32_flat_groups"]] for states in optim]
     offset = 0
     for name, shape in ((name, tuple(shape)) for group in groups for name, shape in group.items()):
-        share = math.ceil(math.prod(shape) / len(optim))
-        yield name, shape, Slices(vectors, offset, share, math.prod(shape))
-        offset += share
-    _check_count(step, [vector.numel for vector in vectors], [offset] * len(vectors), "elements")
+        numel = math.ceil(math.prod(shape) / len(optim))
+        yield name, SplitTensor(shape, vectors, offset, numel)
+        offset += numel
+    _check_count(step, [numel_of(vector) for vector in vectors], [offset] * len(vectors), "elements")
 
 
 def _stage_1_and_2_weights(
     step: Path, groups: Sequence[Mapping[str, Sequence[int]]], optim: Sequence[_States]
-) -> Iterator[_NamedSlices]:
+) -> Iterator[_NamedTensor]:
     """The joined partitions of a group hold its parameters in order; the state file gives the paddings."""
     paddings = _zero(optim[0]).get("param_alignment_paddings") or [[0] * len(group) for group in groups]
     flats = [_zero(states)["single_partition_of_fp32_groups"] for states in optim]
@@ -355,16 +336,17 @@ def _stage_1_and_2_weights(
         "parameter groups",
     )
     for index, group in enumerate(groups):
-        vector = FlatVector([states.span(flat[index]) for states, flat in zip(optim, flats, strict=True)])
+        vector = [states.span(flat[index]) for states, flat in zip(optim, flats, strict=True)]
         _check_count(step, [len(paddings[index])], [len(group)], "parameters")
         offset = 0
         for (name, shape), padding in zip(group.items(), paddings[index], strict=True):
             numel = math.prod(shape)
-            yield name, tuple(shape), Slices([vector], offset, numel, numel)
+            yield name, SplitTensor(tuple(shape), [vector], offset, numel)
             offset += numel + int(padding)
         # The end of the vector may be padded to a multiple of 2 x ranks (zero_to_fp32.py:364-381).
         align = 2 * len(optim)
-        _check_count(step, [align * math.ceil(vector.numel / align)], [align * math.ceil(offset / align)], "elements")
+        numels = ([align * math.ceil(numel / align)] for numel in (numel_of(vector), offset))
+        _check_count(step, *numels, "elements")
 
 
 def _check_count(step: Path, present: Sequence[int], expected: Sequence[int], unit: str) -> None:
@@ -376,30 +358,30 @@ def _check_count(step: Path, present: Sequence[int], expected: Sequence[int], un
             )
 
 
-def _frozen_weights(model: Sequence[_States]) -> Iterator[_NamedSlices]:
+def _frozen_weights(model: Sequence[_States]) -> Iterator[_NamedTensor]:
     """Parameters that the optimizer does not have.
 
     At ZeRO stage 3 they are slices, else full tensors; stage 1 has them only in `module`.
     """
     values = model[0].values
     sliced = values.get("frozen_param_fragments") or {}
-    known = {name for group in values.get("param_shapes") or () for name in group}
     for name, shape in (values.get("frozen_param_shapes") or {}).items():
-        vectors = [FlatVector([states.span(states.values["frozen_param_fragments"][name])]) for states in model]
-        yield name, tuple(shape), Slices(vectors, 0, math.ceil(math.prod(shape) / len(model)), math.prod(shape))
-    left_out = known | sliced.keys() | (values.get("shared_params") or {}).keys() | set(values["buffer_names"])
+        vectors = [[states.span(states.values["frozen_param_fragments"][name])] for states in model]
+        yield name, SplitTensor(tuple(shape), vectors, 0, math.ceil(math.prod(shape) / len(model)))
+    trained = {name for group in values.get("param_shapes") or () for name in group}
+    others = trained | sliced.keys() | (values.get("shared_params") or {}).keys() | set(values["buffer_names"])
     for name, tensor in values["module"].items():
-        if name not in left_out and tensor.numel():
-            yield name, *_whole(model[0], tensor)
+        if name not in others and tensor.numel():
+            yield name, _full(model[0], tensor)
 
 
-def _buffers(model: Sequence[_States]) -> Iterator[_NamedSlices]:
+def _buffers(model: Sequence[_States]) -> Iterator[_NamedTensor]:
     module = model[0].values["module"]
-    return ((name, *_whole(model[0], module[name])) for name in model[0].values["buffer_names"])
+    return ((name, _full(model[0], module[name])) for name in model[0].values["buffer_names"])
 
 
-def _whole(states: _States, tensor: torch.Tensor) -> tuple[tuple[int, ...], Slices]:
-    return tuple(tensor.shape), Slices([FlatVector([states.span(tensor)])], 0, tensor.numel(), tensor.numel())
+def _full(states: _States, tensor: torch.Tensor) -> SplitTensor:
+    return SplitTensor(tuple(tensor.shape), [[states.span(tensor)]], 0, tensor.numel())
 
 
 def _common_prefix(names: Collection[str]) -> str:

@@ -1,10 +1,9 @@
 """The kinds of folders that `export` reads, recognised by their files, and opened as a `TensorSource`."""
 
-import json
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 
@@ -17,13 +16,13 @@ from ds_finetune.checkpoint.tools import BASE, CHECKPOINTS, find_checkpoint, ver
 from ds_finetune.config.sections import LoraConfig
 from ds_finetune.engine.state.state import BUFFER, WEIGHT
 from ds_finetune.errors import CheckpointError, ExportError, ModelError
-from ds_finetune.export.base_folder import HubSource, find_base
+from ds_finetune.export.base_folder import find_base, hub_source, read_readable_config
 from ds_finetune.export.classifiers import holds_classifier
 from ds_finetune.export.output_folder import RECORD
-from ds_finetune.export.readers.adapter import MergedSource
 from ds_finetune.export.readers.deepspeed_native import is_deepspeed_checkpoint, read_deepspeed_checkpoint
-from ds_finetune.export.source import SelectedTensors, TensorSource, read_model_spec
+from ds_finetune.export.source import TensorSource, read_model_spec
 from ds_finetune.export.verify.record import ExportRecord
+from ds_finetune.families.family import Family
 from ds_finetune.families.table import family_of
 from ds_finetune.families.text_part import text_tree
 from ds_finetune.model.adapters.lora import Factors
@@ -33,63 +32,43 @@ from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.build.hub_folder import HubFolder, bin_conversion, check_folder, has_weights
 from ds_finetune.model.build.skeleton import resolve_folder
 from ds_finetune.model.parallel.sharding import shape_in_model
-from ds_finetune.model.quantised.quantisation import check_config_readable, check_no_other_format
+from ds_finetune.model.quantised.quantisation import check_no_other_format
 from ds_finetune.model.weights.load import weights_digest
-from ds_finetune.model.weights.names import is_adapter, weight_of
+from ds_finetune.model.weights.names import hub_pieces, is_adapter, weight_of
 
 
-class CheckpointSource:
-    """The fp32 weights and the buffers of a checkpoint of a run, as a TensorSource."""
+def read_checkpoint(folder: Path) -> tuple[TensorSource, frozenset[str]]:
+    """The fp32 weights and the buffers of a checkpoint of a run, and the names of the buffers.
 
-    def __init__(self, folder: Path) -> None:
-        manifest = Manifest.read(folder)
-        if manifest.absent_parts:
-            raise CheckpointError(
-                f"{folder} lacks {', '.join(manifest.absent_parts)}: other nodes keep them",
-                hint="make it whole with `ds-finetune checkpoint gather`",
-            )
-        self._reader = reader = PartReader(folder / name for name in manifest.parts)
-        kinds = {key: key.partition("/") for key in reader.held}
-        self._chunks = {name: reader.held[key] for key, (kind, _, name) in kinds.items() if kind in (WEIGHT, BUFFER)}
+    CheckpointError where a part is missing, and on reading elements that are in no part.
+    """
+    manifest = Manifest.read(folder)
+    if manifest.absent_parts:
+        raise CheckpointError(
+            f"{folder} lacks {', '.join(manifest.absent_parts)}: other nodes keep them",
+            hint="gather its parts with `ds-finetune checkpoint gather`",
+        )
+    reader = PartReader(folder / name for name in manifest.parts)
+    kinds = {key: key.partition("/") for key in reader.held}
+    items = {name: reader.held[key][0][1] for key, (kind, _, name) in kinds.items() if kind in (WEIGHT, BUFFER)}
+    buffers = frozenset(name for name, item in items.items() if item.key.startswith(f"{BUFFER}/"))
 
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every parameter and persistent buffer, by its name in the model."""
-        return {name: shape_in_model(chunks[0][1].shape) for name, chunks in self._chunks.items()}
-
-    @property
-    def weights(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every parameter, by its name in the model."""
-        return {
-            name: shape for name, shape in self.shapes.items() if self._chunks[name][0][1].key.startswith(f"{WEIGHT}/")
-        }
-
-    @cached_property
-    def fp32_names(self) -> Collection[str]:
-        """Names of buffers that training kept in fp32."""
-        return {
-            name
-            for name, chunks in self._chunks.items()
-            if chunks[0][1].key.startswith(f"{BUFFER}/") and chunks[0][1].dtype == torch.float32
-        }
-
-    def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-        """Elements `start` to `start + numel` of the flattened tensor, 1-D.
-
-        CheckpointError where elements are in no part of the checkpoint.
-        """
-        item = self._chunks[name][0][1]
+    def read(name: str, start: int, numel: int) -> torch.Tensor:
+        item = items[name]
         out = torch.empty(numel, dtype=item.dtype)
         position = copied = 0
         for box in flat_range_chunks(item.shape, start, numel):
             target = out[position : position + box.numel].view(box.sizes)
             position += box.numel
-            copied += self._reader.copy(item.key, box, target)
+            copied += reader.copy(item.key, box, target)
         if copied != numel:
             raise CheckpointError(
                 f"{numel - copied:,} of {numel:,} elements of `{name}` are in no part", hint="take another checkpoint"
             )
         return out
+
+    shapes = {name: shape_in_model(item.shape) for name, item in items.items()}
+    return TensorSource(shapes, {name for name in buffers if items[name].dtype == torch.float32}, read), buffers
 
 
 @dataclass(frozen=True)
@@ -119,15 +98,6 @@ class OpenedSource:
         return self.hub is not None and self.hub.folder == self.folders[0]
 
 
-@dataclass(frozen=True)
-class SourceKind:
-    """A kind of folder: its name in messages, how it is recognised, and how it is opened."""
-
-    name: str
-    matches: Callable[[Path], bool]
-    open: Callable[[Path, Path | None], OpenedSource]
-
-
 def open_deepspeed(path: Path, _: Path | None) -> OpenedSource:
     """Open a checkpoint in DeepSpeed's own format; the Hugging Face Trainer writes config.json beside it."""
     return OpenedSource(
@@ -143,22 +113,20 @@ def open_checkpoint(path: Path, base: Path | None) -> OpenedSource:
     folder = find_checkpoint(path)
     check_folder(folder)
     verify_checkpoint(folder, workers=os.cpu_count() or 1)
-    state, source = RunState.read(folder), CheckpointSource(folder)
+    state, (source, buffers) = RunState.read(folder), read_checkpoint(folder)
     sides = {weight_of(name): name for name in source.shapes if is_adapter(name)}
     train = state.config["train"]
     if not sides and not (train.get("only") or train.get("freeze")):
         trained_from, why = _base_of_run(state)
         changed = any(state.config["model"].get(key) for key in ("resize_vocabulary", "context"))
-        is_own = changed or holds_classifier(folder / BASE)
-        record = _record_of_run(folder)
         return OpenedSource(
             source,
             (folder / BASE,),
             trained=folder / BASE,
-            record=record,
+            record=_record_of_run(folder),
             base=trained_from,
             why_no_base=why,
-            has_own_config=is_own,
+            has_own_config=changed or holds_classifier(folder / BASE),
         )
     lora, dtype = LoraConfig.model_validate(state.config["lora"] or {}), PRECISION_DTYPES[train["precision"]]
 
@@ -173,8 +141,8 @@ def open_checkpoint(path: Path, base: Path | None) -> OpenedSource:
     base_folder = _resolve_base(str(base or state.config["model"]["path"]), path)
     check_base(state.base, base_folder, label=str(path))
     trained = [weight for weight, side in sides if side == "A"]
-    heads = {name: shape for name, shape in source.weights.items() if not is_adapter(name)}
-    adapters = _Adapters(trained, factors, SelectedTensors(source, heads) if heads else None)
+    heads = {name: shape for name, shape in source.shapes.items() if not is_adapter(name) and name not in buffers}
+    adapters = _Adapters(trained, factors, source.select(heads) if heads else None)
     return _open_merged(base_folder, adapters, beside=folder / BASE, label=str(path))
 
 
@@ -191,17 +159,13 @@ def open_model(path: Path, _: Path | None) -> OpenedSource:
 
     ModelError where a file is missing or damaged; ExportError for an unsupported quantised format.
     """
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        model_type = str(text_tree(config).get("model_type") or config["model_type"])
-    except (ValueError, KeyError, TypeError) as broken:
-        raise ExportError(
-            f"{path}/config.json is not that of a model: {broken!r}", hint="take the config.json published with it"
-        ) from broken
-    check_config_readable(config, f"{path}/config.json", ExportError)
+    config = read_readable_config(path)
+    model_type = text_tree(config).get("model_type") or config.get("model_type")
+    if model_type is None:
+        raise ExportError(f"{path}/config.json has no model_type", hint="take the config.json published with it")
     check_no_other_format(path, ExportError)
     hub = HubFolder(path)
-    return OpenedSource(HubSource(hub, family_of(model_type)), (path,), hub=hub)
+    return OpenedSource(hub_source(hub, family_of(str(model_type))), (path,), hub=hub)
 
 
 def is_model(path: Path) -> bool:
@@ -214,21 +178,16 @@ def open_adapter(path: Path, base: Path | None) -> OpenedSource:
     adapter = PeftAdapter.open(path)
     base_folder = _resolve_base(str(base or adapter.config.get("base_model_name_or_path") or ""), path)
     check_base(adapter.base, base_folder, label=str(path))
-    is_classifier_known = holds_classifier(path)
-    if adapter.config.get("task_type") == "SEQ_CLS" and not is_classifier_known:
+    if adapter.config.get("task_type") == "SEQ_CLS" and not holds_classifier(path):
         raise ExportError(
             f"{path} adapts a classifier (task_type SEQ_CLS) and holds no config.json, which names its classes",
             hint="put the config.json of the trained classifier there (peft: model.config.save_pretrained)",
         )
-    adapters = _Adapters(adapter.names, adapter.factors, _saved_modules(adapter, base_folder))
-    return _open_merged(base_folder, adapters, beside=path, label=str(path))
-
-
-def _saved_modules(adapter: PeftAdapter, base: Path) -> SelectedTensors | None:
-    if not adapter.whole:
-        return None
-    source = HubSource(HubFolder(adapter.folder), family_of(read_model_spec(base).model_type))
-    return SelectedTensors(source, {name: source.shapes[key] for name, key in adapter.whole.items()}, adapter.whole)
+    trained = None
+    if adapter.whole:
+        source = hub_source(HubFolder(path), family_of(read_model_spec(base_folder).model_type))
+        trained = source.select({name: source.shapes[key] for name, key in adapter.whole.items()}, adapter.whole)
+    return _open_merged(base_folder, _Adapters(adapter.names, adapter.factors, trained), beside=path, label=str(path))
 
 
 def _resolve_base(name: str, path: Path) -> Path:
@@ -255,30 +214,74 @@ def check_base(digest: str, folder: Path, *, label: str) -> None:
 
 @dataclass(frozen=True)
 class _Adapters:
-    """Names of adapted weights, their adapters, and the fully trained weights, if any."""
+    """Adapters of a model: the weights `names` that have one, and `factors`, which gives the adapter of a weight."""
 
     names: Collection[str]
     factors: Callable[[str], Factors]
-    whole: TensorSource | None
+    trained: TensorSource | None
+    """Fully trained tensors, e.g. a head, which replace the base's; None without any."""
+
+
+def _merged_source(
+    base: TensorSource, adapters: _Adapters, family: Family, *, label: str, without: Collection[str] = ()
+) -> TensorSource:
+    """The tensors of `base`, except those in `without`, with `adapters` added in fp32.
+
+    The adapters of the last few weights are cached. ExportError where an adapter does not fit the base.
+    """
+    factors = lru_cache(maxsize=8)(lambda name: adapters.factors(name).as_stored(name, family))
+
+    def pieces_of(name: str, shape: tuple[int, ...]) -> list[tuple[str, int, tuple[int, ...]]]:
+        """Key, first element and shape of the base's tensors that make up a tensor of the model."""
+        if name in base.shapes:
+            return [(name, 0, shape)]
+        return [(piece.key, piece.first_element(shape), piece.shape) for piece in hub_pieces(name, shape, family)]
+
+    replaced = {
+        key: (name, begin, piece_shape)
+        for name, shape in (adapters.trained.shapes if adapters.trained else {}).items()
+        for key, begin, piece_shape in pieces_of(name, shape)
+    }
+    adapted: dict[str, tuple[str, int]] = {}
+    for name in adapters.names:
+        shape = factors(name).shape
+        pieces = pieces_of(name, shape)
+        wrong = [
+            f"{key} {piece_shape}, in the base {base.shapes.get(key, 'absent')}"
+            for key, _, piece_shape in pieces
+            if base.shapes.get(key) != piece_shape
+        ]
+        if wrong:
+            raise ExportError(
+                f"{label} does not fit the base: `{name}` is {shape}, {'; '.join(wrong[:3])}",
+                hint="name the model it was trained on by --base",
+            )
+        adapted |= {key: (name, begin) for key, begin, _ in pieces}
+
+    def read(name: str, start: int, numel: int) -> torch.Tensor:
+        if adapters.trained is not None and name in replaced:
+            own, begin, _ = replaced[name]
+            return adapters.trained.read(own, begin + start, numel)
+        flat = base.read(name, start, numel)
+        if name not in adapted:
+            return flat
+        weight, begin = adapted[name]
+        return flat.float() + factors(weight).delta(begin + start, numel)
+
+    shapes = {name: shape for name, shape in base.shapes.items() if name not in without}
+    shapes |= {key: piece_shape for key, (_, _, piece_shape) in replaced.items()}
+    return TensorSource(shapes, base.fp32_names, read)
 
 
 def _open_merged(base: Path, adapters: _Adapters, *, beside: Path, label: str) -> OpenedSource:
     family, hub = family_of(read_model_spec(base).model_type), HubFolder(base)
     is_own = holds_classifier(beside)
-    without: set[str] = set()
+    unused: set[str] = set()
     if is_own:
         # The language-model head, and multi-token prediction layers.
         spec = read_model_spec(beside)
-        without = hub.shapes.keys() - spec.shapes.keys() - spec.published_shapes().keys()
-    source = MergedSource(
-        HubSource(hub, family),
-        adapters.names,
-        adapters.factors,
-        family,
-        label=label,
-        whole=adapters.whole,
-        without=without,
-    )
+        unused = hub.shapes.keys() - spec.shapes.keys() - spec.published_shapes().keys()
+    source = _merged_source(hub_source(hub, family), adapters, family, label=label, without=unused)
     return OpenedSource(source, (beside, base), trained=beside, hub=hub, base=base, has_own_config=is_own)
 
 
@@ -303,12 +306,13 @@ def is_checkpoint(path: Path) -> bool:
     return (path / MANIFEST).is_file() or any(complete_steps(folder) for folder in (path, path / CHECKPOINTS))
 
 
-KINDS = (
-    SourceKind("a run or a checkpoint of one (manifest.json)", is_checkpoint, open_checkpoint),
-    SourceKind("a DeepSpeed checkpoint (`latest`, or *_states.pt files)", is_deepspeed_checkpoint, open_deepspeed),
-    SourceKind("an adapter (adapter_config.json)", is_peft_adapter, open_adapter),
-    SourceKind("a model (config.json and *.safetensors)", is_model, open_model),
-)
+KINDS: Mapping[str, tuple[Callable[[Path], bool], Callable[[Path, Path | None], OpenedSource]]] = {
+    "a run or a checkpoint of one (manifest.json)": (is_checkpoint, open_checkpoint),
+    "a DeepSpeed checkpoint (`latest`, or *_states.pt files)": (is_deepspeed_checkpoint, open_deepspeed),
+    "an adapter (adapter_config.json)": (is_peft_adapter, open_adapter),
+    "a model (config.json and *.safetensors)": (is_model, open_model),
+}
+"""Kinds of folders by their name in messages: how each is recognised, and how it is opened."""
 
 
 def open_source(path: Path, base: Path | None = None) -> OpenedSource:
@@ -319,11 +323,11 @@ def open_source(path: Path, base: Path | None = None) -> OpenedSource:
     if not path.is_dir():
         raise ExportError(f"`{path}` is not a folder", hint="name the folder of a run, a checkpoint or a model")
     check_folder(path)
-    for kind in KINDS:
-        if kind.matches(path):
-            return kind.open(path, base)
+    for matches, open_kind in KINDS.values():
+        if matches(path):
+            return open_kind(path, base)
     content = ", ".join(sorted(entry.name for entry in path.iterdir())[:10]) or "nothing"
     raise ExportError(
         f"`{path}` holds no checkpoint: {content}",
-        hint=bin_conversion(path) or f"name a folder that holds {' or '.join(kind.name for kind in KINDS)}",
+        hint=bin_conversion(path) or f"name a folder that holds {' or '.join(KINDS)}",
     )

@@ -121,11 +121,11 @@ def compare_padding(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[st
 
     transformers takes the last token that is not padding, so a padding token that may end a text changes logits.
     """
-    alone = loaded.logits if loaded.fp32 is None else loaded.fp32
-    assert alone is not None
+    one_by_one = loaded.logits if loaded.fp32 is None else loaded.fp32
+    assert one_by_one is not None
     if loaded.padded is None:
         return [], ["config.json names no padding token: transformers classifies one text at a time"]
-    deviation = float(deviations(loaded.padded, alone, record.lengths()).max())
+    deviation = float(deviations(loaded.padded, one_by_one, record.lengths()).max())
     text = f"logits of a padded batch deviate by {deviation:.1e} from those of single texts (limit {_PADDED_LIMIT:.0e})"
     return ([] if deviation <= _PADDED_LIMIT else [text]), [text]
 
@@ -140,11 +140,11 @@ def compare_tokens(record: ExportRecord, loaded: LoadedFolder) -> tuple[list[str
         "texts": (loaded.report["tokenised"], record.text_ids or record.prompts[-count:]),
         "prompts in the chat template": (loaded.report["chats"], record.chat_ids),
     }
-    for kind, (found, ids_of_run) in kinds.items():
+    for kind, (ids_of_folder, ids_of_run) in kinds.items():
         expected = [list(ids) for ids in ids_of_run]
-        wrong = [number for number, ids in enumerate(expected) if found[number] != ids]
+        wrong = [number for number, ids in enumerate(expected) if ids_of_folder[number] != ids]
         if wrong:
-            text, ours, its = (each[wrong[0]] for each in (record.texts, found, expected))
+            text, ours, its = (each[wrong[0]] for each in (record.texts, ids_of_folder, expected))
             pairs = enumerate(zip(ours, its, strict=False))
             at = next((at for at, (a, b) in pairs if a != b), min(len(ours), len(its)))
             problems.append(

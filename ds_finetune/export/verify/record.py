@@ -179,10 +179,10 @@ def fixed_prompts(vocab_size: int, tokenizer: PreTrainedTokenizerBase | None) ->
     A text that the tokenizer maps to no tokens, e.g. in an unknown script, is left out.
     """
     texts = [] if tokenizer is None else tokenizer(list(TEXTS))["input_ids"]
-    return (*_drawn_prompts(vocab_size), *(tuple(ids[:PROMPT_TOKENS]) for ids in texts if ids))
+    return (*_random_prompts(vocab_size), *(tuple(ids[:PROMPT_TOKENS]) for ids in texts if ids))
 
 
-def _drawn_prompts(vocab_size: int) -> list[tuple[int, ...]]:
+def _random_prompts(vocab_size: int) -> list[tuple[int, ...]]:
     draw = random.Random(0)
     return [tuple(draw.randrange(vocab_size) for _ in range(PROMPT_TOKENS)) for _ in range(8)]
 
@@ -191,8 +191,8 @@ def classifier_prompts(vocab_size: int, *, pad: int | None, ending: Sequence[int
     """The random prompts of `fixed_prompts` for a classifier: of different lengths, without `pad`, followed by the
     tokens `ending` that end texts in training.
     """
-    drawn = (prompt[: PROMPT_TOKENS - 3 * number] for number, prompt in enumerate(_drawn_prompts(vocab_size)))
-    return tuple((*(token for token in prompt if token != pad), *ending) for prompt in drawn)
+    shortened = (prompt[: PROMPT_TOKENS - 3 * number] for number, prompt in enumerate(_random_prompts(vocab_size)))
+    return tuple((*(token for token in prompt if token != pad), *ending) for prompt in shortened)
 
 
 def sampled_logits(logits: Iterable[torch.Tensor], prompts: Sequence[Sequence[int]], vocab_size: int) -> Floats:

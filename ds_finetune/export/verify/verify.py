@@ -2,20 +2,17 @@
 
 import json
 import os
-import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 
 import numpy as np
-import torch
 import xxhash
 from numpy.typing import NDArray
 
-from ds_finetune.config.units import GIB, spans_text
+from ds_finetune.config.units import GIB
 from ds_finetune.errors import ExportError
 from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.verify.logits import LoadedFolder, compare_logits, compare_padding, compare_tokens, load_folders
@@ -24,45 +21,36 @@ from ds_finetune.families.table import family_of
 from ds_finetune.families.text_part import is_composite, text_name, text_tree
 from ds_finetune.model.build.dtypes import SAFETENSORS_NAMES
 from ds_finetune.model.quantised.fp8 import FP8
-from ds_finetune.model.weights.safetensors_file import read_header
+from ds_finetune.model.weights.safetensors_file import SafetensorsFile, StoredTensor, read_header
 
 _SHOWN = 10
-_NUMBER = re.compile(r"(?<=\.)(?:0|[1-9]\d*)(?=\.)")
 
 
-@dataclass(frozen=True)
-class TensorInFile:
-    """Location of a tensor: row-major, from byte `begin` of `file`."""
-
-    file: Path
-    begin: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def read_tensor_table(folder: Path) -> dict[str, TensorInFile]:
-    """The location of every tensor in a folder's safetensors files; ExportError where a header is damaged.
+def read_tensor_table(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor in a folder's safetensors files, by name; ExportError where a header is damaged.
 
     A file may be shorter than its header says; then digests of its tensors differ.
     """
-    return {key: tensor for file in sorted(folder.glob("*.safetensors")) for key, tensor in _tensors_in(file)}
+    table = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        file = SafetensorsFile(path)
+        try:
+            for key, entry in read_header(path, is_whole=False).tensors.items():
+                table[key] = StoredTensor(file, entry.dtype, entry.shape, entry.begin)
+        except (OSError, ValueError) as damaged:
+            raise ExportError(
+                f"{path} is not a safetensors file: {damaged}", hint="export the folder again"
+            ) from damaged
+    return table
 
 
-def _tensors_in(file: Path) -> Iterator[tuple[str, TensorInFile]]:
-    try:
-        for key, entry in read_header(file, is_whole=False).tensors.items():
-            yield key, TensorInFile(file, entry.begin, entry.shape, entry.dtype)
-    except (OSError, ValueError) as damaged:
-        raise ExportError(f"{file} is not a safetensors file: {damaged}", hint="export the folder again") from damaged
-
-
-def changed_tensors(tensors: Mapping[str, TensorInFile], record: ExportRecord) -> list[str]:
+def changed_tensors(tensors: Mapping[str, StoredTensor], record: ExportRecord) -> list[str]:
     """A line for each difference of `tensors` from what was written according to `record`."""
     digests = record.digests or {}
     absent = sorted(digests.keys() - tensors.keys())
     added = sorted(tensors.keys() - digests.keys())
     common = sorted(tensors.keys() & digests.keys())
-    maps = {file: np.memmap(file, dtype=np.uint8, mode="r") for file in {tensors[key].file for key in common}}
+    maps = {file: np.memmap(file.path, dtype=np.uint8, mode="r") for file in {tensors[key].file for key in common}}
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         sums = pool.map(lambda key: digest_of(maps[tensors[key].file], tensors[key], like=digests[key]), common)
         changed = [key for key, digest in zip(common, sums, strict=True) if digest != digests[key]]
@@ -74,7 +62,7 @@ def changed_tensors(tensors: Mapping[str, TensorInFile], record: ExportRecord) -
     return [f"{len(keys)} tensors {text}: {first_names(keys)}" for text, keys in kinds if keys]
 
 
-def digest_of(data: NDArray[np.uint8], tensor: TensorInFile, *, like: Digest) -> Digest:
+def digest_of(data: NDArray[np.uint8], tensor: StoredTensor, *, like: Digest) -> Digest:
     """The digest of a tensor in a file with the bytes `data`, over the same segments as `like`.
 
     If the file is too short, only its existing bytes are digested.
@@ -88,7 +76,7 @@ def digest_of(data: NDArray[np.uint8], tensor: TensorInFile, *, like: Digest) ->
 
 
 def compare_with_base(
-    tensors: Mapping[str, TensorInFile], base_tensors: Mapping[str, TensorInFile], base: Path
+    tensors: Mapping[str, StoredTensor], base_tensors: Mapping[str, StoredTensor], base: Path
 ) -> list[str]:
     """A line for each difference of names, shapes and dtypes from the base; if there is none, a line that says so."""
     if not base_tensors:
@@ -104,33 +92,12 @@ def compare_with_base(
         ("are not in the base", sorted(tensors.keys() - base_tensors.keys())),
         ("have another shape than in the base", shapes),
     ]
-    dtypes = {
-        key: (SAFETENSORS_NAMES[tensors[key].dtype], SAFETENSORS_NAMES[base_tensors[key].dtype]) for key in common
-    }
+    names = SAFETENSORS_NAMES
+    dtypes = {key: (names[tensors[key].dtype], names[base_tensors[key].dtype]) for key in common}
     for ours, its in sorted({pair for pair in dtypes.values() if pair[0] != pair[1]}):
         kinds.append((f"are {ours} here and {its} in the base", [key for key in common if dtypes[key] == (ours, its)]))
-    lines = [f"{len(keys)} tensors {text}: {', '.join(in_ranges(keys))}" for text, keys in kinds if keys]
+    lines = [f"{len(keys)} tensors {text}: {first_names(keys)}" for text, keys in kinds if keys]
     return lines or [f"names, shapes and dtypes of all {len(common)} tensors are those of the base"]
-
-
-def in_ranges(names: Sequence[str]) -> list[str]:
-    """`names`, with names that differ only in numbers joined to one, e.g. `experts.{0-255}.up_proj`.
-
-    Names are joined only if the ranges describe exactly these names.
-    """
-    by_pattern: dict[str, list[tuple[int, ...]]] = {}
-    for name in names:
-        pattern = _NUMBER.sub("{}", name.replace("{", "{{").replace("}", "}}"))
-        by_pattern.setdefault(pattern, []).append(tuple(map(int, _NUMBER.findall(name))))
-    lines: list[str] = []
-    for pattern, numbers in by_pattern.items():
-        columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
-        if set(product(*columns)) == set(numbers):
-            texts = (f"{{{spans_text(each, ', ')}}}" if len(each) > 1 else str(each[0]) for each in columns)
-            lines.append(pattern.format(*texts))
-        else:
-            lines += [pattern.format(*each) for each in numbers]
-    return lines
 
 
 def first_names(names: Sequence[str]) -> str:
@@ -210,7 +177,12 @@ def _verify_each(
     folders: Sequence[Path], base: Path | None, available_bytes: int | None
 ) -> Iterator[VerificationResult]:
     records = {folder: ExportRecord.read(folder) for folder in folders}
-    needed = {folder: _needed_bytes(folder, record) for folder, record in records.items()}
+    needed = {}
+    for folder, record in records.items():
+        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        is_fp8 = any(tensor.dtype == FP8 for tensor in read_tensor_table(folder).values())
+        factor = _MEMORY_FP8 if is_fp8 else _MEMORY_FP32 if record.dtype == "float32" else _MEMORY_16_BIT
+        needed[folder] = round(size * factor)
     fitting = [folder for folder in folders if available_bytes is None or needed[folder] <= available_bytes]
     loaded = dict(load_folders(fitting))
     for folder, record in records.items():
@@ -227,12 +199,6 @@ def _verify_each(
         yield result
 
 
-def _needed_bytes(folder: Path, record: ExportRecord) -> int:
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    is_fp8 = any(tensor.dtype == FP8 for tensor in read_tensor_table(folder).values())
-    return round(size * (_MEMORY_FP8 if is_fp8 else _MEMORY_FP32 if record.dtype == "float32" else _MEMORY_16_BIT))
-
-
 def _compare(folder: Path, record: ExportRecord, loaded: LoadedFolder, base: Path) -> VerificationResult:
     tensors = read_tensor_table(folder)
     base_tensors = read_tensor_table(base) if base.is_dir() else {}
@@ -241,7 +207,8 @@ def _compare(folder: Path, record: ExportRecord, loaded: LoadedFolder, base: Pat
         f"{len(tensors)} tensors on the disk" + ("" if problems else ", each with the bytes that were written"),
         *compare_with_base(tensors, base_tensors, base),
     ]
-    if is_composite(json.loads((folder / "config.json").read_text(encoding="utf-8"))):
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if is_composite(config):
         others = {key: tensor for key, tensor in base_tensors.items() if text_name(key) is None}
         digests = {key: digest for key, digest in (record.digests or {}).items() if text_name(key) is None}
         changed = changed_tensors(others, replace(record, digests=digests))
@@ -250,9 +217,11 @@ def _compare(folder: Path, record: ExportRecord, loaded: LoadedFolder, base: Pat
     if loaded.failure:
         problems.append(f"plain transformers does not load it: {loaded.failure}")
         return VerificationResult(folder, tuple(problems), tuple(lines))
-    unexpected = [
-        key for key in loaded.report["unexpected_keys"] if key not in base_tensors and not _may_leave(folder, key)
-    ]
+    text, unexpected = text_tree(config), []
+    for key in (key for key in loaded.report["unexpected_keys"] if key not in base_tensors):
+        # A model of this type may ignore e.g. the tensors of a multi-token prediction layer.
+        if not family_of(text["model_type"]).may_skip(key, layers=text["num_hidden_layers"]):
+            unexpected.append(key)
     differences = {
         "misses": loaded.report["missing_keys"],
         "does not know": unexpected,
@@ -268,9 +237,3 @@ def _compare(folder: Path, record: ExportRecord, loaded: LoadedFolder, base: Pat
         more_problems, more_lines = compare_kind(record, loaded)
         problems, lines = [*problems, *more_problems], [*lines, *more_lines]
     return VerificationResult(folder, tuple(problems), tuple(lines))
-
-
-def _may_leave(folder: Path, key: str) -> bool:
-    """Whether a model of this type may ignore the tensor `key`, e.g. of a multi-token prediction layer."""
-    config = text_tree(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    return family_of(config["model_type"]).may_skip(key, layers=config["num_hidden_layers"])

@@ -28,7 +28,7 @@ from ds_finetune.export.onnx import comparison as onnx_comparison  # noqa: E402 
 from ds_finetune.export.onnx import experts as onnx_experts  # noqa: E402 - they need onnx
 from ds_finetune.export.onnx import graph as onnx_graph  # noqa: E402 - they need onnx
 from ds_finetune.export.onnx import layers as onnx_layers  # noqa: E402 - they need onnx
-from ds_finetune.export.onnx.record import verify_onnx_folder  # noqa: E402 - they need onnx
+from ds_finetune.export.onnx.folder import verify  # noqa: E402 - they need onnx
 from ds_finetune.export.onnx.runtime import OnnxCausalLM  # noqa: E402 - they need onnx
 
 FP32 = np.dtype(np.float32)
@@ -190,7 +190,7 @@ def test_an_engine_that_ignores_its_cache_is_not_verified(
     result = onnx_comparison.compare(folder, reference)
     assert result.beyond == 0
     assert re.fullmatch(r"\d+ of 32 greedy tokens differ", *result.failures)
-    assert not verify_onnx_folder(folder).is_verified
+    assert not verify(folder, None).is_verified
 
 
 @pytest.mark.parametrize("keyword", ["past_key_values", "cache"])

@@ -43,6 +43,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def _reference(folder: Path) -> onnx_comparison.Reference:
+    return onnx_record.reference_of(file_record.read_file_record(folder, onnx_record.FORMAT)[1])
+
+
 @pytest.fixture
 def folder(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made / "v3", tmp_path / "v3"))
@@ -66,7 +70,7 @@ def test_a_right_folder_is_verified_again_and_without_the_source(
 
 
 def test_every_row_of_the_head_is_compared_somewhere(made: Path) -> None:
-    _, reference = onnx_record.read_record(made / "wide")
+    reference = _reference(made / "wide")
     case = max(reference.cases, key=lambda case: len(case.logits))
     assert case.stride == 3
     kept = case.logits != 0
@@ -117,11 +121,11 @@ def test_a_changed_weight_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch
     ]
     name = names[len(names) // 2]
     monkeypatch.setattr(file_record, "_SEGMENT_BYTES", 4096)
-    _, reference = onnx_record.read_record(folder)
+    reference = _reference(folder)
     onnx_record.write_record(folder, reference, {})
     place = _place_of(folder, name)
     _flip(folder / "onnx/model.onnx_data", place + 5)
-    result = onnx_record.verify_onnx_folder(folder)
+    result = onnx_folder.verify(folder, None)
     said = f"onnx/model.onnx_data holds other bytes than were written, within bytes {place:,} to {place + 4095:,}, in {name}"
     assert result.problems == (said,)
 
@@ -139,7 +143,7 @@ def _another_graph(folder: Path) -> None:
             node.op_type = "LogSoftmax"
             break
     (folder / "onnx/model.onnx").write_bytes(model.SerializeToString())
-    _, reference = onnx_record.read_record(folder)
+    reference = _reference(folder)
     onnx_record.write_record(folder, reference, {})
 
 
