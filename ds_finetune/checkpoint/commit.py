@@ -214,10 +214,10 @@ def commit(
     """
     sums = _small_files(partial, texts, beside)
     sums |= _wait_for_parts(partial, manifest.parts, keep_waiting)
-    whole = replace(manifest, files=dict(sorted(sums.items())))
+    complete = replace(manifest, files=dict(sorted(sums.items())))
     for name in manifest.parts:
         (partial / (name + _STATUS)).unlink()
-    write_checksummed(partial / MANIFEST, [whole.text().encode()])
+    write_checksummed(partial / MANIFEST, [complete.text().encode()])
     synchronise(partial)
     final = partial.with_name(step_name(manifest.step))
     replaced = final.with_name(f"{final.name}.replaced-{manifest.token}")
@@ -287,19 +287,19 @@ def _wait_for_parts(partial: Path, names: Sequence[str], keep_waiting: Callable[
 
 def damage_of(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
     """A line for each damaged file of a complete checkpoint: missing, or of another size or checksum."""
-    found = []
+    damage = []
     for name in names:
         path, wanted = folder / name, manifest.files[name]
         size = path.stat().st_size if path.is_file() else None
         if size != wanted.num_bytes:
-            found.append(
+            damage.append(
                 f"{path} has {size} bytes, the manifest says {wanted.num_bytes}"
                 if size is not None
                 else f"{path} is missing"
             )
         elif (seen := checksum_of(path)) != wanted:
-            found.append(f"{path} is damaged: checksum {seen.xxh3_128}, the manifest says {wanted.xxh3_128}")
-    return found
+            damage.append(f"{path} is damaged: checksum {seen.xxh3_128}, the manifest says {wanted.xxh3_128}")
+    return damage
 
 
 def complete_steps(checkpoints: Path) -> list[int]:

@@ -33,7 +33,7 @@ class CheckpointFolder:
         return self.rank == self.ranks[0]
 
     @property
-    def share(self) -> tuple[int, int]:
+    def portion(self) -> tuple[int, int]:
         """(index, count) of this rank among `ranks`, over which the writing of replicated tensors is divided."""
         return self.ranks.index(self.rank), len(self.ranks)
 
@@ -53,8 +53,11 @@ def open_checkpoint_folder(folder: Path, *, rank: int, node_local: bool) -> Chec
         return CheckpointFolder(folder, ranks, rank, len(folders), token)
     mark = folder / f".seen-{token}"
     raise_on_every_rank(try_in_folder(folder, mark.touch) if rank == 0 else None)
-    is_seen = _is_seen(mark)
-    raise_on_every_rank(None if is_seen else _not_shared(folder))
+    error = OutputError(
+        f"checkpoint folder {folder} on {socket.gethostname()} is not the one that rank 0 writes",
+        hint="name a folder that all hosts share, or set checkpoint.node_local true",
+    )
+    raise_on_every_rank(None if _is_seen(mark) else error)
     if rank == 0:
         mark.unlink()
     return CheckpointFolder(folder, tuple(range(len(tokens))), rank, len(tokens), token)
@@ -88,10 +91,3 @@ def _is_seen(mark: Path) -> bool:
             return False
         time.sleep(0.05)
     return True
-
-
-def _not_shared(folder: Path) -> OutputError:
-    return OutputError(
-        f"checkpoint folder {folder} on {socket.gethostname()} is not the one that rank 0 writes",
-        hint="name a folder that all hosts share, or set checkpoint.node_local true",
-    )

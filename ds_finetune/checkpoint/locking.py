@@ -26,7 +26,7 @@ def lock_folder(folder: Path, *, seconds: float, say: Say) -> TextIO:
 
     Waits `seconds` for a run that has the lock, or DEAD_SECONDS if only its writer process is alive; then OutputError.
     """
-    began, is_said = time.monotonic(), False
+    began, is_announced = time.monotonic(), False
     while True:
         file = (folder / LOCK).open("a+", encoding="utf-8")
         try:
@@ -39,9 +39,9 @@ def lock_folder(folder: Path, *, seconds: float, say: Say) -> TextIO:
                 raise OutputError(
                     f"{folder} is being written by {holder}", hint="end that run, or name another output_dir"
                 ) from taken
-            if not is_said:
+            if not is_announced:
                 say(f"{folder} is still being written by {holder}; waiting")
-            is_said = True
+            is_announced = True
             time.sleep(_POLL_SECONDS)
             continue
         except OSError as refused:
@@ -70,5 +70,5 @@ def _owner() -> str:
 
 def _is_dead(holder: str) -> bool:
     """Whether the process named in the lock file ran on this host and has exited."""
-    found = re.fullmatch(r"process (\d+) on (.*)", holder)
-    return bool(found) and found[2] == socket.gethostname() and not Path(f"/proc/{found[1]}").exists()  # type: ignore[index]
+    match = re.fullmatch(r"process (\d+) on (.*)", holder)
+    return bool(match) and match[2] == socket.gethostname() and not Path(f"/proc/{match[1]}").exists()  # type: ignore[index]

@@ -224,14 +224,14 @@ class PartReader:
 
 
 def serialise_part(
-    groups: Sequence[StateGroup], sink: PartSink, extra: Mapping[str, Any], *, share: tuple[int, int]
+    groups: Sequence[StateGroup], sink: PartSink, extra: Mapping[str, Any], *, portion: tuple[int, int]
 ) -> None:
     """Write this rank's part of `groups` to `sink`: a header that contains `extra`, then the chunks.
 
-    Of a replicated tensor the part contains share `index` of `count`, where `share` is (index, count). A group is in
-    memory only while its chunks are written.
+    Of a replicated tensor the part contains portion `index` of `count`, where `portion` is (index, count). A group is
+    in memory only while its chunks are written.
     """
-    chunks = [_chunks_of_group(group, share) for group in groups]
+    chunks = [_chunks_of_group(group, portion) for group in groups]
     stored = [item for of_group in chunks for item, _ in of_group]
     replicated = sorted({piece.key for group in groups for piece in group.slices if piece.is_replicated})
     head = part_header(stored, {**extra, "replicated": replicated})
@@ -245,14 +245,14 @@ def serialise_part(
                 sink.write(read(item.key)[at : at + item.chunk.numel])
 
 
-def _chunks_of_group(group: StateGroup, share: tuple[int, int]) -> list[tuple[StoredChunk, int]]:
+def _chunks_of_group(group: StateGroup, portion: tuple[int, int]) -> list[tuple[StoredChunk, int]]:
     """The chunks that this rank writes of a group, each with its offset within the elements of its slice."""
-    found = []
+    chunks = []
     for held in group.slices:
-        piece = share_of_slice(held, *share) if held.is_replicated else held
+        piece = portion_of_slice(held, *portion) if held.is_replicated else held
         for chunk, at in chunks_of_slice(piece):
-            found.append((StoredChunk(piece.key, piece.shape, chunk, piece.dtype, 0), piece.start - held.start + at))
-    return found
+            chunks.append((StoredChunk(piece.key, piece.shape, chunk, piece.dtype, 0), piece.start - held.start + at))
+    return chunks
 
 
 def read_state_groups(groups: Sequence[StateGroup], reader: PartReader, *, absent: str) -> None:
@@ -270,9 +270,9 @@ def read_state_groups(groups: Sequence[StateGroup], reader: PartReader, *, absen
 def _check_shape(piece: Slice, reader: PartReader) -> None:
     held = reader.held.get(piece.key)
     if held is None or held[0][1].shape != piece.shape:
-        found = "nothing" if held is None else f"shape {held[0][1].shape}"
+        stored = "nothing" if held is None else f"shape {held[0][1].shape}"
         raise CheckpointError(
-            f"`{piece.key}` has shape {piece.shape} here, the checkpoint holds {found}",
+            f"`{piece.key}` has shape {piece.shape} here, the checkpoint holds {stored}",
             hint="resume the model it was saved from",
         )
 
@@ -284,15 +284,14 @@ def _read_slice(piece: Slice, reader: PartReader, read: Read, *, absent: str) ->
     if copied != piece.numel:
         raise CheckpointError(
             f"{piece.numel - copied:,} elements of `{piece.key}` are in parts that are not here: {absent}",
-            hint="make the checkpoint whole with `ds-finetune checkpoint gather`, or start the same ranks on the same "
-            "nodes",
+            hint="gather its parts with `ds-finetune checkpoint gather`, or start the same ranks on the same nodes",
         )
 
 
-def num_weights(groups: Sequence[StateGroup], *, share: tuple[int, int]) -> int:
-    """Number of weights in this rank's part; `share` as in `serialise_part`."""
+def num_weights(groups: Sequence[StateGroup], *, portion: tuple[int, int]) -> int:
+    """Number of weights in this rank's part; `portion` as in `serialise_part`."""
     pieces = (piece for group in groups for piece in group.slices)
-    written = (share_of_slice(piece, *share) if piece.is_replicated else piece for piece in pieces)
+    written = (portion_of_slice(piece, *portion) if piece.is_replicated else piece for piece in pieces)
     return sum(piece.numel for piece in written if piece.key.startswith(f"{WEIGHT}/"))
 
 
@@ -305,7 +304,7 @@ def chunks_of_slice(piece: Slice) -> list[tuple[Chunk, int]]:
     return chunks
 
 
-def share_of_slice(piece: Slice, index: int, count: int) -> Slice:
-    """Share `index` of a replicated slice that `count` ranks divide among them for writing."""
+def portion_of_slice(piece: Slice, index: int, count: int) -> Slice:
+    """Portion `index` of a replicated slice that `count` ranks divide among them for writing."""
     first, last = piece.numel * index // count, piece.numel * (index + 1) // count
     return replace(piece, start=piece.start + first, numel=last - first)

@@ -38,7 +38,7 @@ class UsableCheckpoint:
     passed_over: tuple[str, ...]
 
 
-def newest_checkpoint(place: CheckpointFolder, folder: Path) -> UsableCheckpoint | None:
+def newest_checkpoint(checkpoints: CheckpointFolder, folder: Path) -> UsableCheckpoint | None:
     """The newest checkpoint in `folder` that is complete on every node and undamaged; collective.
 
     The ranks divide the check of its files. None without checkpoints; CheckpointError if none of the existing ones can
@@ -48,85 +48,84 @@ def newest_checkpoint(place: CheckpointFolder, folder: Path) -> UsableCheckpoint
     everywhere = all_gather_object((socket.gethostname(), set(complete_steps(folder))))
     some = set.union(*(steps for _, steps in everywhere))
     steps = sorted(set.intersection(*(steps for _, steps in everywhere)), reverse=True)
-    passed = _unfinished(folder, newer_than=max(some, default=-1))
+    skipped = _unfinished(folder, newer_than=max(some, default=-1))
     for step in sorted(some - set(steps), reverse=True):
         hosts = ", ".join(
-            f"rank {rank} on {host}" for rank, (host, found) in enumerate(everywhere) if step not in found
+            f"rank {rank} on {host}" for rank, (host, present) in enumerate(everywhere) if step not in present
         )
-        passed.append(f"{folder / step_name(step)} passed over: {hosts} does not have it")
+        skipped.append(f"{folder / step_name(step)} passed over: {hosts} does not have it")
     for step in steps:
-        problems = _problems(place, folder / step_name(step))
+        problems = _problems(checkpoints, folder / step_name(step))
         if not problems:
-            return _found(folder / step_name(step), tuple(passed))
-        passed += [f"{folder / step_name(step)} passed over: {problem}" for problem in problems]
+            return _usable(folder / step_name(step), tuple(skipped))
+        skipped += [f"{folder / step_name(step)} passed over: {problem}" for problem in problems]
     if some:
         raise CheckpointError(
-            f"none of the {len(some)} checkpoints in {folder} can be used: {'; '.join(passed)}",
+            f"none of the {len(some)} checkpoints in {folder} can be used: {'; '.join(skipped)}",
             hint="restore the missing files, or set checkpoint.resume never and another output_dir to start a new run",
         )
     return None
 
 
-def named_checkpoint(place: CheckpointFolder, path: Path) -> UsableCheckpoint:
+def named_checkpoint(checkpoints: CheckpointFolder, path: Path) -> UsableCheckpoint:
     """The checkpoint at `path`, or the newest one if `path` is a run or its folder of checkpoints; collective."""
     for folder in (path / CHECKPOINTS, path):
         if any(all_gather_object(bool(complete_steps(folder)))):
-            found = newest_checkpoint(place, folder)
-            if found is not None:
-                return found
-    problems = _problems(place, path)
+            usable = newest_checkpoint(checkpoints, folder)
+            if usable is not None:
+                return usable
+    problems = _problems(checkpoints, path)
     if problems:
         raise CheckpointError(
             f"checkpoint.resume names {path}: {'; '.join(problems)}", hint="name a run or one of its checkpoints"
         )
-    return _found(path, ())
+    return _usable(path, ())
 
 
-def restore_engine(engine: Engine, place: CheckpointFolder, found: UsableCheckpoint) -> dict[str, Any]:
+def restore_engine(engine: Engine, checkpoints: CheckpointFolder, usable: UsableCheckpoint) -> dict[str, Any]:
     """Restore `engine` from the checkpoint; collective. Returns the state that only this rank had saved, such as its
     random state; empty without one.
 
     CheckpointError on every rank if a tensor is missing, has another shape, or is in a part that is not available.
     """
     error, state = None, engine.state
+    manifest, saved = usable.manifest, usable.state
     try:
-        reader = PartReader(found.folder / name for name in found.manifest.parts)
+        reader = PartReader(usable.folder / name for name in manifest.parts)
         state.create_optimizer_state(_kinds(reader))
-        read_state_groups(state.groups(restoring=True), reader, absent=", ".join(found.manifest.absent_parts) or "none")
+        read_state_groups(state.groups(restoring=True), reader, absent=", ".join(manifest.absent_parts) or "none")
     except CheckpointError as failed:
         error = failed
     raise_on_every_rank(error)
-    state.finish(found.state.engine)
-    taken, wanted = state.scalars()["steps"], found.state.engine["steps"]
-    has_state = any(_kinds(reader).values())
-    raise_on_every_rank(None if taken == wanted or not has_state else _other_steps(found.folder, taken, wanted))
-    own = [part.extra for part in reader.parts if part.extra["rank"] == place.rank]
-    is_same = found.manifest.world_size == place.world_size and found.state.layout.get("mesh") == str(engine.plan.mesh)
+    state.finish(saved.engine)
+    taken, wanted = state.scalars()["steps"], saved.engine["steps"]
+    if taken != wanted and any(_kinds(reader).values()):
+        error = CheckpointError(
+            f"the optimizer is at step {taken} after restoring {usable.folder}, which has {wanted}",
+            hint="please report this",
+        )
+    raise_on_every_rank(error)
+    own = [part.extra for part in reader.parts if part.extra["rank"] == checkpoints.rank]
+    is_same = manifest.world_size == checkpoints.world_size and saved.layout.get("mesh") == str(engine.plan.mesh)
     return own[0] if own and is_same else {}
 
 
-def _other_steps(folder: Path, taken: int, wanted: int) -> CheckpointError:
-    return CheckpointError(
-        f"the optimizer is at step {taken} after restoring {folder}, which has {wanted}", hint="please report this"
-    )
+def _usable(folder: Path, skipped: tuple[str, ...]) -> UsableCheckpoint:
+    return UsableCheckpoint(folder, Manifest.read(folder), RunState.read(folder), skipped)
 
 
-def _found(folder: Path, passed: tuple[str, ...]) -> UsableCheckpoint:
-    return UsableCheckpoint(folder, Manifest.read(folder), RunState.read(folder), passed)
-
-
-def _problems(place: CheckpointFolder, folder: Path) -> list[str]:
-    """Problems of a checkpoint found on any rank; each rank checks its share of the files."""
+def _problems(checkpoints: CheckpointFolder, folder: Path) -> list[str]:
+    """Problems of a checkpoint found on any rank; each rank checks some of the files."""
     try:
         manifest = Manifest.read(folder)
     except CheckpointError as error:
         mine, token = [error.message], None
     else:
-        index, count = place.share
+        index, count = checkpoints.portion
         mine, token = damage_of(folder, manifest, sorted(manifest.files)[index::count]), manifest.token
-    found = all_gather_object((mine, token))
-    problems = [problem for others, _ in found for problem in others]
-    tokens = {token for _, token in found if token is not None}
+    of_ranks = all_gather_object((mine, token))
+    problems = [problem for others, _ in of_ranks for problem in others]
+    tokens = {token for _, token in of_ranks if token is not None}
     if len(tokens) > 1:
         problems.append(f"its parts are of {len(tokens)} different starts of the run")
     return list(dict.fromkeys(problems))
@@ -148,12 +147,12 @@ def _unfinished(folder: Path, *, newer_than: int) -> list[str]:
 
 def _kinds(reader: PartReader) -> dict[str, set[str]]:
     """Kinds of optimizer states in the checkpoint, by parameter name."""
-    found: dict[str, set[str]] = {}
+    kinds: dict[str, set[str]] = {}
     for key in reader.held:
         kind, _, name = key.partition("/")
         if kind not in (WEIGHT, BUFFER):
-            found.setdefault(name, set()).add(kind)
-    return found
+            kinds.setdefault(name, set()).add(kind)
+    return kinds
 
 
 def random_state() -> dict[str, Any]:

@@ -66,10 +66,10 @@ def layout_of(plan: Plan) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of the packages that affect the results of training."""
-    found = {}
+    installed = {}
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            installed[name] = "not installed"
+    return installed

@@ -44,12 +44,7 @@ class RunIdentity:
 
 def changes_since_checkpoint(state: RunState, now: RunIdentity) -> list[str]:
     """A line for each allowed difference from the checkpoint; CheckpointError for differences that are not allowed."""
-    then, here = _keys(state.config), _keys(now.config)
-    differ = {
-        key: f"{key} {then.get(key)!r} -> {here.get(key)!r}"
-        for key in sorted(then.keys() | here.keys())
-        if then.get(key) != here.get(key)
-    }
+    differ = _differences(_keys(state.config), _keys(now.config))
     broken = [text for key, text in differ.items() if on_resume(key) is OnResume.REFUSED]
     broken += [f"training rows {state.data} -> {now.data}"] if state.data != now.data else []
     for what, old, new in (("base model", state.base, now.base), ("teacher", state.teacher, now.teacher)):
@@ -60,8 +55,19 @@ def changes_since_checkpoint(state: RunState, now: RunIdentity) -> list[str]:
             hint="set them back, or start a new run from an export: checkpoint.resume never and another output_dir",
         )
     lines = [text for key, text in differ.items() if on_resume(key) is not OnResume.FREE]
-    lines += [*_other_choices(state, now), *_other_evaluation(state, now), *_other_versions(state)]
+    here = versions()
+    lines += [*_other_choices(state, now), *_other_evaluation(state, now)]
+    lines += [f"{name} {old} -> {here[name]}" for name, old in state.versions.items() if here.get(name, old) != old]
     return [f"changed since the checkpoint: {text}" for text in lines]
+
+
+def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """A line for each key whose values differ, by key, sorted."""
+    return {
+        key: f"{key} {then.get(key)!r} -> {now.get(key)!r}"
+        for key in sorted(then.keys() | now.keys())
+        if then.get(key) != now.get(key)
+    }
 
 
 def on_resume(key: str) -> OnResume:
@@ -85,24 +91,21 @@ def _keys(config: Mapping[str, Any]) -> dict[str, Any]:
         mode="json", by_alias=True
     )
     routers = {"router": RouterConfig().model_dump()}
-    found = set_values(defaults) | set_values(routers) | set_values(config)
+    values = set_values(defaults) | set_values(routers) | set_values(config)
     # Adam and AdamW are the same optimizer in this program, with decoupled weight decay.
-    name = str(found["optim.name"]).lower()
-    found["optim.name"] = "adamw" if name == "adam" else name
+    name = str(values["optim.name"]).lower()
+    values["optim.name"] = "adamw" if name == "adam" else name
     # Files of older versions have a boolean here.
     key = "train.activation_checkpointing"
-    return found | {key: {True: "full", False: "none"}.get(found[key], found[key])}
+    return values | {key: {True: "full", False: "none"}.get(values[key], values[key])}
 
 
 def _other_choices(state: RunState, now: RunIdentity) -> list[str]:
     """DeepSpeed's keys that differ, since a DeepSpeed file may have changed under the same name."""
     if not state.deepspeed:
         return []
-    then, here = set_values(state.deepspeed), set_values(now.deepspeed)
-    differ = sorted(
-        key for key in then.keys() | here.keys() if then.get(key) != here.get(key) and not key.startswith(_DERIVED)
-    )
-    return [f"DeepSpeed's {key} {then.get(key)!r} -> {here.get(key)!r}" for key in differ]
+    differ = _differences(set_values(state.deepspeed), set_values(now.deepspeed))
+    return [f"DeepSpeed's {text}" for key, text in differ.items() if not key.startswith(_DERIVED)]
 
 
 def _other_evaluation(state: RunState, now: RunIdentity) -> list[str]:
@@ -119,11 +122,6 @@ def _other_evaluation(state: RunState, now: RunIdentity) -> list[str]:
             hint=f"give the same data.eval, or turn off what compares losses: {', '.join(comparing)}",
         )
     return [text]
-
-
-def _other_versions(state: RunState) -> list[str]:
-    here = versions()
-    return [f"{name} {old} -> {here[name]}" for name, old in state.versions.items() if here.get(name, old) != old]
 
 
 _WITHOUT_EFFECT = frozenset(
@@ -161,22 +159,17 @@ def model_mismatch(folder: Path, file: str, config: Mapping[str, Any]) -> Checkp
     Both are parsed by the same transformers, so that older spellings and omitted defaults make no difference.
     """
     try:
-        kept = json.loads((folder / file).read_text(encoding="utf-8"))
-        then, now = _compared(kept), _compared(config)
+        saved = json.loads((folder / file).read_text(encoding="utf-8"))
+        differ = _differences(_compared(saved), _compared(config))
     except (OSError, ValueError, KeyError) as unreadable:
         return CheckpointError(
             f"{folder / file} cannot be compared with the model's config.json: {unreadable!r}",
             hint="take another checkpoint",
         )
-    differ = [
-        f"{key} {then.get(key)!r} -> {now.get(key)!r}"
-        for key in sorted(then.keys() | now.keys())
-        if then.get(key) != now.get(key)
-    ]
     if not differ:
         return None
     return CheckpointError(
-        f"the model's config.json is not the one that {folder} was trained with: {'; '.join(differ)}",
+        f"the model's config.json is not the one that {folder} was trained with: {'; '.join(differ.values())}",
         hint="set it back, or start a new run from an export: checkpoint.resume never and another output_dir",
     )
 

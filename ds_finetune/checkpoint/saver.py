@@ -92,12 +92,12 @@ class Saver:
             partial.mkdir(exist_ok=True)
             part = partial / part_name(self.folder.rank, self.folder.world_size)
             if self.is_asynchronous:
-                serialise_part(groups, self._process, extra, share=self.folder.share)
+                serialise_part(groups, self._process, extra, portion=self.folder.portion)
                 commit_job = job if self.folder.is_leader else None
                 self._process.send(WriteJob(str(part), self._process.num_bytes, commit_job))
             else:
                 sink = FilePartSink(part)
-                serialise_part(groups, sink, extra, share=self.folder.share)
+                serialise_part(groups, sink, extra, portion=self.folder.portion)
                 sink.finish()
         except OSError as failed:
             self._pending.errors.append(f"OSError: {failed}")

@@ -53,7 +53,7 @@ def list_checkpoints(path: Path) -> Iterator[Pair]:
             yield step_name(step), _line(Manifest.read(folder / step_name(step)))
         except CheckpointError as broken:
             yield step_name(step), broken.message
-    yield from ((left.name, "not complete") for left in unfinished_folders(folder))
+    yield from ((unfinished.name, "not complete") for unfinished in unfinished_folders(folder))
 
 
 def describe_checkpoint(path: Path) -> Iterator[Pair]:
@@ -78,15 +78,11 @@ def verify_checkpoint(path: Path, *, workers: int) -> str:
     folder = find_checkpoint(path)
     manifest = Manifest.read(folder)
     with ThreadPoolExecutor(max(1, workers)) as pool:
-        found = [
-            problem
-            for problems in pool.map(lambda name: damage_of(folder, manifest, [name]), manifest.files)
-            for problem in problems
-        ]
-    if found:
-        raise CheckpointError(
-            "; ".join(found), hint=f"take another checkpoint; {len(manifest.files) - len(found)} other files are whole"
-        )
+        checks = pool.map(lambda name: damage_of(folder, manifest, [name]), manifest.files)
+        damage = [problem for problems in checks for problem in problems]
+    if damage:
+        undamaged = len(manifest.files) - len(damage)
+        raise CheckpointError("; ".join(damage), hint=f"take another checkpoint; {undamaged} other files are undamaged")
     return f"{folder}: {len(manifest.files)} files, {manifest.num_bytes / GIB:.2f} GiB, as they were written"
 
 
@@ -121,14 +117,14 @@ def gather_checkpoint(folders: Sequence[Path], out: Path) -> str:
     for name, (folder, _) in files.items():
         link_or_copy(folder / name, partial / name)
     sums = {name: file for name, (_, file) in sorted(files.items())}
-    whole = replace(first, ranks=tuple(range(first.world_size)), files=sums)
-    write_checksummed(partial / MANIFEST, [whole.text().encode()])
+    complete = replace(first, ranks=tuple(range(first.world_size)), files=sums)
+    write_checksummed(partial / MANIFEST, [complete.text().encode()])
     synchronise(partial)
     for folder in {(partial / name).parent for name in files}:
         synchronise(folder)
     partial.rename(out)
     synchronise(out.absolute().parent)
-    return f"{out}: {first.world_size} parts of step {first.step}, {whole.num_bytes / GIB:.2f} GiB"
+    return f"{out}: {first.world_size} parts of step {first.step}, {complete.num_bytes / GIB:.2f} GiB"
 
 
 def _line(manifest: Manifest) -> str:

@@ -20,4 +20,4 @@ def bytes_below(folder: Path) -> int:
 
 def nearest_existing(folder: Path) -> Path:
     """`folder`, or its nearest existing parent."""
-    return next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())

@@ -132,7 +132,7 @@ def interfaces() -> dict[str, list[str]]:
         name: [entry.address.partition("%")[0] for entry in entries if entry.family in families]
         for name, entries in psutil.net_if_addrs().items()
     }
-    return {name: known for name, known in addresses.items() if is_up.get(name)}
+    return {name: texts for name, texts in addresses.items() if is_up.get(name)}
 
 
 def interface_towards(address: str) -> str:

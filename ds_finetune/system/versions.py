@@ -35,12 +35,12 @@ def requirements_of(extra: str = "") -> tuple[Requirement, ...]:
             lines = project["optional-dependencies"][extra] if extra else project["dependencies"]
     if lines is None:
         try:
-            known = [Requirement(line) for line in requires(_PROJECT) or ()]
+            requirements = [Requirement(line) for line in requires(_PROJECT) or ()]
         except PackageNotFoundError:
             return ()
         assert not extra or extra in metadata(_PROJECT).get_all("Provides-Extra", ())
-        is_of_extra = {line: "extra" in str(line.marker) for line in known}
-        lines = [str(line) for line in known if is_of_extra[line] == bool(extra)]
+        is_of_extra = {line: "extra" in str(line.marker) for line in requirements}
+        lines = [str(line) for line in requirements if is_of_extra[line] == bool(extra)]
     parsed = [each for each in map(Requirement, lines) if each.marker is None or each.marker.evaluate({"extra": extra})]
     named = [name for line in parsed if line.name.replace("-", "_") == _PROJECT for name in sorted(line.extras)]
     others = [line for line in parsed if line.name.replace("-", "_") != _PROJECT]
@@ -49,13 +49,13 @@ def requirements_of(extra: str = "") -> tuple[Requirement, ...]:
 
 def installed_versions(extras: Sequence[str] = ("", *EXTRAS)) -> dict[str, str]:
     """The installed version of each package that `extras` require ("": the program itself); "" where not installed."""
-    found = {}
+    installed = {}
     for name in {line.name for extra in extras for line in requirements_of(extra)}:
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
-            found[name] = ""
-    return found
+            installed[name] = ""
+    return installed
 
 
 def outside_ranges(installed: Mapping[str, str], extra: str = "") -> dict[str, Requirement]:
@@ -64,10 +64,10 @@ def outside_ranges(installed: Mapping[str, str], extra: str = "") -> dict[str, R
 
     A package of an extra that is not installed is left out, because the code that needs it reports that.
     """
-    found = {line: installed.get(line.name, "") for line in requirements_of(extra)}
+    versions = {line: installed.get(line.name, "") for line in requirements_of(extra)}
     return {
         f"{line.name} {has or 'is not installed'} (tested: {range_text(line)})": line
-        for line, has in found.items()
+        for line, has in versions.items()
         if not (line.specifier.contains(has, prereleases=True) if has else extra)
     }
 

@@ -311,10 +311,10 @@ def master_port(environ: Mapping[str, str], default: int) -> int:
 def _tasks_per_node(text: str) -> Iterator[int]:
     """`2(x3),1` -> 2, 2, 2, 1."""
     for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if not found:
+        numbers = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if not numbers:
             raise LaunchError(f"Slurm's tasks per node `{text}` cannot be read at `{part}`", hint="start with srun")
-        yield from [int(found[1])] * int(found[2] or 1)
+        yield from [int(numbers[1])] * int(numbers[2] or 1)
 
 
 def slurm_nodes(environ: Mapping[str, str], *names: str) -> list[str]:
@@ -337,8 +337,8 @@ def _expand(part: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[str]:
-    found = []
+    numbers = []
     for piece in text.split(","):
         first, _, last = piece.partition("-")
-        found += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
-    return found
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+    return numbers

@@ -246,7 +246,7 @@ def start_saver(run: PreparedRun, engine: Engine, point: ResumePoint) -> Iterato
         return groups()
 
     saver = Saver(checked_groups, checkpoints, run.plan.saves_asynchronously, beside, locks)
-    num_bytes = int(num_weights(groups(), share=checkpoints.share) * run.plan.checkpoint_bytes_per_parameter)
+    num_bytes = int(num_weights(groups(), portion=checkpoints.portion) * run.plan.checkpoint_bytes_per_parameter)
     raise_on_every_rank(_memory_error(num_bytes, run.plan))
     saver.start(num_bytes)
     try:

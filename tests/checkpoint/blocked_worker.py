@@ -66,7 +66,7 @@ def _contest(engine: Engine, folder: Path) -> dict[str, Any]:
     ours, whole, theirs = [], [], []
     with closing(saver):
         saver.start(
-            int(num_weights(engine.state.groups(), share=place.share) * engine.plan.checkpoint_bytes_per_parameter)
+            int(num_weights(engine.state.groups(), portion=place.portion) * engine.plan.checkpoint_bytes_per_parameter)
         )
         for number in range(ROUNDS):
             dist.barrier()

@@ -39,9 +39,9 @@ from ds_finetune.checkpoint.part_storage import (
     PartReader,
     flat_range_chunks,
     overlap,
+    portion_of_slice,
     read_state_groups,
     serialise_part,
-    share_of_slice,
 )
 from ds_finetune.checkpoint.restore import random_state, restore_random_state
 from ds_finetune.checkpoint.run_state import RunState
@@ -56,7 +56,7 @@ from ds_finetune.checkpoint.tools import (
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.state.state import Slice, StateGroup, loss_scale, restore_loss_scale, scaler_of
 from ds_finetune.errors import CheckpointError
-from ds_finetune.export.readers.sources import CheckpointSource, open_checkpoint
+from ds_finetune.export.readers.sources import open_checkpoint, read_checkpoint
 from tests.checkpoint.groups import group_of, reading
 
 
@@ -159,7 +159,7 @@ def written(folder: Path, groups: list[StateGroup]) -> list[Path]:
     for rank, group in enumerate(groups):
         paths.append(folder / part_name(rank, len(groups)))
         sink = FilePartSink(paths[-1])
-        serialise_part([group], sink, {"rank": rank}, share=(rank, len(groups)))
+        serialise_part([group], sink, {"rank": rank}, portion=(rank, len(groups)))
         sink.finish()
     return paths
 
@@ -212,7 +212,7 @@ def test_slices_of_tensor_parallel_ranks_are_boxes_of_the_whole(tmp_path: Path) 
 
 def test_what_all_ranks_hold_is_shared_out(tmp_path: Path) -> None:
     part = Slice("weight/w", (7,), 0, 7, torch.float32, is_replicated=True)
-    shares = [share_of_slice(part, index, 3) for index in range(3)]
+    shares = [portion_of_slice(part, index, 3) for index in range(3)]
     assert [(piece.start, piece.numel) for piece in shares] == [(0, 2), (2, 2), (4, 3)]
     numbers = torch.arange(7.0)
     paths = written(tmp_path, [reading({part: numbers})] * 3)
@@ -223,10 +223,10 @@ def test_what_two_nodes_both_hold_is_taken_from_one(tmp_path: Path) -> None:
     """One node cut it among two ranks, the other gave it to its only one."""
     part, numbers = Slice("buffer/b", (9,), 0, 9, torch.float32, is_replicated=True), torch.arange(9.0)
     paths = []
-    for rank, (node, share) in enumerate(((0, (0, 2)), (0, (1, 2)), (2, (0, 1)))):
+    for rank, (node, portion) in enumerate(((0, (0, 2)), (0, (1, 2)), (2, (0, 1)))):
         paths.append(tmp_path / part_name(rank, 3))
         sink = FilePartSink(paths[-1])
-        serialise_part([reading({part: numbers})], sink, {"rank": rank, "home": node}, share=share)
+        serialise_part([reading({part: numbers})], sink, {"rank": rank, "home": node}, portion=portion)
         sink.finish()
     for some in (paths, paths[2:], paths[:2]):
         found = torch.zeros(9)
@@ -252,7 +252,7 @@ def test_nodes_keep_their_parts_and_gather_makes_them_whole(tmp_path: Path) -> N
         group = group_of({"weight/w": (whole[rank * 6 : rank * 6 + 6], (3, 4), rank * 6)})
         home = place(tmp_path / node / "checkpoints", rank, (rank,), 2)
         sink = FilePartSink(_aside(home, rank))
-        serialise_part([group], sink, {"rank": rank, "host": node}, share=home.share)
+        serialise_part([group], sink, {"rank": rank, "host": node}, portion=home.portion)
         sink.finish()
         commit(_aside(home, rank).parent, _of_node(rank, node), {"state.json": _state().text()}, {}, lambda: False)
     a, b = tmp_path / "a", tmp_path / "b"
@@ -307,7 +307,7 @@ def test_a_renamed_checkpoint_is_refused(tmp_path: Path) -> None:
     assert "its name says step 7 and it holds step 3" in dict(list_checkpoints(tmp_path))[step_name(7)]
     for read in (
         describe_checkpoint,
-        CheckpointSource,
+        read_checkpoint,
         lambda path: gather_checkpoint([path], tmp_path / "out"),
         open_checkpoint,
     ):
