@@ -28,7 +28,7 @@ _PREFIX = "step-"
 _CHUNK_BYTES = 16 * MIB
 _POLL_SECONDS = 0.05
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EACCES, errno.ENOSYS)
-_LEFT = re.compile(r"step-\d+\.(partial-[0-9a-f-]+|replaced-[0-9a-f-]+|removing)|\.rehearsal-[0-9a-f-]+")
+_UNFINISHED = re.compile(r"step-\d+\.(partial-[0-9a-f-]+|replaced-[0-9a-f-]+|removing)|\.rehearsal-[0-9a-f-]+")
 """Names of unfinished folders that this program makes; every other folder belongs to the user."""
 _FINAL = re.compile(r"step-(\d+)")
 """Name of a complete checkpoint, with its step; the user may give a copy any other name."""
@@ -133,16 +133,13 @@ class Manifest:
             )
         files = {name: FileChecksum(**file) for name, file in tree.pop("files").items()}
         manifest = cls(**{**tree, "ranks": tuple(tree["ranks"])}, files=files)
-        manifest._check_name(folder)
-        return manifest
-
-    def _check_name(self, folder: Path) -> None:
-        named = _FINAL.fullmatch(folder.absolute().name)
-        if named and int(named[1]) != self.step:
+        named, step = _FINAL.fullmatch(folder.absolute().name), manifest.step
+        if named and int(named[1]) != step:
             raise RenamedCheckpointError(
-                f"{folder} was renamed: its name says step {int(named[1])} and it holds step {self.step}",
-                hint=f"rename it to {step_name(self.step)}, or to a name that says no step",
+                f"{folder} was renamed: its name says step {int(named[1])} and it holds step {step}",
+                hint=f"rename it to {step_name(step)}, or to a name that says no step",
             )
+        return manifest
 
 
 class ChecksummedFile:
@@ -198,21 +195,37 @@ def mark_part_written(part: Path, checksum: FileChecksum) -> None:
     unnamed.rename(part.with_name(part.name + _STATUS))
 
 
-def commit(
-    partial: Path,
-    manifest: Manifest,
-    texts: Mapping[str, str],
-    beside: Mapping[str, str],
-    keep_waiting: Callable[[], bool],
-) -> Path:
-    """Complete a checkpoint: rename the folder `partial` to `step-N` once all its files are on disk, and return the new
-    path. Only a folder with such a name counts as a checkpoint.
+@dataclass(frozen=True)
+class CommitJob:
+    """A checkpoint to be completed in the folder `partial`.
 
-    Before that, write the files `texts` (name to content), link the files `beside` (name to source), wait for the parts
-    of `manifest` that other ranks write, and write a manifest of all files. TimeoutError if `keep_waiting` returns
-    false while parts are missing. An older folder of the same step is removed at the end.
+    `manifest` has no files yet. `texts` maps names of new files to contents, and `linked` maps names to existing files.
     """
-    sums = _small_files(partial, texts, beside)
+
+    partial: Path
+    manifest: Manifest
+    texts: Mapping[str, str]
+    linked: Mapping[str, Path]
+
+
+def commit(job: CommitJob, keep_waiting: Callable[[], bool]) -> Path:
+    """Complete a checkpoint: rename its folder to `step-N` once all its files are on disk, and return the new path.
+
+    Only a folder with such a name counts as a checkpoint.
+
+    Before that, write the texts of `job`, link its files, wait for the parts that other ranks write, and write a
+    manifest of all files. TimeoutError if `keep_waiting` returns false while parts are missing. An older folder of the
+    same step is removed at the end.
+    """
+    partial, manifest = job.partial, job.manifest
+    sums = {name: write_checksummed(partial / name, [text.encode()]) for name, text in job.texts.items()}
+    for name, source in job.linked.items():
+        link_or_copy(source, partial / name)
+        # The content of a hard link may still be in memory only. Once it is on disk, this costs nothing.
+        synchronise(partial / name)
+        sums[name] = checksum_of(partial / name)
+    for folder in {(partial / name).parent for name in job.linked}:
+        synchronise(folder)
     sums |= _wait_for_parts(partial, manifest.parts, keep_waiting)
     complete = replace(manifest, files=dict(sorted(sums.items())))
     for name in manifest.parts:
@@ -257,18 +270,6 @@ def link_or_copy(source: Path, target: Path) -> None:
             raise
         with source.open("rb") as file:
             write_checksummed(target, iter(lambda: file.read(_CHUNK_BYTES), b""))
-
-
-def _small_files(partial: Path, texts: Mapping[str, str], beside: Mapping[str, str]) -> dict[str, FileChecksum]:
-    sums = {name: write_checksummed(partial / name, [text.encode()]) for name, text in texts.items()}
-    for name, source in beside.items():
-        link_or_copy(Path(source), partial / name)
-        # The content of a hard link may still be in memory only. Once it is on disk, this costs nothing.
-        synchronise(partial / name)
-        sums[name] = checksum_of(partial / name)
-    for folder in {(partial / name).parent for name in beside}:
-        synchronise(folder)
-    return sums
 
 
 def _wait_for_parts(partial: Path, names: Sequence[str], keep_waiting: Callable[[], bool]) -> dict[str, FileChecksum]:
@@ -318,4 +319,4 @@ def unfinished_folders(checkpoints: Path) -> list[Path]:
     """Folders that were not finished, or not fully removed."""
     if not checkpoints.is_dir():
         return []
-    return sorted(path for path in checkpoints.iterdir() if path.is_dir() and _LEFT.fullmatch(path.name))
+    return sorted(path for path in checkpoints.iterdir() if path.is_dir() and _UNFINISHED.fullmatch(path.name))

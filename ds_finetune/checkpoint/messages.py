@@ -4,22 +4,9 @@ The writer process imports this module, so it does not import torch.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from ds_finetune.checkpoint.commit import Manifest
-
-
-@dataclass(frozen=True)
-class CommitJob:
-    """Complete the checkpoint in the folder `partial` once every part is written (`commit.commit`).
-
-    `manifest` has no files yet. `texts` maps names of new files to contents, and `linked` maps names to paths of
-    existing files.
-    """
-
-    partial: str
-    manifest: Manifest
-    texts: dict[str, str]
-    linked: dict[str, str]
+from ds_finetune.checkpoint.commit import CommitJob
 
 
 @dataclass(frozen=True)
@@ -33,7 +20,7 @@ class ReserveJob:
 class WriteJob:
     """Write the first `num_bytes` of shared memory to the file `part`, then run `commit` where it is given."""
 
-    part: str
+    part: Path
     num_bytes: int
     commit: CommitJob | None
 
@@ -42,7 +29,7 @@ class WriteJob:
 class RemoveJob:
     """Remove checkpoints."""
 
-    folders: list[str]
+    folders: list[Path]
 
 
 class StopWaiting:

@@ -68,14 +68,12 @@ def main() -> None:
                 case WriteJob():
                     # The map is not closed: after a failure the traceback still refers to it, and close() would raise.
                     staged = mmap.mmap(memory, job.num_bytes, access=mmap.ACCESS_READ)
-                    part = Path(job.part)
-                    mark_part_written(part, write_checksummed(part, byte_pieces(memoryview(staged))))
-                    if (new := job.commit) is not None:
-                        partial = Path(new.partial)
-                        commit(partial, new.manifest, new.texts, new.linked, _wait_condition(jobs, partial))
+                    mark_part_written(job.part, write_checksummed(job.part, byte_pieces(memoryview(staged))))
+                    if job.commit is not None:
+                        commit(job.commit, _wait_condition(jobs, job.commit.partial))
                 case RemoveJob():
                     for folder in job.folders:
-                        remove_checkpoint(Path(folder))
+                        remove_checkpoint(folder)
         except Exception as failed:  # noqa: BLE001 - the rank reports whatever went wrong, and this process continues
             error = f"{type(failed).__name__}: {failed}"
         with suppress(ConnectionError):

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from ds_finetune.checkpoint.commit import (
     STATE,
+    CommitJob,
     Manifest,
     commit,
     complete_steps,
@@ -24,7 +25,7 @@ from ds_finetune.checkpoint.commit import (
     step_name,
 )
 from ds_finetune.checkpoint.folder import CheckpointFolder
-from ds_finetune.checkpoint.messages import CommitJob, RemoveJob, ReserveJob, WriteJob
+from ds_finetune.checkpoint.messages import RemoveJob, ReserveJob, WriteJob
 from ds_finetune.checkpoint.part_sinks import FilePartSink, WriterProcess
 from ds_finetune.checkpoint.part_storage import serialise_part
 from ds_finetune.engine.groups.collectives import all_reduce_max
@@ -81,20 +82,16 @@ class Saver:
         self._pending = SaveResult(step)
         partial = self.folder.path / partial_name(step, self.folder.token)
         shared, host = self.folder, socket.gethostname()
-        job = CommitJob(
-            str(partial),
-            Manifest(step, shared.world_size, shared.ranks, host, shared.token, eval_loss, files={}),
-            texts={STATE: state},
-            linked={name: str(source) for name, source in self.linked.items()},
-        )
-        extra = {"rank": self.folder.rank, "home": self.folder.ranks[0], "host": socket.gethostname(), **rank_state}
+        manifest = Manifest(step, shared.world_size, shared.ranks, host, shared.token, eval_loss, files={})
+        job = CommitJob(partial, manifest, {STATE: state}, dict(self.linked))
+        extra = {"rank": shared.rank, "home": shared.ranks[0], "host": host, **rank_state}
         try:
             partial.mkdir(exist_ok=True)
             part = partial / part_name(self.folder.rank, self.folder.world_size)
             if self.is_asynchronous:
                 serialise_part(groups, self._process, extra, portion=self.folder.portion)
                 commit_job = job if self.folder.is_leader else None
-                self._process.send(WriteJob(str(part), self._process.num_bytes, commit_job))
+                self._process.send(WriteJob(part, self._process.num_bytes, commit_job))
             else:
                 sink = FilePartSink(part)
                 serialise_part(groups, sink, extra, portion=self.folder.portion)
@@ -129,7 +126,7 @@ class Saver:
         if not self.folder.is_leader or not folders:
             return
         if self.is_asynchronous:
-            self._process.send(RemoveJob([str(folder) for folder in folders]))
+            self._process.send(RemoveJob(folders))
             return
         for folder in folders:
             remove_checkpoint(folder)
@@ -150,7 +147,7 @@ class Saver:
             return
         until = time.monotonic() + _COMMIT_SECONDS
         try:
-            commit(Path(job.partial), job.manifest, job.texts, job.linked, lambda: time.monotonic() < until)
+            commit(job, lambda: time.monotonic() < until)
         except OSError as error:
             self._pending.errors.append(f"{type(error).__name__}: {error}")
 

@@ -204,7 +204,7 @@ class ExportFormat:
         rows = FAMILIES.items()
         return sorted(name for name, row in rows if self.has_family(row) and (row.encoder is not None) == is_encoder)
 
-    def check_is_whole(self, config: Mapping[str, Any]) -> None:
+    def check_not_composite(self, config: Mapping[str, Any]) -> None:
         """ExportError where the config.json `config` is that of a composite model, which this format cannot hold."""
         if is_composite(config) and self is not SAFETENSORS:
             raise ExportError(

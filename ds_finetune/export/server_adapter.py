@@ -50,7 +50,7 @@ def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
         raise ExportError(f"`{source}` holds no adapter", hint="name the folder of an adapter, or of a run with `lora`")
     base = open_adapter(folder, options.base).base
     assert base is not None
-    ADAPTER.check_is_whole(json.loads((base / "config.json").read_text(encoding="utf-8")))
+    ADAPTER.check_not_composite(json.loads((base / "config.json").read_text(encoding="utf-8")))
     adapter, model_type = PeftAdapter.open(folder), read_model_spec(base).model_type
     check_servable(adapter, model_type)
     factors = {name: adapter.factors(name) for name in adapter.names}

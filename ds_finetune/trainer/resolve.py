@@ -140,7 +140,7 @@ def resolve(  # noqa: PLR0913 - what is decided, and what it is decided from
     model = make_model_plan(plan, is_config_only=is_config_only)
     token_limits(plan, model.hf_config)
     for row in formats_of_run(config.export.formats)[1:]:
-        row.check_is_whole(tree)
+        row.check_not_composite(tree)
         row.check_model_type(model.hf_config.model_type)
         # Packages, model settings and tokenizer matter only on the machine that exports.
         if not is_config_only:

@@ -19,6 +19,7 @@ from safetensors import safe_open
 
 from ds_finetune.checkpoint import commit as commit_module
 from ds_finetune.checkpoint.commit import (
+    CommitJob,
     Manifest,
     commit,
     complete_steps,
@@ -31,7 +32,7 @@ from ds_finetune.checkpoint.commit import (
     write_checksummed,
 )
 from ds_finetune.checkpoint.folder import CheckpointFolder
-from ds_finetune.checkpoint.messages import CommitJob, RemoveJob, ReserveJob, WriteJob
+from ds_finetune.checkpoint.messages import RemoveJob, ReserveJob, WriteJob
 from ds_finetune.checkpoint.part_sinks import FilePartSink, WriterProcess
 from ds_finetune.checkpoint.part_storage import (
     Chunk,
@@ -93,7 +94,7 @@ def complete(folder: Path, step: int, *, eval_loss: float | None = None) -> Path
     partial.mkdir(parents=True)
     part = partial / part_name(0, 1)
     mark_part_written(part, write_checksummed(part, [bytes(8), f"part of {step}".encode()]))
-    return commit(partial, manifest(step, eval_loss=eval_loss), {"state.json": "{}"}, {}, lambda: False)
+    return commit(CommitJob(partial, manifest(step, eval_loss=eval_loss), {"state.json": "{}"}, {}), lambda: False)
 
 
 def test_nothing_is_complete_before_every_part_is(tmp_path: Path) -> None:
@@ -103,7 +104,7 @@ def test_nothing_is_complete_before_every_part_is(tmp_path: Path) -> None:
     mark_part_written(part, write_checksummed(part, [b"one"]))
     asked = []
     with pytest.raises(TimeoutError, match="1 of 2 parts were not written"):
-        commit(partial, manifest(7, parts=2), {}, {}, lambda: len(asked) < 3 and not asked.append(1))
+        commit(CommitJob(partial, manifest(7, parts=2), {}, {}), lambda: len(asked) < 3 and not asked.append(1))
     assert complete_steps(tmp_path) == []
     assert unfinished_folders(tmp_path) == [partial]
     with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
@@ -254,7 +255,8 @@ def test_nodes_keep_their_parts_and_gather_makes_them_whole(tmp_path: Path) -> N
         sink = FilePartSink(_aside(home, rank))
         serialise_part([group], sink, {"rank": rank, "host": node}, portion=home.portion)
         sink.finish()
-        commit(_aside(home, rank).parent, _of_node(rank, node), {"state.json": _state().text()}, {}, lambda: False)
+        texts = {"state.json": _state().text()}
+        commit(CommitJob(_aside(home, rank).parent, _of_node(rank, node), texts, {}), lambda: False)
     a, b = tmp_path / "a", tmp_path / "b"
     with pytest.raises(CheckpointError, match=r"part-00001-of-00002\.safetensors of 2 ranks are in none of"):
         gather_checkpoint([a], tmp_path / "whole")
@@ -327,7 +329,7 @@ def test_random_states_come_back() -> None:
 def test_a_writer_that_dies_is_reported_and_started_again() -> None:
     process = WriterProcess()
     process.start()
-    process.send(WriteJob("/proc/no/such/place", 1, None))
+    process.send(WriteJob(Path("/proc/no/such/place"), 1, None))
     found: list[str] = []
     while process.is_busy:
         found += process.errors()
@@ -351,8 +353,8 @@ def test_a_commit_is_told_not_to_wait_for_a_rank_that_failed(tmp_path: Path) -> 
     process.write(torch.tensor([1, 2, 3], dtype=torch.uint8))
     partial = tmp_path / partial_name(4, "a-1")
     partial.mkdir()
-    commit_job = CommitJob(str(partial), Manifest(4, 2, (0, 1), "h", "a-1", None, {}), {}, {})
-    process.send(WriteJob(str(partial / part_name(0, 2)), 3, commit_job))
+    commit_job = CommitJob(partial, Manifest(4, 2, (0, 1), "h", "a-1", None, {}), {}, {})
+    process.send(WriteJob(partial / part_name(0, 2), 3, commit_job))
     time.sleep(0.3)
     assert process.errors() == []
     assert process.is_busy
@@ -364,7 +366,7 @@ def test_a_commit_is_told_not_to_wait_for_a_rank_that_failed(tmp_path: Path) -> 
         assert time.monotonic() < until
     assert found == ["TimeoutError: 1 of 2 parts were not written"]
     process.stop_waiting()
-    process.send(RemoveJob([str(partial)]))
+    process.send(RemoveJob([partial]))
     while process.is_busy:
         assert process.errors() == []
         assert time.monotonic() < until

@@ -25,7 +25,7 @@ def test_a_signal_to_the_whole_job_does_not_end_a_save(number: signal.Signals, t
     assert _answered(writer) == []
     writer._process.send_signal(number)
     part = tmp_path / "part"
-    writer.send(WriteJob(str(part), 40, None))
+    writer.send(WriteJob(part, 40, None))
     assert _answered(writer) == []
     assert torch.frombuffer(bytearray(part.read_bytes()), dtype=torch.float32).tolist() == list(range(10))
     writer.close()

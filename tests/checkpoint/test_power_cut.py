@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.checkpoint.commit import (
+    CommitJob,
     Manifest,
     commit,
     damage_of,
@@ -38,8 +39,10 @@ def save(run: Path) -> Path:
     partial.mkdir(parents=True)
     part = partial / part_name(0, 1)
     mark_part_written(part, write_checksummed(part, [bytes(5000)]))
-    beside = {f"base/{name}": str(path) for name, path in base.items()}
-    return commit(partial, Manifest(1, 1, (0,), "host", "a", None, {}), {"state.json": "{}"}, beside, lambda: False)
+    linked = {f"base/{name}": path for name, path in base.items()}
+    return commit(
+        CommitJob(partial, Manifest(1, 1, (0,), "host", "a", None, {}), {"state.json": "{}"}, linked), lambda: False
+    )
 
 
 def test_content_is_synced_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from pydantic import BaseModel
 
-from ds_finetune.checkpoint.commit import Manifest, commit, partial_name, step_name
+from ds_finetune.checkpoint.commit import CommitJob, Manifest, commit, partial_name, step_name
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.same_run import (
     RunIdentity,
@@ -290,8 +290,9 @@ def saved(tmp_path: Path) -> Iterator[PreparedRun]:
     state = replace(state_of({}), step=3, position=(0, 20), layout={"mesh": "dp 2"}, **asdict(inputs_of(run)))
     partial = Path(config.output_dir) / "checkpoints" / partial_name(3, "a")
     partial.mkdir(parents=True)
-    beside = {"base/config.json": str(run.inputs.folder / "config.json")}
-    commit(partial, Manifest(3, 1, (), "host", "a", None, {}), {"state.json": state.text()}, beside, lambda: False)
+    linked = {"base/config.json": run.inputs.folder / "config.json"}
+    new = Manifest(3, 1, (), "host", "a", None, {})
+    commit(CommitJob(partial, new, {"state.json": state.text()}, linked), lambda: False)
     yield run
     dist.destroy_process_group()
 

@@ -38,11 +38,11 @@ GENERATED = (
     ((0,), 12, (8, 4)),
     ((2, 0), 21, (1, 9, 1, 1, 4, 1, 4)),
 )
-"""Cases of a language model: padding tokens at the start of each row, tokens of a row with padding, and sizes of the
-pieces in which tokens are fed, with the cache of earlier pieces.
+"""Cases of a language model. Each has the number of padding tokens at the start of every row, the length of a row with
+padding, and the lengths of the pieces in which a row is fed, each piece with the cache of the earlier ones.
 """
 PROMPTS = ((0, 4, 1, 7), 11)
-"""Prompts of greedy decoding: padding tokens at the start of each row, and tokens of a row with padding."""
+"""Prompts of greedy decoding: number of padding tokens at the start of every row, and length of a row with padding."""
 SCORED = (
     ((0,), 1, "right"),
     ((0,), 23, "right"),
@@ -50,7 +50,7 @@ SCORED = (
     ((0, 11, 5), 33, "right"),
     ((2, 0), 12, "left"),
 )
-"""Cases of a classifier: padding tokens of each row, tokens of a row with padding, and the padding side."""
+"""Cases of a classifier: number of padding tokens of every row, length of a row with padding, and padding side."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,7 @@ from ds_finetune.model.weights.safetensors_file import DataFile
 
 
 class Inert:
-    """Replaces an object of a class of another program; ignores the object's state."""
+    """Stands in for a pickled object of another program's class, and ignores its state."""
 
     def __init__(self, *_: object) -> None:
         pass
@@ -33,7 +33,7 @@ class Inert:
 
 
 class InertInt(int):
-    """Replaces a member of an integer enumeration, e.g. `ZeroStageEnum`."""
+    """Stands in for a pickled member of an integer enumeration, e.g. `ZeroStageEnum`."""
 
 
 def load_values(path: Path, stand_ins: Sequence[tuple[Any, str]]) -> dict[str, Any]:
