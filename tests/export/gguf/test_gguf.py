@@ -24,7 +24,7 @@ from tests.running import files_of_at_most, tiny_task
 
 gguf = pytest.importorskip("gguf", reason="the gguf extra is not installed: pip install 'ds_finetune[gguf]'")
 
-from ds_finetune.export.gguf import llama_template, llama_tokenizer  # noqa: E402 - it needs gguf
+from ds_finetune.export.gguf import llama_tokenizer  # noqa: E402 - it needs gguf
 
 LAYER = {
     "attn_norm": "input_layernorm",
@@ -332,7 +332,7 @@ def test_published_chat_templates_are_not_refused(shared_data: Path) -> None:
         *texts,
         "{%- generation -%}{{ messages | length }}{%- endgeneration -%}{% for a in b %}{% break %}{% endfor %}",
     ]:
-        llama_template.check_template(
+        llama_tokenizer.check_template(
             PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=text)
         )
 

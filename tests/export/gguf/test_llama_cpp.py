@@ -20,7 +20,7 @@ from tests.export.gguf.models import MODELS, TEXTS, greedy, save
 pytest.importorskip("gguf", reason="the gguf extra is not installed: pip install 'ds_finetune[gguf]'")
 pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
 
-from ds_finetune.export.gguf import llama_template
+from ds_finetune.export.gguf import llama_tokenizer
 
 WORKER = ROOT / "tests" / "export" / "gguf" / "llama_worker.py"
 TOKENS = 36
@@ -75,9 +75,9 @@ def test_its_server_starts_with_no_template_that_is_refused(tmp_path: Path) -> N
             == 0
         )
 
-    lacking = [f"{{{{ 'a' | {name} }}}}" for name in llama_template._FILTERS.split()]
-    lacking += [f"{{% if 2 is {name}(2) %}}{{% endif %}}" for name in llama_template._TESTS.split()]
-    lacking += [f"{{% set made = {name}('a') %}}" for name in llama_template._FUNCTIONS.split()]
+    lacking = [f"{{{{ 'a' | {name} }}}}" for name in llama_tokenizer._FILTERS.split()]
+    lacking += [f"{{% if 2 is {name}(2) %}}{{% endif %}}" for name in llama_tokenizer._TESTS.split()]
+    lacking += [f"{{% set made = {name}('a') %}}" for name in llama_tokenizer._FUNCTIONS.split()]
     lacking += [
         "{% block a %}{% endblock %}",
         "{% include 'a' %}",
