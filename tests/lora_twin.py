@@ -75,7 +75,7 @@ def write_adapter_of(model: PreTrainedModel, lora: LoraConfig, out: Path, *, bas
     """The adapters of a model as an adapter folder."""
     tensors = {name: param.detach() for name, param in model.named_parameters() if is_adapter(name)}
     kept = {name: model.get_parameter(name).detach() for name in plan_lora(model.config, lora).whole}
-    adapter_base = AdapterBase(name=str(base), digest="", family=family_of(model.config.model_type), whole=kept)
+    adapter_base = AdapterBase(name=str(base), digest="", family=family_of(model.config.model_type), trained=kept)
     write_adapter(factors_of(tensors, lora.scale), lora, out, adapter_base)
 
 

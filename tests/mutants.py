@@ -1133,7 +1133,7 @@ MUTANTS = (
     Mutant(
         "head of an adapter not written",
         "export/adapter.py",
-        "for name, tensor in base.whole.items()}",
+        "for name, tensor in base.trained.items()}",
         "for name, tensor in {}.items()}",
         CLASSIFIERS,
     ),

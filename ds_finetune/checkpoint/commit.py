@@ -305,18 +305,10 @@ def damage_of(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[st
 
 def complete_steps(checkpoints: Path) -> list[int]:
     """Steps whose folders have their final name, oldest first."""
-    if not checkpoints.is_dir():
-        return []
-    numbers = [
-        path.name.removeprefix(_PREFIX)
-        for path in checkpoints.iterdir()
-        if path.name.startswith(_PREFIX) and path.is_dir()
-    ]
-    return sorted(int(number) for number in numbers if number.isdigit())
+    names = (_FINAL.fullmatch(path.name) for path in checkpoints.glob(f"{_PREFIX}*") if path.is_dir())
+    return sorted(int(name[1]) for name in names if name)
 
 
 def unfinished_folders(checkpoints: Path) -> list[Path]:
     """Folders that were not finished, or not fully removed."""
-    if not checkpoints.is_dir():
-        return []
-    return sorted(path for path in checkpoints.iterdir() if path.is_dir() and _UNFINISHED.fullmatch(path.name))
+    return sorted(path for path in checkpoints.glob("*") if path.is_dir() and _UNFINISHED.fullmatch(path.name))

@@ -38,7 +38,7 @@ class Chunk:
         return math.prod(self.sizes)
 
     def moved(self, by: Ints) -> "Chunk":
-        """The same chunk in a larger tensor, in which this one's tensor begins at index `by`."""
+        """This chunk in a larger tensor, in which its tensor begins at index `by`."""
         return Chunk(tuple(mine + more for mine, more in zip(self.offsets, by, strict=True)), self.sizes)
 
 

@@ -3,12 +3,12 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
 from ds_finetune.checkpoint.commit import STATE
 from ds_finetune.plan.plan import Plan
+from ds_finetune.system.versions import installed_version
 
 _PACKAGES = ("ds_finetune", "torch", "deepspeed", "transformers")
 
@@ -66,10 +66,4 @@ def layout_of(plan: Plan) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of the packages that affect the results of training."""
-    installed = {}
-    for name in _PACKAGES:
-        try:
-            installed[name] = version(name)
-        except PackageNotFoundError:
-            installed[name] = "not installed"
-    return installed
+    return {name: installed_version(name) or "not installed" for name in _PACKAGES}

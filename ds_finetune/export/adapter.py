@@ -40,7 +40,7 @@ class AdapterBase:
     """Name, in transformers' class, of the module that weights here call `model`; different for the text part of a
     composite model.
     """
-    whole: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    trained: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Fully trained weights by name, such as the head of a classifier."""
     classifier_config: Mapping[str, Any] = field(default_factory=dict)
     """The config.json of a classifier, which has the names of its classes; empty for other models."""
@@ -58,7 +58,7 @@ def write_adapter(factors: Mapping[str, Factors], lora: LoraConfig, out: Path, b
     factors = {re.sub(r"^model\.", f"{base.module}.", name): adapter for name, adapter in factors.items()}
     with replaced_folder(out) as partial, as_output_errors(partial):
         tensors = {key: tensor for name, adapter in factors.items() for key, tensor in _peft_tensors(name, adapter)}
-        tensors |= {KEY_PREFIX + name: tensor.contiguous() for name, tensor in base.whole.items()}
+        tensors |= {KEY_PREFIX + name: tensor.contiguous() for name, tensor in base.trained.items()}
         write_weights(tensors, partial, base.digest)
         (partial / CONFIG).write_text(json.dumps(_peft_config(factors, lora, base), indent=2) + "\n", encoding="utf-8")
         if base.classifier_config:
@@ -86,7 +86,7 @@ def _peft_tensors(name: str, adapter: Factors) -> list[tuple[str, torch.Tensor]]
 
 def _peft_config(factors: Mapping[str, Factors], lora: LoraConfig, base: AdapterBase) -> dict[str, Any]:
     """The contents of adapter_config.json, with full names of modules."""
-    saved = sorted({name.rpartition(".")[0] for name in base.whole})
+    saved = sorted({name.rpartition(".")[0] for name in base.trained})
     parameters = [name for name in factors if is_peft_parameter(name, base.family)]
     return {
         "peft_type": "LORA",

@@ -151,7 +151,7 @@ class ExportFormat:
 
     @property
     def wheels(self) -> str:
-        """What pip has to install for `packages`."""
+        """Arguments of `pip install` for `packages`."""
         return f"'ds_finetune[{self.extra}]'" if self.extra else " ".join(self.packages).replace("_", "-")
 
     def resolved(self, options: ExportOptions) -> ExportOptions:

@@ -140,7 +140,7 @@ class FolderParts:
     copies: Mapping[str, str] = field(default_factory=dict)
     """Additional tensors that are copies of a model tensor: their names, each with the name of the original."""
     record: ExportRecord | None = None
-    """What the folder is verified against later; with None, no record is written."""
+    """Record against which the folder is verified later; None where no record is written."""
     texts: dict[str, str] = field(default_factory=dict)
     """Further files as text, by name, e.g. a chat template given in the run file."""
 

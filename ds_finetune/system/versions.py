@@ -47,15 +47,17 @@ def requirements_of(extra: str = "") -> tuple[Requirement, ...]:
     return (*others, *(line for name in named for line in requirements_of(name)))
 
 
+def installed_version(name: str) -> str:
+    """The version of an installed package; "" where it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
 def installed_versions(extras: Sequence[str] = ("", *EXTRAS)) -> dict[str, str]:
     """The installed version of each package that `extras` require ("": the program itself); "" where not installed."""
-    installed = {}
-    for name in {line.name for extra in extras for line in requirements_of(extra)}:
-        try:
-            installed[name] = version(name)
-        except PackageNotFoundError:
-            installed[name] = ""
-    return installed
+    return {line.name: installed_version(line.name) for extra in extras for line in requirements_of(extra)}
 
 
 def outside_ranges(installed: Mapping[str, str], extra: str = "") -> dict[str, Requirement]:

@@ -235,7 +235,7 @@ def _write_adapters(run: PreparedRun, engine: Engine, out: Path | None, parts: F
             digest=inputs.base,
             family=family_of(inputs.hf_config.model_type),
             module=text_module(inputs.folder) if is_composite(inputs.config_tree) else "model",
-            whole=full_weights,
+            trained=full_weights,
             classifier_config=inputs.config_tree if run.model.task == "sequence_classification" else {},
             files=parts.files,
             texts=parts.texts,

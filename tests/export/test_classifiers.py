@@ -181,7 +181,7 @@ def test_an_adapter_with_its_head_is_read_by_peft_and_merged(family: str, tmp_pa
         name=str(tmp_path / "base"),
         digest="",
         family=family_of(family),
-        whole={"score.weight": model.score.weight.detach()},
+        trained={"score.weight": model.score.weight.detach()},
         classifier_config=config,
     )
     write_adapter(factors_of(tensors, lora.scale), lora, tmp_path / "adapter", base)

@@ -166,6 +166,6 @@ def _outputs_first(key: str, shape: tuple[int, ...]) -> list[_View]:
 
 
 def _pairs(heads: torch.Tensor) -> torch.Tensor:
-    """Rows of heads whose rotated pairs, half a head apart before, become neighbours."""
+    """Rows of heads, reordered so that the two rows of a rotated pair are neighbours instead of half a head apart."""
     groups, rows, columns = heads.shape
     return heads.view(groups, 2, rows // 2, columns).transpose(1, 2)

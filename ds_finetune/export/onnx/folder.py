@@ -44,7 +44,7 @@ _NUMBERS = {"fp32": "float32", "fp16": "float16", "int8": "float32", "int4": "fl
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxExportResult(ExportResult):
-    """What was written, and the comparison with plain transformers."""
+    """Result of an ONNX export, with its comparison with plain transformers."""
 
     comparison: OnnxComparison
 

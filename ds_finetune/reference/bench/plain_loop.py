@@ -221,7 +221,7 @@ def _in_peft(lm: Any, engine: Engine, model: ModelPlan, lora: LoraConfig) -> nn.
         name=model.path,
         digest="",
         family=family_of(model.hf_config.model_type),
-        whole={name: tensor.clone() for name, tensor in engine.named_tensors(full_modules) if tensor is not None},
+        trained={name: tensor.clone() for name, tensor in engine.named_tensors(full_modules) if tensor is not None},
         classifier_config={} if model.task == "causal_lm" else model.hf_config.to_dict(),
     )
     with tempfile.TemporaryDirectory() as folder:

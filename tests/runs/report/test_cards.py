@@ -97,7 +97,7 @@ def _write_adapter(model: PreTrainedModel, folder: Path, objective: str) -> None
         name=str(folder / "base"),
         digest="",
         family=family_of(model.config.model_type),
-        whole={"score.weight": model.score.weight.detach()} if has_head else {},
+        trained={"score.weight": model.score.weight.detach()} if has_head else {},
         classifier_config=model.config.to_dict() | {"architectures": [type(model).__name__]} if has_head else {},
     )
     tensors = {name: param.detach() for name, param in adapted(model, lora).named_parameters() if is_adapter(name)}
