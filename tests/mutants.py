@@ -548,8 +548,8 @@ MUTANTS = (
     Mutant(
         "a reference with its adapters",
         "trainer/rollouts/source.py",
-        "self._engine.token_log_probs(every, of_reference=True)",
-        "self._engine.token_log_probs(every)",
+        "self._engine.token_log_probs(batches, of_reference=True)",
+        "self._engine.token_log_probs(batches)",
         "tests/trainer/rollouts/test_runs.py -k LoRA",
     ),
     Mutant(
@@ -1000,7 +1000,7 @@ MUTANTS = (
     Mutant(
         "biases by the choices of one rank",
         "engine/results.py",
-        "name: (one.view_as(table),",
+        "name: (on_device.view_as(table),",
         "name: (table,",
         ROUTERS,
     ),

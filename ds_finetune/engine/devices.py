@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -234,7 +235,7 @@ def read_device_memory(world: World, device: str) -> DeviceMemory:
     num_bytes = available_bytes() // world.local_world_size
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
-        num_bytes = min(num_bytes, max(0, limit - _status_bytes("VmSize")))
+        num_bytes = min(num_bytes, max(0, limit - psutil.Process().memory_info().vms))
     return DeviceMemory("CPU", total_bytes() // world.local_world_size, num_bytes)
 
 
@@ -246,7 +247,7 @@ class PeakMemory:
         if self._index is not None and torch.cuda.is_initialized():
             # Reset the peak of an earlier run in this process.
             torch.cuda.reset_peak_memory_stats(self._index)
-        self._before = _status_bytes("VmRSS") if self._index is None else _bytes_besides_torch(self._index)
+        self._before = psutil.Process().memory_info().rss if self._index is None else _bytes_besides_torch(self._index)
 
     def num_bytes(self) -> int:
         """On a GPU: peak memory reserved by torch, plus memory that NCCL and other libraries have taken since. On a
@@ -293,12 +294,3 @@ def is_out_of_memory(error: BaseException) -> bool:
             return True
         following = following.__cause__ or (None if following.__suppress_context__ else following.__context__)
     return False
-
-
-def _status_bytes(name: str) -> int:
-    """A value of /proc/self/status in bytes; 0 where it is missing."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)

@@ -372,7 +372,6 @@ class Engine:
         return self.objective.baseline(*self._sum_over_ranks(numbers, copies=self.plan.mesh.sharing))
 
     def _run_micro_batches(self, micro_batches: Sequence[ForwardRows], numbers: StepNumbers) -> torch.Tensor:
-        """Forward and backward of all micro-batches; returns this rank's sums of the objective, fp64."""
         sums, once = self._no_sums(), self.plan.reduces_once
         # The number of forwards varies with the sampled answers, so DeepSpeed is told which micro-batch is the last.
         varies = not once and is_of_answers(self.objective)

@@ -42,7 +42,7 @@ class _WithGradient(torch.autograd.Function):
         return grad, None
 
 
-def run_1f1b(stage: PipelineGroup, every: Sequence[ForwardRows], forward: Forward, backward: Backward) -> None:
+def run_1f1b(stage: PipelineGroup, batches: Sequence[ForwardRows], forward: Forward, backward: Backward) -> None:
     """Forward and backward of all micro-batches, in the order of DeepSpeed's schedule (0.19.8, pipe/schedule.py:189).
 
     Neighbours send and receive in matching order, so sends may block. A stage holds the activations of as many
@@ -50,8 +50,8 @@ def run_1f1b(stage: PipelineGroup, every: Sequence[ForwardRows], forward: Forwar
     """
     from deepspeed.runtime.pipe import schedule
 
-    turns = schedule.TrainSchedule(len(every), stage.size, stage.group_rank)
-    waiting = iter(every)
+    turns = schedule.TrainSchedule(len(batches), stage.size, stage.group_rank)
+    waiting = iter(batches)
     arrived: dict[int, torch.Tensor | None] = {}
     done: dict[int, StageForward] = {}
     grads: dict[int, torch.Tensor] = {}
@@ -112,21 +112,21 @@ class _TensorMessage(NamedTuple):
         return self.tensor
 
 
-def run_pipeline(stage: PipelineGroup, every: Sequence[ForwardRows], forward: Forward, backward: Backward) -> None:
+def run_pipeline(stage: PipelineGroup, batches: Sequence[ForwardRows], forward: Forward, backward: Backward) -> None:
     """Forward and backward of all micro-batches, interleaved where a rank has several chunks."""
     run = run_interleaved_1f1b if stage.num_chunks > 1 else run_1f1b
-    run(stage, every, forward, backward)
+    run(stage, batches, forward, backward)
 
 
 def run_interleaved_1f1b(
-    stage: PipelineGroup, every: Sequence[ForwardRows], forward: Forward, backward: Backward
+    stage: PipelineGroup, batches: Sequence[ForwardRows], forward: Forward, backward: Backward
 ) -> None:
     """Forward and backward of all micro-batches through all chunks of this rank.
 
     Sends are asynchronous: with blocking sends, neighbours would wait for each other.
     """
-    step = _InterleavedStep(stage, every)
-    turns = interleaved_turns(pp=stage.size, vpp=stage.num_chunks, micro_batches=len(every), rank=stage.group_rank)
+    step = _InterleavedStep(stage, batches)
+    turns = interleaved_turns(pp=stage.size, vpp=stage.num_chunks, micro_batches=len(batches), rank=stage.group_rank)
     try:
         arriving = step.receive(turns[0])
         for number, turn in enumerate(turns, start=1):

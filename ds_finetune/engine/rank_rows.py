@@ -43,7 +43,6 @@ def pins_memory(device: torch.device) -> bool:
 
 
 def _share_examples(examples: Examples, share: Callable[[torch.Tensor], torch.Tensor]) -> Examples:
-    """`examples` with the per-token tensors restricted to this rank's tokens."""
     answers = examples.answers
     if answers is not None:
         experts = None if answers.experts is None else share(answers.experts)

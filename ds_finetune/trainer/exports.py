@@ -202,7 +202,6 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int | None) -> 
 
 
 def _folder_parts(run: PreparedRun, engine: Engine, tokenizer: FittedTokenizer, *, step: int | None) -> FolderParts:
-    """All parts of an exported folder except tensors."""
     config, inputs = run.config, run.inputs
     record = None if step is None or not config.export.verify else export_record(run, engine, tokenizer, step=step)
     return FolderParts(

@@ -85,7 +85,6 @@ def failed_size(file: Path) -> int:
 
 
 def _decided(run: PreparedRun, rows: int, how: str) -> PreparedRun:
-    """The run with micro-batches of `rows` rows, and a plan line with the reason."""
     run = with_train(run, run.config.train.model_copy(update={"micro_batch_size": rows}))
     plan = run.plan
     after = [name for name, _ in plan.decisions].index("batch") + 1

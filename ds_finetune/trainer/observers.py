@@ -127,7 +127,6 @@ def make_time_left(run: PreparedRun) -> TimeLeft:
 
 
 def _router_observers(started: StartedRun) -> dict[str, RouterMetrics | LoadWatch]:
-    """Observers of expert loads by name; none for a model without routed experts."""
     run, router = started.run, started.run.model.router
     if router is None:
         return {}
@@ -189,7 +188,6 @@ def _checkpointing(
 
 
 def _writers(started: StartedRun, time_left: TimeLeft, rollouts: RolloutSource | None) -> list[Observer]:
-    """Observers of rank zero that write files and print."""
     run, say = started.run, started.say
     is_resumed = started.resume_point.progress.step > 0
     return [

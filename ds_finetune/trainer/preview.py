@@ -57,14 +57,7 @@ def _shown_source(rows: PreparedRows, name: str, units: range, tokenizer: PreTra
         source = rows.mixture.names.index(name)
         draws, size = rows.mixture.draws[source], rows.mixture.sizes[source]
         yield Text(f"{name}: {draws:,} of {rows.rows_per_epoch:,} rows of an epoch, drawn from {size:,}", style="bold")
-    for number in units:
-        yield from _shown_unit(rows, number, tokenizer)
-
-
-def _shown_unit(rows: PreparedRows, number: int, tokenizer: PreTrainedTokenizerBase) -> Iterator[Text]:
-    """A document with its label, or both documents of a pair."""
-    size = max(rows.kind.documents_per_unit, 1)
-    for document in range(number * size, (number + 1) * size):
+    for document in documents_of(rows, units):
         title = document_title(rows, document)
         if title:
             yield Text(escaped(title), style="bold")
@@ -72,6 +65,12 @@ def _shown_unit(rows: PreparedRows, number: int, tokenizer: PreTrainedTokenizerB
         if rows.kind.name == "prompts":
             record = json.dumps(rows.record(document), ensure_ascii=False)
             yield Text(escaped(f"rewards see {record}\n"))
+
+
+def documents_of(rows: PreparedRows, units: range) -> range:
+    """Numbers of the documents of `units`, which are documents, or pairs of two documents."""
+    size = max(rows.kind.documents_per_unit, 1)
+    return range(units.start * size, units.stop * size)
 
 
 def document_title(rows: PreparedRows, document: int) -> str:

@@ -93,7 +93,6 @@ def without_peak_of_profile(records: Iterator[StepRecord], first: int, last: int
 
 @contextmanager
 def _wrap(started: StartedRun, annotations: Annotations) -> Iterator[None]:
-    """Annotate phases of the engine and saves in the trace."""
     saver = started.saver
     with ExitStack() as stack:
         stack.enter_context(wrapped_phases(started.engine, annotations.during))

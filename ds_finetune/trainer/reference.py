@@ -101,7 +101,6 @@ def _compute(run: PreparedRun, engine: Engine, name: str, rows: PreparedRows) ->
 
 
 def _with_baselines(batches: Iterable[Batch], line: PhaseLine) -> Iterator[Batch]:
-    """Batches whose forwards include those of their baselines."""
     for batch in batches:
         yield replace(batch, micro=(*batch.baseline, *batch.micro))
         line.advance()

@@ -300,7 +300,6 @@ def _config_and_context(
 
 
 def _tokenizer(section: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer, downloading only its own files."""
     return load_tokenizer(str(resolve_folder(section.tokenizer or section.path, files=TOKENIZER_PATTERNS)))
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import chain
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from ds_finetune.system.processes import began_at, own_pid_namespace
 from ds_finetune.system.whole_file import replace_file, synchronise
 from ds_finetune.trainer.batches import mixture_lines
 from ds_finetune.trainer.prepare import PreparedRun
-from ds_finetune.trainer.preview import count_lines, document_title, marked_spans
+from ds_finetune.trainer.preview import count_lines, document_title, documents_of, marked_spans
 from ds_finetune.trainer.run_dir import RECORDS, prepare_run_folder
 
 _SAMPLES = 4
@@ -152,7 +152,6 @@ class StatusKeeper:
 
 
 def _now(first: RunStatus, progress: RankProgress) -> RunStatus:
-    """The status with the current progress."""
     try:
         limit = progress.limit_seconds()
     except RuntimeError:
@@ -283,17 +282,13 @@ def _data_summary(run: PreparedRun) -> dict[str, Any]:
 
 def _samples(run: PreparedRun, rows: PreparedRows) -> Iterator[dict[str, Any]]:
     """First documents of each source, with the texts of their spans."""
-    size = max(rows.kind.documents_per_unit, 1)
-    sources: Mapping[str, range] = rows.units_of_sources()
-    for source, units in list(sources.items())[:_MOST_SOURCES]:
-        documents = chain.from_iterable(range(unit * size, (unit + 1) * size) for unit in units[:_SAMPLES])
-        for document in documents:
+    for source, units in islice(rows.units_of_sources().items(), _MOST_SOURCES):
+        for document in documents_of(rows, units[:_SAMPLES]):
             spans = list(marked_spans(*rows.document(document), run.inputs.tokenizer))
             yield {"source": source, "title": document_title(rows, document), "spans": _shortened(spans)}
 
 
 def _shortened(spans: Spans) -> Spans:
-    """Spans up to the character limit, the last one truncated."""
     shown: Spans = []
     remaining = _LONGEST
     for text, is_supervised in spans:

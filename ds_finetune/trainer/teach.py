@@ -103,7 +103,6 @@ def _of_teacher(run: RunSettings, teacher: str) -> RunSettings:
 
 
 def _prepare(run: RunSettings) -> tuple[ModelPlan, RunInputs]:
-    """The plan of the student and its teacher, and the training rows, checked against both models."""
     model = plan_model(model_config(run), run)
     assert model.teacher is not None
     check_model(run.with_model(model.teacher.hf_config.to_dict()), "teacher")

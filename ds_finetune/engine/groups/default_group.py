@@ -68,8 +68,6 @@ def _absent(store: dist.Store, world_size: int) -> str:
 
 @dataclass
 class _RankWait:
-    """A rank's wait for the others in the rendezvous."""
-
     rank: int
     address: str
     began: float

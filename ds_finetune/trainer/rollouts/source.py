@@ -124,7 +124,6 @@ class RolloutSource:
             return self.sampler.sample(self.rows, prompts, self._objective.group_size)
 
     def _complete(self, begun: Rollout | Callable[[], Rollout]) -> Rollout:
-        """The rollout with the log-probabilities that its steps need."""
         rollout = begun() if callable(begun) else begun
         began = time.perf_counter()
         with self.sampler.progress.during(PHASE):
@@ -171,7 +170,6 @@ class RolloutSource:
         return replace(empty, groups=tuple(groups), trained=trained, until=draws.start, noted=notes)
 
     def _batch(self, rollout: Rollout, step: int) -> Batch:
-        """This rank's share of the batch of one of a rollout's steps."""
         masks = self._objective.truncated == "mask"
         answers = [
             self._answer(rollout, index, at)

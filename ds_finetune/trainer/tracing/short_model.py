@@ -123,14 +123,12 @@ class ShortModel:
         return trained.train()
 
     def _packs(self, hf_config: Any) -> bool:  # noqa: ANN401 - a PretrainedConfig
-        """Whether one call attends to all documents of a forward."""
         attention = self._plan.model.attention
         is_own = self._plan.device == "cuda" and attention in OWN_ATTENTIONS and attention != "by_document"
         return is_own and not varlen_problem(hf_config.to_dict(), precision=self._plan.precision)
 
     @contextmanager
     def _teacher(self) -> Iterator[Teacher | None]:
-        """Teacher of the run, with two layers of each kind."""
         plan = self._model.teacher
         assert plan is not None
         dtype = PRECISION_DTYPES[self._plan.precision]
