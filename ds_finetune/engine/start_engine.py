@@ -14,7 +14,7 @@ from ds_finetune.engine.devices import device_of_rank
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.process_groups import Groups, open_groups
 from ds_finetune.engine.ops.nvme import check_offload
-from ds_finetune.engine.patches.deepspeed_clipping import set_own_clipping
+from ds_finetune.engine.patches.deepspeed_clipping import OwnClipping
 from ds_finetune.engine.patches.deepspeed_engine import correct_start, destroyed_at_end
 from ds_finetune.engine.patches.deepspeed_init import zenflow_keeps_matrices
 from ds_finetune.engine.rank_model import build_rank_model, saved_frozen, start_teacher, trained_model
@@ -37,8 +37,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
     """
     from deepspeed.utils import set_log_level_from_string
 
-    level = deepspeed_level()
-    set_log_level_from_string("warning" if level == "quiet" else level)
+    set_log_level_from_string("warning" if (level := deepspeed_level()) == "quiet" else level)
     check_offload(plan, model)
     features = features_of(model, plan)
     opened = open_groups(
@@ -64,13 +63,15 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         wrapped, optimizer = _start_deepspeed(trained, plan, groups)
         stack.enter_context(destroyed_at_end(wrapped, plan.world))
         # After `deepspeed.initialize`, since DeepSpeed's hooks must run before those of features.
-        losses = (feature.extra_loss(trained, parts) for feature in features)
-        trained.extras = tuple(loss for loss in losses if loss is not None)
+        trained.extras = tuple(filter(None, (feature.extra_loss(trained, parts) for feature in features)))
         correct_start(trained, optimizer, plan, groups)
         engine = Engine(wrapped, plan, groups, model.objective)
         if in_fp32.params:
             engine.state.store_fp32()
-        set_own_clipping(engine, optimizer, groups, [feature.own_loss for feature in features if feature.own_loss])
+        engine.own_norms = dict.fromkeys((feature.own_loss for feature in features if feature.own_loss), 0.0)
+        if plan.zero_stage and engine.own_norms:
+            # At stage 0 the engine clips these parameters itself.
+            OwnClipping(engine, optimizer, groups)
         engine.random_parameters = random_parameters
         # Dropout uses torch's generator: seeds differ between ranks with other tokens or layers, and are equal on
         # tensor parallel ranks, which draw for whole activations. A resumed run restores the generator's state.

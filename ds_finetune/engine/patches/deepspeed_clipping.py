@@ -2,9 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,29 +22,18 @@ _GROUP_NORM = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:1914, 2648, st
 
 
 class OwnClipping:
-    """Clips parameter groups of a ZeRO optimizer that only an auxiliary loss trains by their own gradient norm, and
-    excludes them from the norm of the other groups.
+    """Clips parameters that only an auxiliary loss trains by their own gradient norm in a ZeRO optimizer, and excludes
+    them from the norm of the other parameters.
 
-    `loss_of` gives the auxiliary loss of a group from its first parameter; None for the other groups, which come first.
-    `losses` is identical on all ranks, while pipeline stages may have different groups. `shards` are the tensor
-    parallel ranks of a stage, None for one rank. All norms are set to infinity where one is not finite or
-    `has_bad_gradient` is true, which must agree on all ranks: an invalid norm alone makes DeepSpeed skip a step only in
-    fp32 (zero/stage_1_and_2.py:3042) and at stage 3 (zero/stage3.py:2888). `report` is called in each step with the
-    norms by loss, identical on every rank.
+    The losses are the names in the engine's `own_norms`, identical on all ranks, while pipeline stages may have
+    different parameter groups. Each step sets `own_norms`. All norms are set to infinity where one is not finite or the
+    engine has a bad gradient, which must agree on all ranks: an invalid norm alone makes DeepSpeed skip a step only in
+    fp32 (zero/stage_1_and_2.py:3042) and at stage 3 (zero/stage3.py:2888).
     """
 
-    def __init__(  # noqa: PLR0913
-        self,
-        optimizer: Any,  # noqa: ANN401 - DeepSpeed's ZeRO optimizer
-        loss_of: Callable[[Any], str | None],
-        *,
-        losses: Sequence[str],
-        shards: dist.ProcessGroup | None,
-        has_bad_gradient: Callable[[], bool],
-        report: Callable[[Mapping[str, float]], None],
-    ) -> None:
-        self._optimizer, self._names, self._shards = optimizer, tuple(losses), shards
-        self._has_bad_gradient, self._report = has_bad_gradient, report
+    def __init__(self, engine: "Engine", optimizer: Any, groups: Groups) -> None:  # noqa: ANN401
+        self._engine, self._optimizer, self._names = engine, optimizer, tuple(engine.own_norms)
+        self._shards = groups.tensor.group if groups.tensor is not None else None
         self._is_partitioned = hasattr(optimizer, "_get_norm_groups")
         location, name, self._groups = (
             (_NORM_GROUPS, "_get_norm_groups", "fp16_groups")
@@ -87,8 +74,9 @@ class OwnClipping:
         """Read all norms with one device synchronisation; returns what DeepSpeed's step expects."""
         norm = norm.to(own.device)
         value, *values = torch.cat([norm[None], own.to(norm.dtype)]).tolist()
-        self._report({name: each / self._optimizer.loss_scale for name, each in zip(self._names, values, strict=True)})
-        if self._has_bad_gradient() or not all(map(math.isfinite, (value, *values))):
+        scale = self._optimizer.loss_scale
+        self._engine.own_norms = {name: each / scale for name, each in zip(self._names, values, strict=True)}
+        if self._engine.has_bad_gradient or not all(map(math.isfinite, (value, *values))):
             norm, value = torch.full_like(norm, math.inf), math.inf
         if self._is_offloaded:
             # Gradients are on the host, and are scaled there.
@@ -110,25 +98,11 @@ class OwnClipping:
                 norms.append(norm_of(params) if is_offloaded else norm_of(optimizer.averaged_gradients[i], params))
         return norms
 
-    def _clip(self, group_or_gradients: Any, total_norm: torch.Tensor) -> None:  # noqa: ANN401 - a number of a group, or gradients
-        """Replaces DeepSpeed's function, whose argument is the number of a group at stage 3, else its gradients."""
-        loss = self._losses[group_or_gradients if self._is_partitioned else self._group_of(group_or_gradients[0])]
-        self._clip_group(group_or_gradients, total_norm if loss is None else self._own[loss].to(total_norm))
+    def _clip(self, group: Any, total_norm: torch.Tensor) -> None:  # noqa: ANN401 - a number, or gradients
+        """Replaces DeepSpeed's function, whose argument `group` is a number at stage 3, else the group's gradients."""
+        loss = self._losses[group if self._is_partitioned else self._group_of(group[0])]
+        self._clip_group(group, total_norm if loss is None else self._own[loss].to(total_norm))
 
     def _group_of(self, grad: torch.Tensor) -> int:
         partitions = self._optimizer.single_partition_of_fp32_groups
         return next(number for number, partition in enumerate(partitions) if partition.grad is grad)
-
-
-def set_own_clipping(engine: "Engine", optimizer: Any, groups: Groups, own_losses: Sequence[str]) -> None:  # noqa: ANN401
-    """Clip parameters that only one of `own_losses` trains by their own norm; at stage 0 the engine does so itself."""
-    engine.own_norms = dict.fromkeys(own_losses, 0.0)
-    if engine.plan.zero_stage and own_losses:
-        OwnClipping(
-            optimizer,
-            loss_of,
-            losses=own_losses,
-            shards=groups.tensor.group if groups.tensor is not None else None,
-            has_bad_gradient=lambda: engine.has_bad_gradient,
-            report=partial(setattr, engine, "own_norms"),
-        )
