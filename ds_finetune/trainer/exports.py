@@ -197,7 +197,7 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int | None) -> 
             max_shard_bytes=max_shard_bytes,
         )
     except OutputError as full:
-        raise RunError(f"{full.message}; the run is done up to its export", hint=full.hint) from full
+        raise RunError(f"{full.message}; training is finished, and its export is missing", hint=full.hint) from full
     return notes
 
 

@@ -161,13 +161,13 @@ def _check_composite(run: RunSettings) -> None:
     where = f"with `{run.model.path}`, a model of text and other media"
     if run.model.weights == "random":
         raise ModelError(
-            f"model.weights random {where}: an export needs its other parts, which have no weights",
+            f"model.weights random {where}: an export needs the parts for other media, which have no weights",
             hint="initialise it with transformers, save it by save_pretrained, and set model.weights: load",
         )
     for key in ("start", "modules_to_save"):
         if getattr(run.lora, key, None):
             raise ConfigError(
-                f"lora.{key} {where}: not tested, as peft names weights otherwise there",
+                f"lora.{key} {where}: not tested, because peft names the weights differently there",
                 hint=f"leave lora.{key} out; a merged adapter may be trained further",
             )
 

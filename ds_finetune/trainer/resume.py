@@ -92,7 +92,7 @@ def find_resume_point(run: PreparedRun, say: Say) -> ResumePoint:
     usable = None if policy.resume == "never" else _find_checkpoint(run, checkpoints, say)
     # Remove unfinished checkpoints of earlier starts only now, when nothing can refuse this start any more.
     for unfinished in unfinished_folders(checkpoints.path) if checkpoints.is_leader else ():
-        say(f"removed: {unfinished}, never completed")
+        say(f"removed the unfinished checkpoint {unfinished}")
         remove_checkpoint(unfinished)
     return ResumePoint(checkpoints, folder_lock, usable)
 
@@ -104,7 +104,7 @@ def _find_checkpoint(run: PreparedRun, checkpoints: CheckpointFolder, say: Say) 
     if usable is None:
         if (run.output_dir / "metrics.jsonl").exists():
             say(
-                f"{run.output_dir} holds a run that ended before its first checkpoint: it begins again, and its "
+                f"{run.output_dir} holds a run that ended before its first checkpoint: it starts again, and its "
                 "records are removed"
             )
         return None
@@ -126,7 +126,7 @@ def _find_checkpoint(run: PreparedRun, checkpoints: CheckpointFolder, say: Say) 
         say(line)
     # Checkpoints after the resume point must not count among the newest that are kept.
     for name in later if checkpoints.is_leader else ():
-        say(f"{checkpoints.path / name} is now {rename_unusable(checkpoints.path / name).name}")
+        say(f"{checkpoints.path / name} is renamed to {rename_unusable(checkpoints.path / name).name}")
     saved_by = f"{state.layout.get('mesh')}, ZeRO-{state.layout.get('zero_stage')}"
     for line in (f"resuming from {usable.folder}, step {state.step} of {saved_by}", *lines):
         say(line)
@@ -190,7 +190,7 @@ def _read_back_error(trial: CheckpointFolder, numbers: torch.Tensor) -> OutputEr
     if torch.equal(again, numbers):
         return None
     return OutputError(
-        f"checkpoint folder {trial.path.parent} gives back other numbers than rank {trial.rank} wrote",
+        f"checkpoint folder {trial.path.parent} returns other numbers than rank {trial.rank} wrote",
         hint="use another disk",
     )
 

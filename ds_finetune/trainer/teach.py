@@ -85,7 +85,7 @@ def teach(run: RunSettings, teacher: str, out: Path, *, top_k: int, say: Say) ->
         counts = lesson.rows.counts
         remarks = {"teacher": teacher, "documents": counts.documents, "supervised_tokens": counts.supervised}
         write_manifest(out, lesson.identity, lesson.num_shards, remarks)
-        say(f"{out}: the {top_k} most likely tokens after each of {counts.supervised:,} supervised tokens")
+        say(f"{out} has the {top_k} most likely tokens after each of {counts.supervised:,} supervised tokens")
     else:
         say(f"{out}: {complete} of {lesson.num_shards} shards are written; the last rank to finish completes it")
 

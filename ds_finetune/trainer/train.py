@@ -144,7 +144,7 @@ def _train_and_export(
     check_not_past_end(resume_point, steps=run.schedule.steps, duration=run.config.train.duration)
     if (finished := finished_before(run, resume_point)) is not None:
         step = resume_point.progress.step
-        say(f"the run is finished: {run.output_dir} has its last step, {step}, and what it exports")
+        say(f"the run is finished: {run.output_dir} has its last step, {step}, and its exports")
         return finished
     reference = find_reference(run)
     keeps_start = run.model.objective.reference_is_start

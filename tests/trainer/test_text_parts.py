@@ -194,7 +194,7 @@ def test_text_parts_that_are_not_trained(tree: dict[str, Any], said: str, tmp_pa
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("model.weights=random", "an export needs its other parts"),
+        ("model.weights=random", "an export needs the parts for other media"),
         ("objective={name: classification, num_labels: 2}", "is trained as a language model only"),
         ("export.formats=[safetensors,gguf]", "has no export to GGUF"),
         ("mtp={train: true}", "is of model_type internvl, which is not tested"),

@@ -54,7 +54,7 @@ def meet(world: World, *, timeout: timedelta = MEETING_TIMEOUT) -> dist.Store:
         if "EADDRINUSE" not in str(alone):
             raise wait.error(str(alone)) from None
         raise RunError(
-            f"port {port} of this host is in use: the ranks cannot meet there",
+            f"port {port} of this host is in use: the ranks cannot connect there",
             hint="another run may use it; choose a free port: `deepspeed --master_port PORT`, or the option of "
             "your launcher",
         ) from None
@@ -63,7 +63,7 @@ def meet(world: World, *, timeout: timedelta = MEETING_TIMEOUT) -> dist.Store:
 
 def _absent(store: dist.Store, world_size: int) -> str:
     missing = [str(rank) for rank in range(world_size) if not store.check([f"met/{rank}"])]
-    return f"ranks {', '.join(missing)} are not there"
+    return f"ranks {', '.join(missing)} have not connected"
 
 
 @dataclass
@@ -80,14 +80,14 @@ class _RankWait:
         if seconds > self.timeout.total_seconds():
             raise self.error(reason())
         if seconds > REPORT_AFTER and not self.is_reported:
-            write_now(sys.stderr, f"rank {self.rank} waits for the others at {self.address}: {reason()}\n")
+            write_now(sys.stderr, f"rank {self.rank} waits for the other ranks at {self.address}: {reason()}\n")
             self.is_reported = True
         time.sleep(_PAUSE)
 
     def error(self, reason: str) -> RunError:
         """The error of a failed rendezvous."""
         return RunError(
-            f"rank {self.rank} has not met the others at {self.address} within {self.timeout}: {reason}",
+            f"rank {self.rank} has not reached the other ranks at {self.address} within {self.timeout}: {reason}",
             hint="another rank failed before, or starts later (raise watchdog.meet), or the address is not that of "
             "rank 0",
         )

@@ -161,7 +161,7 @@ class RolloutFiles:
             if hashlib.sha256(content).hexdigest() != digest:
                 what = "is damaged" if content else "is missing"
                 error = CheckpointError(
-                    f"`{path}` {what}; the checkpoint needs this rollout, whose steps are not done",
+                    f"`{path}` {what}; the checkpoint was saved in the middle of this rollout",
                     hint="put the file back, or resume from another checkpoint",
                 )
         raise_on_every_rank(error)

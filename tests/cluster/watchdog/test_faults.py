@@ -127,8 +127,8 @@ def test_ranks_that_do_not_come_are_said(tmp_path: Path) -> None:
     alone = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29573"}
     done = start([sys.executable, "ds_finetune/train.py", str(tiny_task(tmp_path)), "watchdog.meet=1 second"], alone)
     assert done.returncode == 1
-    assert "rank 0 has not met the others at 127.0.0.1:29573 within 0:00:01" in done.stderr
-    assert "ranks 1 are not there" in done.stderr
+    assert "rank 0 has not reached the other ranks at 127.0.0.1:29573 within 0:00:01" in done.stderr
+    assert "ranks 1 have not connected" in done.stderr
     assert not (tmp_path / "run").exists()
 
 

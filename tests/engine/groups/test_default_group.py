@@ -69,7 +69,7 @@ def test_a_port_in_use_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
             meet(World.from_environment(os.environ))
 
 
-@pytest.mark.parametrize(("rank", "absent"), [(0, "ranks 1 are not there"), (1, "rank 0 does not answer: ")])
+@pytest.mark.parametrize(("rank", "absent"), [(0, "ranks 1 have not connected"), (1, "rank 0 does not answer: ")])
 def test_an_absent_rank_is_named_and_the_wait_can_be_interrupted(rank: int, absent: str) -> None:
     program = "import os; from ds_finetune.engine.groups import default_group as group; group.REPORT_AFTER = 0.5\n"
     program += "from ds_finetune.system.world import World; group.meet(World.from_environment(os.environ))"
@@ -82,7 +82,7 @@ def test_an_absent_rank_is_named_and_the_wait_can_be_interrupted(rank: int, abse
     try:
         assert waiting.stderr
         lines = iter(waiting.stderr.readline, "")
-        assert absent in next(line for line in lines if line.startswith(f"rank {rank} waits for the others"))
+        assert absent in next(line for line in lines if line.startswith(f"rank {rank} waits for the other ranks"))
         waiting.send_signal(signal.SIGINT)
         # Without slices it would wait for half an hour.
         assert waiting.wait(timeout=300) != 0
