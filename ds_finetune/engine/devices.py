@@ -85,9 +85,10 @@ def choose_device() -> str:
     usable = torch.cuda.is_available()
     present = 0 if usable or requested else present_gpus()
     if not usable and (requested == "cuda" or present):
-        program, host = f"torch {torch.__version__}", socket.gethostname()
-        problem = f"{host} has {present} NVIDIA GPUs, and {program} can use none"
-        problem = problem if present else f"DS_ACCELERATOR is cuda, and {program} can use no GPU on {host}"
+        host = socket.gethostname()
+        problem = f"DS_ACCELERATOR is cuda, and torch {torch.__version__} can use no GPU on {host}"
+        if present:
+            problem = f"{host} has {present} NVIDIA GPUs, and torch {torch.__version__} can use none"
         raise ConfigError(
             f"{problem}: {why_no_gpu()}",
             hint="install a driver and a torch that fit each other (docs/how-to/install.md), or set DS_ACCELERATOR=cpu",
