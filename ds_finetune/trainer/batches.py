@@ -50,7 +50,7 @@ def prepared_batches(
 
 
 def total_rows(run: PreparedRun, rows: PreparedRows) -> int:
-    """Rows of the whole run; for a length in epochs exactly those of its epochs, without rounding up to whole steps."""
+    """Number of rows of the run; for a length in epochs the rows of its epochs, not rounded up to full steps."""
     length = Duration.parse(run.config.train.duration)
     if length.unit == "epochs":
         return length.in_rows(rows.rows_per_epoch)

@@ -121,7 +121,7 @@ class Exports:
     _printed: set[str] = field(default_factory=set)
 
     def write_best(self, step: int) -> None:
-        """Write the current weights, those after `step` steps, as the best; collective."""
+        """Write the current weights, after `step` steps, to the folder of the best weights; collective."""
         with self._edits_kept("-best"):
             self._print(export(self.run, self.engine, self.run.output_dir / "export-best", step=step))
         self._best_step = step
@@ -157,7 +157,7 @@ class Exports:
 
 
 def export(run: PreparedRun, engine: Engine, out: Path, *, step: int | None) -> list[str]:
-    """Write the current weights, those after `step` steps, to the Hugging Face folder `out`, and return notes;
+    """Write the current weights, after `step` steps, to the Hugging Face folder `out`, and return notes;
     collective.
 
     Rank zero writes. Tensors of the model's folder for which transformers' class has no module, e.g. of multi-token
@@ -288,10 +288,10 @@ def _encode_of(run: PreparedRun) -> Encode | None:
 
 
 def export_record(run: PreparedRun, engine: Engine, tokenizer: FittedTokenizer, *, step: int) -> ExportRecord:
-    """Record for verification of the current weights, those after `step` steps; collective.
+    """Record for verification of the current weights, after `step` steps; collective.
 
-    It has logits of fixed prompts, or for a classifier or reward model scores of fixed texts. It has neither for
-    weights in four bits, since the exported weights are not quantised.
+    The record has logits of fixed prompts, or for a classifier or reward model scores of fixed texts. A record of
+    weights in four bits has neither, since the exported weights are not quantised.
     """
     hf_config = run.inputs.hf_config
     record = ExportRecord(

@@ -69,7 +69,7 @@ class StartedRun:
     exports: Exports
     rank_progress: RankProgress
     store: dist.Store
-    """Store through which the ranks found each other."""
+    """Store through which the ranks connected."""
     say: Say
     """Prints a line on rank zero."""
     log: Say
@@ -111,7 +111,7 @@ def make_observers(started: StartedRun, signals: StopSignals, rollouts: RolloutS
 
 
 def make_time_left(run: PreparedRun) -> TimeLeft:
-    """Estimator of the remaining time, with what is known before the first step."""
+    """Estimator of the remaining time, before the first step."""
     config, held_out = run.config, run.inputs.held_out
     intervals = {SAVE: run.interval(config.checkpoint)} if config.checkpoint.saves else {}
     steps = 0.0

@@ -1,4 +1,4 @@
-"""Profiles the steps that the run file names; other steps run as without a profile."""
+"""Profiles the steps that the run file names, and no other steps."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,8 +20,8 @@ _PEAK = "memory/peak_gib"
 
 @contextmanager
 def profiled(records: Iterator[StepRecord], started: StartedRun) -> Iterator[Iterator[StepRecord]]:
-    """Yield the records, with the steps of `profile.steps` profiled; if fewer are done, those are, unless the run
-    fails.
+    """Yield the records, and profile the steps of `profile.steps`. If the run ends within them, the profile covers the
+    completed ones; a failed run has no profile.
     """
     run, settings, done = started.run, started.run.config.profile, started.resume_point.progress.step
     if settings is None or done >= settings.first_and_last[1]:

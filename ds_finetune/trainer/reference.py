@@ -32,7 +32,7 @@ from ds_finetune.trainer.batches import batch_plan
 from ds_finetune.trainer.prepare import PreparedRun, mismatched_answers
 
 LogProbs = NDArray[np.float64]
-"""Log-probability in nats of each document by its index in the data; those of mismatched documents follow."""
+"""Log-probability in nats of each document by its index in the data, followed by the mismatched documents."""
 _FORMAT = 1
 """Incremented when the same rows would get other values."""
 _TRAIN = "train"

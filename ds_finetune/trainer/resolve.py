@@ -244,7 +244,7 @@ def with_classes(run: S, *, is_config_only: bool = False) -> S:
 
 def try_generic_type(run: RunSettings, model: ModelPlan) -> tuple[str, ...]:
     """Notes from running a generic model type on a tiny copy; ModelError where it would be trained wrongly, or where a
-    teacher would not keep documents apart.
+    teacher would attend across documents.
     """
     lora = model.lora
     adapted = () if lora is None else {last_part(target.name) for target in (*lora.targets, *lora.quantised)}

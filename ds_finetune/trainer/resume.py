@@ -358,7 +358,7 @@ def inputs_of(run: PreparedRun) -> RunIdentity:
 
 
 def _rows_left_out(usable: UsableCheckpoint, run: PreparedRun) -> list[str]:
-    """A line on rows that a lengthened run misses: the shorter run had filled its last step up with empty rows."""
+    """A line on rows that a lengthened run does not train: the shorter run had padded its last step with empty rows."""
     rows, config = run.inputs.train, run.config
     if isinstance(rows, StreamedRows) or usable.state.config["train"]["for"] == config.train.duration:
         return []

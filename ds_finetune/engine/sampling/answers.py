@@ -20,7 +20,7 @@ class SamplingLimits:
     max_new_tokens: int
     stop_ids: tuple[int, ...]
     allowed: torch.Tensor | None = None
-    """Mask of ids that may be sampled, bool [vocabulary], those that the tokenizer has; None for all."""
+    """Mask of ids that may be sampled, bool [vocabulary]: the ids of the tokenizer; None for all."""
     stops: Callable[[list[int]], bool] | None = None
     """Called with the ids of an answer after each token; the answer ends when it returns true, e.g. at a stop text."""
 

@@ -48,8 +48,8 @@ class _RowLayer(DynamicIndexedLayer):
     def update(  # type: ignore[override]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *, kwargs: object = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the keys and values of each row's new token, [rows, heads, 1, width]; returns those of all tokens so
-        far. `kwargs`, passed since transformers 5.24, is for continuous batching.
+        """Write the keys and values of each row's new token, [rows, heads, 1, width]; returns the keys and values
+        of all tokens so far. `kwargs`, passed since transformers 5.24, is for continuous batching.
         """
         return self._write(0, key_states), self._write(1, value_states)
 

@@ -24,8 +24,8 @@ from ds_finetune.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Part:
-    """Elements `start` to `start + numel` of the flattened parameter `name` of `shape`; in the master tensor they begin
-    at `offset`.
+    """Elements `start` to `start + numel` of the flattened parameter `name` of `shape`, which begin at `offset` in a
+    master tensor.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Part:
     numel: int
     offset: int
     is_state: bool = False
-    """Whether it is a whole tensor of state with another shape than its parameter."""
+    """Whether the part is a complete optimizer state with another shape than its parameter."""
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
         """View of the part in its master tensor or in an optimizer state of that, 1-D."""
@@ -43,20 +43,21 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Master:
-    """A master tensor, on which the optimizer steps, with the parameter parts in it and its number. On NVMe it is empty
-    until swapped in.
+    """An fp32 tensor `flat` that the optimizer updates, with the parts of parameters in it and its number. A master on
+    NVMe is empty until swapped in.
 
-    `wholes` are the same parameters' positions in a buffer that holds each of them completely, such as Muon's momentum
-    below stage 3 (zero/stage_1_and_2.py:2805). A parameter whose master two ranks share is complete on both.
+    `full_parts` are the positions of full parameters in an optimizer state that holds each of the master's parameters
+    completely, such as Muon's momentum below stage 3 (zero/stage_1_and_2.py:2805). If two ranks share the master of a
+    parameter, both hold its full state.
     """
 
     flat: torch.Tensor
     parts: tuple[Part, ...]
     number: int
     is_swapped: bool = False
-    wholes: tuple[Part, ...] = ()
+    full_parts: tuple[Part, ...] = ()
     is_parameter: bool = False
-    """Whether it is a whole parameter, whose state may then have any shape."""
+    """Whether the master is one full parameter, whose optimizer state may have any shape."""
 
     def parts_in(self, state: torch.Tensor, *, restoring: bool) -> tuple[Part, ...]:
         """The parameter parts in `state`, an optimizer state of this master. To save, each element belongs to one rank;
@@ -67,8 +68,8 @@ class Master:
         if self.is_parameter:
             return (replace(self.parts[0], shape=tuple(state.shape), numel=state.numel(), is_state=True),)
         if restoring:
-            return self.wholes
-        begins = {part.name: part.offset for part in self.wholes}
+            return self.full_parts
+        begins = {part.name: part.offset for part in self.full_parts}
         return tuple(replace(part, offset=begins[part.name] + part.start) for part in self.parts)
 
 
@@ -82,11 +83,11 @@ def master_weights(wrapped: Any, plan: Plan) -> list[Master]:  # noqa: ANN401 - 
         return [_master_of_group(optimizer, number, names) for number in range(len(optimizer.bit16_groups))]
     if plan.precision == "fp32":
         trained = [param for group in optimizer.param_groups for param in group["params"]]
-        return [Master(p, (_whole(p, names, 0),), number, is_parameter=True) for number, p in enumerate(trained)]
+        return [Master(p, (_full_part(p, names, 0),), number, is_parameter=True) for number, p in enumerate(trained)]
     return list(_masters_of_stage_0(optimizer, names))
 
 
-def _whole(param: torch.Tensor, names: dict[int, str], offset: int) -> Part:
+def _full_part(param: torch.Tensor, names: dict[int, str], offset: int) -> Part:
     return Part(names[id(param)], tuple(param.shape), 0, param.numel(), offset)
 
 
@@ -99,12 +100,12 @@ def _masters_of_stage_0(optimizer: Any, names: dict[int, str]) -> Iterator[Maste
             for pair in zip(*groups, strict=True)
         ]
         for number, (param, flat) in enumerate(pairs):
-            yield Master(flat, (_whole(param, names, 0),), number, is_parameter=True)
+            yield Master(flat, (_full_part(param, names, 0),), number, is_parameter=True)
         return
     for number, (group, flat) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)):
         offset, parts = 0, []
         for param in group:
-            parts.append(_whole(param, names, offset))
+            parts.append(_full_part(param, names, offset))
             offset += param.numel()
         yield Master(flat, tuple(parts), number)
 
@@ -119,11 +120,11 @@ def _master_of_group(optimizer: Any, number: int, names: dict[int, str]) -> Mast
             parts.append(
                 Part(names[id(param)], tuple(param.shape), where.start, where.numel, mapping.hp_fragment_address.start)
             )
-    offset, wholes = 0, []
+    offset, full_parts = 0, []
     for param in optimizer.params_in_partition[number]:
-        wholes.append(_whole(param, names, offset))
+        full_parts.append(_full_part(param, names, offset))
         offset += param.numel()
-    return Master(optimizer.single_partition_of_fp32_groups[number], tuple(parts), number, wholes=tuple(wholes))
+    return Master(optimizer.single_partition_of_fp32_groups[number], tuple(parts), number, full_parts=tuple(full_parts))
 
 
 def _masters_of_stage_3(optimizer: Any, names: dict[int, str], plan: Plan) -> Iterator[Master]:  # noqa: ANN401
@@ -245,8 +246,8 @@ class EngineState:
             for kind in missing_kinds[master] - self._kinds(master).keys():
                 # Muon's momentum below stage 3, which only a step with a gradient would create. With an offloaded
                 # optimizer it is a partition.
-                is_whole = kind == _MUON and master.wholes and self._plan.offload_optimizer == "none"
-                size = sum(part.numel for part in master.wholes) if is_whole else master.flat.numel()
+                is_whole = kind == _MUON and master.full_parts and self._plan.offload_optimizer == "none"
+                size = sum(part.numel for part in master.full_parts) if is_whole else master.flat.numel()
                 self._optimizers[0].state[master.flat][kind] = torch.zeros(size, device=master.flat.device)
 
     def finish(self, scalars: Mapping[str, Any]) -> None:
@@ -322,8 +323,8 @@ class EngineState:
         return states[0] if states else {}
 
     def _kinds(self, master: Master) -> dict[str, torch.Tensor]:
-        """States with one value per element of the master (or of its `wholes`), by name; empty while on NVMe."""
-        sizes = (master.flat.numel(), sum(part.numel for part in master.wholes))
+        """States with one value per element of the master (or of its `full_parts`), by name; empty while on NVMe."""
+        sizes = (master.flat.numel(), sum(part.numel for part in master.full_parts))
         tensors = {
             kind: value for kind, value in self._state(master).items() if torch.is_tensor(value) and kind != "step"
         }

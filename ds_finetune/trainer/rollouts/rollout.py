@@ -36,7 +36,7 @@ TokenNumbers = Mapping[int, NDArray[np.float32]]
 
 
 def mean_score(scores: Floats) -> float:
-    """The mean of the scores that are not NaN; 0 without any."""
+    """The mean of the scores that are not NaN; 0 if all are NaN."""
     return float(np.nanmean(scores)) if not np.isnan(scores).all() else 0.0
 
 

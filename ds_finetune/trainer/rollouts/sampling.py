@@ -1,4 +1,4 @@
-"""Samples answers to prompts of the data, and scores each as soon as it has ended; all ranks get all of them."""
+"""Samples answers to prompts of the data, and scores each answer as soon as it has ended; all ranks get all answers."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -59,7 +59,7 @@ class AnswerTexts:
 
     @cached_property
     def limits(self) -> SamplingLimits:
-        """Conditions that end an answer, and the ids that may be sampled: those that the tokenizer has."""
+        """Conditions that end an answer, and the ids that may be sampled: the ids of the tokenizer."""
         return SamplingLimits(
             max_new_tokens=self.rollout.max_new_tokens,
             stop_ids=self.stop_ids,
@@ -93,7 +93,7 @@ class SampledGroups:
     def __init__(self, sampler: "Sampler", rows: PreparedRows, prompts: Sequence[tuple[int, int]], size: int) -> None:
         self._sampler, self._rows, self._prompts, self._size = sampler, rows, prompts, size
         self._indices: list[int] = []
-        """Indices, among all answers, of those that this rank scores."""
+        """Indices of the answers that this rank scores."""
         self._pending = sampler.rewards.start()
         self.noted: dict[str, float] = {}
         """`sample`: seconds for which the run waited for answers; `reward`: seconds for which it then waited for

@@ -36,7 +36,7 @@ _SILENT_SECONDS, _FAILURES = 10.0, 3
 """Seconds without an answer before a server's health is checked, and failed checks after which it is lost."""
 _MOST_NATS = {True: 1e-3, False: 0.25}
 """Limit in nats of the median difference of token log-probabilities of fixed prompts between the server and this
-engine; True: both compute in fp32. If only half of the weights were loaded, the difference would be whole nats.
+engine, by whether both compute in fp32. If only half of the weights were loaded, the difference would be whole nats.
 """
 _MOVED = 0.25
 """If more than this share of token log-probabilities has changed in this engine, at least one must have changed on the
