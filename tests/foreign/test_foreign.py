@@ -252,7 +252,7 @@ GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]
     ),
     "build lock": (
         lambda patch: missing(patch, FileBaton, "release"),
-        lambda: within(build_lock.reported_lock("cpu_adam", print)),
+        lambda: within(build_lock.reported_lock(print)),
     ),
     "linear modules": (
         lambda patch: patch.setattr(nn.Linear, "__init__", no_parameters),
@@ -318,7 +318,7 @@ def test_what_was_replaced_is_restored_as_it_was() -> None:
         assert "value" not in vars(owner)
         assert owner.value == 1
     baton = cpp_extension.FileBaton
-    with build_lock.reported_lock("cpu_adam", print):
+    with build_lock.reported_lock(print):
         assert cpp_extension.FileBaton is not baton
     assert cpp_extension.FileBaton is baton
 

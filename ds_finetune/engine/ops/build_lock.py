@@ -27,7 +27,7 @@ _PAUSE = 0.2
 
 
 @contextmanager
-def reported_lock(op: str, say: Say) -> Iterator[None]:
+def reported_lock(say: Say) -> Iterator[None]:
     """Within this context torch compiles under a `_ReportedBaton`. `say` reports compilation and a removed lock, and on
     a host's first rank the process that is waited for.
 
@@ -39,7 +39,7 @@ def reported_lock(op: str, say: Say) -> Iterator[None]:
     _LOCK.parameters(FileBaton.__init__, "lock_file_path")
     for method in ("try_acquire", "wait", "release"):
         _LOCK.attribute(FileBaton, method)
-    with replaced(cpp_extension, "FileBaton", partial(_ReportedBaton, op=op, say=say)):
+    with replaced(cpp_extension, "FileBaton", partial(_ReportedBaton, say=say)):
         yield
 
 
@@ -48,9 +48,10 @@ class _ReportedBaton(FileBaton):
     system releases when it dies: a named lock file whose file lock is free has been left by a dead process.
     """
 
-    def __init__(self, path: str, *, op: str, say: Say) -> None:
+    def __init__(self, path: str, *, say: Say) -> None:
         super().__init__(path)
-        self._path, self._op, self._say = Path(path), op, say
+        self._path, self._say = Path(path), say
+        self._op = self._path.parent.name
         self._file_lock = FileLock(f"{self._path.parent}.lock")
         self._began: float | None = None
 

@@ -66,7 +66,7 @@ def build_op(name: str, say: Say = say_nothing) -> None:
     causes: tuple[type[Exception], ...] = (RuntimeError, OSError, ImportError, AssertionError)
     try:
         _check_toolkit(name)
-        with reported_lock(name, say):
+        with reported_lock(say):
             getattr(builders, _BUILDERS[name])().load(verbose=False)
     except (*causes, builders.builder.CUDAMismatchException, builders.builder.MissingCUDAException) as failed:
         text = "\n".join(filter(None, (str(failed), str(failed.__cause__ or ""))))

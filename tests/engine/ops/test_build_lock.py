@@ -19,7 +19,7 @@ _HOLD = """
 import sys, time
 from torch.utils import cpp_extension
 from ds_finetune.engine.ops.build_lock import reported_lock
-with reported_lock("fused_adam", lambda line: None):
+with reported_lock(lambda line: None):
     baton = cpp_extension.FileBaton(sys.argv[1])
     assert baton.try_acquire()
     print("held", flush=True)
@@ -59,7 +59,7 @@ def test_a_process_that_compiles_is_named_and_waited_for(lock: Path, holder: "su
         lines.append(text)
         holder.kill()
 
-    with reported_lock("fused_adam", say):
+    with reported_lock(say):
         baton = cpp_extension.FileBaton(str(lock))
         assert baton.try_acquire()
         assert lock.read_text().startswith(f"process {os.getpid()} on ")
@@ -90,7 +90,7 @@ def test_a_lock_of_a_process_that_compiles_is_never_removed(
         if reports == 3:
             raise KeyboardInterrupt
 
-    with reported_lock("fused_adam", say), pytest.raises(KeyboardInterrupt):
+    with reported_lock(say), pytest.raises(KeyboardInterrupt):
         cpp_extension.FileBaton(str(lock)).try_acquire()
     assert lock.read_text().startswith(f"process {holder.pid} on ")
 
@@ -98,7 +98,7 @@ def test_a_lock_of_a_process_that_compiles_is_never_removed(
 def test_a_program_with_torchs_own_lock_is_waited_for(lock: Path) -> None:
     other = FileBaton(str(lock))
     assert other.try_acquire()
-    with reported_lock("fused_adam", lambda text: other.release() if "waiting" in text else None):
+    with reported_lock(lambda text: other.release() if "waiting" in text else None):
         assert cpp_extension.FileBaton(str(lock)).try_acquire()
 
 
@@ -107,7 +107,7 @@ def test_a_lock_of_another_program_is_never_removed(lock: Path) -> None:
     past = time.time() - build_lock.QUIET_SECONDS - 1
     os.utime(lock, (past, past))
     lines: list[str] = []
-    with reported_lock("fused_adam", lines.append), pytest.raises(ConfigError) as caught:
+    with reported_lock(lines.append), pytest.raises(ConfigError) as caught:
         cpp_extension.FileBaton(str(lock)).try_acquire()
     assert (
         f"{lock} is held by a process of another program, and nothing has changed beside it for 10 minutes"
