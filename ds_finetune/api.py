@@ -59,7 +59,11 @@ def train(
     end the run: `Report.interrupted` names the signal. LaunchError outside the main thread; VerificationError where an
     export differs from the record of the run.
     """
-    _check_main_thread()
+    name = threading.current_thread().name
+    if threading.current_thread() is not threading.main_thread():
+        raise LaunchError(
+            f"train is called in thread `{name}`", hint="call it in the main thread: Python handles signals only there"
+        )
     check_versions()
     quiet_packages()
     world = World.from_environment(os.environ)
@@ -273,14 +277,6 @@ def _held_out_paths(
                 hint="write e.g. old=a.txt new=b.txt",
             )
     return texts
-
-
-def _check_main_thread() -> None:
-    name = threading.current_thread().name
-    if threading.current_thread() is not threading.main_thread():
-        raise LaunchError(
-            f"train is called in thread `{name}`", hint="call it in the main thread: Python handles signals only there"
-        )
 
 
 @contextmanager

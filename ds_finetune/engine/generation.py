@@ -32,10 +32,14 @@ def answer_prompts(
     """Ids of the answers to this rank's prompts, without prompt and stop token; None once `is_over` is true."""
     answers, device = {}, torch.device(wrapped.device)
     with weights_for_answers(wrapped, plan) as is_collective:
-        for number, prompt in _prompts_of_rank(prompts, plan):
+        mesh, lm = plan.mesh, wrapped.module.lm
+        ranks, rank = plan.zero_ranks, mesh.place("dp") * mesh.sp + mesh.place("sp")
+        for turn in range(math.ceil(len(prompts) / ranks)):
             if is_over():
                 return None
-            lm = wrapped.module.lm
+            # Under ZeRO-3 every rank must generate equally often, so ranks may repeat the last prompt.
+            number = min(turn * ranks + rank, len(prompts) - 1)
+            prompt = prompts[number]
             ids = torch.tensor([prompt], device=device)
             with torch.no_grad():
                 out = lm.generate(  # type: ignore[operator]
@@ -56,18 +60,6 @@ def answer_prompts(
             ends = [index for index, token in enumerate(answer) if token in limits.stop_ids]
             answers[number] = answer[: ends[0]] if ends else answer
     return answers
-
-
-def _prompts_of_rank(prompts: list[list[int]], plan: Plan) -> list[tuple[int, list[int]]]:
-    """This rank's prompts with their numbers.
-
-    Under ZeRO-3 every rank must generate equally often, so ranks may repeat the last prompt.
-    """
-    mesh = plan.mesh
-    ranks, rank = plan.zero_ranks, mesh.place("dp") * mesh.sp + mesh.place("sp")
-    rounds = math.ceil(len(prompts) / ranks)
-    numbers = [min(turn * ranks + rank, len(prompts) - 1) for turn in range(rounds)]
-    return [(number, prompts[number]) for number in numbers]
 
 
 @contextmanager

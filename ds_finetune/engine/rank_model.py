@@ -32,7 +32,7 @@ from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.build.skeleton import Where, build_skeleton, model_class, resolve_folder, whole
 from ds_finetune.model.experts import choose_product
 from ds_finetune.model.fused.install import install_fused
-from ds_finetune.model.loss.cross_entropy import KERNELS, Kernel, chunked_cross_entropy, liger_cross_entropy
+from ds_finetune.model.loss.cross_entropy import Kernel, chunked_cross_entropy, liger_cross_entropy
 from ds_finetune.model.loss.score_config import fresh_parameters
 from ds_finetune.model.loss.score_head import (
     head_parameters,
@@ -205,16 +205,12 @@ def install_head(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Grou
     elif is_of_scores(model.objective):
         install_score_head(lm, model.objective, head_groups)
     else:
-        kernel = _loss_kernel(plan, model, groups)
+        rows = model.hf_config.vocab_size // plan.mesh.tp
+        chunk = head_chunk(rows, precision=plan.precision, device=plan.device)
+        kernel: Kernel = partial(chunked_cross_entropy, chunk=chunk, tp_group=groups.tensor)
+        if plan.loss_kernel == "liger":
+            kernel = partial(liger_cross_entropy, chunk=chunk)
         install_loss_head(lm, kernel=kernel, objective=model.objective, groups=head_groups)
-
-
-def _loss_kernel(plan: Plan, model: ModelPlan, groups: Groups) -> Kernel:
-    rows = model.hf_config.vocab_size // plan.mesh.tp
-    chunk = head_chunk(rows, precision=plan.precision, device=plan.device)
-    if KERNELS[plan.loss_kernel] is liger_cross_entropy:
-        return partial(liger_cross_entropy, chunk=chunk)
-    return partial(chunked_cross_entropy, chunk=chunk, tp_group=groups.tensor)
 
 
 def arrange_forward(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:

@@ -90,20 +90,16 @@ def _limits(model: ModelPlan) -> Iterator[DocumentLimit]:
         if model.attention not in OWN_ATTENTIONS:
             where = f"with model.attention {model.attention}"
             yield DocumentLimit(tokens, where, "model.attention: sdpa", holds_for_answers=True)
-        for layer in _first_layers_without_choice(model):
+        types = getattr(model.hf_config, "indexer_types", None) or ()
+        chunks = [chunk for layers in model.stages if layers is not None for chunk in layers.chunks]
+        # These first layers of pipeline chunks would need the tokens chosen by the preceding layer's indexer.
+        for layer in (chunk[0] for chunk in chunks if types and types[chunk[0]] == "shared"):
             where = f"where a stage of parallel.pp {len(model.stages)} begins with layer {layer}, without an indexer"
             yield DocumentLimit(tokens, where, "parallel.pp: 1, or other parallel.pp_layers", holds_for_answers=True)
     if model.teacher is not None:
         tokens = longest_document(model.teacher.hf_config)
         if tokens is not None:
             yield DocumentLimit(tokens, f"with the teacher {model.teacher.path}", "another teacher")
-
-
-def _first_layers_without_choice(model: ModelPlan) -> Iterator[int]:
-    """First layers of pipeline chunks that would need the tokens chosen by the preceding layer's indexer."""
-    types = getattr(model.hf_config, "indexer_types", None) or ()
-    chunks = [chunk for layers in model.stages if layers is not None for chunk in layers.chunks]
-    yield from (chunk[0] for chunk in chunks if types and types[chunk[0]] == "shared")
 
 
 def _check_documents(key: str, rows: PreparedRows, limit: DocumentLimit) -> None:

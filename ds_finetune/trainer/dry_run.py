@@ -10,7 +10,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ds_finetune.config.objectives import ObjectiveConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.families.table import family_of
@@ -71,15 +70,10 @@ def planned_run(run: ResolvedRun) -> PlannedRun:
         *model_lines(run.model, run.plan),
         *_totals(run.estimate, num_stages=run.plan.mesh.pp),
     )
-    return PlannedRun(run.plan, run.tensors, run.estimate, lines, (*run.notes, *_assumed_classes(run.config.objective)))
-
-
-def _assumed_classes(objective: ObjectiveConfig) -> list[str]:
-    """A note where the number of classes depends on the data, which a dry run does not read."""
-    kind = RowKind.of(objective)
-    if kind.name != "labelled" or kind.num_labels or kind.labels:
-        return []
-    return ["2 classes are assumed: their number is found in the training rows, which are not read here"]
+    notes, kind = run.notes, RowKind.of(run.config.objective)
+    if kind.name == "labelled" and not kind.num_labels and not kind.labels:
+        notes += ("2 classes are assumed: their number is found in the training rows, which are not read here",)
+    return PlannedRun(run.plan, run.tensors, run.estimate, lines, notes)
 
 
 def _totals(estimate: RunEstimate, *, num_stages: int) -> list[tuple[str, str]]:

@@ -101,17 +101,15 @@ class TokenChoice:
     def tokens(self, logits: torch.Tensor, keys: torch.Tensor, *, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """An id for each row of `logits` fp32 [rows, vocabulary], and its log-probability among allowed ids."""
         if self._forbidden is None:
-            self._forbidden, self._of_ids = self._of_vocabulary(logits.shape[1])
+            size, allowed = logits.shape[1], self.limits.allowed
+            allowed = torch.ones(size, dtype=torch.bool) if allowed is None else allowed
+            assert allowed.any(), self.limits
+            self._forbidden, self._of_ids = ~allowed.to(self._device), id_keys(size, self._device)
         logits = logits.masked_fill_(self._forbidden, float("-inf"))
         if self._seed is not None:
             return sample_tokens(logits, keys, self._of_ids, position=position)
         log_probs, ids = logits.log_softmax(dim=-1).max(dim=-1)
         return ids, log_probs
-
-    def _of_vocabulary(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        allowed = torch.ones(size, dtype=torch.bool) if self.limits.allowed is None else self.limits.allowed
-        assert allowed.any(), self.limits
-        return ~allowed.to(self._device), id_keys(size, self._device)
 
 
 class BatchOfAnswers:

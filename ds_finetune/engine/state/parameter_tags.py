@@ -98,18 +98,15 @@ def parameter_groups(model: nn.Module, plan: Plan, groups: Groups) -> list[dict[
 
 def _groups_of(trained: Mapping[str, nn.Parameter], plan: Plan) -> list[dict[str, Any]]:
     decay = plan.optim.weight_decay
+    decaying = {name for name, p in trained.items() if len(local_shape(p)) > 1 and not name.endswith("bias")}
     optimizer_groups: list[dict[str, Any]] = [
         {
-            "params": [p for name, p in trained.items() if is_expert(p) == of_experts and _decays(name, p) == decays],
+            "params": [p for name, p in trained.items() if (is_expert(p), name in decaying) == (of_experts, decays)],
             "weight_decay": decay if decays else 0.0,
         }
         for of_experts, decays in _KINDS
     ]
     return [group for group in optimizer_groups if group["params"]]
-
-
-def _decays(name: str, param: torch.Tensor) -> bool:
-    return len(local_shape(param)) > 1 and not name.endswith("bias")
 
 
 def local_shape(param: torch.Tensor) -> tuple[int, ...]:

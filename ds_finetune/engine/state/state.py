@@ -227,7 +227,8 @@ class EngineState:
         fewer = {name: steps for name, steps in steps_of.items() if steps != common}
         return {
             "steps": common,
-            "steps_of": fewer if self._counts_each_parameter else {},
+            # DeepSpeed's fused kernels count steps only in a group's last parameter (ops/adam/fused_adam.py).
+            "steps_of": {} if type(self._optimizers[0]).__module__.startswith("deepspeed.") else fewer,
             "loss_scale": loss_scale(scaler_of(self._ds.optimizer)) if self._is_fp16 else {},
         }
 
@@ -310,13 +311,6 @@ class EngineState:
         if stage < 3:
             link_optimizer_states(optimizer)
         return safe_get_full_optimizer_state(param, "exp_avg").detach().float()
-
-    @property
-    def _counts_each_parameter(self) -> bool:
-        """Whether the optimizer counts steps per parameter; DeepSpeed's fused kernels count only in a group's last
-        parameter (ops/adam/fused_adam.py).
-        """
-        return not type(self._optimizers[0]).__module__.startswith("deepspeed.")
 
     def _state(self, master: Master) -> dict[str, Any]:
         states = [optimizer.state[master.flat] for optimizer in self._optimizers if master.flat in optimizer.state]

@@ -2,7 +2,7 @@
 with Liger's fused kernel.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -159,7 +159,3 @@ def _run_liger_kernel(
         # A warp has 64 threads on AMD GPUs, where a block has at most 1,024; Liger does the same.
         num_warps=32 if torch.version.hip is None else 16,
     )
-
-
-KERNELS: Mapping[str, Kernel] = {"chunked": chunked_cross_entropy, "liger": liger_cross_entropy}
-"""Kernels by their name in a plan (`loss_kernel`)."""

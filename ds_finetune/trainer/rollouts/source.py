@@ -114,7 +114,10 @@ class RolloutSource:
         completed steps; returns a function that waits for their rewards.
         """
         steps = min(self._steps, self.run.schedule.steps - first)
-        draws = range(cursor, cursor + self._num_prompts(first, first + steps))
+        # The last step of a run in epochs may have fewer prompts.
+        per_step = self.run.config.rollout.prompts_per_step
+        number = min((first + steps) * per_step, total_rows(self.run, self.rows)) - first * per_step
+        draws = range(cursor, cursor + number)
         empty = Rollout(first, (), (), draws.stop, steps, done)
         return partial(self._scored, empty, draws, self._sample(draws))
 
@@ -138,11 +141,6 @@ class RolloutSource:
                 reference = self._engine.token_log_probs(batches, of_reference=True)
             rollout = replace(rollout, old=old, reference=reference)
         return replace(rollout, noted={**rollout.noted, "log_probs": time.perf_counter() - began})
-
-    def _num_prompts(self, start: int, end: int) -> int:
-        """Number of prompts of the steps from `start` to `end`; the last step of a run in epochs may have fewer."""
-        per_step = self.run.config.rollout.prompts_per_step
-        return min(end * per_step, total_rows(self.run, self.rows)) - start * per_step
 
     def _scored(self, empty: Rollout, draws: range, sampled: SampledGroups) -> Rollout:
         """The rollout with its rewards; with `no_spread: resample`, further prompts are drawn until enough groups have
