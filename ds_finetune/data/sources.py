@@ -155,13 +155,21 @@ def _expand(path: str, purpose: str) -> Iterator[Source]:
         yield Source(path, file_format.name, purpose=purpose)
     elif FileFormat.of(file) or base.startswith((".", "/", "~")) or base.count("/") != 1:
         raise DataError(
-            f"data file `{base}` does not exist",
-            hint="check data.train and data.eval; paths are relative to the working directory",
+            f"data file `{path if any(mark in path for mark in _NO_PATH) else base}` does not exist",
+            hint=next((hint for mark, hint in _NO_PATH.items() if mark in path), "")
+            or "check data.train and data.eval; paths are relative to the working directory",
         )
     else:
         yield _hub_source(base, names, purpose)
 
 
+_NO_PATH = {
+    "[": "slices of files are not read: data.rows: N reads the first rows, and data.eval: 20% holds rows out",
+    "//": "only files of this machine and hub ids `owner/name` are read: download the file, and name its path",
+    ",": "write several files as a list: `train: [a.jsonl, b.jsonl]`",
+    "~": "`~` is not expanded: write the whole path",
+}
+"""Parts of a text that stands for a path in other programs, with a hint."""
 _DESCRIPTION = "dataset_info.json"
 """File name of LLaMA-Factory's list of data sets, and of the description that `Dataset.save_to_disk` writes."""
 

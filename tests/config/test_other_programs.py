@@ -1,5 +1,6 @@
 """Settings of people who come from TRL, LLaMA-Factory, axolotl or ms-swift: what they type, and what is printed."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -228,3 +229,19 @@ def test_patterns_of_files_and_slices_of_splits(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"`org/name:train\[:20%\]` is a slice of a split") as refused:
         find_sources(["org/name:train[:20%]"])
     assert "load_dataset('org/name', split='train[:20%]').to_json('rows.jsonl')" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("train[:20%]", "data.eval: 20%"),
+        ("rows.jsonl[:100]", "data.rows: N"),
+        ("https://host/rows.jsonl", "download the file"),
+        ("a.jsonl, b.jsonl", "`train: [a.jsonl, b.jsonl]`"),
+        ("~/rows.jsonl", "write the whole path"),
+    ],
+)
+def test_what_is_no_path_is_named_whole_with_what_to_write(path: str, hint: str) -> None:
+    with pytest.raises(DataError, match=f"data file `{re.escape(path)}` does not exist") as refused:
+        find_sources([path])
+    assert hint in refused.value.hint
