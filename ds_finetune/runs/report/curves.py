@@ -129,7 +129,7 @@ def overlay_charts(runs: Sequence[RunFolder]) -> list[Chart]:
 
 
 def rank_chart(run: RunFolder) -> list[Chart]:
-    """A chart of each rank's time outside collectives, with three lines for more than eight ranks; none for one rank."""
+    """A chart of the time outside collectives by rank, as three lines for more than eight ranks; none for one rank."""
     times = run.rank_times
     if times is None or times[1].shape[1] < 2:
         return []
