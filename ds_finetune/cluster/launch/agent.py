@@ -71,36 +71,15 @@ class HostAgent(LocalElasticAgent):
     """The elastic agent of this host; `emit` sends an event to the launching program."""
 
     def __init__(self, order: AgentOrder, emit: Callable[[Event], None]) -> None:
-        self._order, self._emit = order, emit
+        self._name, self._emit = order.rendezvous["local_addr"], emit
         self._logs = RankLogs(Path(order.logs))
         self._members = frozenset[str]()
         self._lost = set[str]()
         self._is_saving = self._is_joined = False
         self._pids: list[int] = []
         self._oom_kills = 0
-        endpoint = f"[{order.address}]:{order.port}" if ":" in order.address else f"{order.address}:{order.port}"
-        rendezvous = RendezvousParameters(
-            backend="c10d",
-            endpoint=endpoint,
-            run_id=order.run_id,
-            min_nodes=order.fewest,
-            max_nodes=order.most,
-            # Agents are ordered by `local_addr`; ranks meet at `master_addr`.
-            local_addr=order.name,
-            is_host=order.is_first,
-            join_timeout=max(1, int(order.wait_seconds)),
-            last_call_timeout=max(1, int(order.join_seconds)),
-        )
-        spec = WorkerSpec(
-            role="",
-            local_world_size=order.slots,
-            rdzv_handler=get_rendezvous_handler(rendezvous),
-            entrypoint=order.argv[0],
-            args=tuple(order.argv[1:]),
-            max_restarts=order.restarts,
-            monitor_interval=0.2,
-            master_addr=order.address,
-        )
+        handler = get_rendezvous_handler(RendezvousParameters(backend="c10d", **order.rendezvous))
+        spec = WorkerSpec(role="", rdzv_handler=handler, monitor_interval=0.2, **order.workers)
         # The line prefix is the role, which is empty, so the output of rank 0 has no prefix.
         super().__init__(spec, self._logs, exit_barrier_timeout=_DONE_SECONDS, log_line_prefix_template="${role_name}")
 
@@ -119,7 +98,7 @@ class HostAgent(LocalElasticAgent):
         self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
         """Agree with the other hosts' agents on agent names, restarts left (least) and attempt number (greatest)."""
-        store.set(f"agents/{group_rank}", f"{self._order.name} {self._remaining_restarts} {self._logs.attempt + 1}")
+        store.set(f"agents/{group_rank}", f"{self._name} {self._remaining_restarts} {self._logs.attempt + 1}")
         agents = [store.get(f"agents/{number}").decode().split() for number in range(group_world_size)]
         self._members = frozenset(name for name, _, _ in agents)
         self._remaining_restarts = min(int(restarts) for _, restarts, _ in agents)
@@ -238,6 +217,6 @@ def prepare(order: AgentOrder) -> None:
     os.environ.update(order.environ)
     # A new port for each attempt: torch 2.13 would otherwise give a restart the store keys of an earlier attempt.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    if order.most > 1 and (interface := interface_towards(order.address)):
+    if order.rendezvous["max_nodes"] > 1 and (interface := interface_towards(order.workers["master_addr"])):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)

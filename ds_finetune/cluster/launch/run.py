@@ -54,7 +54,7 @@ _ENDING_SECONDS = GRACE_SECONDS + 4.0
 """How long the agents of other hosts may take to end and report after one agent has failed for good."""
 _LOAD_SECONDS = 120.0
 """How long a host may take to import torch."""
-_JOIN_SECONDS = 10.0
+_JOIN_SECONDS = 10
 """How long a restart with enough hosts waits for hosts whose ranks are still ending."""
 _PRINTED_LINES = 500
 _TAIL_LINES = 50
@@ -278,33 +278,37 @@ class _LaunchedRun:
         return cluster
 
     def _start_agent(self, host: Host, cluster: Cluster) -> None:
-        request, is_first = self._request, host == self._request.hosts[0]
-        settings, most = self._settings, len(request.hosts)
+        request, settings, most = self._request, self._settings, len(self._request.hosts)
         self._num_opened += 1
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.devices))} if host.devices else {}
-        order = AgentOrder(
-            name=f"{request.hosts.index(host):05}.{self._num_opened}",
-            argv=tuple(request.job.rank_command),
-            slots=host.slots,
-            fewest=(settings.min_hosts or most) if settings.restarts else most,
-            most=most,
-            restarts=settings.restarts,
-            wait_seconds=settings.wait_seconds,
-            join_seconds=_JOIN_SECONDS,
-            address=self._address,
-            port=self._port,
-            is_first=is_first,
-            run_id=request.job.run_id,
-            logs=str(request.logs),
-            environ=devices | {RUN_ID: request.job.run_id},
-        )
+        name = f"{request.hosts.index(host):05}.{self._num_opened}"
+        address = f"[{self._address}]" if ":" in self._address else self._address
+        rendezvous = {
+            "endpoint": f"{address}:{self._port}",
+            "run_id": request.job.run_id,
+            "min_nodes": (settings.min_hosts or most) if settings.restarts else most,
+            "max_nodes": most,
+            "local_addr": name,
+            "is_host": host == request.hosts[0],
+            "join_timeout": max(1, int(settings.wait_seconds)),
+            "last_call_timeout": _JOIN_SECONDS,
+        }
+        entrypoint, *args = request.job.rank_command
+        workers = {
+            "entrypoint": entrypoint,
+            "args": args,
+            "local_world_size": host.slots,
+            "max_restarts": settings.restarts,
+            "master_addr": self._address,
+        }
+        order = AgentOrder(str(request.logs), devices | {RUN_ID: request.job.run_id}, rendezvous, workers)
 
         def take(event: Event) -> None:
             self._events.put((member, event))
 
         cluster.order(label(host), {"limit_silence": {"seconds": settings.silent_seconds}})
         future = cluster.start(label(host), {"run": asdict(order)}, take)
-        member = self._members[host] = _Member(host, cluster, order.name, future)
+        member = self._members[host] = _Member(host, cluster, name, future)
 
     def _handle_events(self) -> None:
         while not self._events.empty():
