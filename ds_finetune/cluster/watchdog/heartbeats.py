@@ -11,17 +11,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Self
 
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from ds_finetune.cluster.watchdog.progress import PREPARING, RankStatus
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE
 from ds_finetune.system.error_file import ERROR_FILE
-from ds_finetune.system.process_messages import ProcessMessage, decode, encode
 from ds_finetune.system.processes import began_at, own_pid_namespace
 
 BEAT_SECONDS = 1.0
@@ -38,7 +38,8 @@ more than _LATE_IN_SUM s together.
 """
 
 
-class RankProcess(ProcessMessage, kind="process"):
+@dataclass(frozen=True)
+class RankProcess:
     """The process of a rank. `began` is its start time from the kernel, empty where there is no /proc; `machine`
     identifies the host together with its pid and network namespaces.
     """
@@ -66,7 +67,8 @@ class RankProcess(ProcessMessage, kind="process"):
         return f"rank {self.rank} (host {self.host}, process {self.pid})"
 
 
-class RunEnding(ProcessMessage, kind="ending"):
+@dataclass(frozen=True)
+class RunEnding:
     """Why a run ends: the ranks at fault, the reason in one line, details for the report, and the exit code.
 
     `is_hang`: a hang ended the run. `silent`: ranks without heartbeats, which ranks on the same machine kill.
@@ -85,15 +87,18 @@ class RunEnding(ProcessMessage, kind="ending"):
         return f"{self.line}\n{self.text}".rstrip()
 
 
+_PROCESS_JSON, _ENDING_JSON, _STATUS_JSON = TypeAdapter(RankProcess), TypeAdapter(RunEnding), TypeAdapter(RankStatus)
+
+
 def join(store: dist.Store, process: RankProcess, size: int) -> list[RankProcess]:
     """The processes of all ranks; a collective through `store`, after which each rank can read all heartbeats."""
     if process.rank == 0:
         store.set(_ENDING, _NONE)
     store.set(_key(process.rank), "")
-    store.set(f"{_PROCESS}/{process.rank}", encode(process).decode())
+    store.set(f"{_PROCESS}/{process.rank}", _PROCESS_JSON.dump_json(process).decode())
     keys = [f"{_PROCESS}/{rank}" for rank in range(size)]
     store.wait(keys, _JOIN_WAIT)
-    return [decode(each, [RankProcess], peer=key) for key, each in zip(keys, store.multi_get(keys), strict=True)]
+    return [_PROCESS_JSON.validate_json(each) for each in store.multi_get(keys)]
 
 
 class Heartbeats(threading.Thread):
@@ -138,16 +143,16 @@ class Heartbeats(threading.Thread):
         if status.seconds < BEAT_SECONDS:
             # A rank that makes progress sends no recent collectives: they would be outdated when read.
             status = replace(status, recent=())
-        self._store.set(_key(self._rank), f"{self.state} {self._number} {encode(status).decode()}")
+        self._store.set(_key(self._rank), f"{self.state} {self._number} {_STATUS_JSON.dump_json(status).decode()}")
         if self.proposal is not None:
-            self._store.compare_set(_ENDING, _NONE, encode(self.proposal).decode())
+            self._store.compare_set(_ENDING, _NONE, _ENDING_JSON.dump_json(self.proposal).decode())
         ending, *latest = self._store.multi_get([_ENDING, *map(_key, self._latest)])
         now = time.monotonic()
         for rank, beat in zip(self._latest, latest, strict=True):
             if beat != self._latest[rank]:
                 self._latest[rank], self.heard_at[rank] = beat, now
         if self.ending is None and ending != _NONE.encode():
-            self.ending = decode(ending, [RunEnding], peer="the store")
+            self.ending = _ENDING_JSON.validate_json(ending)
         if now > began + _LATE_SECONDS and not self._overslept:
             self._late.append((now, now - began))
         with self._done:
@@ -175,7 +180,7 @@ class Heartbeats(threading.Thread):
     def status_of(self, rank: int) -> RankStatus | None:
         """Status of a watched rank in its last heartbeat; None before the first."""
         beat = self._latest[rank]
-        return decode(beat.split(b" ", 2)[2], [RankStatus], peer=f"rank {rank}") if beat else None
+        return _STATUS_JSON.validate_json(beat.split(b" ", 2)[2]) if beat else None
 
     def close(self) -> None:
         """End the thread, unless a call of the store blocks it."""

@@ -19,7 +19,6 @@ from ds_finetune.config.schedule import seconds_of
 from ds_finetune.config.sections import REPORT_SECONDS, WatchdogConfig
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.system.gpu_threads import use_device
-from ds_finetune.system.process_messages import ProcessMessage
 
 STEP_FACTOR, LEAST_SECONDS, RECENT_STEPS = 10, 60.0, 25
 """The limit `auto` is STEP_FACTOR times the median of the last RECENT_STEPS steps, at least LEAST_SECONDS."""
@@ -134,7 +133,8 @@ class HangLimits:
         return cls(step, seconds_of(config.start), seconds_of(config.other), longest)
 
 
-class RankStatus(ProcessMessage, kind="status"):
+@dataclass(frozen=True)
+class RankStatus:
     """What a rank is doing: `seconds` since its last progress, and the collective `inside` which it waits.
 
     `counts` maps groups of ranks to the number of collectives entered. `recent` are the last collectives.

@@ -19,6 +19,7 @@ from ds_finetune.cluster.watchdog.progress import CollectiveCall, RankStatus
 from ds_finetune.cluster.watchdog.stacks import StackFile, kill_process
 from ds_finetune.errors import ConfigError, RunError
 from ds_finetune.system.processes import began_at
+from tests.cluster.watchdog.ranks import Ranks
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,15 @@ def test_a_failure_brings_its_line_its_code_and_its_last_lines() -> None:
     assert failure.line == "KeyError: 'layer'"
     assert failure.code == 1
     assert "test_report.py" in failure.text
+
+
+def test_a_failure_at_a_file_name_that_is_no_text_reaches_the_other_ranks(tmp_path: Path) -> None:
+    ranks, name = Ranks(tmp_path), os.fsdecode(b"rows-\xff.jsonl")
+    with pytest.raises(FileNotFoundError) as raised:
+        Path(name).read_text()
+    failure = ending_by(raised.value)
+    ranks.fail(1, failure.line, is_secondary=False)
+    assert "rows-\\udcff.jsonl" in ranks.ending(2).line
 
 
 def test_ranks_that_do_the_same_are_one_line() -> None:
