@@ -14,8 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from ds_finetune.checkpoint.restore import random_state, restore_random_state
 from ds_finetune.cluster.doctor import measure
-from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress, marks_of
+from ds_finetune.cluster.watchdog.progress import RankProgress, marks_of
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import WatchdogConfig
 from ds_finetune.engine import generation
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
@@ -62,7 +63,7 @@ def test_the_watchdog_reads_progress_from_events(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "default_stream", lambda: "default")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    progress = RankProgress(0, HangLimits(1, 1, 1))
+    progress = RankProgress(0, WatchdogConfig())
     progress.marks = marks_of("cuda:0")
     for name, stream in (("all_reduce", "default"), ("all_gather", "of overlap_comm")):
         streams.append(stream)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ds_finetune.cluster.watchdog.collectives import observe_collectives
 from ds_finetune.cluster.watchdog.monitor import Monitor, start_monitor
-from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress, marks_of
+from ds_finetune.cluster.watchdog.progress import RankProgress, marks_of
 from ds_finetune.config.schedule import seconds_of
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import WatchdogConfig
@@ -255,7 +255,7 @@ def start_watchdog(
 
     `log` adds a line to the run's log.
     """
-    progress = RankProgress(world.rank, HangLimits.of(watchdog))
+    progress = RankProgress(world.rank, watchdog)
     store = meet(world, timeout=timedelta(seconds=seconds_of(watchdog.meet)))
     with observe_collectives(progress), start_monitor(progress, world, store, output_dir) as monitor:
         monitor.log = log

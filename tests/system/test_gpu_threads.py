@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress, marks_of
+from ds_finetune.cluster.watchdog.progress import RankProgress, marks_of
+from ds_finetune.config.sections import WatchdogConfig
 from ds_finetune.data.batches import BatchPlan, training_batches
 from ds_finetune.engine.engine import Engine
 from ds_finetune.reference.selftest.cells import rows
@@ -100,7 +101,7 @@ def test_the_thread_that_pins_batches(cuda: Cuda, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_thread_of_the_watchdog(cuda: Cuda) -> None:
-    progress = RankProgress(0, HangLimits(1, 1, 1))
+    progress = RankProgress(0, WatchdogConfig())
     progress.marks = marks_of("cuda:3")
     progress.leave(progress.enter("all_reduce", 1, "all"))
     thread = threading.Thread(target=progress.status, name="watchdog")

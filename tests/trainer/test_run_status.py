@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress
+from ds_finetune.cluster.watchdog.progress import RankProgress
 from ds_finetune.config.sections import WatchdogConfig
 from ds_finetune.runs.status import mark_ended, seen_status
 from ds_finetune.trainer.run_records import RunLog, keep_status
 
 
 def _progress(step: int) -> RankProgress:
-    progress = RankProgress(0, HangLimits.of(WatchdogConfig()))
+    progress = RankProgress(0, WatchdogConfig())
     progress.step = step
     return progress
 

@@ -178,7 +178,7 @@ class Monitor(threading.Thread):
 
     def _watch(self, now: float) -> None:
         if (stacks := self._stacks) is not None:
-            stacks.arm(self.progress.limits.longest_step)
+            stacks.arm(self.progress.longest_step)
         ending = self._beats.ending or (None if self._is_closing else self._ending_without_store(now))
         if self._ending is None and ending is not None:
             self._accept(ending)

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 
@@ -111,29 +111,6 @@ class _MarkedCall:
 
 
 @dataclass(frozen=True)
-class HangLimits:
-    """Seconds without progress after which a rank counts as hung, by phase.
-
-    `step` is None for a limit that follows from measured steps (`auto`).
-    """
-
-    step: float | None
-    start: float
-    other: float
-    longest_step: float = math.inf
-    """Upper bound of the limit `auto`: the watchdog must report a hang before torch aborts the collective."""
-
-    @classmethod
-    def of(cls, config: WatchdogConfig) -> Self:
-        """The limits of the run file; infinite for `watchdog.limit: never`."""
-        if config.limit == "never":
-            return cls(math.inf, math.inf, math.inf)
-        step = None if config.limit == "auto" else seconds_of(config.limit)
-        longest = config.collective_seconds - REPORT_SECONDS
-        return cls(step, seconds_of(config.start), seconds_of(config.other), longest)
-
-
-@dataclass(frozen=True)
 class RankStatus:
     """What a rank is doing: `seconds` since its last progress, and the collective `inside` which it waits.
 
@@ -166,8 +143,8 @@ class RankStatus:
 class RankProgress:
     """The progress of this rank: training threads write it, threads of the watchdog read it."""
 
-    def __init__(self, rank: int, limits: HangLimits) -> None:
-        self.rank, self.limits = rank, limits
+    def __init__(self, rank: int, config: WatchdogConfig) -> None:
+        self.rank, self._config = rank, config
         self.phase, self.step = PREPARING, 0
         self.own_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         """Seconds of each recent step, except the first, minus the time in collectives."""
@@ -260,17 +237,20 @@ class RankProgress:
         self._progress_at = min(self._progress_at + seconds, now)
         self._collective_at = min(self._collective_at + seconds, now)
 
+    @property
+    def longest_step(self) -> float:
+        """Upper bound in seconds of the limit `auto`: a hang is reported before torch aborts the collective."""
+        return math.inf if self._config.limit == "never" else self._config.collective_seconds - REPORT_SECONDS
+
     def limit_seconds(self) -> float:
-        """Seconds without progress that the current phase allows."""
-        if self.phase == PREPARING:
+        """Seconds without progress, in the current phase, after which this rank counts as hung."""
+        if self.phase == PREPARING or self._config.limit == "never":
             return math.inf
-        if self.phase == "start":
-            return self.limits.start
         if self.phase != "step":
-            return self.limits.other
-        if self.limits.step is not None:
-            return self.limits.step
-        return min(max(LEAST_SECONDS, STEP_FACTOR * statistics.median(self._step_seconds)), self.limits.longest_step)
+            return seconds_of(self._config.start if self.phase == "start" else self._config.other)
+        if self._config.limit != "auto":
+            return seconds_of(self._config.limit)
+        return min(max(LEAST_SECONDS, STEP_FACTOR * statistics.median(self._step_seconds)), self.longest_step)
 
     def last_progress_at(self) -> float:
         """Time (monotonic) of the last progress: a step or a change of phase, in some phases also a collective.

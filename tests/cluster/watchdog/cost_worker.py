@@ -12,7 +12,8 @@ import torch
 
 from ds_finetune.cli.main import run_and_exit
 from ds_finetune.cluster.watchdog.collectives import _wrap_call
-from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress
+from ds_finetune.cluster.watchdog.progress import RankProgress
+from ds_finetune.config.sections import WatchdogConfig
 from ds_finetune.engine.engine import Engine
 
 CALLS = 200_000
@@ -51,7 +52,7 @@ def _a_call() -> float:
         pass
 
     group: Any = object()
-    seen = _wrap_call(RankProgress(0, HangLimits(1, 1, 1)), "allreduce", nothing, lambda _: "all")
+    seen = _wrap_call(RankProgress(0, WatchdogConfig()), "allreduce", nothing, lambda _: "all")
     times, tensors = [], [torch.zeros(8)]
     for function in (seen, nothing):
         start = time.perf_counter()

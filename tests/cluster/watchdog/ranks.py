@@ -13,11 +13,13 @@ import torch.distributed as dist
 
 from ds_finetune.cluster.watchdog.heartbeats import RankProcess, RunEnding, join
 from ds_finetune.cluster.watchdog.monitor import Monitor
-from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress
+from ds_finetune.cluster.watchdog.progress import RankProgress
+from ds_finetune.config.sections import WatchdogConfig
 from ds_finetune.runs.folder import REPORT
 from ds_finetune.system.processes import began_at
 
 LIMIT = 100.0
+LIMITS = WatchdogConfig(limit="100 seconds", start="100 seconds", other="100 seconds")
 
 
 class Ranks:
@@ -38,8 +40,7 @@ class Ranks:
             known = list(pool.map(lambda own: join(store, own, len(machines)), self.processes))
         assert known == [self.processes] * len(machines)
         self.monitors = [
-            Monitor(RankProgress(rank, HangLimits(LIMIT, LIMIT, LIMIT)), self.processes, store, self.folder)
-            for rank in range(len(machines))
+            Monitor(RankProgress(rank, LIMITS), self.processes, store, self.folder) for rank in range(len(machines))
         ]
         for monitor in self.monitors:
             monitor.progress.phase = "step"

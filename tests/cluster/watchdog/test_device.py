@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ds_finetune.cluster.watchdog.diagnosis import Diagnosis, diagnose
-from ds_finetune.cluster.watchdog.progress import HangLimits, HostMarks, RankProgress, RankStatus
+from ds_finetune.cluster.watchdog.progress import HostMarks, RankProgress, RankStatus
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import REPORT_SECONDS, ParallelConfig, WatchdogConfig
 from ds_finetune.engine.groups.process_groups import open_groups
@@ -28,7 +28,7 @@ from ds_finetune.system.world import World
 from ds_finetune.trainer.stragglers import straggler
 
 SECONDS = 60.0
-NEVER = HangLimits(100.0, 100.0, 100.0)
+NEVER = WatchdogConfig(limit="100 seconds", start="100 seconds", other="100 seconds")
 
 
 class Stream(threading.Thread):
@@ -207,7 +207,7 @@ def test_the_watchdog_reports_before_torch_aborts() -> None:
     long = WatchdogConfig(limit="2 hours")
     assert long.collective_seconds >= 7200 + REPORT_SECONDS
     # A limit that follows from slow steps is cut off.
-    progress = RankProgress(0, HangLimits.of(defaults))
+    progress = RankProgress(0, defaults)
     assert list(progress.count_steps(iter([StepRecord(1, {"perf/step_seconds": 600.0})])))
     assert progress.limit_seconds() == defaults.collective_seconds - REPORT_SECONDS
 

@@ -25,13 +25,14 @@ from ds_finetune.cluster.watchdog.monitor import (
     UNREACHABLE,
     start_monitor,
 )
-from ds_finetune.cluster.watchdog.progress import PREPARING, HangLimits, RankProgress
+from ds_finetune.cluster.watchdog.progress import PREPARING, RankProgress
+from ds_finetune.config.sections import WatchdogConfig
 from ds_finetune.runs.folder import REPORT
 from ds_finetune.system.processes import Pause
 from ds_finetune.system.world import World
 from tests.cluster.watchdog.ranks import Ranks
 
-NEVER = HangLimits(100.0, 100.0, 100.0)
+NEVER = WatchdogConfig(limit="100 seconds", start="100 seconds", other="100 seconds")
 OVER = SILENT_SECONDS + 0.1
 ROUND = ROUND_SECONDS + 2.1
 """Seconds after which rank zero waits no longer for heartbeats, with those for the cause of an error."""

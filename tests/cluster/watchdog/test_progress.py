@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ds_finetune.cluster.watchdog.collectives import observe_collectives
-from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress
+from ds_finetune.cluster.watchdog.progress import RankProgress
 from ds_finetune.config.schedule import seconds_of
 from ds_finetune.config.sections import WatchdogConfig
 from ds_finetune.observers.record import StepRecord
@@ -21,11 +21,11 @@ def _steps(*seconds: float) -> Iterator[StepRecord]:
 
 
 def _progress(**given: str) -> RankProgress:
-    return RankProgress(0, HangLimits.of(WatchdogConfig(**given)))  # type: ignore[arg-type]
+    return RankProgress(0, WatchdogConfig(**given))  # type: ignore[arg-type]
 
 
 def test_a_pause_is_no_time_without_progress() -> None:
-    progress = RankProgress(0, HangLimits(1, 1, 1))
+    progress = RankProgress(0, WatchdogConfig())
     progress.phase = "step"
     progress._progress_at -= 1000
     progress.exclude_pause(600)
