@@ -597,10 +597,10 @@ MUTANTS = (
     ),
     Mutant(
         "steps done again kept in the table of experts",
-        "observers/routers.py",
-        "sum(found <= step for found in steps)",
-        "len(steps)",
-        LOADS,
+        "trainer/run_dir.py",
+        "RECORDS = (METRICS, RANK_TIMES, SAMPLES, ROLLOUTS, EXPERTS)",
+        "RECORDS = (METRICS, RANK_TIMES, SAMPLES, ROLLOUTS)",
+        "tests/trainer/test_run_dir.py",
     ),
     Mutant(
         "skipped steps move the followed biases",

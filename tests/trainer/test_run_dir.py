@@ -225,8 +225,11 @@ def test_records_of_steps_that_are_done_again_go(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 4, "tra']))
     config = config_of(tmp_path)
     run = planned_run(config)
+    others = ("ranks.jsonl", "samples.jsonl", "rollouts.jsonl", "experts.jsonl")
+    for name in others:
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
     prepare_run_folder(run, after_step=2, last=StepRecord(2, {"train/loss": 9.0}))
-    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines[:2]
+    assert [(tmp_path / name).read_text().splitlines() for name in ("metrics.jsonl", *others)] == [lines[:2]] * 5
     prepare_run_folder(run, after_step=3, last=StepRecord(3, {"train/loss": 1.0}))
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines, (
         "the record of a step that was saved, and not written before the kill"
