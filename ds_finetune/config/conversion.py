@@ -78,7 +78,6 @@ class ConvertedRun:
         self.config = validate_tree(self.tree, {}, "the run file")
 
     def _take_defaults(self) -> None:
-        """Write the program's defaults for keys that no word of the file sets."""
         asked = {self._key(word) for word, value in self.words.items() if not _is_off(value)}
         before = dict(self.outcomes)
         for word, value in self.defaults.items():
@@ -113,14 +112,14 @@ class ConvertedRun:
         for name, value in tree.items():
             key = f"{above}{name}"
             origin = self.origins.get("model.path" if key == "model" else key)
-            said = _comment(f"  # {origin}") if origin else ""
+            comment = _comment(f"  # {origin}") if origin else ""
             if name in ("model", "objective") and value.keys() == {SHORT_FORMS[name]}:
                 value = value[SHORT_FORMS[name]]
             if isinstance(value, Mapping) and value and key != "data.columns":
-                yield f"{indent}{name}:{said}"
+                yield f"{indent}{name}:{comment}"
                 yield from self._lines(value, f"{key}.")
             else:
-                yield f"{indent}{name}: {one_line_yaml(value)}{said}"
+                yield f"{indent}{name}: {one_line_yaml(value)}{comment}"
 
     def _take_objective(self) -> None:
         words = [word for word, value in self.words.items() if KEY_OF.get(word) == "objective" and value]
@@ -143,8 +142,8 @@ class ConvertedRun:
         }
         if self.method == "gkd":
             self.to_fill["objective"] = "gkd there samples answers and mixes two divergences; this is the forward one"
-        for said in [*words, *([word] if word == "reward_model" else [])]:
-            self.outcomes[said] = "taken", "objective"
+        for each in [*words, *([word] if word == "reward_model" else [])]:
+            self.outcomes[each] = "taken", "objective"
 
     def _is_plain_text(self) -> bool:
         sets = self.words.get("datasets")
@@ -216,7 +215,6 @@ class ConvertedRun:
         return ":".join(part for part in (path, subset, split or (subset and "train")) if part)
 
     def _take_batch(self) -> None:
-        """Set micro-batch and global batch size, or with GRPO prompts per step."""
         mine = {word: self._key(word) for word, value in self.words.items() if value is not None}
         mine = {word: key for word, key in mine.items() if key in _BATCH}
         self.outcomes |= {word: ("taken", key) for word, key in mine.items()}
@@ -225,16 +223,19 @@ class ConvertedRun:
         micro = self.words[micros[0]] if micros else self.defaults["per_device_train_batch_size"]
         dp = max(1, self.ranks // math.prod(self._size(f"parallel.{axis}", 1) for axis in ("tp", "pp", "sp")))
         given = next((self.words[word] for word in _ACCUMULATION if self.words.get(word)), None)
-        held = given or self.defaults["gradient_accumulation_steps"]
-        if isinstance(micro, int) and held == PER_16_ROWS:
-            held = math.ceil(16 / max(micro, 1) / dp)
+        accumulation = given or self.defaults["gradient_accumulation_steps"]
+        if isinstance(micro, int) and accumulation == PER_16_ROWS:
+            accumulation = math.ceil(16 / max(micro, 1) / dp)
         rows, origin = self.words[totals[0]] if totals else None, self._said(*totals)
         if isinstance(rows, int):
-            rows, held = rows * (dp if totals == ["batch_size"] else 1), 1
-        elif isinstance(micro, int) and isinstance(held, int):
-            rows, origin = micro * held * dp, f"{micro} of a forward x accumulation {held} x {dp} data parallel ranks"
-        if not isinstance(rows, int) or not isinstance(held, int):
-            self.to_fill["train.global_batch_size"] = f"a forward has {micro} rows, accumulation is {held}"
+            rows, accumulation = rows * (dp if totals == ["batch_size"] else 1), 1
+        elif isinstance(micro, int) and isinstance(accumulation, int):
+            rows, origin = (
+                micro * accumulation * dp,
+                f"{micro} of a forward x accumulation {accumulation} x {dp} data parallel ranks",
+            )
+        if not isinstance(rows, int) or not isinstance(accumulation, int):
+            self.to_fill["train.global_batch_size"] = f"a forward has {micro} rows, accumulation is {accumulation}"
             return
         self._take("train.micro_batch_size", micro, origin=self._said(*micros))
         if not is_grpo(self.objective):
@@ -256,7 +257,7 @@ class ConvertedRun:
         if value is None or value == "":
             self.outcomes[word] = "default", "it has no value"
         elif reason or not key or (isinstance(value, Mapping) and key not in _CONVERTERS):
-            self.outcomes[word] = outcome, reason or "no key here is known for it"
+            self.outcomes[word] = outcome, reason or "a run file has no key for it"
         elif unused := self._unused(key):
             self.outcomes[word] = "default", unused
         elif (converted := self._value(word, value, key)) is None:
@@ -275,7 +276,6 @@ class ConvertedRun:
         return ""
 
     def _value(self, word: str, value: object, key: str) -> object:
-        """The value of run-file key `key` that corresponds to `word: value`; None where there is none."""
         if key in _CONVERTERS:
             return _CONVERTERS[key](self, word, value)
         if isinstance(value, list) and key in _LISTS:
@@ -328,8 +328,8 @@ class ConvertedRun:
         return max(1, int(self._number(name, default)))
 
     def _said(self, *words: str) -> str:
-        said = (f"{word}: {_short(self.words[word])}" if word in self.words else word for word in words if word)
-        return ", ".join(said) or f"default of {self.program.name}"
+        texts = (f"{word}: {_short(self.words[word])}" if word in self.words else word for word in words if word)
+        return ", ".join(texts) or f"default of {self.program.name}"
 
 
 def _flattened(words: Mapping[str, object]) -> Iterator[tuple[str, object]]:
@@ -412,10 +412,10 @@ def _stage(self: ConvertedRun, word: str, value: object) -> object:
     if word.startswith("fsdp") or "fsdp" in text:
         offload = "_offload" * ("offload_params': true" in text)
         return None if _is_off(value) else ("zero2" if "grad_op" in text else "zero3") + offload
-    found = re.search(r"z(?:ero)?(?:_stage)?\W*_?([0-3])", text)
-    if found is None:
+    stage = re.search(r"z(?:ero)?(?:_stage)?\W*_?([0-3])", text)
+    if stage is None:
         return None
-    return f"zero{found[1]}" + "_offload" * ("offload" in text and found[1] in "23")
+    return f"zero{stage[1]}" + "_offload" * ("offload" in text and stage[1] in "23")
 
 
 def _every(self: ConvertedRun, word: str, value: object) -> object:

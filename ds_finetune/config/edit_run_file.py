@@ -54,15 +54,15 @@ def _with_value(text: str, keys: tuple[str, ...], value: object) -> str:
     node, depth = yaml.compose(text, Loader=yaml.SafeLoader), 0
     assert isinstance(node, yaml.MappingNode)
     while depth < len(keys):
-        found = next((item for key, item in node.value if key.value == keys[depth]), None)
-        if found is None:
+        child = next((item for key, item in node.value if key.value == keys[depth]), None)
+        if child is None:
             return _insert(text, node, keys[depth:], value)
         depth += 1
-        if depth < len(keys) and not isinstance(found, yaml.MappingNode):
+        if depth < len(keys) and not isinstance(child, yaml.MappingNode):
             # The section has its short form, such as `model: PATH`.
-            short = {SHORT_FORMS[keys[0]]: parse_yaml(_slice(text, found)), keys[depth]: value}
-            return _replace(text, found, short)
-        node = found
+            short = {SHORT_FORMS[keys[0]]: parse_yaml(_slice(text, child)), keys[depth]: value}
+            return _replace(text, child, short)
+        node = child
     return _replace(text, node, value)
 
 

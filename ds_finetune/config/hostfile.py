@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ds_finetune.config.shipped import shipped_file
+from ds_finetune.config.shipped import read_text
 from ds_finetune.errors import LaunchError
 
 _EXAMPLE = "write e.g. `worker-1 slots=8`, `me@10.0.0.2:2222 slots=4` or `[fe80::1]:22 slots=8`"
@@ -48,22 +48,8 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
     port; `#` begins a comment. DeepSpeed 0.19.8 reads the same lines (launcher/runner.py, `_parse_hostfile`), but gives
     ports to ssh as part of the name.
     """
-    try:
-        found = path if Path(path).exists() else shipped_file(str(path)) or path
-        lines = Path(found).read_text(encoding="utf-8-sig").splitlines()
-    except FileNotFoundError:
-        raise LaunchError(
-            f"hostfile `{path}` does not exist", hint="create it; a run is never started locally instead"
-        ) from None
-    except UnicodeDecodeError as binary:
-        raise LaunchError(
-            f"hostfile `{path}` is not text: {binary}", hint="name a file with lines such as `worker-1 slots=8`"
-        ) from None
-    except OSError as unreadable:
-        raise LaunchError(
-            f"hostfile `{path}` cannot be read: {unreadable.strerror}",
-            hint="name a file with lines such as `worker-1 slots=8`",
-        ) from None
+    hint = "name a file with lines such as `worker-1 slots=8`; a run is never started locally instead"
+    lines = read_text(path, what="hostfile", hint=hint, error=LaunchError).splitlines()
     hosts: dict[tuple[str, int], Host] = {}
     for number, line in enumerate(lines, start=1):
         text = line.split("#", 1)[0]
@@ -96,18 +82,18 @@ def select_hosts(hosts: Sequence[Host], *, include: str = "", exclude: str = "")
     if not include and not exclude:
         return tuple(hosts)
     named = _named_devices(include or exclude, hosts, "--include" if include else "--exclude")
-    left = []
+    selected = []
     for host in hosts:
         devices = [d for d in range(host.slots) if (d in named.get(host.name, ())) == bool(include)]
         if devices:
-            left.append(
+            selected.append(
                 host if len(devices) == host.slots else replace(host, slots=len(devices), devices=tuple(devices))
             )
-    if not left:
+    if not selected:
         raise LaunchError(
             f"--exclude {exclude} leaves none of {sum(host.slots for host in hosts)} devices", hint="exclude fewer"
         )
-    return tuple(left)
+    return tuple(selected)
 
 
 def _named_devices(text: str, hosts: Sequence[Host], option: str) -> dict[str, set[int]]:
@@ -140,9 +126,9 @@ def _named_devices(text: str, hosts: Sequence[Host], option: str) -> dict[str, s
 
 
 def _read_host(text: str, where: str, number: int) -> Host:
-    found = re.match(r"^\s*(\S+)(\s*)(.*?)\s*$", text)
-    assert found
-    target, rest, at, column = found[1], found[3], found.start(1) + 1, found.start(3) + 1
+    match = re.match(r"^\s*(\S+)(\s*)(.*?)\s*$", text)
+    assert match
+    target, rest, at, column = match[1], match[3], match.start(1) + 1, match.start(3) + 1
     if "=" in target:
         raise LaunchError(f"{where} column {at}: `{target}` is where a host's name belongs", hint=_EXAMPLE)
     name, user, port = _read_target(target, f"{where} column {at}")
@@ -157,19 +143,18 @@ def _read_host(text: str, where: str, number: int) -> Host:
 
 
 def _read_target(target: str, where: str) -> tuple[str, str, int]:
-    """Host name, user and port from the first word of a hostfile line."""
-    found = _TARGET.match(target)
-    if not found:
+    match = _TARGET.match(target)
+    if not match:
         raise LaunchError(f"{where}: `{target}` is not a host", hint=_EXAMPLE)
-    name = found["v6"] or found["name"] or found["bare"] or ""
-    port = found["port6"] if found["v6"] is not None else found["port"]
+    name = match["v6"] or match["name"] or match["bare"] or ""
+    port = match["port6"] if match["v6"] is not None else match["port"]
     if (
-        found["user"] == ""
+        match["user"] == ""
         or not re.fullmatch(r"[A-Za-z0-9_.:%-]+", name)
         or name.startswith("-")
-        or (found["user"] or "").startswith("-")
+        or (match["user"] or "").startswith("-")
     ):
         raise LaunchError(f"{where}: `{target}` is not a host", hint=_EXAMPLE)
     if port is not None and not (re.fullmatch(r"\d{1,5}", port) and 0 < int(port) < 65536):
         raise LaunchError(f"{where}: port `{port}` of host `{name}` is not one of 1 to 65535", hint=_EXAMPLE)
-    return name, found["user"] or "", int(port or 0)
+    return name, match["user"] or "", int(port or 0)

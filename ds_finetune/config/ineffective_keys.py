@@ -1,8 +1,7 @@
 """Refuses keys of a run file that have no effect because of the values of other keys."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_finetune.config.objectives import OBJECTIVES, Head
 from ds_finetune.config.run_file import Lines
@@ -14,35 +13,25 @@ class NoEffectError(ConfigError):
 
 
 Values = Mapping[str, Any]
-"""Every key of a run by its dotted name, defaults filled in."""
+"""Values of all keys of a run by dotted name, with defaults filled in."""
 
 
-@dataclass(frozen=True)
-class _Is:
-    """Condition `key == value`; with `has_other` `key != value`; for the value None, that the key is empty."""
+def _is(key: str, value: object, reason: str = "", *, negated: bool = False) -> tuple[Callable[[Values], bool], str]:
+    """Condition `key == value`, or that the key is empty where `value` is None, and its text with `reason`."""
+    shown = str(value).lower() if isinstance(value, bool) else value
+    text = f"there is no {key}" if value is None else f"{key} is {'not ' * negated}{shown}"
 
-    key: str
-    value: object
-    has_other: bool = False
+    def applies(run: Values) -> bool:
+        return not run[key] if value is None else (run.get(key) == value) != negated
 
-    def __call__(self, run: Values) -> bool:
-        if self.value is None:
-            return not run[self.key]
-        return (run.get(self.key) == self.value) != self.has_other
-
-    def __str__(self) -> str:
-        if self.value is None:
-            return f"there is no {self.key}"
-        value = str(self.value).lower() if isinstance(self.value, bool) else self.value
-        return f"{self.key} is {'not ' * self.has_other}{value}"
+    return applies, f"{text}: {reason}" if reason else text
 
 
-@dataclass(frozen=True)
-class _KeyRule:
-    """Rule: `keys` have no effect in a run to which `applies` is true.
+class _KeyRule(NamedTuple):
+    """Rule: `keys` have no effect in a run to which `applies` is true, for `reason`.
 
-    `keys` are separated by spaces; one that ends in a dot is a whole section. The error explains the rule by the
-    condition, if that is an `_Is`, and by `reason`. Values in `harmless` are allowed: they change nothing.
+    `keys` are separated by spaces; one that ends in a dot is a whole section. Values in `harmless` are allowed: they
+    change nothing.
     """
 
     keys: str
@@ -56,44 +45,34 @@ class _KeyRule:
         owns = (key == own or (own.endswith(".") and key.startswith(own)) for own in self.keys.split())
         return any(owns) and value not in self.harmless
 
-    @property
-    def text(self) -> str:
-        """Explanation for the error message."""
-        if isinstance(self.applies, _Is):
-            return f"{self.applies}{': ' * bool(self.reason)}{self.reason}"
-        return self.reason
-
 
 def _head(run: Values) -> Head:
     return OBJECTIVES[run["objective.name"]].head
 
 
 _RULES = (
-    _KeyRule("eval.", _Is("data.eval", None), "", "set data.eval", (False,)),
+    _KeyRule("eval.", *_is("data.eval", None), "set data.eval", (False,)),
     _KeyRule(
         "eval.patience",
         lambda run: not run["eval.every"],
         "without eval.every the only evaluation is at the end",
         "set eval.every, e.g. to `100 steps`",
     ),
-    _KeyRule("eval.generate.max_new_tokens", _Is("eval.generate.prompts", 0), "", "set eval.generate.prompts"),
+    _KeyRule("eval.generate.max_new_tokens", *_is("eval.generate.prompts", 0), "set eval.generate.prompts"),
     _KeyRule(
         "checkpoint.",
-        _Is("checkpoint.every", "never"),
-        "nothing is saved, and nothing is resumed",
+        *_is("checkpoint.every", "never", "nothing is saved, and nothing is resumed"),
         "set checkpoint.every, e.g. to `500 steps`",
         (False, "never"),
     ),
     _KeyRule(
         "optim.min_lr_ratio",
-        _Is("optim.lr_scheduler", "constant"),
-        "the learning rate does not fall",
+        *_is("optim.lr_scheduler", "constant", "the learning rate does not fall"),
         "use another lr_scheduler",
     ),
     _KeyRule(
         "optim.warmup",
-        _Is("optim.lr_scheduler", "exponential_rise"),
-        "the learning rate rises all the time",
+        *_is("optim.lr_scheduler", "exponential_rise", "the learning rate rises all the time"),
         "leave it out",
     ),
     _KeyRule(
@@ -116,8 +95,7 @@ _RULES = (
     ),
     _KeyRule(
         "data.train_on data.reasoning data.template",
-        _Is("data.layout", "text"),
-        "every token is supervised, and no template is used",
+        *_is("data.layout", "text", "every token is supervised, and no template is used"),
         "set data.layout to auto",
         ("all", "plain"),
     ),
@@ -161,29 +139,23 @@ _RULES = (
     ),
     _KeyRule(
         "rollout.address",
-        _Is("rollout.engine", "own"),
-        "the model under training samples",
+        *_is("rollout.engine", "own", "the model under training samples"),
         "set rollout.engine to vllm",
     ),
     _KeyRule(
         "objective.clip_low objective.clip_high objective.dual_clip",
-        _Is("objective.ratio", "capped"),
-        "which has only an upper bound",
+        *_is("objective.ratio", "capped", "which has only an upper bound"),
         "set objective.ratio_cap",
     ),
     _KeyRule(
         "objective.fixed_length",
-        _Is("objective.aggregation", "fixed", has_other=True),
-        "",
+        *_is("objective.aggregation", "fixed", negated=True),
         "set objective.aggregation to fixed",
     ),
-    _KeyRule(
-        "objective.ratio_cap", _Is("objective.ratio", "capped", has_other=True), "", "set objective.ratio to capped"
-    ),
+    _KeyRule("objective.ratio_cap", *_is("objective.ratio", "capped", negated=True), "set objective.ratio to capped"),
     _KeyRule(
         "objective.mismatch_cap",
-        _Is("objective.mismatch", "none"),
-        "no weight corrects the difference to the sampler",
+        *_is("objective.mismatch", "none", "no weight corrects the difference to the sampler"),
         "set objective.mismatch to token or geometric",
     ),
     _KeyRule(
@@ -200,8 +172,7 @@ _RULES = (
     ),
     _KeyRule(
         "objective.label_smoothing",
-        _Is("objective.num_labels", 1),
-        "a regression has no classes",
+        *_is("objective.num_labels", 1, "a regression has no classes"),
         "set objective.num_labels to the number of classes",
     ),
     _KeyRule(
@@ -210,21 +181,20 @@ _RULES = (
         "objective.label_smoothing is 0, which makes the loss the same as sigmoid",
         "set objective.label_smoothing",
     ),
-    _KeyRule("objective.teacher_offload", _Is("objective.teacher", None), "", "set objective.teacher"),
+    _KeyRule("objective.teacher_offload", *_is("objective.teacher", None), "set objective.teacher"),
     _KeyRule(
-        "data.max_truncated_ratio", _Is("data.long_rows", "drop"), "nothing is truncated", "set data.max_dropped_ratio"
+        "data.max_truncated_ratio", *_is("data.long_rows", "drop", "nothing is truncated"), "set data.max_dropped_ratio"
     ),
     _KeyRule(
         "train.activation_offload",
-        _Is("train.activation_checkpointing", "none"),
-        "layers keep all of their activations",
+        *_is("train.activation_checkpointing", "none", "layers keep all of their activations"),
         "set train.activation_checkpointing to full",
         (False,),
     ),
-    _KeyRule("mtp.", _Is("mtp.train", False), "", "set mtp.train", (False,)),
-    _KeyRule("indexer.", _Is("indexer.train", False), "", "set indexer.train", (False,)),
+    _KeyRule("mtp.", *_is("mtp.train", False), "set mtp.train", (False,)),
+    _KeyRule("indexer.", *_is("indexer.train", False), "set indexer.train", (False,)),
     _KeyRule(
-        "export.formats", _Is("export.at_end", False), "nothing is exported at the end", "set export.at_end to true"
+        "export.formats", *_is("export.at_end", False, "nothing is exported at the end"), "set export.at_end to true"
     ),
     _KeyRule(
         "export.max_shard_size",
@@ -247,7 +217,7 @@ def check_keys_have_effect(given: Values, run: Values, source: str, lines: Lines
             continue
         line = lines.get(tuple(key.split(".")))
         where = f"{source} line {line}" if line else source
-        messages.append(f"{where}: `{key}` is {value!r} and has no effect: {rule.text}")
+        messages.append(f"{where}: `{key}` is {value!r} and has no effect: {rule.reason}")
         hints.append(f"leave `{key}` out, or {rule.hint}")
     if messages:
         raise NoEffectError("; ".join(messages), hint="; ".join(hints))

@@ -115,9 +115,8 @@ def _explain_one(error: Any, root: type[Section], source: str, lines: Lines) -> 
     if objective is not None:
         return f"{where}: {objective[0]}", objective[1]
     if error["type"] == "extra_forbidden":
-        return f"{where}: unknown key `{name}`{_of_objective(path, section)}", _suggestion(
-            path, section, root, error["input"]
-        )
+        owner = f" of objective {_tag(section)}" if path[0] == "objective" else ""
+        return f"{where}: unknown key `{name}`{owner}", _suggestion(path, section, root, error["input"])
     # For a missing item of a tuple of fixed length, pydantic gives its index as the location.
     is_too_short = error["type"] == "missing" and isinstance(error["loc"][-1], int)
     if error["type"] == "missing" and not is_too_short:
@@ -139,7 +138,6 @@ def _field(section: type[BaseModel], key: str) -> FieldInfo | None:
 
 
 def _value_hint(name: str, field: FieldInfo | None, page: str) -> str:
-    """The range of a key, its default and what it is for."""
     if field is None:
         return f"{page} describes `{name}`"
     facts = [f"{word} {getattr(part, key)}" for part in field.metadata for key, word in _BOUNDS if hasattr(part, key)]
@@ -174,27 +172,23 @@ def _tag(section: type[BaseModel]) -> str:
     return str(values[0]) if values else ""
 
 
-def _of_objective(path: Sequence[str], section: type[BaseModel]) -> str:
-    return f" of objective {_tag(section)}" if path[0] == "objective" else ""
-
-
 def _suggestion(path: Sequence[str], section: type[BaseModel], root: type[BaseModel], value: object) -> str:
     """A hint with the key probably meant by an unknown key: a key for another trainer's name, a key of another section,
     or a similar name.
     """
-    word, known = path[-1], _own_names(section)
+    word, names = path[-1], _own_names(section)
     if word.lower() in NOT_AVAILABLE:
         return f"leave it out: `{word}` is not available here"
     owners = objectives_with(word) if path[0] == "objective" and not _grpo_key(word, section) else []
     if owners:
-        return f"`{word}` is a key of {', '.join(owners)}; known here: {', '.join(known)}"
+        return f"`{word}` is a key of {', '.join(owners)}; known here: {', '.join(names)}"
     key = meant_key(word, section, root)
     if key is not None:
         facts = [f"It is {MEANINGS[key]}"] if key in MEANINGS else []
         facts += [_example(word, value, key)] if value_of(word, value, key) is not None else []
         return f"did you mean `{key}`? {'; '.join(facts)}".strip()
-    near = difflib.get_close_matches(word, known, n=1, cutoff=_NEAR)
-    return f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"
+    near = difflib.get_close_matches(word, names, n=1, cutoff=_NEAR)
+    return f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(names)}"
 
 
 def _grpo_key(word: str, section: type[BaseModel]) -> str | None:

@@ -12,6 +12,7 @@ import yaml
 from ds_finetune.config.objectives import OBJECTIVES
 from ds_finetune.config.other_programs import KEY_OF, MEANT, PROGRAMS, SAMPLING, Program
 from ds_finetune.config.run_file import parse_yaml
+from ds_finetune.config.shipped import read_text
 from ds_finetune.errors import ConfigError
 
 _ASSIGNED = re.compile(r"^\s*(?:export\s+)?(\w+)=(\S*)\s*$", re.MULTILINE)
@@ -33,16 +34,12 @@ class OtherFile:
 
 def read_other_file(path: Path) -> OtherFile:
     """Read another trainer's file; ConfigError where it is not recognised as one."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as unreadable:
-        raise ConfigError(f"`{path}` cannot be read: {unreadable}", hint=_HINT) from None
+    text = read_text(path, what="file", hint=_HINT)
     tree = _tree(text)
     return _from_script(text, path) if tree is None else _from_tree(tree, path)
 
 
 def _tree(text: str) -> dict[str, object] | None:
-    """The mapping in a YAML or JSON text; None where the text is no mapping."""
     try:
         tree = parse_yaml(text)
     except yaml.YAMLError:
@@ -63,13 +60,15 @@ def _from_script(text: str, path: Path) -> OtherFile:
     values = dict(_ASSIGNED.findall(lines))
     lines = Template(re.sub(r"\\\s*(\n|$)", " ", lines)).safe_substitute(values)
     commands = [(program, rf"^(?P<before>.*?)(?:{program.command})") for program in PROGRAMS]
-    found = [(program, match) for program, command in commands for match in re.finditer(command, lines, re.MULTILINE)]
-    if len(found) != 1:
+    commands_found = [
+        (program, match) for program, command in commands for match in re.finditer(command, lines, re.MULTILINE)
+    ]
+    if len(commands_found) != 1:
         raise ConfigError(
-            f"`{path}` has {len(found)} training commands of trainers that are known here",
-            hint="leave one in the file" if found else _HINT,
+            f"`{path}` has {len(commands_found)} training commands of trainers that are known here",
+            hint="leave one in the file" if commands_found else _HINT,
         )
-    program, match = found[0]
+    program, match = commands_found[0]
     options, files = _options(lines[match.end() :].partition("\n")[0])
     before = {
         name: value[0] if isinstance(value, list) else value for name, value in _options(match["before"])[0].items()

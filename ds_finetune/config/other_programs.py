@@ -202,15 +202,15 @@ MEANINGS = {
 }
 KEY_OF = {word: key for key, words in KEYS_OF_OTHER_PROGRAMS.items() for word in words.split()}
 HAPPENS: Mapping[str, str] = {
-    "it is so in any case": "do_train finetune overwrite_cache load_from_cache_file lazy_tokenize "
+    "always so here": "do_train finetune overwrite_cache load_from_cache_file lazy_tokenize "
     "remove_unused_columns no_remove_unused_columns save_safetensors safe_serialization plot_loss "
     "strict low_cpu_mem_usage average_tokens_across_devices include_tokens_per_second logging_first_step "
     "logging_dir ddp_timeout lora_task_type shuffle_merged_datasets padding_free use_fast_tokenizer add_version "
     "log_completions",
-    "config.json and the tokenizer say it": "model_type model_class tokenizer_type tokenizer_use_mistral_common "
+    "read from config.json and the tokenizer": "model_type model_class tokenizer_type tokenizer_use_mistral_common "
     "tokenizer_use_fast tokenizer_legacy processor_type cls_model_config",
     "evaluation has the batch of training": "per_device_eval_batch_size eval_batch_size eval_sample_packing",
-    "the numbers of a run are the same": "dataloader_* ddp_* overlap_* recompute_* cross_* liger_* flash_* "
+    "it does not change the numbers of a run": "dataloader_* ddp_* overlap_* recompute_* cross_* liger_* flash_* "
     "moe_* use_distributed_optimizer masked_softmax_fusion gradient_accumulation_fusion bias_activation_fusion "
     "apply_rope_fusion use_precision_aware_optimizer lora_mlp_kernel lora_qkv_kernel lora_o_kernel use_kernels "
     "experts_implementation experts_impl use_scattermoe use_sonicmoe cut_cross_entropy torch_compile_mode "
@@ -228,11 +228,11 @@ ABSENT: Mapping[str, str] = {
     "mixture_of_depths use_llama_pro",
     "only text is trained": "freeze_vit freeze_llm freeze_aligner freeze_mm_modules freeze_vision_tower "
     "freeze_multi_modal_projector freeze_language_model image_* video_* vit_* aligner_* max_pixels",
-    "it is no optimizer of optim.name": "use_galore use_apollo use_badam use_adam_mini galore_* apollo_* badam_* "
+    "optim.name has no such optimizer": "use_galore use_apollo use_badam use_adam_mini galore_* apollo_* badam_* "
     "lisa_* optim_target_modules optim_args cosine_constant_lr_ratio lr_quadratic_warmup",
     "the loss has no such term": "neftune_noise_alpha use_asft_loss asft_alpha use_dft_loss enable_dft_loss "
     "use_eaft_loss use_eaft loss_weights lmbda sft_alpha",
-    "write it to the rows": "min_sample_len system default_system model_author enable_thinking "
+    "put it into the rows": "min_sample_len system default_system model_author enable_thinking "
     "add_non_thinking_prefix agent_template cached_dataset cached_val_dataset dataset_exact_deduplication",
     "weights are in bf16, fp16 or fp32, and with QLoRA in NF4": "fp8 fp8_* gptq gptq_* qat quant_method "
     "quantization_method double_quantization bnb_* model_quantization_config",
@@ -241,7 +241,7 @@ ABSENT: Mapping[str, str] = {
     "`ds-finetune export` writes folders, and uploads none": "push_to_hub hub_model_id hub_token push_dataset_to_hub",
     "no token and no row is left out": "moe_expert_capacity_factor dataloader_drop_last",
     "code of model folders is never run": "trust_remote_code",
-    "programs of other trainers are not run": "plugins external_plugins custom_register_path callbacks",
+    "code of other trainers is not run": "plugins external_plugins custom_register_path callbacks",
     "a step has rows of all lengths, which data.balance divides by cost": "group_by_length",
     "tokens are those of the tokenizer's files": "special_tokens added_tokens new_special_tokens tokens eot_tokens "
     "eos_token resize_token_embeddings_to_32x",
@@ -249,7 +249,7 @@ ABSENT: Mapping[str, str] = {
     "data parallel ranks are those that other axes leave": "dp_shard_size dp_replicate_size",
     "`deepspeed: zero2_offload` does it": "optimizer_cpu_offload optimizer_offload_fraction",
     "a vLLM server runs by itself": "vllm_* sglang_* sleep_level offload_model offload_optimizer",
-    "a run resumes; checkpoint.resume=never begins it anew": "overwrite_output_dir",
+    "a run resumes; checkpoint.resume=never starts from the beginning": "overwrite_output_dir",
 }
 """Keys of other trainers for options that are not available here, by the reason."""
 NO_KEY = {word: reason for table in (HAPPENS, ABSENT) for reason, words in table.items() for word in words.split()}
@@ -415,7 +415,7 @@ PROGRAMS = (
         },
         {"learning_rate": 1e-4, "lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": "all-linear"},
         trains_adapters=True,
-        absent={"model_name": "write it to the rows"},
+        absent={"model_name": "put it into the rows"},
         notes={"data.train": "a name of ModelScope, which Hugging Face may not have"},
     ),
     Program(
@@ -452,10 +452,10 @@ def value_of(word: str, value: object, key: str) -> str | None:
     if key in ("optim.warmup", "data.eval") and re.fullmatch(r"\d*\.?\d+(e-?\d+)?", text):
         larger = f"{float(text):g} steps" if key == "optim.warmup" else None
         return f"{float(text) * 100:g}%" if 0 < float(text) < 1 else larger
-    known = _VALUES_OF.get(word, _VALUES_OF.get(key))
-    if known is not None:
-        form = known.get(text.lower(), known.get("*"))
-        if form is not None and " " in form and known.get("*") == form and not re.fullmatch(r"\d+\.?\d*", text):
+    values = _VALUES_OF.get(word, _VALUES_OF.get(key))
+    if values is not None:
+        form = values.get(text.lower(), values.get("*"))
+        if form is not None and " " in form and values.get("*") == form and not re.fullmatch(r"\d+\.?\d*", text):
             return None
         return None if form is None else form.format(text)
     is_switch = text in ("true", "false") and key not in ("data.packing", "eval.keep_best")

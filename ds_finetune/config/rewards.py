@@ -85,8 +85,8 @@ class RewardConfig(Section):
             meant = f"did you mean `{near[0]}`? " if near else ""
             raise ValueError(f"`{self.reward}` is no reward; {meant}write `file.py:function`, or {', '.join(OPTIONS)}")
         own = OPTIONS.get(self.reward, ())
-        every = {option for options in OPTIONS.values() for option in options}
-        for option in sorted(every & self.model_fields_set - set(own)):
+        all_options = {option for options in OPTIONS.values() for option in options}
+        for option in sorted(all_options & self.model_fields_set - set(own)):
             if getattr(self, option) != type(self).model_fields[option].default:
                 owners = ", ".join(name for name, options in OPTIONS.items() if option in options)
                 has = f"has {', '.join(own)}" if own else "has none"

@@ -7,14 +7,14 @@ from typing import Any
 
 import yaml
 
-from ds_finetune.config.shipped import shipped_file
+from ds_finetune.config.shipped import read_text
 from ds_finetune.errors import ConfigError
 
 Lines = dict[tuple[str, ...], int]
 """Line number of each key in the YAML file, by the path of keys from the top."""
 SHORT_FORMS = {"model": "path", "objective": "name", "lora": "rank"}
 """Sections that may be written as the value of one of their keys."""
-_MOST_BYTES, _MOST_NODES, _MOST_DEPTH = 2**20, 50_000, 100
+_MOST_NODES, _MOST_DEPTH = 50_000, 100
 
 
 class PlainLoader(yaml.SafeLoader):
@@ -58,24 +58,7 @@ def parse_yaml(text: str, loader: Any = PlainLoader) -> Any:  # noqa: ANN401 - a
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], Lines]:
     """Read a YAML mapping with the line of each key; ConfigError where the file is no mapping or repeats a key."""
-    try:
-        with (path if path.exists() else shipped_file(str(path)) or path).open("rb") as file:
-            raw = file.read(_MOST_BYTES + 1)
-        if len(raw) > _MOST_BYTES:
-            raise ConfigError(
-                f"run file `{path}` has more than {_MOST_BYTES} bytes", hint="name folders or patterns of data files"
-            )
-        text = raw.decode()
-    except FileNotFoundError:
-        raise ConfigError(
-            f"run file `{path}` does not exist", hint="the first argument is the run's YAML file"
-        ) from None
-    except OSError as unreadable:
-        raise ConfigError(
-            f"run file `{path}` cannot be read: {unreadable.strerror}", hint="the first argument is the run's YAML file"
-        ) from None
-    except UnicodeDecodeError as binary:
-        raise ConfigError(f"run file `{path}` is not UTF-8: {binary}", hint="save it as UTF-8") from None
+    text = read_text(path, what="run file", hint="the first argument is the run's YAML file")
     try:
         tree, node = parse_yaml(text), yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as broken:

@@ -27,10 +27,10 @@ class Duration:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Read `N steps | N epochs | N tokens`; ValueError names what was given."""
-        found = _TEXT.match(text)
-        if not found:
+        match = _TEXT.match(text)
+        if not match:
             raise ValueError(f"`{text}` is not a duration; write `200 steps`, `3 epochs` or `1e9 tokens`")
-        value, unit = float(found[1].replace("_", "")), f"{found[2]}s"
+        value, unit = float(match[1].replace("_", "")), f"{match[2]}s"
         if value <= 0 or not math.isfinite(value) or (unit != "epochs" and value != int(value)):
             raise ValueError(
                 f"`{text}` is not a duration: {unit} must be a positive {'number' if unit == 'epochs' else 'integer'}"
@@ -73,10 +73,10 @@ class Interval:
         """Parse `N steps`, `N epochs`, a time such as `15 minutes`, or two joined, as in `500 steps or 15 minutes`."""
         given = dict[str, float]()
         for part in text.split(" or "):
-            found = _TEXT.match(part)
+            match = _TEXT.match(part)
             if _TIME.fullmatch(part.strip()) and "seconds" not in given:
                 given["seconds"] = seconds_of(part)
-            elif found and found[2] != "token" and not given.keys() & {"steps", "epochs"}:
+            elif match and match[2] != "token" and not given.keys() & {"steps", "epochs"}:
                 length = Duration.parse(part)
                 given[length.unit] = length.value
             else:
@@ -128,15 +128,15 @@ class LrSchedule:
 
 def is_steps(text: str) -> bool:
     """Whether a text has the form `N steps`."""
-    found = _TEXT.match(text)
-    return found is not None and found[2] == "step"
+    match = _TEXT.match(text)
+    return match is not None and match[2] == "step"
 
 
 def warmup_steps(text: str, steps: int) -> int:
     """Warm-up steps of `N steps` or of a share such as `3%` of `steps`, rounded up."""
-    share = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
-    if share:
-        return math.ceil(round(steps * float(share[1]) / 100, 6))
+    percent = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
+    if percent:
+        return math.ceil(round(steps * float(percent[1]) / 100, 6))
     if text.strip() in ("0", "0 steps"):
         return 0
     if not is_steps(text):
@@ -147,10 +147,10 @@ def warmup_steps(text: str, steps: int) -> int:
 
 def seconds_of(text: str) -> float:
     """Seconds of `90 seconds`, `30 minutes` or `2 hours`; ValueError names what was given."""
-    found = _TIME.fullmatch(text.strip())
-    if not found or not float(found[1]):
+    match = _TIME.fullmatch(text.strip())
+    if not match or not float(match[1]):
         raise ValueError(f"`{text}` is not a time; write `90 seconds`, `30 minutes` or `2 hours`")
-    return float(found[1]) * _SECONDS[found[2]]
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 def _wsd(progress: float) -> float:

@@ -55,9 +55,9 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     """Sampling of answers."""
     objective: ObjectiveField = SftObjective()
-    """What is trained: a name such as `dpo`, or a section `{name: dpo, beta: 0.1}`."""
+    """Objective of training: a name such as `dpo`, or a section `{name: dpo, beta: 0.1}`."""
     rewards: RewardList = ()
-    """What scores the answers that the model samples: names such as `number`, or sections `{reward: NAME}`."""
+    """Scores of the answers that the model samples: names such as `number`, or sections `{reward: NAME}`."""
     train: TrainConfig = Field(default=TrainConfig(), validate_default=True)
     """Length, batch and precision."""
     optim: OptimConfig = OptimConfig()

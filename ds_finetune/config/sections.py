@@ -25,7 +25,7 @@ from ds_finetune.config.value_types import (
     WarmupText,
     WeightedPaths,
     as_list,
-    check_time,
+    checked,
     share_of,
 )
 
@@ -84,7 +84,7 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    """What is trained on and how rows become tokens."""
+    """Training rows and held-out rows, and how they become tokens."""
 
     train: Rows[WeightedPaths]
     """Training files, folders or hub ids (JSON, JSONL, CSV, Parquet, text); a split follows a colon, as in
@@ -97,7 +97,7 @@ class DataConfig(Section):
     that many rows of `train`: one of each 20 consecutive rows, chosen by `train.seed`.
     """
     rows: Rows[int | None] = Field(default=None, ge=1)
-    """Only so many rows of `train` are read, the first in the order of its files, for a trial. Left out, all are."""
+    """Number of rows of `train` that are read, from its first file on, for a trial. Left out, all rows are read."""
     layout: Rows[Layout] = "auto"
     """Layout of a row; `auto` recognises it by its columns."""
     columns: Rows[dict[str, str]] = Field(default_factory=dict)
@@ -143,7 +143,7 @@ class DataConfig(Section):
     """Folder of tokenised data, which later runs find again by fingerprint."""
 
     def paths(self, purpose: str) -> tuple[str, ...]:
-        """All paths of `train` or `eval`, whatever form they are given in."""
+        """All paths of `train` or `eval`, which may be a list or a mapping."""
         if purpose == "train" or self.held_out_share:
             return tuple(self.train) if purpose == "train" else ()
         return tuple(path for paths in self.held_out_sets.values() for path in paths)
@@ -167,7 +167,7 @@ class DataConfig(Section):
 
 
 class TrainConfig(Section):
-    """How long, how much at a time and in which precision."""
+    """Length, batch sizes and precision of training."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -175,12 +175,12 @@ class TrainConfig(Section):
     """Length of the run: `N steps`, `N epochs` or `N tokens`."""
     global_batch_size: Refused[int] = Field(default=32, ge=1)
     """Rows of one optimizer step over all ranks (packed rows when packing). For `grpo` it is rollout.prompts_per_step x
-    objective.group_size, also where it is left out.
+    objective.group_size, which is also the default.
     """
     micro_batch_size: MicroBatchSize = 1
     """Rows of one forward on one rank; accumulation is derived. `auto` takes the most that fit into memory."""
     max_seq_len: Rows[int] = Field(default=2048, ge=2)
-    """Most tokens of a row; both answers of a pair are in one row."""
+    """Maximum tokens of a row; both answers of a pair are in one row."""
     precision: Precision = "auto"
     """Dtype of weights and activations; master weights and moments are fp32. `auto` is bf16 where the device computes
     it (GPUs from compute capability 8.0 on, CPUs with AMX or AVX512-BF16), fp32 on other CPUs, and an error on other
@@ -191,9 +191,9 @@ class TrainConfig(Section):
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Global norm to which the gradient is clipped; 0 does not clip."""
     activation_checkpointing: Literal["auto", "full", "selective", "none"] = "auto"
-    """What backward recomputes instead of keeping it. `full`: all of a layer but its input. `selective`: the same
-    without attention, the products of routed experts and their exchange between ranks. `none`: nothing. `auto` is
-    `selective` where the estimate fits the GPUs, else `full`. The numbers of a run are the same.
+    """What backward recomputes instead of keeping it. `full`: all of a layer but its input. `selective`: as
+    `full`, but not attention, the products of routed experts and their exchange between ranks. `none`: nothing. `auto`
+    is `selective` where the estimate fits the GPUs, else `full`. The numbers of a run are the same.
     """
     activation_offload: Free[bool] = False
     """Keep the inputs of recomputed layers in pinned host memory instead of on the GPU."""
@@ -264,18 +264,18 @@ class GenerateConfig(Section):
     prompts: int = Field(default=0, ge=0)
     """Number of held-out prompts to answer at each evaluation; 0 generates nothing."""
     max_new_tokens: int = Field(default=64, ge=1)
-    """Most tokens of an answer."""
+    """Maximum tokens of an answer."""
 
 
 class EvalConfig(Section):
-    """When held-out data is evaluated and what follows from it."""
+    """Evaluation of held-out data: its interval, the best weights, and an early end of the run."""
 
     every: LengthText | None = None
     """`N steps` or `N epochs` between evaluations; one that is due within a step follows that step. Left out, the only
     evaluation is at the end of the run.
     """
     limit: int = Field(default=0, ge=0)
-    """Most held-out rows to evaluate, from the first on (packed rows when packing); 0 evaluates all."""
+    """Number of held-out rows to evaluate, from the first on (packed rows when packing); 0 evaluates all."""
     generate: GenerateConfig = GenerateConfig()
     """Answers to held-out prompts, scored by exact match."""
     keep_best: bool = True
@@ -299,7 +299,7 @@ class CheckpointConfig(Section):
     keep: int = Field(default=2, ge=1)
     """Number of newest checkpoints to keep."""
     keep_best: bool = True
-    """Also keep the checkpoint with the lowest eval loss."""
+    """Whether the checkpoint with the lowest eval loss is kept too."""
     max_failed: int = Field(default=3, ge=1)
     """The run ends after this many checkpoints in a row that cannot be written, e.g. for a full disk. Its last
     checkpoint must be written.
@@ -346,6 +346,11 @@ class ParallelConfig(Section):
     over whole rows.
     """
 
+    @property
+    def axes(self) -> frozenset[str]:
+        """Parallel axes with more than one rank, besides data parallelism."""
+        return frozenset(axis for axis in ("pp", "sp", "tp", "ep") if getattr(self, axis) > 1)
+
 
 def refused_values(**reasons: str) -> BeforeValidator:
     """A validator that refuses certain values of a key; `reasons` has the message of each."""
@@ -381,8 +386,8 @@ class LoraConfig(Section):
     quantize: Literal["nf4"] | None = None
     """`nf4` holds the frozen weights of attention, dense MLPs and shared experts in four bits, by bitsandbytes."""
     modules_to_save: Annotated[tuple[str, ...], BeforeValidator(as_list)] = ()
-    """Modules that are trained whole beside the adapters, such as `embed_tokens`, `lm_head` or norms, named as in
-    `target_modules`.
+    """Modules whose weights are trained in full beside the adapters, such as `embed_tokens`, `lm_head` or norms, named
+    as in `target_modules`.
     """
     start: str | None = None
     """Folder of an adapter in peft's format, from which training begins; it has the modules, rank and scale of this
@@ -416,8 +421,8 @@ class RouterConfig(Section):
     balance: float = Field(default=0.0, ge=0)
     """Weight of the balance loss of experts, which is 1 for a layer whose experts are chosen equally often."""
     bias_update: float = Field(default=0.0, ge=0)
-    """How far the bias of each expert moves after a step: down where it was chosen more often than the mean, up where
-    less often; 0 moves none.
+    """Change of each expert's bias after a step: down where the expert was chosen more often than the mean, else up; 0
+    changes no bias.
     """
 
 
@@ -463,7 +468,7 @@ class RolloutConfig(Section):
     weights.
     """
     max_new_tokens: int = Field(default=256, ge=1)
-    """Most tokens of an answer; a longer one is cut there."""
+    """Maximum tokens of an answer; a longer answer is cut."""
     temperature: Refused[float] = Field(default=1.0, gt=0)
     """Temperature of sampling; only 1 is supported."""
     stop: Annotated[Refused[tuple[str, ...]], BeforeValidator(as_list)] = ()
@@ -475,7 +480,7 @@ class RolloutConfig(Section):
 
 
 class LogConfig(Section):
-    """What is written while training beside `metrics.jsonl`."""
+    """Progress lines and trackers of a run, beside `metrics.jsonl`."""
 
     every: int = Field(default=1, ge=1)
     """Steps between progress lines; `log.txt` has all of them, standard output at most one in `seconds`."""
@@ -496,10 +501,10 @@ _PROFILED = re.compile(r"(\d+)(?:-(\d+))?")
 
 def step_range(text: str) -> tuple[int, int]:
     """First and last step of `10-12`, or of `10`; ValueError where it is no range of steps from 1 on."""
-    found = _PROFILED.fullmatch(text.replace(" ", ""))
-    if found is None:
+    match = _PROFILED.fullmatch(text.replace(" ", ""))
+    if match is None:
         raise ValueError(f"`{text}` is not a range of steps; write `10-12`, or `10` for a single step")
-    first, last = int(found[1]), int(found[2] or found[1])
+    first, last = int(match[1]), int(match[2] or match[1])
     if first < 1:
         raise ValueError(f"`{text}` begins at step {first}, and steps count from 1")
     if last < first:
@@ -546,9 +551,7 @@ _SPARE_SECONDS = 300.0
 class WatchdogConfig(Section):
     """When a run that hangs is ended, and which rank counts as slow."""
 
-    limit: Annotated[str, BeforeValidator(lambda text: text if text in ("auto", "never") else check_time(text))] = (
-        "auto"
-    )
+    limit: Annotated[str, checked(seconds_of, "auto", "never")] = "auto"
     """Longest time of an optimizer step. `auto` is ten times the median of the last steps, and at least a minute.
     `never` detects no hang.
     """
@@ -558,8 +561,10 @@ class WatchdogConfig(Section):
     """Longest time without a collective in evaluation and export, and longest time of a save."""
     meet: TimeText = "2 hours"
     """How long a rank that has started waits for the others to start; preparing data has no limit."""
-    collective: Annotated[str, BeforeValidator(lambda text: text if text == "auto" else check_time(text))] = "auto"
-    """How long torch lets a rank wait in a collective; `auto` is five minutes more than the longest limit above."""
+    collective: Annotated[str, checked(seconds_of, "auto")] = "auto"
+    """How long torch lets a rank wait in a collective; `auto` is five minutes more than the longest of `limit`,
+    `start` and `other`.
+    """
     straggler_ratio: float = Field(default=1.5, gt=1)
     """The progress line names the slowest rank where its time is this many times the median."""
 

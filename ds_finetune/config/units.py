@@ -10,14 +10,14 @@ MIB, GIB, TIB = 2**20, 2**30, 2**40
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": MIB, "GIB": GIB, "TIB": TIB}
 
 
-def share_text(share: float, digits: int = 1) -> str:
+def share_text(fraction: float, digits: int = 1) -> str:
     """A share as a percentage; only exactly 1 and 0 become 100% and 0%, other shares `>99.9%` or `<0.1%`."""
     least = 10.0 ** -(digits + 2)
-    if 0 < share < least / 2:
+    if 0 < fraction < least / 2:
         return f"<{least:.{digits}%}"
-    if 1 - least / 2 <= share < 1:
+    if 1 - least / 2 <= fraction < 1:
         return f">{1 - least:.{digits}%}"
-    return f"{share:.{digits}%}"
+    return f"{fraction:.{digits}%}"
 
 
 def parse_bytes(text: str, *, name: str) -> int:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 from enum import StrEnum
 from fractions import Fraction
 from glob import glob
@@ -36,7 +37,7 @@ Layout = Literal[
 
 
 class OnResume(StrEnum):
-    """What happens on resume if a key has another value than in the checkpoint."""
+    """Treatment of a key on resume whose value differs from that in the checkpoint."""
 
     REFUSED = "refused"
     ROWS = "refused if it changes the training rows"
@@ -91,8 +92,8 @@ def _as_weighted(value: object) -> object:
 
 def _as_sets(value: object) -> object:
     if isinstance(value, int | float):
-        share = f"{value * 100:g}%" if 0 < value < 1 else "5%"
-        raise ValueError(f"name files, or a share of data.train such as `{share}`")  # noqa: TRY004 - for pydantic
+        percent = f"{value * 100:g}%" if 0 < value < 1 else "5%"
+        raise ValueError(f"name files, or a share of data.train such as `{percent}`")  # noqa: TRY004 - for pydantic
     sets = value if isinstance(value, dict) else {"": value}
     sets = {name: as_list(paths) for name, paths in sets.items()}
     if not sets:
@@ -114,15 +115,21 @@ def share_of(held_out: object) -> Fraction:
     return Fraction(text[:-1]) / 100 if isinstance(text, str) and _SHARE.fullmatch(text) else Fraction(0)
 
 
-def _check_duration(text: object) -> object:
-    return str(Duration.parse(str(text)))
+def checked(parse: Callable[[str], object], *words: str) -> BeforeValidator:
+    """A validator that keeps a value as text where it is one of `words` or `parse` reads it without a ValueError."""
+
+    def check(value: object) -> str:
+        if value not in words:
+            parse(str(value))
+        return str(value)
+
+    return BeforeValidator(check)
 
 
-def _check_warmup(text: object) -> object:
-    if "%" in str(text) and warmup_steps(str(text), 100) > 100:
+def _check_warmup(text: str) -> None:
+    if "%" in text and warmup_steps(text, 100) > 100:
         raise ValueError(f"`{text}` is more than the run; write at most `100%`")
-    warmup_steps(str(text), 1)
-    return str(text)
+    warmup_steps(text, 1)
 
 
 def _check_size(text: str) -> str:
@@ -140,25 +147,13 @@ def _check_micro_batch(value: object) -> object:
 MicroBatchSize = Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], BeforeValidator(_check_micro_batch)]
 WeightedPaths = Annotated[tuple[str, ...] | dict[str, float], BeforeValidator(_as_weighted)]
 HeldOutPaths = Annotated[tuple[str, ...] | dict[str, tuple[str, ...]], BeforeValidator(_as_sets)]
-DurationText = Annotated[str, BeforeValidator(_check_duration)]
+DurationText = Annotated[str, BeforeValidator(lambda text: str(Duration.parse(str(text))))]
 
 
-def _check_length(text: object) -> object:
+def _check_length(text: object) -> str:
     if "token" in str(text):
         raise ValueError(f"`{text}` is no number of steps or epochs; write e.g. `100 steps` or `1 epoch`")
-    return _check_duration(text)
-
-
-def _check_every(text: object) -> object:
-    if text != "never":
-        Interval.parse(str(text))
-    return str(text)
-
-
-def check_time(text: object) -> str:
-    """Validate a time such as `2 hours`; ValueError where it is none."""
-    seconds_of(str(text))
-    return str(text)
+    return str(Duration.parse(str(text)))
 
 
 InexactName = Literal[
@@ -167,7 +162,7 @@ InexactName = Literal[
 InexactNames = Annotated[tuple[InexactName, ...], BeforeValidator(as_list)]
 
 SizeText = Annotated[str, AfterValidator(_check_size)]
-TimeText = Annotated[str, BeforeValidator(check_time)]
+TimeText = Annotated[str, checked(seconds_of)]
 LengthText = Annotated[str, BeforeValidator(_check_length)]
-EveryText = Annotated[str, BeforeValidator(_check_every)]
-WarmupText = Annotated[str, BeforeValidator(_check_warmup)]
+EveryText = Annotated[str, checked(Interval.parse, "never")]
+WarmupText = Annotated[str, checked(_check_warmup)]

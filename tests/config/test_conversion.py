@@ -209,8 +209,8 @@ def test_reasons_and_defaults_are_said(tmp_path: Path, monkeypatch: pytest.Monke
         "  global_batch_size: 16  # 2 of a forward x accumulation 4 x 2 data parallel ranks",
         "  betas: [0.9, 0.999]  # default of axolotl",
         "  rank: 32  # lora_r: 32",
-        "# not available: use_galore: true (it is no optimizer of optim.name)",
-        "# not available: unheard_of: 3 (no key here is known for it)",
+        "# not available: use_galore: true (optim.name has no such optimizer)",
+        "# not available: unheard_of: 3 (a run file has no key for it)",
         "# default: dataset_prepared_path: null (it has no value)",
     ):
         assert line in lines
@@ -271,7 +271,7 @@ def test_rows_or_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().err
     assert "init has neither ROWS nor --from" in said
     assert "init has `rows.jsonl` and --from a.yaml" in said
-    assert "`nowhere.yaml` cannot be read" in said
+    assert "file `nowhere.yaml` does not exist" in said
 
 
 def test_the_defaults_of_the_hugging_face_trainer_are_those_of_its_code() -> None:

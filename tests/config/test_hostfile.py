@@ -77,7 +77,7 @@ def test_a_hostfile_that_is_a_folder(tmp_path: Path) -> None:
 def test_a_binary_hostfile(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_bytes(bytes([255, 254, 0, 1]))
-    with pytest.raises(LaunchError, match="is not text"):
+    with pytest.raises(LaunchError, match="is not UTF-8"):
         read_hostfile(path)
 
 
