@@ -46,7 +46,7 @@ from ds_finetune.model.build.skeleton import read_hf_config
 from ds_finetune.model.loss.forward_rows import ForwardRows
 from ds_finetune.model.parallel.pipeline import PipelineGroup
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.plan.pipeline import idle_share
+from ds_finetune.plan.pipeline import idle_fraction
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
@@ -205,7 +205,7 @@ def main() -> None:
 
 
 def _line(ranks: int, micro_batches: int, chunks: int, found: Measured, of_one: float) -> str:
-    idle, plain = (idle_share(pp=ranks, vpp=each, micro_batches=micro_batches) for each in (chunks, 1))
+    idle, plain = (idle_fraction(pp=ranks, vpp=each, micro_batches=micro_batches) for each in (chunks, 1))
     cells = [
         str(ranks),
         str(micro_batches),

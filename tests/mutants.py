@@ -170,8 +170,8 @@ MUTANTS = (
     Mutant(
         "gradients reduced in fp32 and accumulated in bf16",
         "plan/deepspeed_config.py",
-        'return {_COMMUNICATION: "fp32", _ACCUMULATION: "fp32"}',
-        'return {_COMMUNICATION: "fp32"}',
+        'else {_COMMUNICATION: "fp32", _ACCUMULATION: "fp32"}',
+        'else {_COMMUNICATION: "fp32"}',
         REDUCTION,
     ),
     Mutant(

@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.data.prepared_rows import Row, empty_row
 from ds_finetune.model.build.model_plan import ModelPlan, task_of
 from ds_finetune.model.build.skeleton import read_hf_config
@@ -19,7 +20,7 @@ from ds_finetune.plan.estimate.traced import TracedLayer, TracedModel, Tracer
 from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.search.candidates import STAGES, Candidate, Candidates
-from ds_finetune.plan.search.layout import OFFLOADS, Activations, Layout, Offload, Sizes
+from ds_finetune.plan.search.layout import OFFLOADS, Activations, Layout, Offload
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer.prepare import PreparedRun, read_run
@@ -77,8 +78,8 @@ def layout_of(config: RunConfig | RunSettings) -> Layout:
     devices = [(zero.get(key) or {}).get("device") or "none" for key in ("offload_param", "offload_optimizer")]
     offload: Offload = "all" if devices[0] != "none" else "optimizer" if devices[1] != "none" else "none"
     mode = "full" if train.activation_checkpointing == "auto" else train.activation_checkpointing
-    activations = Activations(mode, train.tiled_mlp, train.activation_offload)
-    sizes = Sizes(parallel.tp, parallel.pp, parallel.sp, parallel.ep)
+    activations = Activations(mode, train.activation_offload, train.tiled_mlp)
+    sizes = ParallelConfig(tp=parallel.tp, pp=parallel.pp, sp=parallel.sp, ep=parallel.ep)
     return Layout(sizes, int(zero.get("stage", 0)), offload, rows_of_forward(train), activations)
 
 
@@ -112,7 +113,7 @@ def few_bytes(model: DescribedModel) -> Tracer:
     def trace(plan: Plan) -> TracedModel:
         train, tokens = (
             plan.train,
-            plan.batch.micro_batch_size * plan.batch.max_seq_len // (plan.mesh.sp * plan.mesh.tp),
+            plan.micro_batch_size * plan.train.max_seq_len // (plan.mesh.sp * plan.mesh.tp),
         )
         kept = {"none": 40, "selective": 20, "full": 0 if train.activation_offload else 10}
         on_host = 10 * tokens if train.activation_offload else 0

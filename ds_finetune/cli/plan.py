@@ -113,8 +113,8 @@ def run_file_text(
     from ds_finetune.plan.settings import RunSettings
 
     best, run = result.proposals[0], RunSettings.of(config)
-    keys = layout_keys(best.candidate.layout, run)
-    sections = best.candidate.layout.sections(run) | {"deepspeed": keys.get("deepspeed", config.deepspeed)}
+    keys = layout_keys(best.layout, run)
+    sections = best.layout.sections(run) | {"deepspeed": keys.get("deepspeed", config.deepspeed)}
     rest = f"The rest is {source} with these choices; its comments were written for other ones."
     header, written_config = [*layout_header(best, target), rest], config.model_copy(update=sections)
     return written_run_file(source, {**dict(override_values(overrides)), **keys}, written_config, header=header)
@@ -165,4 +165,4 @@ def _layout_lines(result: "SearchResult") -> Iterator[tuple[str, str]]:
     for number, proposal in enumerate(result.proposals, start=1):
         device, host = proposal.memory.device_bytes / GIB, proposal.memory.host_bytes / GIB
         memory = f"{device:,.1f} GiB on a rank, {host:,.1f} GiB of its host's memory"
-        yield f"{number:3}", f"{layout_text(proposal.candidate)}: {memory}"
+        yield f"{number:3}", f"{layout_text(proposal)}: {memory}"

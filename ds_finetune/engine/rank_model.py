@@ -189,7 +189,7 @@ def build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedMod
             task=model.task,
             init_context=partitioned if plan.zero_stage == 3 else without_linears,
         )
-    expect_documents(lm, longest=plan.batch.max_seq_len)
+    expect_documents(lm, longest=plan.train.max_seq_len)
     if model.quantised:
         install_four_bit(lm, model.quantised, device=device)
     return lm

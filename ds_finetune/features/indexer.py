@@ -84,7 +84,7 @@ class IndexerFeature(Feature):
     @property
     def own_loss(self) -> str:
         """The indexer loss, where other parameters are trained too."""
-        return "" if self.settings.is_alone else IndexerLoss.name
+        return "" if self.settings.trains_only_indexers else IndexerLoss.name
 
     def lines(self) -> list[tuple[str, str]]:
         """Number of trained indexers and their settings, for the plan."""
@@ -99,5 +99,5 @@ class IndexerFeature(Feature):
         # With compressed entries, sequence parallel ranks hold all heads of their own tokens.
         others = None if family_of(self.model.hf_config.model_type).compresses else parts.groups.sp
         ranks = tuple(group for group in (parts.groups.tp, others) if group is not None)
-        collector = DivergenceCollector(ranks, attends_to_all=self.settings.is_alone)
+        collector = DivergenceCollector(ranks, attends_to_all=self.settings.trains_only_indexers)
         return IndexerLoss(trained.lm, collector, self.settings)

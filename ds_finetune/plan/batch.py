@@ -58,27 +58,19 @@ def _chosen(tree: Mapping[str, Any], source: str, accelerate: AccelerateChoices 
 def accumulation_steps(*, global_batch_size: int, micro_batch_size: int, dp: int) -> int:
     """Gradient accumulation steps on one rank; ConfigError names the nearest legal global batch sizes."""
     rows_per_pass = micro_batch_size * dp
-    whole, rest = divmod(global_batch_size, rows_per_pass)
+    steps, rest = divmod(global_batch_size, rows_per_pass)
     if rest:
-        legal = [n * rows_per_pass for n in (whole, whole + 1) if n]
+        nearest = [n * rows_per_pass for n in (steps, steps + 1) if n]
+        hint = f"nearest: {' or '.join(map(str, nearest))}"
+        if global_batch_size % dp == 0:
+            sizes = legal_micro_batches(global_batch_size=global_batch_size, dp=dp)[:8]
+            hint += f"; or train.micro_batch_size {', '.join(map(str, sizes))}"
+        if global_batch_size % micro_batch_size == 0:
+            ranks = divisors(global_batch_size // micro_batch_size)
+            hint += f"; or start {', '.join(map(str, ranks))} rank{'s' * (len(ranks) > 1)}"
         raise ConfigError(
             f"train.global_batch_size {global_batch_size} is not a multiple of micro_batch_size {micro_batch_size} "
             f"x dp {dp} = {rows_per_pass}",
-            hint=f"nearest: {' or '.join(map(str, legal))}{_divisors_hint(global_batch_size, dp)}"
-            + _worlds_hint(global_batch_size, micro_batch_size),
+            hint=hint,
         )
-    return whole
-
-
-def _worlds_hint(global_batch_size: int, micro_batch_size: int) -> str:
-    """Hint with the numbers of ranks that can divide the global batch into forwards of this size."""
-    forwards, rest = divmod(global_batch_size, micro_batch_size)
-    legal = [] if rest else list(map(str, divisors(forwards)))
-    return f"; or start {', '.join(legal)} {'ranks' if len(legal) > 1 else 'rank'}" if legal else ""
-
-
-def _divisors_hint(global_batch_size: int, dp: int) -> str:
-    if global_batch_size % dp:
-        return ""
-    legal = map(str, legal_micro_batches(global_batch_size=global_batch_size, dp=dp)[:8])
-    return f"; or train.micro_batch_size {', '.join(legal)}"
+    return steps

@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from ds_finetune.config.objectives import cross_entropies, is_distillation, is_grpo, rows_of_step
 from ds_finetune.config.schedule import Duration
 from ds_finetune.config.sections import OWN_ATTENTIONS, REPORT_SECONDS
-from ds_finetune.plan.batch import rows_of_forward
 from ds_finetune.plan.inexact import inexact_checks
 from ds_finetune.plan.optimizers import OPTIMIZERS
 from ds_finetune.plan.rollout_checks import rollout_checks
@@ -21,10 +20,11 @@ from ds_finetune.plan.settings import (
     Condition,
     Conflict,
     LengthSettings,
+    MessageFields,
     Refusal,
     RunSettings,
+    refuse_pairs,
     setting,
-    together,
 )
 from ds_finetune.plan.tested_layouts import TESTED_LAYOUTS, nearest_layout
 
@@ -94,7 +94,7 @@ _OBJECTIVE: tuple[Refusal[RunSettings], ...] = (
     ),
     Refusal(
         lambda run: run.data.rows and run.data.weights,
-        "data.rows {data.rows} with weights of data.train: the first rows are those of the first files",
+        "data.rows {data.rows} with weights of data.train: the first rows all come from the first files",
         "give data.train as a list, or leave data.rows out",
     ),
     Refusal(
@@ -121,14 +121,14 @@ _OBJECTIVE: tuple[Refusal[RunSettings], ...] = (
     ),
     Refusal(
         lambda run: is_distillation(run.objective) and run.objective.scores and run.objective.temperature != 1,
-        "objective distill with scores and temperature {objective.temperature:g}: how the probability of the tokens "
-        "that are not stored changes with the temperature is not known",
+        "objective distill with scores and temperature {objective.temperature:g}: "
+        "probabilities of tokens that are not stored are unknown at another temperature",
         "set temperature to 1, or name a teacher",
     ),
     Refusal(
         lambda run: is_distillation(run.objective) and run.objective.scores and run.data.streaming,
-        "objective distill with scores and data.streaming true: rows of a stream have no numbers by which scores are "
-        "found",
+        "objective distill with scores and data.streaming true: rows of a stream have no row numbers, by which "
+        "stored scores are looked up",
         "set data.streaming to false, or name a teacher",
     ),
     # Only the ranks of the last stage run the teacher, but all ranks would hold its weights.
@@ -147,7 +147,7 @@ def _activation_checks(key: str) -> Iterator[Refusal[RunSettings]]:
         setting("indexer.train true", hint),
         Conflict("lora.quantize {lora.quantize}", hint, lambda run: run.lora is not None and run.lora.quantize),
     )
-    return together(f"train.{key} true", lambda run: getattr(run.train, key), others)
+    return refuse_pairs(f"train.{key} true", lambda run: getattr(run.train, key), others)
 
 
 _ACTIVATIONS: tuple[Refusal[RunSettings], ...] = (
@@ -161,7 +161,7 @@ _ACTIVATIONS: tuple[Refusal[RunSettings], ...] = (
 )
 
 
-def _unknown_ranks(run: RunSettings) -> dict[str, object] | None:
+def _unknown_ranks(run: RunSettings) -> MessageFields:
     profile, number = run.profile, run.mesh.world_size
     unknown = [str(rank) for rank in profile.ranks if isinstance(rank, int) and rank >= number] if profile else []
     return {"unknown": ", ".join(unknown), "ranks": number, "last": number - 1} if unknown else None
@@ -214,7 +214,7 @@ _LAYOUT: tuple[Refusal[RunSettings], ...] = (
         "parallel {mesh} with zero stage 0 in {precision} clips by a wrong norm",
         "use zero stage 1, or fp32",
     ),
-    *together(
+    *refuse_pairs(
         "parallel {mesh}",
         lambda run: run.axes,
         (_ATTENTION, *UNTESTED_TRAINING, *map(_untested_value, _TESTED_OPTIONS)),
@@ -231,7 +231,7 @@ _LAYOUT: tuple[Refusal[RunSettings], ...] = (
 )
 
 
-def _rounded_sum(run: RunSettings) -> dict[str, object] | None:
+def _rounded_sum(run: RunSettings) -> MessageFields:
     key = "train.reduction_dtype" if run.train.reduction_dtype == "fp32" else "data_types.grad_accum_dtype"
     is_rounded = run.zero_stage >= 2 and run.accumulation_dtype == "fp32" and run.precision != "fp32"
     return {"key": key} if is_rounded else None
@@ -285,7 +285,7 @@ def _quantizes(run: RunSettings) -> bool:
 
 
 _LORA: tuple[Refusal[RunSettings], ...] = (
-    *together(
+    *refuse_pairs(
         "lora",
         lambda run: run.lora is not None,
         (
@@ -320,7 +320,7 @@ _LORA: tuple[Refusal[RunSettings], ...] = (
     Refusal(
         lambda run: run.lora is not None and run.lora.modules_to_save and _turns_adapters_off(run),
         "lora.modules_to_save with objective {objective.name}, whose reference is the model with its adapters off: "
-        "modules that are trained whole would stay on",
+        "modules that are trained in full cannot be turned off",
         "leave modules_to_save out, or choose another objective.reference",
     ),
     Refusal(
@@ -352,7 +352,7 @@ _LORA: tuple[Refusal[RunSettings], ...] = (
 )
 
 
-_FREEZING = together(
+_FREEZING = refuse_pairs(
     "train.only or train.freeze",
     lambda run: run.train.only or run.train.freeze,
     (
@@ -369,9 +369,8 @@ _FREEZING = together(
 )
 
 
-def _broken_groups(run: RunSettings) -> dict[str, object] | None:
-    """Message fields if the forwards of a step are no multiple of the pipeline size; else None."""
-    rows, pp = rows_of_forward(run.train) * run.mesh.dp, run.mesh.pp
+def _broken_groups(run: RunSettings) -> MessageFields:
+    rows, pp = run.micro_batch_size * run.mesh.dp, run.mesh.pp
     legal = _multiples(run.accumulation * rows, pp * rows)
     return {"rows": rows // run.mesh.dp, "legal": legal} if run.accumulation % pp else None
 
@@ -394,7 +393,7 @@ _INTERLEAVING: tuple[Refusal[RunSettings], ...] = (
         "set train.global_batch_size to {legal}, or parallel.vpp to 1",
     ),
 )
-_PREDICTION = together(
+_PREDICTION = refuse_pairs(
     "mtp.train true",
     lambda run: run.mtp.train,
     (
@@ -407,7 +406,7 @@ _PREDICTION = together(
         _ONE_NORM,
     ),
 )
-_INDEXERS = together(
+_INDEXERS = refuse_pairs(
     "indexer.train true (stage {indexer.stage})",
     lambda run: run.indexer.train,
     (
@@ -443,16 +442,10 @@ def _option(name: str, applies: Condition[RunSettings], evidence: str, hint: str
 def _without_path(what: str) -> Refusal[RunSettings]:
     return _option(
         f"{what} to nvme without nvme_path",
-        lambda run: (
-            "nvme" in (run.offload_optimizer, run.offload_param) and _is_nvme_without_path(run.zero.get(what) or {})
-        ),
+        lambda run: (section := run.zero.get(what) or {}).get("device") == "nvme" and not section.get("nvme_path"),
         "DeepSpeed 0.19.8 has no folder to write to and fails while it builds the engine (swap_tensor/)",
         f'{what}.nvme_path "FOLDER" on a local NVMe disk',
     )
-
-
-def _is_nvme_without_path(section: Mapping[str, object]) -> bool:
-    return section.get("device") == "nvme" and not section.get("nvme_path")
 
 
 _OPTIONS: tuple[Refusal[RunSettings], ...] = (
@@ -547,7 +540,7 @@ _OPTIONS: tuple[Refusal[RunSettings], ...] = (
     ),
     _option(
         "optim.name {optim.name} under ZeRO",
-        lambda run: run.zero_stage >= 1 and (why := OPTIMIZERS[run.optimizer].needs_whole) and {"why": why},
+        lambda run: run.zero_stage >= 1 and (why := OPTIMIZERS[run.optimizer].needs_unsharded) and {"why": why},
         "{why}; on a rank's flat partition it would be another number on each count of ranks",
         "zero_optimization.stage 0, or optim.name AdamW",
     ),
@@ -565,7 +558,7 @@ _OPTIONS: tuple[Refusal[RunSettings], ...] = (
 )
 
 
-def _hopeless_patience(run: LengthSettings) -> dict[str, object] | None:
+def _hopeless_patience(run: LengthSettings) -> MessageFields:
     patience = run.eval.patience
     if not patience or run.eval.every is None:
         return None
@@ -573,7 +566,7 @@ def _hopeless_patience(run: LengthSettings) -> dict[str, object] | None:
     return {"evaluations": evaluations} if patience + 1 >= evaluations else None
 
 
-def _joined_epochs(run: LengthSettings) -> dict[str, object] | None:
+def _joined_epochs(run: LengthSettings) -> MessageFields:
     return None if Duration.parse(run.train.duration).unit == "steps" else _larger_step(run)
 
 
@@ -584,8 +577,7 @@ def length_notes(run: LengthSettings) -> list[str]:
     return [text.format(**values)] if values else []
 
 
-def _larger_step(run: LengthSettings) -> dict[str, object] | None:
-    """Message fields if an optimizer step has more rows than an epoch; else None."""
+def _larger_step(run: LengthSettings) -> MessageFields:
     samples, kind = is_grpo(run.objective), "packed rows" if run.data.packing else "rows"
     batch = rows_of_step(run.objective, run.rollout, run.train.global_batch_size)
     key, kind = ("rollout.prompts_per_step", "prompts") if samples else ("train.global_batch_size", kind)

@@ -222,7 +222,6 @@ def _counts(tree: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - whatever 
 
 
 def _dtypes(tree: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - as above
-    """Dtypes by key, also in nested configurations."""
     for name, part in tree.items() if isinstance(tree, Mapping) else ():
         if isinstance(part, Mapping):
             nested = part.items() if name in _DTYPE_KEYS else _dtypes(part)

@@ -127,7 +127,6 @@ def plan_context(model: Mapping[str, Any], context: int) -> ContextPlan:
 
 
 def _original_positions(rope: Mapping[str, Any], published: int, context: int) -> int:
-    """Positions of training before any scaling; ConfigError for a scaling that YaRN cannot extend."""
     more = f"model.context {context} is more than the {published} positions of the model"
     is_by_layer = any(isinstance(value, Mapping) for value in rope.values())
     if not rope or is_by_layer or _rope_type(rope) not in ("default", "yarn"):

@@ -4,7 +4,7 @@ run file, and refused where they contradict each other.
 
 import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +54,12 @@ def _check_same_file(given: str | Mapping[str, Any] | None, file: str) -> None:
     """ConfigError where the two configurations differ; a value of "auto" counts as absent."""
     ours, source = read_choices(given)
     theirs, _ = read_choices(file)
-    left, right = (
+    run_file, accelerate = (
         {key: value for key, value in set_values(each).items() if value != "auto"} for each in (ours, theirs)
     )
-    other = [key for key in {**left, **right} if left.get(key) != right.get(key)]
+    other = [key for key in {**run_file, **accelerate} if run_file.get(key) != accelerate.get(key)]
     if other:
-        values = "; ".join(f"{key} {left.get(key)!r} and {right.get(key)!r}" for key in other)
+        values = "; ".join(f"{key} {run_file.get(key)!r} and {accelerate.get(key)!r}" for key in other)
         raise ConfigError(
             f"{source} contradicts accelerate's deepspeed_config_file {file}: {values}",
             hint="leave one of them out, or make them equal",
@@ -128,7 +128,7 @@ def stage_of(tree: Mapping[str, Any], source: str) -> int:
     return int(stage)
 
 
-def optimizer_section(optim: OptimConfig, *, on_cpu: bool, offloaded: bool, torch_adam: bool | None = None) -> Tree:
+def _optimizer_section(optim: OptimConfig, *, on_cpu: bool, offloaded: bool, torch_adam: bool | None) -> Tree:
     """DeepSpeed's optimizer section; the learning rate is 0 because the engine sets it before each step.
 
     `torch_adam` is the user's choice of torch's fused kernel over the one that DeepSpeed compiles.
@@ -136,10 +136,7 @@ def optimizer_section(optim: OptimConfig, *, on_cpu: bool, offloaded: bool, torc
     With a rate of 0 the zero-gradient step that stage 0 takes in its constructor (DeepSpeed 0.19.8,
     fp16/unfused_optimizer.py:425) cannot decay the weights.
     """
-    row = OPTIMIZERS.get(optim.name.lower())
-    if row is None:
-        names = ", ".join(sorted(row.type for row in OPTIMIZERS.values()))
-        raise ConfigError(f"optim.name `{optim.name}` is not known", hint=f"use one of {names}")
+    row = OPTIMIZERS[optim.name.lower()]
     params = {key: getattr(optim, key) for key in row.keys}
     params |= {"lr": 0.0, **row.fixed} | ({"betas": list(optim.betas)} if "betas" in row.keys else {})
     if optim.name.lower() in HAS_TORCH_ADAM and not offloaded and (on_cpu or torch_adam):
@@ -177,7 +174,10 @@ def _check_torch_adam(tree: Tree, optim: OptimConfig, source: str, *, on_cpu: bo
 
 def with_reduction_dtype(tree: Mapping[str, Any], train: TrainConfig, *, source: str) -> dict[str, Any]:
     """Add the keys that `train.reduction_dtype` stands for; ConfigError where the tree sets them otherwise."""
-    own = _reduction_keys(train)
+    own = {}
+    if train.reduction_dtype not in ("auto", train.precision):
+        is_bf16 = train.reduction_dtype == "bf16"
+        own = {_COMMUNICATION: "bf16"} if is_bf16 else {_COMMUNICATION: "fp32", _ACCUMULATION: "fp32"}
     data_types = dict(tree.get("data_types") or {})
     for key, value in own.items():
         given = (tree if key == _COMMUNICATION else data_types).get(key)
@@ -187,20 +187,12 @@ def with_reduction_dtype(tree: Mapping[str, Any], train: TrainConfig, *, source:
                 f"{value!r}",
                 hint=f"leave {key} out, or train.reduction_dtype",
             )
-    found = {**tree}
+    merged = {**tree}
     if _COMMUNICATION in own:
-        found[_COMMUNICATION] = own[_COMMUNICATION]
+        merged[_COMMUNICATION] = own[_COMMUNICATION]
     if _ACCUMULATION in own:
-        found["data_types"] = data_types | {_ACCUMULATION: own[_ACCUMULATION]}
-    return found
-
-
-def _reduction_keys(train: TrainConfig) -> dict[str, str]:
-    if train.reduction_dtype in ("auto", train.precision):
-        return {}
-    if train.reduction_dtype == "bf16":
-        return {_COMMUNICATION: "bf16"}
-    return {_COMMUNICATION: "fp32", _ACCUMULATION: "fp32"}
+        merged["data_types"] = data_types | {_ACCUMULATION: own[_ACCUMULATION]}
+    return merged
 
 
 def finish(
@@ -212,6 +204,9 @@ def finish(
     tree, source = choices
     zero = dict(tree.get("zero_optimization") or {})
     offloaded = offload_device(zero, "offload_optimizer") != "none"
+    if optim.name.lower() not in OPTIMIZERS:
+        names = ", ".join(sorted(row.type for row in OPTIMIZERS.values()))
+        raise ConfigError(f"optim.name `{optim.name}` is not known", hint=f"use one of {names}")
     derived: Tree = {
         "train_batch_size": train.global_batch_size,
         "train_micro_batch_size_per_gpu": rows_of_forward(train),
@@ -219,16 +214,20 @@ def finish(
         "gradient_clipping": train.max_grad_norm,
         "bf16": {"enabled": train.precision == "bf16"},
         "fp16": {"enabled": train.precision == "fp16"},
-        "optimizer": optimizer_section(optim, on_cpu=on_cpu, offloaded=offloaded),
     }
-    _check_agrees_with_run_file(tree, train, optim, derived, source)
+    pairs, hint = _values_given_twice(tree, train, optim, derived), 'write "auto" for {}, or make them equal'
+    _check_equal(pairs, hint, before=f"{source}: ")
     torch_adam = _check_torch_adam(tree, optim, source, on_cpu=on_cpu, offloaded=offloaded)
-    derived["optimizer"] = optimizer_section(optim, on_cpu=on_cpu, offloaded=offloaded, torch_adam=torch_adam)
+    derived["optimizer"] = _optimizer_section(optim, on_cpu=on_cpu, offloaded=offloaded, torch_adam=torch_adam)
     finished = {key: value for key, value in copy.deepcopy(tree).items() if value != "auto"}
     for key in ("bf16", "fp16"):
         given = {k: v for k, v in (finished.get(key) or {}).items() if v != "auto"}
         derived[key] = given | derived[key] if derived[key]["enabled"] else derived[key]
-    finished |= derived | {"zero_optimization": _with_overlap(_without_auto(zero))}
+    zero = _without_auto(zero)
+    if zero.get("stage"):
+        # DeepSpeed's default (0.19.8, zero/config.py), written out
+        zero.setdefault("overlap_comm", zero["stage"] == 3)
+    finished |= derived | {"zero_optimization": zero}
     # DeepSpeed 0.19.8's throughput timer synchronises the device twice per micro-batch (utils/timer.py:238, 256).
     finished.setdefault("timers", {"throughput": {"enabled": False}})
     if OPTIMIZERS[optim.name.lower()].of != "deepspeed":
@@ -236,29 +235,23 @@ def finish(
     return finished
 
 
-def _with_overlap(zero: Tree) -> Tree:
-    """Write out DeepSpeed's default of `overlap_comm`, which is true at stage 3 (0.19.8, zero/config.py)."""
-    stage = zero.get("stage", 0)
-    return zero if "overlap_comm" in zero or not stage else zero | {"overlap_comm": stage == 3}
-
-
 def _without_auto(tree: Mapping[str, Any]) -> Tree:
     return {k: _without_auto(v) if isinstance(v, dict) else v for k, v in tree.items() if v != "auto"}
 
 
-def _check_agrees_with_run_file(tree: Tree, train: TrainConfig, optim: OptimConfig, derived: Tree, source: str) -> None:
-    for name, given, own, ours in _pairs(tree, train, optim, derived):
-        if given in (None, "auto") or given == ours or (isinstance(given, list) and tuple(given) == ours):
-            continue
-        raise ConfigError(
-            f"{source}: {name} {given!r} contradicts {own} {ours!r}",
-            hint=f'write "auto" for {name}, or make them equal',
-        )
+def _check_equal(pairs: Iterable[tuple[str, object, str, object]], hint: str, *, before: str, after: str = "") -> None:
+    """ConfigError where a value given outside of the run file is not that of the run file; None and "auto" count as
+    absent. Each of `pairs` has the outer name and value, and those of the run file.
+    """
+    for name, outer, own, ours in pairs:
+        if outer not in (None, "auto") and outer != ours and not (isinstance(outer, list) and tuple(outer) == ours):
+            raise ConfigError(f"{before}{name} {outer!r} contradicts {own} {ours!r}{after}", hint=hint.format(name))
 
 
-def _pairs(
+def _values_given_twice(
     tree: Tree, train: TrainConfig, optim: OptimConfig, derived: Tree
 ) -> Iterator[tuple[str, object, str, object]]:
+    """Pairs for `_check_equal` of a DeepSpeed configuration and the run file."""
     for key, own in (
         ("train_batch_size", "train.global_batch_size"),
         ("train_micro_batch_size_per_gpu", "train.micro_batch_size"),
@@ -302,12 +295,8 @@ def check_accelerate_agrees(accelerate: AccelerateChoices, train: TrainConfig, f
         ("gradient_clipping", accelerate.gradient_clipping, "train.max_grad_norm", train.max_grad_norm),
         ("mixed_precision", accelerate.mixed_precision, "train.precision", train.precision),
     )
-    for name, theirs, own, ours in pairs:
-        if theirs is not None and theirs != ours:
-            raise ConfigError(
-                f"accelerate's {name} {theirs!r} contradicts {own} {ours!r} of the run file",
-                hint=f"leave {name} out of accelerate's file, or make them equal",
-            )
+    hint = "leave {} out of accelerate's file, or make them equal"
+    _check_equal(pairs, hint, before="accelerate's ", after=" of the run file")
 
 
 _PINNED = "DeepSpeed 0.19.8: the CPU accelerator has no pinned memory; asking for it compiles an op that only copies"

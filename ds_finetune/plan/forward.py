@@ -231,9 +231,9 @@ def head_line(vocabulary: int, *, precision: str, device: str) -> tuple[str, str
 
 
 WEIGHTS_SHARE = 0.5
-"""Share of a rank's free memory that gathered ZeRO-3 weights may take while answers are sampled."""
+"""Fraction of a rank's free memory that gathered ZeRO-3 weights may take while answers are sampled."""
 _CACHE_SHARE = 0.4
-"""Share of the then free memory for keys, values and logits of a batch of sampled answers."""
+"""Fraction of the memory that is free beside these weights for keys, values and logits of a batch of answers."""
 _MOST_ANSWERS = 256
 """Maximum answers of a batch whose size follows from memory."""
 _COPIES_OF_LOGITS = 6
@@ -250,6 +250,6 @@ def rows_of_batch(free_bytes: float, *, tokens: int, token_bytes: int, vocabular
     return max(1, min(_MOST_ANSWERS, int(_CACHE_SHARE * free_bytes / bytes_of_row)))
 
 
-def rows_drawn_at_once(device: str, *, vocabulary: int) -> int:
+def rows_sampled_at_once(device: str, *, vocabulary: int) -> int:
     """Answers whose sampling noise is computed at a time."""
     return max(1, _DRAWN_AT_ONCE.get(device, 2**17) // vocabulary)

@@ -16,21 +16,21 @@ class FreezePlan(NamedTuple):
 
     def lines(self) -> list[tuple[str, str]]:
         """Plan lines about trained and frozen parameters."""
-        return [(part, _text(found, len(self.trained) + len(self.frozen))) for part, found in self._asdict().items()]
-
-
-def _text(found: Mapping[str, FullTensor], total: int) -> str:
-    numel = sum(tensor.numel for tensor in found.values())
-    return f"{len(found)} of {total} tensors, {numel:,} parameters: {patterns_of(list(found))}"
+        lines, total = [], len(self.trained) + len(self.frozen)
+        for part, tensors in self._asdict().items():
+            numel = sum(tensor.numel for tensor in tensors.values())
+            names = patterns_of(list(tensors))
+            lines.append((part, f"{len(tensors)} of {total} tensors, {numel:,} parameters: {names}"))
+        return lines
 
 
 def plan_freezing(train: TrainConfig, tensors: Mapping[str, FullTensor]) -> FreezePlan | None:
     """Divide a model's `tensors` into trained and frozen; None where all are trained. ConfigError as of `matching`."""
     if not (train.only or train.freeze):
         return None
-    known = parameter_names(tensors)
+    names = parameter_names(tensors)
     only, freeze = (
-        {name for pattern in patterns for name in matching(pattern, known, key=key, what="parameter")}
+        {name for pattern in patterns for name in matching(pattern, names, key=key, what="parameter")}
         for key, patterns in (("train.only", train.only), ("train.freeze", train.freeze))
     )
     trained = {name: each for name, each in tensors.items() if name not in freeze and (not only or name in only)}

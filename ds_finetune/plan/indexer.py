@@ -17,13 +17,17 @@ class IndexerPlan:
     section: IndexerConfig
 
     @property
-    def is_alone(self) -> bool:
+    def trains_only_indexers(self) -> bool:
         """Whether only indexers are trained, with attention to all earlier tokens (stage `dense_warmup`)."""
         return self.section.stage == "dense_warmup"
 
     def lines(self) -> list[tuple[str, str]]:
         """Plan line about indexers."""
-        how = "alone, by attention to all earlier tokens" if self.is_alone else "by attention to the tokens they choose"
+        how = (
+            "alone, by attention to all earlier tokens"
+            if self.trains_only_indexers
+            else "by attention to the tokens they choose"
+        )
         loss = f"plus {self.section.weight:g} x their divergence, a mean over the tokens of the global batch"
         return [("indexers", f"{len(self.layers)}, trained {how}; {loss}")]
 

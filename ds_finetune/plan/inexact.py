@@ -4,9 +4,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ds_finetune.config.value_types import InexactName
-from ds_finetune.plan.batch import divisors, rows_of_forward
+from ds_finetune.plan.batch import divisors
 from ds_finetune.plan.deepspeed_config import Tree
-from ds_finetune.plan.settings import Conflict, Refusal, RunSettings, setting, together
+from ds_finetune.plan.settings import (
+    UNTESTED_STATES,
+    Conflict,
+    MessageFields,
+    Refusal,
+    RunSettings,
+    refuse_pairs,
+    setting,
+)
 
 PAGE = "docs/how-to/inexact-options.md"
 _WITHOUT_NAME = {
@@ -17,7 +25,7 @@ _WITHOUT_NAME = {
         "stores frozen weights in 8 bits; this program would load 16-bit weights into them"
     ),
 }
-"""Inexact switches that no name allows, with what they change."""
+"""Inexact DeepSpeed switches that no name in `inexact` allows, each with its effect."""
 _NO_NAME = "and no name of `inexact` allows it"
 _COMMUNICATION = "communication_data_type"
 
@@ -46,7 +54,7 @@ _PLAIN_RANKS = (
     Conflict("train.only or train.freeze", "train all weights", lambda run: run.train.only or run.train.freeze),
 )
 """Settings that all options but one conflict with."""
-_ADAM = Conflict("optim.name {optim.name}", "use AdamW", lambda run: run.optimizer not in ("adam", "adamw"))
+_NVME, _ADAM = UNTESTED_STATES
 _NO_GPU = "run it on GPUs: DeepSpeed 0.19.8"
 _PARTITIONED = (
     *_PLAIN_RANKS,
@@ -55,7 +63,7 @@ _PARTITIONED = (
         "set zero_optimization.stage to 3, where weights are gathered",
         lambda run: run.zero_stage != 3,
     ),
-    Conflict("offload to nvme", "offload to cpu", lambda run: "nvme" in (run.offload_optimizer, run.offload_param)),
+    _NVME,
 )
 _QUANTIZED = (
     *_PARTITIONED,
@@ -69,7 +77,7 @@ def _group(run: RunSettings) -> int:
     return int(run.zero.get("zero_hpz_partition_size") or 1)
 
 
-def _wrong_groups(run: RunSettings) -> dict[str, object] | None:
+def _wrong_groups(run: RunSettings) -> MessageFields:
     ranks, group = run.mesh.world_size, _group(run)
     if ranks % group == 0 and group < ranks:
         return None
@@ -104,7 +112,7 @@ def _offloaded(*stages: int) -> tuple[Conflict, ...]:
 
 
 def _untimed(key: str) -> Conflict:
-    def is_untimed(run: RunSettings) -> dict[str, object] | None:
+    def is_untimed(run: RunSettings) -> MessageFields:
         value = run.zero["zenflow"].get(key, "auto")
         is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         return None if is_number else {"value": value}
@@ -112,8 +120,8 @@ def _untimed(key: str) -> Conflict:
     return Conflict(f"zenflow.{key} {{value}}", "set it to a number of steps", is_untimed)
 
 
-def _several_forwards(run: RunSettings) -> dict[str, object] | None:
-    batch, micro, dp = run.train.global_batch_size, rows_of_forward(run.train), run.mesh.dp
+def _several_forwards(run: RunSettings) -> MessageFields:
+    batch, micro, dp = run.train.global_batch_size, run.micro_batch_size, run.mesh.dp
     values: dict[str, object] = {"micro": micro, "one_forward": batch // dp, "one_batch": micro * dp}
     return values if run.accumulation != 1 else None
 
@@ -229,7 +237,7 @@ def inexact_lines(run: RunSettings) -> list[str]:
 
 
 def inexact_checks() -> Iterator[Refusal[RunSettings]]:
-    """Refusals of inexact options without a name, and those of each option with a name."""
+    """Refusals of all inexact DeepSpeed options."""
     for path, changes in _WITHOUT_NAME.items():
         yield Refusal(_is_on(path), f"{path} true {changes}, {_NO_NAME}", f"leave {path.partition('.')[2]} out")
     overflow = f"fp16 with train.precision {{precision}}: gradients may overflow in fp16, {_NO_NAME}"
@@ -259,16 +267,16 @@ def _is_on(path: str) -> Callable[[RunSettings], bool]:
 
 
 def _option_checks(option: InexactOption) -> Iterator[Refusal[RunSettings]]:
-    """Refusals of an option that conflicts with other settings, is on but not named, or is named but off."""
+    """Refusals where the option conflicts with others, is on but not in `inexact`, or is in `inexact` but off."""
 
-    def values(run: RunSettings) -> dict[str, object] | None:
+    def values(run: RunSettings) -> MessageFields:
         asked, names = option.asked(run), ", ".join([*run.inexact, option.name])
         return {"asked": asked, "names": names} if asked else None
 
-    yield from together("{asked}", values, option.others, link=" cannot work with ", why="")
+    yield from refuse_pairs("{asked}", values, option.others, link=" cannot work with ", why="")
     yield Refusal(
         lambda run: option.name not in run.inexact and values(run),
-        f"{{asked}} cannot equal a plain loop: {option.changes}",
+        f"{{asked}} cannot equal a reference loop: {option.changes}",
         f"add `inexact: [{{names}}]` to the run file to allow it ({PAGE}), or leave the option out",
     )
     yield Refusal(
@@ -279,7 +287,6 @@ def _option_checks(option: InexactOption) -> Iterator[Refusal[RunSettings]]:
 
 
 def _why(option: InexactOption, run: RunSettings) -> str:
-    """Why an option is off in a run."""
     if option.name == "bf16_reduction" and run.precision != "fp32":
         return f"gradients of a run with train.precision {run.precision} have 16 bits and are reduced so without it"
     return f"the DeepSpeed configuration does not have {option.key}"
@@ -295,5 +302,5 @@ def without_inexact(tree: Tree) -> Tree:
         zero["offload_optimizer"] = {
             key: value for key, value in offload.items() if key not in ("super_offload", "cpuadam_cores_perc")
         }
-    kept = {key: value for key, value in tree.items() if key != _COMMUNICATION}
-    return kept | ({"zero_optimization": zero} if zero else {})
+    exact = {key: value for key, value in tree.items() if key != _COMMUNICATION}
+    return exact | ({"zero_optimization": zero} if zero else {})

@@ -42,7 +42,7 @@ KNOWN_KEYS = frozenset(
 (runtime/config.py).
 """
 
-OWNED_ELSEWHERE = {
+_REFUSED = {
     "scheduler": "the learning rate belongs to optim.lr_scheduler",
     "tensor_parallel": "sizes belong to parallel.tp",
     "expert_parallel": "sizes belong to parallel.ep",
@@ -52,36 +52,22 @@ OWNED_ELSEWHERE = {
     "tensorboard": "trackers belong to log.trackers",
     "wandb": "trackers belong to log.trackers",
     "managed_gradient_accumulation": "accumulation is derived from train.global_batch_size",
+    # Deprecated: DeepSpeed 0.19.8 would replace them only after this program has read the configuration.
+    "cpu_offload": 'write offload_optimizer: {"device": "cpu"}',
+    "cpu_offload_param": 'write offload_param: {"device": "cpu"}',
+    "cpu_offload_use_pin_memory": "write offload_optimizer.pin_memory and offload_param.pin_memory",
+    "stage3_gather_fp16_weights_on_model_save": "write stage3_gather_16bit_weights_on_model_save",
+    # runtime/config.py:81-132
+    **dict.fromkeys(
+        (
+            *("elasticity", "nebula", "compression_training", "amp", "quantize_training", "sparse_gradients"),
+            *("eigenvalue", "sparse_attention", "graph_harvesting", "curriculum_learning", "progressive_layer_drop"),
+            *("mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param"),
+        ),
+        "delete it: DeepSpeed 0.19.8 has removed it",
+    ),
 }
-REMOVED = frozenset(
-    [
-        "elasticity",
-        "nebula",
-        "compression_training",
-        "amp",
-        "quantize_training",
-        "sparse_gradients",
-        "eigenvalue",
-        "sparse_attention",
-        "graph_harvesting",
-        "curriculum_learning",
-        "progressive_layer_drop",
-        "mics_shard_size",
-        "mics_hierarchical_params_gather",
-        "zeropp_loco_param",
-    ]
-)
-"""Keys that DeepSpeed 0.19.8 rejects as removed (runtime/config.py:81-132); the last three are ZeRO options."""
-RENAMED = {
-    "cpu_offload": 'offload_optimizer: {"device": "cpu"}',
-    "cpu_offload_param": 'offload_param: {"device": "cpu"}',
-    "cpu_offload_use_pin_memory": "offload_optimizer.pin_memory and offload_param.pin_memory",
-    "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
-}
-"""Deprecated keys of `zero_optimization`, with their replacements.
-
-DeepSpeed 0.19.8 would replace them only after this program has read the configuration.
-"""
+"""Keys that are refused at the top level and in sections, with the hint of the error."""
 _TYPES: Mapping[str, Mapping[str, str]] = json.loads(
     Path(__file__).with_name("deepspeed_keys.json").read_text(encoding="utf-8")
 )
@@ -104,20 +90,10 @@ _DEVICES = ("none", "cpu", "nvme")
 def check_keys(tree: Mapping[str, Any], source: str) -> None:
     """ConfigError for a key that is removed, belongs to the run file, or is unknown (with the nearest name)."""
     for key in tree:
-        if key in OWNED_ELSEWHERE:
-            raise ConfigError(
-                f"{source}: `{key}` = {tree[key]!r} does not belong into the DeepSpeed configuration",
-                hint=OWNED_ELSEWHERE[key],
-            )
         _check_key(f"{source}: ", key, tree[key], KNOWN_KEYS)
     for section, types in _TYPES.items():
         given = _section(tree, section.split("."), source)
         for key, value in given.items():
-            if key in RENAMED:
-                raise ConfigError(
-                    f"{source}: `{section}.{key}` = {value!r} is deprecated in DeepSpeed 0.19.8",
-                    hint=f"write {RENAMED[key]}",
-                )
             _check_key(f"{source}: in {section}: ", key, value, types)
             if wanted := _expected_value(key, value, types[key]):
                 raise ConfigError(f"{source}: `{section}.{key}` is {value!r}", hint=f"write {wanted}")
@@ -144,20 +120,22 @@ def _expected_value(key: str, value: object, kind: str) -> str:
 def _section(tree: Mapping[str, Any], path: Sequence[str], source: str) -> Mapping[str, Any]:
     """The section at `path`, empty where it is not given; ConfigError where the value there is no section."""
     for depth, name in enumerate(path, start=1):
-        found = tree.get(name)
-        if found is not None and not isinstance(found, Mapping):
+        section = tree.get(name)
+        if section is not None and not isinstance(section, Mapping):
             wrong = ".".join(path[:depth])
             raise ConfigError(
-                f"{source}: `{wrong}` is {found!r}, not a section", hint="see ds_configs/zero3_offload.json"
+                f"{source}: `{wrong}` is {section!r}, not a section", hint="see ds_configs/zero3_offload.json"
             )
-        tree = found or {}
+        tree = section or {}
     return tree
 
 
-def _check_key(where: str, key: str, value: object, known: Collection[str]) -> None:
-    if key in REMOVED:
-        raise ConfigError(f"{where}`{key}` = {value!r} was removed in DeepSpeed 0.19.8", hint=f"delete `{key}`")
-    if key not in known:
-        near = difflib.get_close_matches(key, [*known, *OWNED_ELSEWHERE], n=1)
-        hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(sorted(known))}"
+def _check_key(where: str, key: str, value: object, known_keys: Collection[str]) -> None:
+    if key in _REFUSED:
+        raise ConfigError(
+            f"{where}`{key}` = {value!r} does not belong into the DeepSpeed configuration", hint=_REFUSED[key]
+        )
+    if key not in known_keys:
+        near = difflib.get_close_matches(key, [*known_keys, *_REFUSED], n=1)
+        hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(sorted(known_keys))}"
         raise ConfigError(f"{where}unknown key `{key}` = {value!r}", hint=hint)

@@ -46,8 +46,8 @@ def check_trained_stages(
         kind = "vectors" if len(tensor.shape) == 1 or name.endswith("bias") else "matrices"
         kind = f"routed experts' {kind}" if tensor.is_routed and ep_size > 1 else kind
         kinds[holders[0] if holders else 0 if name == EMBEDDING else -1].add(kind)
-    for number, (layers, found) in enumerate(zip(stages, kinds, strict=True)):
-        missing = sorted(set.union(*kinds) - found)
+    for number, (layers, own_kinds) in enumerate(zip(stages, kinds, strict=True)):
+        missing = sorted(set.union(*kinds) - own_kinds)
         if missing and layers is not None:
             raise ConfigError(
                 f"{given}: trains no {missing[0]} of stage {number} of parallel.pp {len(stages)}, layers {layers}, and "
@@ -110,17 +110,17 @@ def _best_splits(weights: tuple[int, ...], parts: int) -> Mapping[int, _Split]:
 
 
 def _best_split(shorter: Mapping[int, _Split], sums: Sequence[int], *, parts: int, end: int) -> _Split:
-    found: _Split | None = None
+    best: _Split | None = None
     for begin in range(end - 1, parts - 2, -1):
         last = sums[end] - sums[begin]
-        if found is not None and last > found[0]:
+        if best is not None and last > best[0]:
             # An even longer last part has an even larger sum.
             break
         largest, squares, ends = shorter[begin]
         split = (max(largest, last), squares + last**2, (*ends, end))
-        found = split if found is None else min(found, split)
-    assert found is not None, (parts, end)
-    return found
+        best = split if best is None else min(best, split)
+    assert best is not None, (parts, end)
+    return best
 
 
 def _layer_parameters(tensors: ModelTensors, ep_size: int) -> list[int]:

@@ -17,16 +17,10 @@ LINEAR = "linear modules"
 """Kind of all adaptable modules in model types without a row in the table of families."""
 FOUR_BIT = ("attention", "dense MLP", "shared experts", LINEAR)
 """Kinds of modules whose weights `lora.quantize` holds in four bits."""
-KINDS = (
-    ("attention", re.compile(r"\.self_attn\.(?!o_a_proj$)\w+$"), ("weight",)),
-    ("dense MLP", re.compile(r"\.mlp\.\w+_proj$"), ("weight",)),
-    ("shared experts", re.compile(r"\.mlp\.shared_experts\.\w+_proj$"), ("weight",)),
-    (ROUTED, re.compile(r"\.mlp\.experts$"), ("gate_up_proj", "down_proj")),
-    (ROUTER, re.compile(r"\.mlp\.gate$"), ("weight",)),
-    ("multi-token prediction", re.compile(r"\.eh_proj$"), ("weight",)),
-)
-"""Kinds of adaptable modules: a pattern of their names, and the names of their weights. Embeddings, norms and heads are
-not adaptable, nor is DeepSeek-V4's `o_a_proj`, whose groups of outputs have separate inputs.
+_ADAPTABLE = ("attention", "dense MLP", "shared experts", ROUTED, ROUTER, "multi-token prediction")
+_WEIGHTS = ("weight", "gate_up_proj", "down_proj")
+_NOT_ADAPTABLE = re.compile(r"\.o_a_proj$|\.compressor\.|\.[eh]_proj$|\.router$")
+"""Modules of adaptable parts without adapters. The groups of outputs of DeepSeek-V4's `o_a_proj` have separate inputs.
 """
 _REWRITTEN = ("gate_proj", "up_proj", "down_proj", "gate")
 """Last parts of module names that peft, in a model with fused experts, takes for experts or routers when they are
@@ -80,13 +74,13 @@ def nf4_bytes(shape: tuple[int, ...]) -> int:
     return -(-numel // 2) + blocks + 4 * -(-blocks // _NESTED) + _TABLES
 
 
-def adapted_targets(every: Sequence[LoraTarget], lora: LoraConfig) -> tuple[LoraTarget, ...]:
+def adapted_targets(adaptable: Sequence[LoraTarget], lora: LoraConfig) -> tuple[LoraTarget, ...]:
     """Modules matched by `lora.target_modules`, by default all but routers; ConfigError where a pattern matches
     nothing, or where routed experts get a rank that grouped products cannot take.
     """
     patterns = lora.target_modules
-    named = {target.name for pattern in patterns or () for target in _targets_named(pattern, every)}
-    chosen = tuple(target for target in every if (target.name in named if patterns else target.kind != ROUTER))
+    named = {target.name for pattern in patterns or () for target in _targets_named(pattern, adaptable)}
+    chosen = tuple(target for target in adaptable if (target.name in named if patterns else target.kind != ROUTER))
     if lora.rank % _ALIGNED and any(target.kind == ROUTED for target in chosen):
         raise ConfigError(
             f"lora.rank {lora.rank} of routed experts is not a multiple of {_ALIGNED}",
@@ -95,34 +89,34 @@ def adapted_targets(every: Sequence[LoraTarget], lora: LoraConfig) -> tuple[Lora
     return chosen
 
 
-def _targets_named(pattern: str, every: Sequence[LoraTarget]) -> list[LoraTarget]:
+def _targets_named(pattern: str, adaptable: Sequence[LoraTarget]) -> list[LoraTarget]:
     """Modules whose full name or its last part equals `pattern`, or whose full name matches it. A router is matched
     only by a pattern that ends in a router's name.
     """
     if pattern in ALL_LINEAR:
-        return [*every]
+        return [*adaptable]
     names_router = last_part(pattern.replace("\\.", ".")) in _ROUTERS
-    chosen = {target.name: target for target in every if target.kind != ROUTER or names_router}
+    chosen = {target.name: target for target in adaptable if target.kind != ROUTER or names_router}
     names = {name: (name, last_part(name)) for name in chosen}
-    found = matching(pattern, names, key="lora.target_modules", what="module that can be adapted")
-    return [chosen[name] for name in found]
+    matches = matching(pattern, names, key="lora.target_modules", what="module that can be adapted")
+    return [chosen[name] for name in matches]
 
 
-def whole_parameters(names: Iterable[str], lora: LoraConfig, targets: Sequence[LoraTarget]) -> tuple[str, ...]:
+def fully_trained_parameters(names: Iterable[str], lora: LoraConfig, targets: Sequence[LoraTarget]) -> tuple[str, ...]:
     """Names of the parameters that are trained in full beside the adapters of `targets`: a score head, and the matches
     of `lora.modules_to_save`; ConfigError where a pattern matches nothing, or an adapted module.
     """
-    key, every = "lora.modules_to_save", parameter_names(names)
+    key, parameters = "lora.modules_to_save", parameter_names(names)
     chosen, adapted = {SCORE_HEAD}, {target.name for target in targets}
     for pattern in lora.modules_to_save:
-        found = matching(pattern, every, key=key, what="module")
-        for name in found:
+        matches = matching(pattern, parameters, key=key, what="module")
+        for name in matches:
             reason = _REFUSED_WHOLE.get(part_of(name))
             reason = "have adapters by lora.target_modules" if name.rpartition(".")[0] in adapted else reason
             if reason is not None:
                 raise ConfigError(f"{key} `{pattern}` names {name}, whose weights {reason}", hint="name other modules")
-        chosen.update(found)
-    return tuple(name for name in every if name in chosen)
+        chosen.update(matches)
+    return tuple(name for name in parameters if name in chosen)
 
 
 def is_peft_parameter(weight: str, family: Family) -> bool:
@@ -162,22 +156,19 @@ def targets_among(tensors: Iterable[tuple[str, Shape]]) -> tuple[LoraTarget, ...
     modules: dict[str, dict[str, Shape]] = {}
     for name, shape in tensors:
         module, _, leaf = name.rpartition(".")
-        # Weights of routed experts are named otherwise; all other names end in `weight`.
-        modules.setdefault(module, {})[leaf] = shape
-    found = []
-    for module, shapes in modules.items():
-        for kind, pattern, leaves in KINDS:
-            fitting = {leaf: shapes[leaf] for leaf in leaves if len(shapes.get(leaf, ())) > 1}
-            if pattern.search(module) and fitting:
-                found.append(LoraTarget(module, kind, fitting))
-    return tuple(found)
+        is_matrix = leaf in _WEIGHTS and len(shape) > 1
+        if is_matrix and part_of(name) in _ADAPTABLE and not _NOT_ADAPTABLE.search(module):
+            modules.setdefault(module, {})[leaf] = shape
+    return tuple(
+        LoraTarget(module, part_of(f"{module}.{next(iter(shapes))}"), shapes) for module, shapes in modules.items()
+    )
 
 
-def quantised_targets(every: Sequence[LoraTarget], lora: LoraConfig) -> tuple[LoraTarget, ...]:
+def quantised_targets(adaptable: Sequence[LoraTarget], lora: LoraConfig) -> tuple[LoraTarget, ...]:
     """Modules whose weights are held in four bits; ConfigError where no weight can be."""
     if lora.quantize is None:
         return ()
-    candidates = [target for target in every if target.kind in FOUR_BIT]
+    candidates = [target for target in adaptable if target.kind in FOUR_BIT]
     fitting = tuple(target for target in candidates if all(map(fits_four_bit, target.shapes.values())))
     if not fitting:
         first = candidates[0]

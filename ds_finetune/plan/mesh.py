@@ -73,10 +73,10 @@ class Mesh:
         """Groups of ranks that together hold every expert of a stage once: an expert parallel group with its tensor
         parallel ranks.
         """
-        found: dict[tuple[int, int], list[int]] = {}
+        groups: dict[tuple[int, int], list[int]] = {}
         for line in self.expert_lines():
-            found.setdefault((self.place("pp", line[0]), line[0] // self.tp), []).extend(line)
-        return [sorted(ranks) for ranks in found.values()]
+            groups.setdefault((self.place("pp", line[0]), line[0] // self.tp), []).extend(line)
+        return [sorted(ranks) for ranks in groups.values()]
 
     @property
     def leader(self) -> int:
@@ -120,10 +120,10 @@ class Mesh:
 
     def lines(self, *axes: Axis) -> list[list[int]]:
         """Groups of ranks whose coordinates differ only along `axes`, in ascending order; they partition all ranks."""
-        found: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
-            found.setdefault(tuple(self.place(axis, rank) for axis in AXES if axis not in axes), []).append(rank)
-        return list(found.values())
+            groups.setdefault(tuple(self.place(axis, rank) for axis in AXES if axis not in axes), []).append(rank)
+        return list(groups.values())
 
     @property
     def _sizes(self) -> tuple[int, ...]:

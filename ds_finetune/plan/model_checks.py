@@ -12,14 +12,14 @@ from ds_finetune.plan.batch import divisors
 from ds_finetune.plan.forward import problem_of_calls, varlen_problem
 from ds_finetune.plan.kernels import fused_operations
 from ds_finetune.plan.rollout_checks import ROLLOUT_MODEL
-from ds_finetune.plan.settings import UNTESTED_TRAINING, Conflict, ModelSettings, Refusal, both, setting
+from ds_finetune.plan.settings import UNTESTED_TRAINING, Conflict, MessageFields, ModelSettings, Refusal, both, setting
 from ds_finetune.plan.tested_layouts import ROW_BYTES, TESTED_LAYOUTS, WEIGHT_BYTES, wider
 
 _MOST_RANKS_OF_AXIS = 4096
 """Largest size of an axis that hints name."""
 
 
-def _untested_type(run: ModelSettings) -> dict[str, object] | None:
+def _untested_type(run: ModelSettings) -> MessageFields:
     tested = next((row.families for row in TESTED_LAYOUTS if row.axes == run.axes), ())
     return {"tested": ", ".join(tested)} if run.axes and run.model_type not in tested else None
 
@@ -29,8 +29,7 @@ def _chunk_values(run: ModelSettings) -> dict[str, int]:
     return {"layers": layers, "chunks": run.mesh.pp * run.parallel.vpp, "legal": layers // run.mesh.pp}
 
 
-def _wrong_shares(run: ModelSettings) -> dict[str, object] | None:
-    """Message fields if `parallel.pp_layers` does not give each chunk its layers; else None."""
+def _wrong_shares(run: ModelSettings) -> MessageFields:
     given, pp, vpp = run.parallel.pp_layers, run.mesh.pp, run.parallel.vpp
     values = _chunk_values(run)
     if len(given) == values["chunks"] and sum(given) == values["layers"] and min(given) >= 1:
@@ -51,8 +50,7 @@ def _in_each_rank(key: str) -> Refusal[ModelSettings]:
     )
 
 
-def _undivided(run: ModelSettings) -> dict[str, object] | None:
-    """Message fields if a parallel size does not divide its dimension of the model; else None."""
+def _undivided(run: ModelSettings) -> MessageFields:
     for axis, what, number in _divided_dimensions(run) if run.axes else ():
         size = getattr(run.mesh, axis)
         if number % size:
@@ -100,7 +98,7 @@ _SIZES: tuple[Refusal[ModelSettings], ...] = (
     ),
     Refusal(
         lambda run: run.parallel.pp_layers and _wrong_shares(run),
-        "parallel.pp_layers {given} does not share out {layers} layers over {parts}",
+        "parallel.pp_layers {given} does not divide {layers} layers over {parts}",
         "name {chunks} numbers of at least 1 whose sum is {layers}, or leave it out",
     ),
     # transformers 5.23 selects scaling factors by the positions in a call (modeling_rope_utils.py:47), and each rank's
@@ -122,8 +120,7 @@ _SIZES: tuple[Refusal[ModelSettings], ...] = (
 )
 
 
-def _unaligned_width(run: ModelSettings) -> dict[str, object] | None:
-    """Message fields if the rows of an expert's weights on a rank are no multiple of 16 bytes; else None."""
+def _unaligned_width(run: ModelSettings) -> MessageFields:
     keys, tp, size = run.family.expert_keys, run.mesh.tp, WEIGHT_BYTES[run.precision]
     width = keys.width(run.model_json) if keys is not None else 0
     if keys is None or width // tp * size % ROW_BYTES == 0:
@@ -133,7 +130,7 @@ def _unaligned_width(run: ModelSettings) -> dict[str, object] | None:
     return {"key": keys.width_key, "width": width, "columns": width // tp, "bytes": size, "legal": hint}
 
 
-def _unaligned_hidden(run: ModelSettings) -> dict[str, object] | None:
+def _unaligned_hidden(run: ModelSettings) -> MessageFields:
     size = WEIGHT_BYTES[run.precision]
     is_refused = run.family.expert_keys is not None and int(run.model_json["hidden_size"]) * size % ROW_BYTES
     return {"bytes": size, "legal": wider(run.precision)} if is_refused else None
@@ -180,16 +177,14 @@ def _untested_switch(key: str) -> Refusal[ModelSettings]:
     )
 
 
-def _odd_columns(run: ModelSettings) -> dict[str, object] | None:
-    """Message fields if rotary pairs of columns are interleaved and heads have an odd number of columns; else None."""
+def _odd_columns(run: ModelSettings) -> MessageFields:
     graph, keys = run.family.onnx, ("qk_nope_head_dim", "qk_rope_head_dim")
     numbers = [int(run.model_json.get(key) or 0) for key in keys]
     is_odd = graph is not None and graph.is_rotary_interleaved and sum(numbers) % 2
     return {"sum": " + ".join(f"{key} {n}" for key, n in zip(keys, numbers, strict=True))} if is_odd else None
 
 
-def _given_router(run: ModelSettings) -> dict[str, object] | None:
-    """Message fields if the run file has a section `router`; else None."""
+def _given_router(run: ModelSettings) -> MessageFields:
     if run.router is None:
         return None
     given = ", ".join(f"{name} {getattr(run.router, name)}" for name in run.router.model_fields_set)
@@ -201,7 +196,7 @@ def _types_with(part: str) -> str:
     return ", ".join(name for name, family in FAMILIES.items() if getattr(family, part))
 
 
-def _without_bias(run: ModelSettings) -> dict[str, object] | None:
+def _without_bias(run: ModelSettings) -> MessageFields:
     if run.router is None or not run.router.bias_update or run.family.router is None or run.family.router.bias:
         return None
     return {"legal": ", ".join(name for name, row in FAMILIES.items() if row.router is not None and row.router.bias)}
@@ -252,12 +247,12 @@ _TYPE: tuple[Refusal[ModelSettings], ...] = (
 )
 
 
-def _without_entries(run: ModelSettings) -> dict[str, object] | None:
+def _without_entries(run: ModelSettings) -> MessageFields:
     window = longest_window(run.model_json) if run.family.compresses else 0
     return {"window": window} if run.train.max_seq_len < window else None
 
 
-def _without_balance(run: ModelSettings) -> dict[str, object] | None:
+def _without_balance(run: ModelSettings) -> MessageFields:
     if run.router is None or not (run.router.balance or run.router.bias_update):
         return None
     reads_ids = run.family.router is not None and run.family.router.reads_ids
@@ -273,7 +268,7 @@ _COMPRESSED: tuple[Refusal[ModelSettings], ...] = (
     Refusal(
         _without_entries,
         "train.max_seq_len {train.max_seq_len} with a model whose layers compress up to {window} tokens into an entry: "
-        "shorter rows have none, and weight decay would shrink what gets no gradient",
+        "shorter rows have no entry, and weight decay would shrink weights that get no gradient",
         "set train.max_seq_len to at least {window}",
     ),
     *(
@@ -303,14 +298,14 @@ _COMPRESSED: tuple[Refusal[ModelSettings], ...] = (
 )
 
 
-def _blind_to_sinks(run: ModelSettings) -> dict[str, object] | None:
+def _blind_to_sinks(run: ModelSettings) -> MessageFields:
     if not run.family.has_sinks or run.model.attention in OWN_ATTENTIONS:
         return None
     is_flash = run.model.attention == "flash_attention_2"
     return {"why": "its kernels have none" if is_flash else "documents of a packed row would see each other"}
 
 
-def _unfit_for_varlen(run: ModelSettings) -> dict[str, object] | None:
+def _unfit_for_varlen(run: ModelSettings) -> MessageFields:
     if run.model.attention != "varlen":
         return None
     problem = varlen_problem(run.model_json, precision=run.precision)
@@ -340,7 +335,7 @@ _KERNEL: tuple[Refusal[ModelSettings], ...] = (
 )
 
 
-def _beyond_positions(run: ModelSettings) -> dict[str, object] | None:
+def _beyond_positions(run: ModelSettings) -> MessageFields:
     if not run.positions or run.train.max_seq_len <= run.positions:
         return None
     return {"extend": ", or extend the model by model.context" if run.model_type in WITH_CONTEXT else ""}
@@ -360,8 +355,7 @@ _POSITIONS: tuple[Refusal[ModelSettings], ...] = (
 )
 
 
-def _unshared_teacher(run: ModelSettings) -> dict[str, object] | None:
-    """Message fields if sequence parallel ranks cannot divide the teacher's heads; else None."""
+def _unshared_teacher(run: ModelSettings) -> MessageFields:
     heads = int(run.model_json.get("num_attention_heads") or 1)
     is_refused = run.mesh.sp > 1 and ("sp" not in run.family.parallel_axes or heads % run.mesh.sp)
     return {"heads": heads} if is_refused else None
@@ -383,8 +377,7 @@ _TEACHER: tuple[Refusal[ModelSettings], ...] = (
 )
 
 
-def _first_without_indexer(run: ModelSettings) -> dict[str, object] | None:
-    """Message fields on the first pipeline chunk whose first layer has no indexer; None if there is none."""
+def _first_without_indexer(run: ModelSettings) -> MessageFields:
     with_indexer = indexed_layers(run.model_json)
     for stage, layers in enumerate(run.stages):
         for chunk in layers.chunks if layers is not None else ():

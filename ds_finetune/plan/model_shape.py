@@ -19,7 +19,7 @@ _FORWARD_AND_BACKWARD = 3
 """FLOPs of forward and backward in units of the forward; a multiply-add is two FLOPs."""
 
 
-def is_known(model: DescribedModel) -> bool:
+def has_known_shape(model: DescribedModel) -> bool:
     """Whether the model's family is no encoder, and every tensor belongs to a known part."""
     family = family_of(str(model.get("model_type")))
     return not family.is_generic and family.encoder is None and all(map(part_of, model.tensors.by_name))
@@ -45,8 +45,8 @@ class Shape:
 
     @classmethod
     def of(cls, model: DescribedModel) -> Self:
-        """The shape of a model that `is_known`."""
-        assert is_known(model)
+        """The shape of a model that `has_known_shape`."""
+        assert has_known_shape(model)
         tensors, parts = model.tensors, Counter[str]()
         for name, tensor in tensors.by_name.items():
             parts[part_of(name)] += tensor.numel
@@ -110,8 +110,8 @@ def _attended_limits(model: DescribedModel) -> tuple[int | None, ...]:
     layers, chosen, window = len(model.tensors.layers), model.get("index_topk"), model.get("sliding_window")
     if family_of(str(model["model_type"])).compresses:
         near = int(model["sliding_window"])
-        found = tuple(near + (kind != "sliding_attention") * int(chosen or 0) for kind in compressed_types(model))
-        return found + (near,) * (layers - len(found))
+        limits = tuple(near + (kind != "sliding_attention") * int(chosen or 0) for kind in compressed_types(model))
+        return limits + (near,) * (layers - len(limits))
     if chosen is not None:
         return (int(chosen),) * layers
     kinds = model.get("layer_types") or ()

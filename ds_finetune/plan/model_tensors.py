@@ -1,6 +1,5 @@
 """Names and shapes of a model's tensors, taken from its modules on the meta device (model/build/meta_model.py)."""
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -103,11 +102,11 @@ class ModelTensors:
     @cached_property
     def layer_names(self) -> Mapping[str, list[str]]:
         """Full names of the tensors of each layer, by the layer's name such as `model.layers.0`."""
-        found: dict[str, list[str]] = {}
+        names_of_layers: dict[str, list[str]] = {}
         for name in self.by_name:
             if layer := _LAYER.match(name):
-                found.setdefault(f"{layer['stack']}.{layer['number']}", []).append(name)
-        return found
+                names_of_layers.setdefault(f"{layer['stack']}.{layer['number']}", []).append(name)
+        return names_of_layers
 
     @cached_property
     def layers(self) -> tuple[LayerKind, ...]:
@@ -116,8 +115,8 @@ class ModelTensors:
         for number, (layer, names) in enumerate(self.layer_names.items()):
             own = tuple((name.removeprefix(f"{layer}."), self.by_name[name]) for name in names)
             kinds.append(LayerKind(layer.rpartition(".")[0], own, number >= first))
-        known: dict[LayerKind, LayerKind] = {}
-        return tuple(known.setdefault(kind, kind) for kind in kinds)
+        distinct: dict[LayerKind, LayerKind] = {}
+        return tuple(distinct.setdefault(kind, kind) for kind in kinds)
 
     @cached_property
     def ends(self) -> Mapping[str, FullTensor]:
@@ -143,8 +142,6 @@ class DescribedModel(dict[str, Any]):
         """All parameters; first use builds the model on the meta device. ModelError where it cannot be built."""
         return self._build()
 
-    @cached_property
-    def key(self) -> tuple[object, ...]:
-        """Cache key: equal for models with equal configuration, prediction layers and score head."""
-        text = json.dumps(self, sort_keys=True, default=str)
-        return text, self.tensors.num_predictions, self.tensors.by_name.get(SCORE_HEAD)
+    def __hash__(self) -> int:  # type: ignore[override]
+        """Hash of the object itself, by which results for a model are cached; a dictionary has none."""
+        return id(self)

@@ -16,16 +16,16 @@ def matching(pattern: str, names: Mapping[str, Collection[str]], *, key: str, wh
 
     ConfigError, with similar names, where it matches no `what`, or is no regular expression.
     """
-    found = [name for name, own in names.items() if pattern in own]
-    if not found:
+    matches = [name for name, own in names.items() if pattern in own]
+    if not matches:
         try:
             expression = re.compile(pattern)
         except re.error as broken:
             raise ConfigError(
                 f"{key} `{pattern}` is not a regular expression: {broken}", hint="see Python's `re`"
             ) from broken
-        found = [name for name, own in names.items() if any(map(expression.fullmatch, own))]
-    if not found:
+        matches = [name for name, own in names.items() if any(map(expression.fullmatch, own))]
+    if not matches:
         short = sorted({name for own in names.values() for name in own if "." not in name})
         near = difflib.get_close_matches(pattern, [*short, *names], _SHOWN) or short
         full = next(iter(names))
@@ -33,7 +33,7 @@ def matching(pattern: str, names: Mapping[str, Collection[str]], *, key: str, wh
             f"{key} `{pattern}` matches no {what}",
             hint=f"name one of {', '.join(near)}, or give a regular expression on full names such as {full}",
         )
-    return found
+    return matches
 
 
 def parameter_names(names: Iterable[str]) -> dict[str, tuple[str, ...]]:

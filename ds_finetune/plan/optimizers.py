@@ -16,7 +16,7 @@ class OptimizerRow:
     """Maximum bytes of state per parameter."""
     of: str = "deepspeed"
     """Package of the class: deepspeed, torch or bitsandbytes."""
-    needs_whole: str = ""
+    needs_unsharded: str = ""
     """Why a step needs unsharded parameters; empty for an elementwise optimizer."""
     fixed: Mapping[str, object] = field(default_factory=dict)
     """Fixed arguments of the class."""
@@ -26,7 +26,7 @@ _ADAM = ("lr", "betas", "eps", "weight_decay")
 OPTIMIZERS: Mapping[str, OptimizerRow] = {
     "adamw": OptimizerRow("AdamW", _ADAM, 8),
     "adam": OptimizerRow("Adam", _ADAM, 8),
-    "lamb": OptimizerRow("Lamb", _ADAM, 8, needs_whole="its trust ratio is a ratio of whole parameters' norms"),
+    "lamb": OptimizerRow("Lamb", _ADAM, 8, needs_unsharded="its trust ratio is a ratio of whole parameters' norms"),
     "lion": OptimizerRow("Lion", ("lr", "betas", "weight_decay"), 4),
     "adagrad": OptimizerRow("Adagrad", ("lr", "eps"), 4),
     "muon": OptimizerRow("Muon", _ADAM, 8),

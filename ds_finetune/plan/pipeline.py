@@ -13,12 +13,12 @@ class PipelineTurn(NamedTuple):
     micro: int
 
 
-def forwards_together(parallel: ParallelConfig) -> int:
+def forwards_multiple(parallel: ParallelConfig) -> int:
     """Number that must divide the forwards of a step."""
     return parallel.pp if parallel.vpp > 1 else 1
 
 
-def idle_share(*, pp: int, vpp: int, micro_batches: int) -> float:
+def idle_fraction(*, pp: int, vpp: int, micro_batches: int) -> float:
     """Share of a step that a rank is idle if all chunks take equal time (arXiv 2104.04473, section 2.2)."""
     return (pp - 1) / (vpp * micro_batches + pp - 1)
 
@@ -30,8 +30,8 @@ def interleaved_turns(*, pp: int, vpp: int, micro_batches: int, rank: int) -> li
     After `num_first_forwards` forwards, each forward is followed by a backward.
     """
     assert micro_batches % pp == 0, (micro_batches, pp)
-    places = [divmod(number, pp * vpp) for number in range(micro_batches * vpp)]
-    forwards = [PipelineTurn(True, within // pp, group * pp + within % pp) for group, within in places]
+    positions = [divmod(number, pp * vpp) for number in range(micro_batches * vpp)]
+    forwards = [PipelineTurn(True, within // pp, group * pp + within % pp) for group, within in positions]
     backwards = [PipelineTurn(False, vpp - 1 - turn.chunk, turn.micro) for turn in forwards]
     first = num_first_forwards(pp=pp, vpp=vpp, micro_batches=micro_batches, rank=rank)
     steady = [turn for pair in zip(forwards[first:], backwards, strict=False) for turn in pair]
@@ -45,7 +45,7 @@ def num_first_forwards(*, pp: int, vpp: int, micro_batches: int, rank: int) -> i
     return min(micro_batches * vpp, 2 * (pp - rank - 1) + (vpp - 1) * pp)
 
 
-def num_held_forwards(*, pp: int, vpp: int, micro_batches: int, rank: int) -> int:
+def num_forwards_in_flight(*, pp: int, vpp: int, micro_batches: int, rank: int) -> int:
     """Maximum number of forwards, over all chunks, whose activations pipeline rank `rank` holds at once."""
     first = num_first_forwards(pp=pp, vpp=vpp, micro_batches=micro_batches, rank=rank)
     return min(first + 1, micro_batches * vpp)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ds_finetune.config.objectives import ObjectiveConfig, is_grpo
+from ds_finetune.config.objectives import ObjectiveConfig
 from ds_finetune.config.sections import (
     CheckpointConfig,
 )
@@ -27,9 +27,10 @@ from ds_finetune.plan.kernels import ChosenKernels, choose_kernels, triton_probl
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.optimizers import OPTIMIZERS
-from ds_finetune.plan.pipeline import idle_share
+from ds_finetune.plan.pipeline import idle_fraction
 from ds_finetune.plan.precision import with_precision
 from ds_finetune.plan.settings import RunSettings, sections_of
+from ds_finetune.plan.tested_layouts import WEIGHT_BYTES
 from ds_finetune.system.world import AccelerateChoices, World
 
 LIGER = "0.8.5"
@@ -43,38 +44,15 @@ _HIGH_RATE = 0.1
 """Learning rate from which the plan has a note, except for SGD, whose steps are proportional to the gradient."""
 
 
-@dataclass(frozen=True)
-class BatchSizes:
-    """Rows of an optimizer step and of a forward, and tokens of a row."""
-
-    global_batch_size: int
-    micro_batch_size: int
-    gradient_accumulation_steps: int
-    max_seq_len: int
-    is_packed: bool
-
-
-@dataclass(frozen=True)
-class KeptFiles:
-    """Maximum numbers of exports and checkpoints of a run that are on disk at once."""
-
-    exports: int
-    checkpoints: int
-    is_node_local: bool
-    """Whether each host stores only the checkpoints of its own ranks."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Plan(RunSettings):
     """Settings of a run with the decisions of `make_plan`, made before anything is loaded."""
 
     world: World
-    batch: BatchSizes
     loss_kernel: str
     kernels: ChosenKernels
     """Kernels of norms, rotary embeddings and SwiGLU, in families that have them."""
     activation_checkpointing: Recomputation
-    kept_files: KeptFiles
     decisions: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     """Plan lines: name and text of each decision, also for plan.json."""
     notes: tuple[str, ...] = ()
@@ -95,6 +73,16 @@ class Plan(RunSettings):
         return self.activation_checkpointing != "none"
 
     @property
+    def home(self) -> Literal["gpu", "host"]:
+        """The memory of a rank's device; CPU ranks compute in host memory."""
+        return "host" if self.device == "cpu" else "gpu"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight in the run's precision."""
+        return WEIGHT_BYTES[self.precision]
+
+    @property
     def dp(self) -> int:
         """Data parallel size."""
         return self.mesh.dp
@@ -109,9 +97,7 @@ class Plan(RunSettings):
         """Whether gradients are accumulated locally and reduced once per step, although the ZeRO stage would reduce
         them in each forward.
         """
-        return (
-            self.train.reduction_every == "step" and self.zero_stage >= 2 and self.batch.gradient_accumulation_steps > 1
-        )
+        return self.train.reduction_every == "step" and self.zero_stage >= 2 and self.accumulation > 1
 
     @property
     def meets_each_forward(self) -> bool:
@@ -151,6 +137,17 @@ class Plan(RunSettings):
         """Whether torch's fused AdamW may replace FusedAdam: not if the user has set `torch_adam` to false."""
         return self.needs_fused_adam and "torch_adam" not in self.deepspeed_config["optimizer"]["params"]
 
+    def with_rows(self, rows: int) -> "Plan":
+        """The plan with micro-batches of `rows` rows; the texts of its decisions do not change."""
+        accumulation = self.train.global_batch_size // (rows * self.dp)
+        sizes = {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": accumulation}
+        return replace(
+            self,
+            train=self.train.model_copy(update={"micro_batch_size": rows}),
+            accumulation=accumulation,
+            deepspeed_config=self.deepspeed_config | sizes,
+        )
+
     def with_torch_adam(self, why: str) -> "Plan":
         """The plan with torch's fused AdamW instead of DeepSpeed's FusedAdam, and a note with the reason `why`."""
         optimizer = self.deepspeed_config["optimizer"]
@@ -160,13 +157,13 @@ class Plan(RunSettings):
 
     def stage_lines(self, stages: Sequence[StageLayers | None]) -> list[tuple[str, str]]:
         """Plan lines: layers of each pipeline rank, and its idle share of a step if all chunks take equal time."""
-        held = [part for part in stages if part is not None]
-        if not held:
+        stages_held = [part for part in stages if part is not None]
+        if not stages_held:
             return []
-        pp, vpp, accumulation = len(held), len(held[0].chunks), self.batch.gradient_accumulation_steps
-        layers = ", ".join(str(part).replace(" to ", "-") for part in held)
+        pp, vpp, accumulation = len(stages_held), len(stages_held[0].chunks), self.accumulation
+        layers = ", ".join(str(part).replace(" to ", "-") for part in stages_held)
         forwards = f"{vpp} x {accumulation}" if vpp > 1 else f"{accumulation}"
-        idle = f"{idle_share(pp=pp, vpp=vpp, micro_batches=accumulation):.0%} of a step"
+        idle = f"{idle_fraction(pp=pp, vpp=vpp, micro_batches=accumulation):.0%} of a step"
         return [("stages", f"layers {layers}; each waits {idle} = ({pp} - 1) / ({forwards} + {pp} - 1)")]
 
 
@@ -175,7 +172,7 @@ def loss_kernel(name: str, *, device: str, tp: int = 1, is_cross_entropy: bool =
 
     ConfigError where `liger` is requested and cannot run, or is installed in another version than `LIGER`.
     """
-    found = version_of("liger-kernel")
+    version = version_of("liger-kernel")
     if tp > 1:
         if name == "liger":
             raise ConfigError(
@@ -183,22 +180,22 @@ def loss_kernel(name: str, *, device: str, tp: int = 1, is_cross_entropy: bool =
                 hint="set model.loss to auto",
             )
         return "chunked"
-    if name == "liger" and not (device == "cuda" and found):
-        given = f"device {device}, liger-kernel {found or 'not installed'}"
+    if name == "liger" and not (device == "cuda" and version):
+        given = f"device {device}, liger-kernel {version or 'not installed'}"
         raise ConfigError(
             f"model.loss liger needs a GPU and liger-kernel: {given}",
             hint="install the extra `gpu`, or set model.loss to auto",
         )
-    if not found or device != "cuda" or name == "chunked" or not is_cross_entropy:
+    if not version or device != "cuda" or name == "chunked" or not is_cross_entropy:
         return "chunked"
     no_triton, install = triton_problem()
     if no_triton and name == "liger":
         raise ConfigError(f"model.loss liger needs Triton: {no_triton}", hint=install)
     if no_triton:
         return "chunked"
-    if found != LIGER:
+    if version != LIGER:
         raise ConfigError(
-            f"liger-kernel {found} is installed, and the loss calls a function of {LIGER} that is private there",
+            f"liger-kernel {version} is installed, and the loss calls a function of {LIGER} that is private there",
             hint=f"pip install liger-kernel=={LIGER}, or set model.loss to chunked",
         )
     return "liger"
@@ -244,8 +241,7 @@ def make_plan(given: RunSettings, *, world: World, device: str, accelerate: Acce
     finished, mesh, train, optim = run.deepspeed_config, run.mesh, run.train, run.optim
     # DeepSpeed counts sequence parallel ranks as data parallel (runtime/config.py, _batch_assertion), so its global
     # batch is larger by that factor.
-    rows = rows_of_forward(train)
-    finished["train_batch_size"] = rows * run.accumulation * mesh.dp * mesh.sp
+    finished["train_batch_size"] = run.micro_batch_size * run.accumulation * mesh.dp * mesh.sp
     if run.zero_stage == 0 and train.precision == "fp32":
         # This program's engine clips: DeepSpeed 0.19.8 counts tied weights twice in the norm (runtime/utils.py:393),
         # and takes the norm of each rank's experts separately.
@@ -257,12 +253,10 @@ def make_plan(given: RunSettings, *, world: World, device: str, accelerate: Acce
     plan = Plan(
         **vars(run),
         world=world,
-        batch=BatchSizes(train.global_batch_size, rows, run.accumulation, train.max_seq_len, run.data.packing),
         loss_kernel=loss_kernel(run.model.loss, device=device, tp=mesh.tp, is_cross_entropy=is_cross_entropy),
         kernels=choose_kernels(run.model.kernels, device=device, stage=run.zero_stage),
         # For auto, the trainer decides later by the device's memory (trainer/micro_batch.py).
         activation_checkpointing="full" if train.activation_checkpointing == "auto" else train.activation_checkpointing,
-        kept_files=_kept_files(run),
         notes=tuple(notes),
     )
     return replace(plan, decisions=_decisions(plan))
@@ -286,29 +280,18 @@ def _on_ranks(given: RunSettings, world: World, device: str, accelerate: Acceler
     return RunSettings(**sections, mesh=mesh, device=device, deepspeed_config=tree, accumulation=accumulation)
 
 
-def _kept_files(run: RunSettings) -> KeptFiles:
-    has_best, checkpoint = bool(run.data.eval), run.checkpoint
-    # A new checkpoint is complete before the oldest is removed.
-    checkpoints = checkpoint.keep + 1 + (checkpoint.keep_best and has_best) if checkpoint.saves else 0
-    # The export that a server loads during training is removed before the final one is written.
-    is_served = is_grpo(run.objective) and run.rollout.engine == "vllm"
-    exports = (run.export.at_end or is_served) + (run.eval.keep_best and has_best)
-    return KeptFiles(exports, checkpoints, checkpoint.node_local)
-
-
 def _decisions(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """Plan lines that are printed before anything is loaded."""
-    model, batch = plan.model, plan.batch
+    model, train = plan.model, plan.train
     offloads = {"optimizer": plan.offload_optimizer, "parameters": plan.offload_param}
     offloaded = "".join(f", {name} on {place}" for name, place in offloads.items() if place != "none")
     weights = "random weights" if model.weights == "random" else "its weights"
-    rows = f"{batch.global_batch_size} rows = "
+    rows = f"{train.global_batch_size} rows = "
     rows += (
         f"micro x accumulation x dp {plan.dp}, micro as large as fits (auto)"
-        if plan.train.micro_batch_size == AUTO
-        else f"micro {batch.micro_batch_size} x accumulation {batch.gradient_accumulation_steps} x dp {plan.dp}"
+        if train.micro_batch_size == AUTO
+        else f"micro {plan.micro_batch_size} x accumulation {plan.accumulation} x dp {plan.dp}"
     )
-    tokens = f"{batch.max_seq_len} tokens a row at most{', packed' if batch.is_packed else ''}"
+    tokens = f"{train.max_seq_len} tokens a row at most{', packed' if plan.data.packing else ''}"
     tokens += ", for both sides of a pair together" if plan.objective.unit == "pairs" else ""
     return (
         ("model", f"{model.path} ({weights}, {plan.precision})"),
@@ -326,10 +309,9 @@ def _decisions(plan: Plan) -> tuple[tuple[str, str], ...]:
 
 
 def _communication(plan: Plan, reduction_dtype: str) -> tuple[tuple[str, str], ...]:
-    """Plan line about the reduction of gradients over ranks; none for one rank."""
     if plan.world.world_size == 1:
         return ()
-    each = plan.zero_stage >= 2 and not plan.reduces_once and plan.batch.gradient_accumulation_steps > 1
+    each = plan.zero_stage >= 2 and not plan.reduces_once and plan.accumulation > 1
     dtype = plan.precision if reduction_dtype == "auto" else reduction_dtype
     given = plan.deepspeed_config.get("communication_data_type")
     text = f"gradients summed in {given or dtype} {'in each forward' if each else 'once a step'}"
@@ -348,7 +330,6 @@ def _checkpoints(checkpoint: CheckpointConfig, *, is_asynchronous: bool) -> str:
 
 
 def _objective_lines(objective: ObjectiveConfig) -> list[tuple[str, str]]:
-    """Plan lines about the objective; none for `sft`."""
     if objective.name == "sft":
         return []
     numbers = ", ".join(f"{name} {value}" for name, value in _numbers(objective))
@@ -373,7 +354,7 @@ def _numbers(objective: ObjectiveConfig) -> Iterator[tuple[str, object]]:
 
 
 def _loss_text(objective: ObjectiveConfig, *, kernel: str) -> str:
-    """What the loss is averaged over, and the head's kernel where the model predicts tokens."""
+    """Text of the plan line `loss`: kernel of the head where the model predicts tokens, and unit of the mean."""
     text = f"mean over the {objective.unit} of the global batch"
     if objective.chosen_weight:
         text += f", plus {objective.chosen_weight:g} x the mean cross entropy of its chosen tokens"

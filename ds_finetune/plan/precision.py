@@ -29,8 +29,10 @@ _ASSUMED = Bf16Support("a GPU of compute capability 8.0 or later, as is assumed,
 def cpu_support(cpuinfo: Path = Path("/proc/cpuinfo")) -> Bf16Support:
     """Support of this machine's CPU; none without the file."""
     flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
-    found = [name for flag, name in _CPU_FLAGS.items() if flag in flags]
-    return Bf16Support(f"this CPU ({' and '.join(found) or 'neither AMX nor AVX512-BF16'})", is_native=bool(found))
+    instructions = [name for flag, name in _CPU_FLAGS.items() if flag in flags]
+    return Bf16Support(
+        f"this CPU ({' and '.join(instructions) or 'neither AMX nor AVX512-BF16'})", is_native=bool(instructions)
+    )
 
 
 def with_precision(

@@ -4,14 +4,24 @@ from collections.abc import Iterable, Iterator
 
 from ds_finetune.config.objectives import GrpoObjective, is_grpo
 from ds_finetune.config.schedule import Duration
-from ds_finetune.plan.settings import Condition, Conflict, ModelSettings, R, Refusal, RunSettings, setting, together
+from ds_finetune.plan.settings import (
+    UNTESTED_STATES,
+    Condition,
+    Conflict,
+    MessageFields,
+    ModelSettings,
+    R,
+    Refusal,
+    RunSettings,
+    refuse_pairs,
+    setting,
+)
 
 _LAYOUTS = tuple(frozenset(axes.split()) for axes in ("", "tp", "sp", "ep"))
 """Axes besides data parallelism with which tests/parity/test_grpo.py compares the loss with a reference loop."""
 
 
 def _refused(applies: Condition[R], message: str, hint: str) -> Refusal[R]:
-    """A refusal that applies only to runs with sampled answers."""
     return Refusal(lambda run: is_grpo(run.objective) and applies(run), message, hint)
 
 
@@ -20,14 +30,14 @@ def _section(run: RunSettings) -> GrpoObjective:
     return run.objective
 
 
-def _other_batch(run: RunSettings) -> dict[str, object] | None:
+def _other_batch(run: RunSettings) -> MessageFields:
     size, prompts = _section(run).group_size, run.rollout.prompts_per_step
     answers, given = prompts * size, run.train.global_batch_size
     fitting = f"rollout.prompts_per_step to {given // size}, or " if given % size == 0 else ""
     return {"answers": answers, "fitting": fitting} if given != answers else None
 
 
-def _unreached_length(run: RunSettings) -> dict[str, object] | None:
+def _unreached_length(run: RunSettings) -> MessageFields:
     for reward in run.rewards:
         least = (reward.max_tokens or 0) - reward.soft_tokens
         if reward.reward == "length" and least >= run.rollout.max_new_tokens:
@@ -42,15 +52,12 @@ def _untested() -> Iterable[Conflict]:
     quantizes: Condition[RunSettings] = lambda run: run.lora is not None and run.lora.quantize  # noqa: E731
     yield Conflict("lora.quantize {lora.quantize}", "leave lora.quantize out", quantizes)
     yield Conflict("parallel {mesh}", "set one of parallel.tp, sp and ep only", lambda run: run.axes not in _LAYOUTS)
-    yield Conflict(
-        "offload to nvme", "offload to cpu", lambda run: "nvme" in (run.offload_optimizer, run.offload_param)
-    )
+    yield UNTESTED_STATES[0]
     # ZenFlow counts forwards to know when to update all weights, but their number differs from step to step.
     yield Conflict("inexact option zenflow", "leave zenflow out", lambda run: "zenflow" in run.inexact)
 
 
 def _sampling_checks() -> Iterator[Refusal[RunSettings]]:
-    """Refusals about servers, rollouts ahead, and rewards with these."""
     yield _refused(
         lambda run: run.rollout.engine == "vllm" and run.rollout.address is None,
         "rollout.engine vllm without rollout.address",
@@ -64,8 +71,8 @@ def _sampling_checks() -> Iterator[Refusal[RunSettings]]:
     )
     yield _refused(
         lambda run: run.rollout.ahead and _section(run).no_spread == "resample",
-        "rollout.ahead {rollout.ahead} with objective.no_spread resample: which prompts are drawn again is known when "
-        "the rewards are, after the steps that they are computed beside",
+        "rollout.ahead {rollout.ahead} with objective.no_spread resample: the rewards, which decide which prompts are "
+        "replaced, are computed beside the steps that would need the other answers",
         "set objective.no_spread to drop, or rollout.ahead to 0",
     )
     yield _refused(
@@ -124,7 +131,7 @@ def rollout_checks() -> Iterator[Refusal[RunSettings]]:
         "give train.for in steps, or in epochs of the prompts",
     )
     yield from _sampling_checks()
-    yield from together("objective grpo", lambda run: is_grpo(run.objective), _untested())
+    yield from refuse_pairs("objective grpo", lambda run: is_grpo(run.objective), _untested())
     yield _refused(
         lambda run: not run.rewards,
         "objective {objective.name} without rewards: sampled answers have no score",
@@ -132,8 +139,7 @@ def rollout_checks() -> Iterator[Refusal[RunSettings]]:
     )
 
 
-def _dropouts(run: ModelSettings) -> dict[str, object] | None:
-    """Message fields if the model has dropout; else None."""
+def _dropouts(run: ModelSettings) -> MessageFields:
     ends = ("dropout", "_pdrop", "_dropout_prob")
     drops = [f"{key} {value}" for key, value in run.model_json.items() if key.endswith(ends) and value]
     return {"drops": ", ".join(drops)} if drops else None

@@ -28,6 +28,7 @@ from ds_finetune.config.value_types import InexactNames
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.family import Family
 from ds_finetune.families.table import family_of
+from ds_finetune.plan.batch import rows_of_forward
 from ds_finetune.plan.deepspeed_config import Tree, offload_device
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
@@ -80,9 +81,9 @@ class RunSettings(Sections):
     """Gradient accumulation steps: forwards per optimizer step on a rank."""
 
     @classmethod
-    def of(cls, source: ConfigSource, **known: Any) -> Self:  # noqa: ANN401 - values of the fields below the sections
-        """Settings from a run file, with further fields `known`; ConfigError where the file is not valid."""
-        return cls(**sections_of(read_config(source)), **known)
+    def of(cls, source: ConfigSource, **fields: Any) -> Self:  # noqa: ANN401 - values of the fields below the sections
+        """Settings from a run file, with further `fields`; ConfigError where the file is not valid."""
+        return cls(**sections_of(read_config(source)), **fields)
 
     def with_model(
         self,
@@ -91,7 +92,7 @@ class RunSettings(Sections):
         positions: int | None = None,
         stages: tuple[StageLayers | None, ...] = (),
     ) -> "ModelSettings":
-        """These settings with the config.json of the run's model or of its teacher."""
+        """The settings with the config.json of the run's model or of its teacher."""
         return ModelSettings(
             **sections_of(self),
             mesh=self.mesh,
@@ -139,6 +140,11 @@ class RunSettings(Sections):
     def precision(self) -> str:
         """Resolved `train.precision`; an undecided `auto` is resolved without information about a GPU."""
         return with_precision(self.train, device=self.device)[0].precision
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Rows of a forward on a rank; 1, the minimum, while `train.micro_batch_size: auto` is undecided."""
+        return rows_of_forward(self.train)
 
     @property
     def optimizer(self) -> str:
@@ -189,6 +195,8 @@ class LengthSettings(Sections):
 
 S = TypeVar("S", bound=Sections, contravariant=True)
 R = TypeVar("R", bound=RunSettings)
+MessageFields = dict[str, object] | None
+"""Fields for the message of a refusal; None where a run is not refused."""
 Condition = Callable[[S], object]
 """Tests whether a run is refused: a true result refuses it. The items of a mapping fill fields of the message."""
 
@@ -208,8 +216,8 @@ class Refusal(Generic[S]):
 
     def raise_for(self, run: S) -> None:
         """Raise the error where the settings are refused."""
-        if found := self.applies(run):
-            fields = _Fields(found if isinstance(found, Mapping) else {})
+        if result := self.applies(run):
+            fields = _Fields(result if isinstance(result, Mapping) else {})
             fields.run = run
             raise self.error(self.message.format_map(fields), hint=self.hint.format_map(fields))
 
@@ -236,7 +244,7 @@ def setting(text: str, hint: str) -> Conflict:
     return Conflict(text, hint, lambda run: str(getattr(getattr(run, section), name)).lower() == value.lower())
 
 
-def together(
+def refuse_pairs(
     first: str,
     applies: Condition[RunSettings],
     others: Iterable[Conflict],

@@ -49,11 +49,11 @@ TESTED_LAYOUTS = (
 
 def table() -> str:
     """`TESTED_LAYOUTS` in Markdown, for `docs/reference/layouts.md`, and the model types named there."""
-    every = tuple(name for name, family in FAMILIES.items() if family.parallel_axes)
-    with_experts = tuple(name for name in every if "ep" in FAMILIES[name].parallel_axes)
+    model_types = tuple(name for name, family in FAMILIES.items() if family.parallel_axes)
+    with_experts = tuple(name for name in model_types if "ep" in FAMILIES[name].parallel_axes)
 
     def named(row: ParallelLayout) -> str:
-        text, group = ("with experts", with_experts) if "ep" in row.axes else ("all", every)
+        text, group = ("with experts", with_experts) if "ep" in row.axes else ("all", model_types)
         missing = [name for name in group if name not in row.families]
         return f"{text} but {_listed(missing)}" if missing else text
 
@@ -61,7 +61,7 @@ def table() -> str:
         f"| {' x '.join(axis for axis in AXES if axis in row.axes)} | {_listed(row.stages)} | {named(row)} |"
         for row in TESTED_LAYOUTS
     ]
-    dense = [name for name in every if name not in with_experts]
+    dense = [name for name in model_types if name not in with_experts]
     text = f"With experts: {_listed(with_experts)}. All: these and {_listed(dense)}."
     head = ["| beside dp | ZeRO stages | model types |", "| --- | --- | --- |"]
     return "\n".join([*head, *rows, "", *wrap(text, _COLUMNS)]) + "\n"

@@ -54,7 +54,7 @@ def total_rows(run: PreparedRun, rows: PreparedRows) -> int:
     length = Duration.parse(run.config.train.duration)
     if length.unit == "epochs":
         return length.in_rows(rows.rows_per_epoch)
-    return run.schedule.steps * run.plan.batch.global_batch_size
+    return run.schedule.steps * run.plan.train.global_batch_size
 
 
 def mixture_lines(run: PreparedRun) -> list[str]:
@@ -79,14 +79,14 @@ def batch_plan(run: PreparedRun) -> BatchPlan:
     """How rows are divided over ranks and micro-batches."""
     plan, rows = run.plan, run.inputs.train
     return BatchPlan(
-        global_batch_size=plan.batch.global_batch_size,
-        micro_batch_size=plan.batch.micro_batch_size,
+        global_batch_size=plan.train.global_batch_size,
+        micro_batch_size=plan.micro_batch_size,
         rank=plan.mesh.place("dp"),
         dp=plan.dp,
         seed=plan.train.seed,
         shuffle=run.config.data.shuffle,
         pad_token_id=run.inputs.pad_token_id,
-        row_len=plan.batch.max_seq_len if plan.batch.is_packed else None,
+        row_len=plan.train.max_seq_len if plan.data.packing else None,
         multiple=plan.mesh.sp,
         documents_per_unit=run.model.objective.documents_per_unit,
         reference=run.reference.get("train"),
@@ -104,17 +104,17 @@ def _row_costs(run: PreparedRun) -> dict[str, Any]:
 
     On one rank, costs only reduce padding by grouping rows of similar length, and packed rows have no such padding.
     """
-    rows, batch = run.inputs.train, run.plan.batch
-    if not run.config.data.balance or (run.plan.dp == 1 and batch.is_packed):
+    rows, is_packed = run.inputs.train, run.plan.data.packing
+    if not run.config.data.balance or (run.plan.dp == 1 and is_packed):
         return {}
     cost = partial(
         RowCost.of(run.inputs.shape, run.plan.activation_checkpointing).of_row,
-        row_len=batch.max_seq_len if batch.is_packed else None,
+        row_len=run.plan.train.max_seq_len if is_packed else None,
     )
     if is_grpo(run.config.objective):
         return {"streamed_row_cost": lambda row: cost(row.document_lengths, row.supervised)}
     if isinstance(rows, PreparedRows):
         return {"row_cost": lambda number: cost(*rows.sizes(number))}
     # If ranks wait only at the end of a step, the order of a rank's packed rows does not matter.
-    is_order_free = batch.is_packed and not run.plan.meets_each_forward
+    is_order_free = is_packed and not run.plan.meets_each_forward
     return {} if is_order_free else {"streamed_row_cost": lambda row: cost(row.document_lengths, row.supervised)}

@@ -35,11 +35,11 @@ def length_notes(model: ModelPlan, *, max_seq_len: int) -> tuple[str, ...]:
         return ()
     if family_of(model.hf_config.model_type).compresses:
         limit = f"index_topk {model.hf_config.index_topk} entries"
-        if model.indexer is not None and model.indexer.is_alone:
+        if model.indexer is not None and model.indexer.trains_only_indexers:
             return (f"all entries are attended to, also in documents of more than {tokens} tokens, {limit}",)
         runs = "trained" if model.indexer else "run, and not trained" if max_seq_len > tokens else "not run"
         return (f"up to {tokens} tokens, {limit}, the indexer leaves nothing out; it is {runs}",)
-    if model.indexer is not None and model.indexer.is_alone:
+    if model.indexer is not None and model.indexer.trains_only_indexers:
         return (
             f"documents are attended to in full, also those longer than index_topk {tokens}: only indexers are trained",
         )

@@ -124,7 +124,7 @@ def _shapes(kinds: Sequence[TensorKind], plan: Plan) -> Table:
     for head in ("name", "times", "whole", "on a rank", "shared by"):
         table.add_column(head, overflow="fold")
     for kind in kinds:
-        table.add_row(kind.name, str(kind.count), _by(kind.whole), _by(kind.local), f"{kind.sharers} ranks")
+        table.add_row(kind.name, str(kind.count), _by(kind.full_shape), _by(kind.local), f"{kind.sharers} ranks")
     if plan.zero_stage == 3:
         table.caption = "ZeRO-3 keeps on each rank one of as many equal parts as ranks share a tensor"
         table.caption_justify = "left"

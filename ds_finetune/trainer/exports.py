@@ -320,7 +320,7 @@ def _with_texts(record: ExportRecord, run: PreparedRun, tokenizer: FittedTokeniz
     the run's tokens for all of them.
     """
     hf_config, encode = run.inputs.hf_config, _encode_of(run)
-    limit = min(_LONGEST, run.plan.batch.max_seq_len)
+    limit = min(_LONGEST, run.plan.train.max_seq_len)
     encoded = {} if encode is None else {text: encode(text, None) for text in TEXTS}
     short = {text: tuple(ids) for text, ids in encoded.items() if len(ids) < limit}
     ending = next((ids[-1:] for ids in short.values()), ())

@@ -74,7 +74,7 @@ def _estimate(run: PreparedRun) -> MemoryEstimate:
 
 def what_fits(run: PreparedRun, *, budget: int) -> str:
     """Hint with the nearest settings that fit into `budget` bytes."""
-    changes = fitting_changes(run.plan, run.plan, run.model.described, run.traces, budget=budget)
+    changes = fitting_changes(run.plan, run.model.described, run.traces, budget=budget)
     if not changes:
         return "by the estimate no change of the run file fits: take more ranks, or devices with more memory"
     return f"by the estimate these fit, each with its need: {first_texts(changes, _MOST_CHANGES)}"
@@ -97,7 +97,7 @@ def explain_out_of_memory(run: PreparedRun) -> Iterator[None]:
 
 def _remember(run: PreparedRun) -> str:
     """Make the next start use half of an `auto` micro-batch; returns a sentence that says so."""
-    rows = run.plan.batch.micro_batch_size
+    rows = run.plan.micro_batch_size
     if run.failed_size is None or rows == 1:
         return ""
     try:

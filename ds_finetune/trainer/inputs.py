@@ -37,7 +37,7 @@ from ds_finetune.model.weights.vocabulary import untrained_rows
 from ds_finetune.objectives.rewards.pool import check_files
 from ds_finetune.objectives.rewards.worker import needs_of
 from ds_finetune.plan.context import extend_tree
-from ds_finetune.plan.model_shape import Shape, is_known
+from ds_finetune.plan.model_shape import Shape, has_known_shape
 from ds_finetune.plan.model_tensors import EMBEDDING
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.trainer.document_lengths import check_answers_fit, check_lengths
@@ -51,7 +51,7 @@ _STRIP = 2**24
 class RunInputs:
     """Inputs read before the process group exists: model folder and plan, tokenizer, training and held-out rows.
 
-    `shape` is None for a model for which `is_known` is false.
+    `shape` is None for a model for which `has_known_shape` is false.
     """
 
     folder: Path
@@ -163,7 +163,7 @@ def read_inputs(run: RunSettings, model: ModelPlan) -> RunInputs:
     return RunInputs(
         folder=folder,
         model=model,
-        shape=Shape.of(model.described) if is_known(model.described) else None,
+        shape=Shape.of(model.described) if has_known_shape(model.described) else None,
         tokenizer=tokenizer,
         tokenizer_folder=tokenizer_folder,
         train=train,

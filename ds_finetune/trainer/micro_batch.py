@@ -18,7 +18,7 @@ from ds_finetune.engine.devices import exchange
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.batch import AUTO
 from ds_finetune.plan.estimate.memory import estimate_memory
-from ds_finetune.plan.search.fitting import SPARE, bytes_of, chosen_recomputation, fits, legal_sizes, plan_with_rows
+from ds_finetune.plan.search.fitting import SPARE, bytes_of, chosen_recomputation, fits, legal_sizes
 from ds_finetune.trainer.forecast import memory_table, what_fits
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.resolve import with_train
@@ -94,7 +94,7 @@ def _decided(run: PreparedRun, rows: int, how: str) -> PreparedRun:
 
 
 def _nothing_fits(run: PreparedRun, budget: int, too_many: int) -> ConfigError:
-    plan = plan_with_rows(run.plan, 1)
+    plan = run.plan.with_rows(1)
     estimate = estimate_memory(plan, run.model.described, run.traces)
     need, has = estimate.device_bytes / GIB, budget / GIB
     failed = f", and {too_many} rows ran out of memory before" if too_many else ""

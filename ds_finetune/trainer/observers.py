@@ -215,7 +215,7 @@ def _utilisation(run: PreparedRun) -> list[Observer]:
         return []
     attended = None if isinstance(rows, StreamedRows) else rows.mean_attended
     has_adapters = run.config.lora is not None
-    flops = shape.flops_per_token(plan.batch.max_seq_len, mean_attended=attended, has_adapters=has_adapters)
+    flops = shape.flops_per_token(plan.train.max_seq_len, mean_attended=attended, has_adapters=has_adapters)
     return [Utilisation(flops, gpu.peak(plan.precision), plan.world.world_size)]
 
 

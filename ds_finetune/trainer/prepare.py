@@ -88,8 +88,8 @@ def mismatched_answers(plan: Plan, objective: Objective, rows: PreparedRows) -> 
     """Documents for the objective's baseline (KTO's z0), made from `rows`; None without a baseline."""
     if not objective.needs_baseline:
         return None
-    batch = plan.batch
-    return MismatchedAnswers(rows, seed=plan.train.seed, max_seq_len=batch.max_seq_len, is_packed=batch.is_packed)
+    length, is_packed = plan.train.max_seq_len, plan.data.packing
+    return MismatchedAnswers(rows, seed=plan.train.seed, max_seq_len=length, is_packed=is_packed)
 
 
 def check_baseline(plan: Plan, inputs: RunInputs) -> None:

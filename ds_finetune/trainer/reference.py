@@ -115,7 +115,7 @@ def _fingerprint(run: PreparedRun, name: str, rows: PreparedRows) -> str:
     plan, config = run.plan, run.config
     sizes = {axis: getattr(plan.mesh, axis) for axis in ("tp", "sp", "pp", "ep")}
     # For unpacked rows, the order decides which rows share a forward, and so their padding.
-    order = None if plan.batch.is_packed else [plan.train.seed, config.data.shuffle]
+    order = None if plan.data.packing else [plan.train.seed, config.data.shuffle]
     parts = {
         "format": _FORMAT,
         "weights": f"random, seed {plan.train.seed}: {run.inputs.config_text}"
@@ -130,7 +130,7 @@ def _fingerprint(run: PreparedRun, name: str, rows: PreparedRows) -> str:
         "quantize": config.lora.quantize if config.lora is not None else None,
         **_start(config.lora),
         "layout": sizes,
-        "forward": [plan.batch.micro_batch_size, plan.batch.max_seq_len, order],
+        "forward": [plan.micro_batch_size, plan.train.max_seq_len, order],
         "limit": config.eval.limit if name != _TRAIN else 0,
         # The seed decides the pairs of mismatched answers and prompts.
         "baseline": plan.train.seed if run.model.objective.needs_baseline else None,

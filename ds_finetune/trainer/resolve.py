@@ -147,7 +147,7 @@ def resolve(  # noqa: PLR0913 - what is decided, and what it is decided from
             is_classifier, tokenizer = model.task != "causal_lm", _tokenizer(plan.model)
             row.load().check_model(model.hf_config, is_classifier=is_classifier, tokenizer=tokenizer)
     context = model.context.notes() if model.context is not None else ()
-    lengths = length_notes(model, max_seq_len=plan.batch.max_seq_len)
+    lengths = length_notes(model, max_seq_len=plan.train.max_seq_len)
     kinds = f"model_type {tree['model_type']}: text part trained as {model.hf_config.model_type}, without other media"
     parts = (kinds,) if is_composite(tree) else ()
     notes = (*precision, *parts, *context, *try_generic_type(plan, model), *lengths)
@@ -327,7 +327,7 @@ def _unreached_parameters(plan: Plan, model: ModelPlan) -> tuple[tuple[str, ...]
     if family.indexer is not None:
         return tuple(filter(model.is_untrained, model.described.tensors.by_name)), []
     try:
-        return unused_parameters(hf_config, tokens=plan.batch.max_seq_len, task=model.task), []
+        return unused_parameters(hf_config, tokens=plan.train.max_seq_len, task=model.task), []
     except NotImplementedError as unknown:
         note = (
             f"not examined: whether the loss reaches every parameter of model_type {hf_config.model_type} ({unknown}); "

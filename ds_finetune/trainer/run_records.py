@@ -266,13 +266,15 @@ def _start(run: PreparedRun, after_step: int) -> dict[str, Any]:
 
 
 def _data_summary(run: PreparedRun) -> dict[str, Any]:
-    rows, batch = run.inputs.train, run.plan.batch
+    rows, plan = run.inputs.train, run.plan
     # A stream has no counts and no documents before training.
     prepared = rows if isinstance(rows, PreparedRows) else None
     return {
         "summary": rows.summary(),
         "tokens": None if prepared is None else prepared.num_tokens,
-        "counts": [] if prepared is None else count_lines(prepared, batch.max_seq_len, is_packed=batch.is_packed),
+        "counts": []
+        if prepared is None
+        else count_lines(prepared, plan.train.max_seq_len, is_packed=plan.data.packing),
         "mixture": mixture_lines(run),
         "held_out": {name: held_out.summary() for name, held_out in run.inputs.held_out.items()},
         "notes": [*rows.notes, *run.inputs.data_notes()],

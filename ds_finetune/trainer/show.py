@@ -83,7 +83,7 @@ def _length(run: "PreparedRun") -> str:
     from ds_finetune.data.stream import StreamedRows
 
     schedule, inputs = run.schedule, run.inputs
-    rows = schedule.steps * run.plan.batch.global_batch_size
+    rows = schedule.steps * run.plan.train.global_batch_size
     epochs = "" if isinstance(inputs.train, StreamedRows) else f" ({rows / inputs.train.rows_per_epoch:.3g} epochs)"
     rate = f"learning rate {schedule.lr:g}, {schedule.name}, {schedule.warmup_steps} steps of warm-up"
     interval = f"every {run.config.eval.every}" if run.config.eval.every else "at the end"

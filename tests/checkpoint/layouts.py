@@ -128,7 +128,7 @@ def config_of(layout: Layout, model: Path, out: Path, *, dp: int, disk: Path) ->
 
 def batches(engine: Engine, *, start_step: int, steps: int) -> Iterator[Batch]:
     """This rank's share of the batches from `start_step` (0-based) on."""
-    train, is_packed = engine.plan.batch, engine.plan.batch.is_packed
+    train, is_packed = engine.plan.train, engine.plan.data.packing
     plan = BatchPlan(
         global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size,

@@ -49,7 +49,7 @@ def _run(engine: Engine, distilled: Distilled, folder: Path) -> dict[str, Any]:
 
 def _batches(engine: Engine, distilled: Distilled, folder: Path, *, is_training: bool) -> list[Batch]:
     """All samples, to train on or to evaluate."""
-    rows = numbered_rows(engine.plan.batch.is_packed)
+    rows = numbered_rows(engine.plan.data.packing)
     shares = replace(batch_plan(engine.plan), documents_per_unit=engine.objective.documents_per_unit)
     batches = (
         training_batches(rows, shares, start_step=0, total_rows=len(rows))

@@ -123,7 +123,7 @@ def _batch(every: list[Row], plan: Plan) -> Batch:
 
 
 def _batch_plan(plan: Plan) -> BatchPlan:
-    row_len = ROW_LEN if plan.batch.is_packed else None
+    row_len = ROW_LEN if plan.data.packing else None
     return replace(batch_plan(plan), pad_token_id=1, row_len=row_len, documents_per_unit=1, separates_padding=True)
 
 

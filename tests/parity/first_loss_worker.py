@@ -46,7 +46,7 @@ def main() -> None:
 
 def _losses(engine: Engine, *, has_reference: bool) -> dict[str, float]:
     plan = replace(batch_plan(engine.plan), documents_per_unit=2)
-    every = rows(2, packing=engine.plan.batch.is_packed)
+    every = rows(2, packing=engine.plan.data.packing)
     (batch,) = training_batches(every, plan, start_step=0, total_rows=len(every))
     if has_reference:
         numbers, logps = engine.document_log_probs([batch])

@@ -26,7 +26,7 @@ def run(tree: dict[str, Any], launched: Launched) -> tuple[str, dict[str, Any]]:
 def _run(run_file: dict[str, Any], launched: Launched) -> dict[str, Any]:
     found: dict[str, Any] = {"metrics": [], "norms": []}
     with launched.engine(run_file) as engine:
-        plan, every = batch_plan(engine.plan), rows(engine.plan.batch.is_packed)
+        plan, every = batch_plan(engine.plan), rows(engine.plan.data.packing)
         evaluated = engine.evaluate(eval_batches(every, plan))
         assert evaluated is not None
         found["eval"] = dict(evaluated.metrics)

@@ -30,7 +30,7 @@ def _run(run_file: dict[str, Any], launched: Launched, *, predicts: bool) -> dic
     found: dict[str, Any] = {"metrics": [], "norms": []}
     with launched.engine(run_file) as engine:
         plan = batch_plan(engine.plan)
-        every = rows(engine.plan.batch.is_packed)
+        every = rows(engine.plan.data.packing)
         if predicts:
             evaluated = engine.evaluate(eval_batches(every, plan))
             assert evaluated is not None

@@ -47,7 +47,7 @@ def _run(engine: Engine, layout: Layout) -> dict[str, Any]:
         gradients = {name: moment - BETAS[0] * before.get(name, 0) for name, moment in moments.items()}
         found["objectives"].append(results | {"gradients": gradients})
     plan = replace(batch_plan(engine.plan), documents_per_unit=2)
-    every = rows(2, packing=engine.plan.batch.is_packed)
+    every = rows(2, packing=engine.plan.data.packing)
     numbers, logps = engine.document_log_probs(eval_batches(every, plan))
     return found | {"numbers": numbers.tolist(), "logps": logps.tolist()}
 
@@ -63,7 +63,7 @@ def _set_objective(engine: Engine, objective: Objective) -> None:
 def _results(engine: Engine, objective: Objective) -> dict[str, Any]:
     """Loss, metrics and norm of a step that leaves the weights as they are, and the held-out loss of all rows."""
     every, plan = _rows_and_plan(engine, objective)
-    baseline = eval_baseline(mismatched(packing=engine.plan.batch.is_packed), plan) if objective.needs_baseline else ()
+    baseline = eval_baseline(mismatched(packing=engine.plan.data.packing), plan) if objective.needs_baseline else ()
     evaluated = engine.evaluate(map(_with_reference, eval_batches(every, plan)), baseline=map(_refer, baseline))
     assert evaluated is not None
     result = engine.step(_batch(engine, objective), lr=0.0)
@@ -73,16 +73,16 @@ def _results(engine: Engine, objective: Objective) -> dict[str, Any]:
 def _batch(engine: Engine, objective: Objective) -> Batch:
     """This rank's share of a batch of all documents."""
     every, plan = _rows_and_plan(engine, objective)
-    other = mismatched(packing=engine.plan.batch.is_packed) if objective.needs_baseline else None
+    other = mismatched(packing=engine.plan.data.packing) if objective.needs_baseline else None
     (batch,) = training_batches(every, plan, start_step=0, total_rows=len(every), mismatched=other)
     return _with_reference(batch)
 
 
 def _rows_and_plan(engine: Engine, objective: Objective) -> tuple[list[Row], BatchPlan]:
     """Rows of all documents, and a batch that holds them in as many forwards as the engine's plan has."""
-    every = rows(objective.documents_per_unit, packing=engine.plan.batch.is_packed)
+    every = rows(objective.documents_per_unit, packing=engine.plan.data.packing)
     plan = replace(batch_plan(engine.plan), documents_per_unit=objective.documents_per_unit)
-    share = plan.dp * engine.plan.batch.gradient_accumulation_steps
+    share = plan.dp * engine.plan.accumulation
     size = -(-len(every) // share)
     return every, replace(plan, global_batch_size=size * share, micro_batch_size=size)
 

@@ -25,7 +25,7 @@ def run(tree: dict[str, Any], launched: Launched) -> tuple[str, dict[str, Any]]:
 
 def _run(engine: Engine) -> dict[str, Any]:
     """Results of steps that leave the weights as they are, and of an evaluation before them."""
-    every = rows(engine.plan.batch.is_packed, engine.objective.documents_per_unit)
+    every = rows(engine.plan.data.packing, engine.objective.documents_per_unit)
     plan = batch_plan(engine.plan, engine.objective)
     (batch,) = training_batches(every, plan, start_step=0, total_rows=len(every))
     evaluated = engine.evaluate(eval_batches(every, plan))

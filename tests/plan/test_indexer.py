@@ -29,7 +29,7 @@ def test_layers_with_indexers_are_trained() -> None:
     assert plan_indexer(IndexerConfig(), V32) is None
     plan = plan_indexer(IndexerConfig(train=True), V32)
     assert plan is not None
-    assert (plan.layers, plan.is_alone) == ((0, 1, 2), False)
+    assert (plan.layers, plan.trains_only_indexers) == ((0, 1, 2), False)
     assert plan.lines() == [
         (
             "indexers",
@@ -39,7 +39,7 @@ def test_layers_with_indexers_are_trained() -> None:
     ]
     alone = plan_indexer(IndexerConfig.model_validate(WARMUP), GLM)
     assert alone is not None
-    assert (alone.layers, alone.is_alone) == ((0, 2), True)
+    assert (alone.layers, alone.trains_only_indexers) == ((0, 2), True)
     assert "alone, by attention to all earlier tokens" in alone.lines()[0][1]
 
 

@@ -55,7 +55,7 @@ def test_an_option_is_allowed_by_its_name_alone(name: InexactName) -> None:
     assert option.changes in line
     assert ("inexact", name) in plan.decisions
     error = refused(deepspeed, **sections)
-    assert "cannot equal a plain loop: " + option.changes in error.message
+    assert "cannot equal a reference loop: " + option.changes in error.message
     assert f"add `inexact: [{name}]` to the run file" in error.hint
 
 
@@ -177,7 +177,7 @@ def test_gradients_of_fp32_need_the_name_with_every_layout_and_by_every_key() ->
     by_dtype = {"deepspeed": zero(2), "train": fp32 | {"reduction_dtype": "bf16"}}
     for given, axis in itertools.product((by_key, by_dtype), ("sp", "tp", "ep")):
         error = refused(**given, parallel={axis: 2})
-        assert "communication_data_type bf16 cannot equal a plain loop" in error.message
+        assert "communication_data_type bf16 cannot equal a reference loop" in error.message
         assert plan_of(**given, parallel={axis: 2}, inexact="bf16_reduction").notes[0].startswith("inexact: ")
     # DeepSpeed reads this key only with its own sequence parallelism.
     error = refused(zero(2) | {"seq_parallel_communication_data_type": "bf16"}, parallel={"sp": 2})

@@ -250,13 +250,13 @@ def test_sizes_that_do_not_divide_the_model_are_refused(
         (
             2,
             [2],
-            "parallel.pp_layers [2] does not share out 2 layers over 2 stages",
+            "parallel.pp_layers [2] does not divide 2 layers over 2 stages",
             "name 2 numbers of at least 1 whose sum is 2, or leave it out",
         ),
         (
             2,
             [2, 0],
-            "parallel.pp_layers [2, 0] does not share out 2 layers over 2 stages",
+            "parallel.pp_layers [2, 0] does not divide 2 layers over 2 stages",
             "name 2 numbers of at least 1 whose sum is 2, or leave it out",
         ),
         (1, [1, 1], "parallel.pp_layers [1, 1] with parallel.pp 1", "set parallel.pp, or leave it out"),

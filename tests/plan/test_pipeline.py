@@ -12,9 +12,9 @@ from ds_finetune.plan.layer_stages import stages_of
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.pipeline import (
     PipelineTurn,
-    idle_share,
+    idle_fraction,
     interleaved_turns,
-    num_held_forwards,
+    num_forwards_in_flight,
 )
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
@@ -64,7 +64,7 @@ def test_ranks_wait_as_long_as_the_formula_says(pp: int, vpp: int, micro_batches
     ends = _ends(pp, vpp, micro_batches)
     busy = vpp * micro_batches * (FORWARD_TIME + BACKWARD_TIME)
     whole = max(max(each.values()) for each in ends)
-    assert 1 - busy / whole == pytest.approx(idle_share(pp=pp, vpp=vpp, micro_batches=micro_batches))
+    assert 1 - busy / whole == pytest.approx(idle_fraction(pp=pp, vpp=vpp, micro_batches=micro_batches))
 
 
 @pytest.mark.parametrize(("pp", "vpp", "micro_batches"), SIZES)
@@ -85,7 +85,7 @@ def test_a_rank_holds_as_many_forwards_as_the_plan_says(pp: int, vpp: int, micro
     for rank in range(pp):
         sizes = {"pp": pp, "vpp": vpp, "micro_batches": micro_batches, "rank": rank}
         held = itertools.accumulate(1 if turn.is_forward else -1 for turn in interleaved_turns(**sizes))
-        assert max(held) == num_held_forwards(**sizes)
+        assert max(held) == num_forwards_in_flight(**sizes)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_rank_holds_as_many_forwards_as_the_plan_says(pp: int, vpp: int, micro
             2,
             2,
             [2, 2],
-            "parallel.pp_layers [2, 2] does not share out 4 layers over 2 x 2 chunks",
+            "parallel.pp_layers [2, 2] does not divide 4 layers over 2 x 2 chunks",
             "name 4 numbers of at least 1 whose sum is 4, or leave it out",
         ),
     ],

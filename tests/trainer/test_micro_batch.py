@@ -71,7 +71,7 @@ def test_the_start_after_one_without_memory_takes_half(tmp_path: Path) -> None:
     prepared = prepare_run(resolve_here(read_config(run_file), world))
     for rows in (8, 4, 2, 1):
         run = decide_micro_batch(prepared, torch.distributed.HashStore(), monitor)  # type: ignore[arg-type]
-        assert (run.config.train.micro_batch_size, run.plan.batch.gradient_accumulation_steps) == (rows, 8 // rows)
+        assert (run.config.train.micro_batch_size, run.plan.accumulation) == (rows, 8 // rows)
         text = dict(run.plan.decisions)["micro batch"]
         assert text.endswith("by the estimate)" if rows == 8 else f"; {2 * rows} ran out of memory before)")
         with pytest.raises(OutOfMemoryError) as failed, explain_out_of_memory(run):
@@ -100,7 +100,7 @@ def _plan(accelerate: AccelerateChoices | None = None, **deepspeed: object) -> P
 
 def test_a_plan_for_an_undecided_micro_batch_has_the_smallest() -> None:
     plan = _plan(train_micro_batch_size_per_gpu="auto")
-    assert (plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps) == (1, 12)
+    assert (plan.micro_batch_size, plan.accumulation) == (1, 12)
     assert dict(plan.decisions)["batch"].startswith("24 rows = micro x accumulation x dp 2, micro as large as fits")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ds_finetune.plan.forward import rows_drawn_at_once
+from ds_finetune.plan.forward import rows_sampled_at_once
 
 _STEP = 0x9E3779B97F4A7C15 - 2**64
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
@@ -63,7 +63,7 @@ def sample_tokens(
     its log-probability, fp32 [answers]. `position` is the number of tokens that the answers already have.
     """
     keys = mix(keys + _wrap((position + 1) * _STEP))
-    rows = rows_drawn_at_once(logits.device.type, vocabulary=logits.shape[1])
+    rows = rows_sampled_at_once(logits.device.type, vocabulary=logits.shape[1])
     parts = [_sample(*part, of_ids) for part in zip(logits.split(rows), keys.split(rows), strict=True)]
     ids, log_probs = (torch.cat(each) for each in zip(*parts, strict=True))
     return ids, log_probs

@@ -22,11 +22,11 @@ from ds_finetune.plan.lora_targets import (
     LoraTarget,
     Shape,
     adapted_targets,
+    fully_trained_parameters,
     is_peft_parameter,
     nf4_bytes,
     quantised_targets,
     targets_of,
-    whole_parameters,
 )
 from ds_finetune.plan.model_tensors import EMBEDDING, FullTensor
 from ds_finetune.plan.name_patterns import last_part
@@ -108,7 +108,7 @@ def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causa
     targets, names = adapted_targets(all_targets, lora), tensors.by_name
     if lora.dropout:
         _check_droppable(targets, family_of(hf_config.model_type))
-    whole = whole_parameters(names, lora, targets)
+    whole = fully_trained_parameters(names, lora, targets)
     if tensors.is_tied and EMBEDDING in whole:
         raise ConfigError(
             f"lora.modules_to_save {list(lora.modules_to_save)} of a model whose head is its embedding: peft would "

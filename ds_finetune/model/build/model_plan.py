@@ -97,7 +97,7 @@ class ModelPlan:
         is_of_indexer = family_of(self.hf_config.model_type).is_of_indexer(name)
         if self.indexer is None:
             return is_of_indexer
-        return self.indexer.is_alone and not is_of_indexer
+        return self.indexer.trains_only_indexers and not is_of_indexer
 
     @property
     def head_outputs(self) -> int:

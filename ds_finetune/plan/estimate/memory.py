@@ -4,11 +4,11 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, get_args
 
-from ds_finetune.config.objectives import is_distillation, is_grpo
+from ds_finetune.config.objectives import is_grpo
 from ds_finetune.config.units import GIB
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
-from ds_finetune.plan.estimate.rank_weights import RankWeights, as_one_stage, rank_elements, weights_of_run
+from ds_finetune.plan.estimate.rank_weights import RankWeights, rank_elements, weights_of_run
 from ds_finetune.plan.estimate.rollouts import samples_itself, sampling_rows
 from ds_finetune.plan.estimate.rows import (
     KEPT_FOR_BACKWARD,
@@ -24,7 +24,7 @@ from ds_finetune.plan.estimate.states import files_of, staging_bytes
 from ds_finetune.plan.estimate.traced import TracedLayer, TracedModel, Tracer
 from ds_finetune.plan.estimate.zero_rows import teacher_rows, zero_rows
 from ds_finetune.plan.model_tensors import DescribedModel
-from ds_finetune.plan.pipeline import num_held_forwards
+from ds_finetune.plan.pipeline import num_forwards_in_flight
 from ds_finetune.plan.plan import Plan, Recomputation
 from ds_finetune.plan.tested_layouts import WEIGHT_BYTES
 
@@ -87,15 +87,15 @@ def estimate_stages(
     holds the most micro-batches in flight. Errors as in `estimate_memory`.
     """
     stages, traced = weights_of_run(plan, model), traces(plan)
-    known, computed = len(model.tensors.layers) - model.tensors.num_predictions, len(traced.layers)
-    if known != computed:
+    expected, computed = len(model.tensors.layers) - model.tensors.num_predictions, len(traced.layers)
+    if expected != computed:
         raise ModelError(
-            f"the memory of model_type {model['model_type']} is not known: its tensors are those of {known} layers, "
+            f"the memory of model_type {model['model_type']} is not known: its tensors are those of {expected} layers, "
             f"and {computed} were computed",
             hint="the run may train all the same: its memory is known after a short run",
         )
     files = (*_communicator_rows(plan), *_file_rows(plan, model))
-    last = tuple(_teacher_rows(plan, model.teacher))
+    last = tuple(teacher_rows(plan, model.teacher))
     seen = set()
     for number, weights in enumerate(stages):
         is_last = number == len(stages) - 1
@@ -109,28 +109,26 @@ def estimate_stages(
         own = zero_rows(plan, rank_elements(plan, model, weights), weights)
         rows = (
             *own,
-            *_fp32_rows(plan, model, weights),
-            *_kept_rows(plan, weights),
+            *_kept_rows(plan, model, weights),
             *_activation_rows(plan, traced, layers, number),
             *others,
         )
         rows += tuple(_rollout_rows(plan, model, weights, rows, budget, traces))
-        yield MemoryEstimate(rows, number, _home(plan))
+        yield MemoryEstimate(rows, number, plan.home)
 
 
-def _fp32_rows(plan: Plan, model: DescribedModel, weights: RankWeights) -> Iterator[MemoryRow]:
-    """Weights of DeepSeek-V4 that forwards use in fp32 (model/weights/fp32_weights.py), replicated on every rank."""
+def _kept_rows(plan: Plan, model: DescribedModel, weights: RankWeights) -> Iterator[MemoryRow]:
+    """Rows for weights that this program holds beside DeepSpeed: weights of DeepSeek-V4 that forwards use in fp32,
+    replicated on every rank (model/weights/fp32_weights.py), and weights of the reference model
+    (`KeptWeights`), on a GPU with their copy while they are used.
+    """
     family = family_of(str(model["model_type"]))
     if plan.precision != "fp32" and family.fp32_weights is not None:
         size = WEIGHT_BYTES["fp32"] * sum(kind.numel for kind in weights.kinds if family.is_in_fp32(kind.name))
-        yield MemoryRow("weights used in fp32", _home(plan), size, "train.precision")
-
-
-def _kept_rows(plan: Plan, weights: RankWeights) -> Iterator[MemoryRow]:
-    """Weights of the reference model (`KeptWeights`), and on a GPU their copy while they are used."""
+        yield MemoryRow("weights used in fp32", plan.home, size, "train.precision")
     if is_grpo(plan.objective) and plan.objective.reference == "start":
-        held = weights.numel if plan.zero_stage < 3 else sum(kind.sharded for kind in weights.kinds)
-        size, option = WEIGHT_BYTES[plan.precision] * held, "objective.reference"
+        numel = weights.numel if plan.zero_stage < 3 else weights.sharded
+        size, option = plan.weight_bytes * numel, "objective.reference"
         yield MemoryRow("weights of the start", "host", size, option)
         if plan.device == "cuda" and plan.offload_param == "none":
             yield MemoryRow("weights of the start, in use", "gpu", size, option, ("rollout",))
@@ -148,17 +146,21 @@ def least_bytes_of_stages(plan: Plan, model: DescribedModel) -> StateBytes:
     of layers over pipeline stages: on the device of the fullest stage, and on the host of an average stage.
     `estimate_memory` gives at least as much, and takes far longer.
     """
-    merged = as_one_stage(plan)
+    # The bytes of a stage's states grow with its layers, and two stages together never hold less than one stage with
+    # the layers of both, because buffers are held once per stage. So the fullest of `pp` stages holds at least the
+    # `pp`-th part of one stage with all layers.
+    parallel = plan.parallel.model_copy(update={"pp": 1, "vpp": 1, "pp_layers": ()})
+    merged = replace(plan, parallel=parallel, mesh=replace(plan.mesh, pp=1))
     (weights,) = weights_of_run(merged, model)
     own = rank_elements(merged, model, weights)
     plans = [replace(merged, activation_checkpointing=each) for each in get_args(Recomputation)]
     rows = [tuple(zero_rows(each, own, weights)) for each in plans]
     # Every stage writes a part of a checkpoint; only the last stage has a teacher.
-    others = (*(_teacher_rows(plan, model.teacher) if plan.mesh.pp == 1 else ()), *_file_rows(plan, model))
+    others = (*(teacher_rows(plan, model.teacher) if plan.mesh.pp == 1 else ()), *_file_rows(plan, model))
     shared = [row for row in others if row.when == MOMENTS]
-    places: tuple[Place, Place] = (_home(plan), "host")
+    memories: tuple[Place, Place] = (plan.home, "host")
     return StateBytes(
-        *(peak(shared, place) + min(peak(each, place) for each in rows) // plan.mesh.pp for place in places)
+        *(peak(shared, place) + min(peak(each, place) for each in rows) // plan.mesh.pp for place in memories)
     )
 
 
@@ -174,8 +176,10 @@ def _rollout_rows(  # noqa: PLR0913 - what a rank holds, and what it knows of it
     if samples_itself(plan):
         # Traced with full recomputation, in which the forward of layers runs without gradients, as in sampling.
         layers = traces(replace(plan, activation_checkpointing="full")).layers_of(weights.layers)
-        forward = max(layer.forward for layer in layers) // _tokens_of_rank(plan)
-        place = _home(plan)
+        forward = max(layer.forward for layer in layers) // (
+            plan.micro_batch_size * -(-plan.train.max_seq_len // plan.mesh.sp)
+        )
+        place = plan.home
         free = (peak(others, place) if budget is None else budget) - held(others, place, "rollout")
         yield from sampling_rows(plan, model, weights, forward=forward, free=free)
 
@@ -188,10 +192,6 @@ def _communicator_rows(plan: Plan) -> Iterator[MemoryRow]:
     peers = sum(min(size, local) - 1 for size in (mesh.sp, mesh.ep))
     size = mesh.num_groups(vpp=plan.parallel.vpp) * _COMMUNICATOR + peers * _PEER
     yield MemoryRow("communicators", "gpu", size, "NCCL_MAX_NCHANNELS")
-
-
-def _home(plan: Plan) -> Place:
-    return "host" if plan.device == "cpu" else "gpu"
 
 
 def _file_rows(plan: Plan, model: DescribedModel) -> Iterator[MemoryRow]:
@@ -207,11 +207,11 @@ def _activation_rows(
     """Rows for activations of a rank of pipeline stage `number`, with head and loss on the last stage. All tokens are
     assumed to be supervised, and all rows full.
     """
-    home = _home(plan)
+    home = plan.home
     # Number of micro-batches whose activations a rank holds; with `parallel.vpp`, a forward covers only a part of its
     # layers.
-    vpp, accumulation = plan.parallel.vpp, plan.batch.gradient_accumulation_steps
-    flying = num_held_forwards(pp=plan.mesh.pp, vpp=vpp, micro_batches=accumulation, rank=number) / vpp
+    vpp, accumulation = plan.parallel.vpp, plan.accumulation
+    flying = num_forwards_in_flight(pp=plan.mesh.pp, vpp=vpp, micro_batches=accumulation, rank=number) / vpp
     if on_host := sum(layer.on_host for layer in layers):
         yield MemoryRow("inputs of recomputed layers, offloaded", "host", int(on_host * flying), _MICRO_BATCH)
     kept, own = traced.before + int(sum(layer.kept for layer in layers) * flying), traced.kept(layers)
@@ -238,14 +238,3 @@ def _lowers_kept(plan: Plan) -> str:
     if plan.activation_checkpointing != "full":
         return "train.activation_checkpointing"
     return _MICRO_BATCH if plan.train.activation_offload or plan.device == "cpu" else "train.activation_offload"
-
-
-def _tokens_of_rank(plan: Plan) -> int:
-    return plan.batch.micro_batch_size * -(-plan.batch.max_seq_len // plan.mesh.sp)
-
-
-def _teacher_rows(plan: Plan, teacher: DescribedModel | None) -> Iterator[MemoryRow]:
-    section = plan.objective
-    if not is_distillation(section) or teacher is None:
-        return
-    yield from teacher_rows(plan, teacher)

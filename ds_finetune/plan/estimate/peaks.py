@@ -72,10 +72,10 @@ GPUS: Mapping[str, GpuModel] = {row.name: row for row in _ROWS}
 
 def gpu_named(name: str) -> GpuModel:
     """The GPU with a name of the table, such as `h100-80g`; ConfigError with all names for an unknown one."""
-    if (found := GPUS.get(name.lower())) is not None:
-        return found
+    if (gpu := GPUS.get(name.lower())) is not None:
+        return gpu
     plain = re.sub("[^a-z0-9]|nvidia", "", name.lower()).replace("gb", "g")
-    nearest = [known for known in GPUS if plain and plain in known.replace("-", "")]
+    nearest = [name_of_gpu for name_of_gpu in GPUS if plain and plain in name_of_gpu.replace("-", "")]
     nearest = nearest or difflib.get_close_matches(name.lower(), GPUS, n=2, cutoff=0.4)
     likely = f"nearest: {', '.join(nearest)}; " if nearest else ""
     raise ConfigError(

@@ -3,13 +3,10 @@ adapters beside frozen weights.
 """
 
 from collections import Counter
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, wraps
+from functools import cached_property, lru_cache
 from math import prod
-from typing import ParamSpec, TypeVar
-
-from pydantic import BaseModel
 
 from ds_finetune.config.sections import LoraConfig, ParallelConfig
 from ds_finetune.families.family import layer_of
@@ -19,10 +16,10 @@ from ds_finetune.plan.layer_stages import stages_of
 from ds_finetune.plan.lora_targets import (
     LoraTarget,
     adapted_targets,
+    fully_trained_parameters,
     nf4_bytes,
     quantised_targets,
     targets_of,
-    whole_parameters,
 )
 from ds_finetune.plan.model_tensors import (
     EMBEDDING,
@@ -34,34 +31,6 @@ from ds_finetune.plan.model_tensors import (
 )
 from ds_finetune.plan.plan import Plan
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def remembered(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator that caches results; models and sections of the run file are compared by content."""
-    results: dict[tuple[object, ...], R] = {}
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        key = (*map(_content, args), *((name, _content(value)) for name, value in kwargs.items()))
-        if key not in results:
-            if len(results) >= _MOST_REMEMBERED:
-                results.clear()
-            results[key] = function(*args, **kwargs)
-        return results[key]
-
-    return call
-
-
-def _content(value: object) -> object:
-    if isinstance(value, DescribedModel):
-        return value.key
-    return value.model_dump_json() if isinstance(value, BaseModel) else value
-
-
-_MOST_REMEMBERED = 4096
-
 
 @dataclass(frozen=True)
 class TensorKind:
@@ -69,7 +38,7 @@ class TensorKind:
 
     name: str
     count: int
-    whole: tuple[int, ...]
+    full_shape: tuple[int, ...]
     """Shape in the unsharded model."""
     local: tuple[int, ...]
     """Shape on a rank, before ZeRO shards it."""
@@ -79,8 +48,8 @@ class TensorKind:
 
     def among(self, names: Container[str]) -> "TensorKind":
         """Tensors of this kind whose full names are in `names`."""
-        found = tuple(name for name in self.names if name in names)
-        return replace(self, count=len(found), names=found)
+        matches = tuple(name for name in self.names if name in names)
+        return replace(self, count=len(matches), names=matches)
 
     @property
     def numel(self) -> int:
@@ -108,13 +77,18 @@ class RankWeights:
         """Number of elements on a rank."""
         return sum(kind.numel for kind in self.kinds)
 
+    @property
+    def sharded(self) -> int:
+        """Number of elements on a rank, after ZeRO shards them."""
+        return sum(kind.sharded for kind in self.kinds)
 
-@remembered
+
+@lru_cache(maxsize=4096)
 def rank_weights(model: DescribedModel, parallel: ParallelConfig, *, zero_ranks: int) -> tuple[RankWeights, ...]:
     """Tensors of a rank of each pipeline stage, with ZeRO sharding over `zero_ranks`. ConfigError as in `stages_of`."""
     tensors = model.tensors
     stages = stages_of(tensors, parallel)
-    found = []
+    ranks = []
     for number, given in enumerate(stages):
         layers = tuple(given if given is not None else range(len(tensors.layers)))
         counted = _stage_tensors(tensors, layers, is_first=number == 0, is_last=number == len(stages) - 1)
@@ -123,8 +97,8 @@ def rank_weights(model: DescribedModel, parallel: ParallelConfig, *, zero_ranks:
             sharers = zero_ranks // (parallel.ep if tensor.is_routed else 1)
             local = tensor.local(tp=parallel.tp, ep=parallel.ep)
             kinds.append(TensorKind(name, len(names), tensor.shape, local, sharers, tuple(names)))
-        found.append(RankWeights(tuple(kinds), layers, tuple(tensors.layers[layer] for layer in layers)))
-    return tuple(found)
+        ranks.append(RankWeights(tuple(kinds), layers, tuple(tensors.layers[layer] for layer in layers)))
+    return tuple(ranks)
 
 
 def weights_of_run(plan: Plan, model: DescribedModel) -> tuple[RankWeights, ...]:
@@ -141,27 +115,27 @@ def _stage_tensors(
     predicts = any(tensors.layers[layer].is_prediction for layer in layers)
     has_embedding = is_first or (is_last and (tensors.is_tied or predicts))
     ends = tensors.ends.items()
-    found = {end: [end[0]] for end in ends if (has_embedding if end[0] == EMBEDDING else is_last)}
+    names_by_kind = {end: [end[0]] for end in ends if (has_embedding if end[0] == EMBEDDING else is_last)}
     names = list(tensors.layer_names.values())
     for layer in layers:
         kind = tensors.layers[layer]
         for name, own in zip(names[layer], kind.tensors, strict=True):
-            found.setdefault((f"{kind.stack}.N.{own[0]}", own[1]), []).append(name)
-    return found
+            names_by_kind.setdefault((f"{kind.stack}.N.{own[0]}", own[1]), []).append(name)
+    return names_by_kind
 
 
 @dataclass(frozen=True)
 class RankElements:
-    """Numbers of elements on a rank, in total and as the rank's share under ZeRO."""
+    """Numbers of elements on a rank, before and after ZeRO shards them (`sharded_`)."""
 
-    held: int
+    weights: int
     """All weights in the run's precision, without 4-bit weights."""
-    held_share: int
+    sharded_weights: int
     trained: int
-    trained_share: int
-    group_share: int
-    """The larger of two shares, of experts sharded by `parallel.ep` and of other weights, since the optimizer updates
-    one group after the other.
+    sharded_trained: int
+    largest_group: int
+    """Sharded elements of the larger of two groups, experts divided by `parallel.ep` and other weights, which the
+    optimizer updates one after the other.
     """
     largest: int
     """Elements of the largest trained tensor."""
@@ -183,21 +157,21 @@ def rank_elements(plan: Plan, model: DescribedModel, weights: RankWeights) -> Ra
         trained = [kind for kind in kinds if kind.count]
     else:
         adapters = _adapter_kinds(model, lora, (plan.mesh.tp, plan.mesh.ep, plan.zero_ranks), weights.layers)
-        whole = whole_parameters(model.tensors.by_name, lora, lora_targets(model, lora))
-        trained = [*adapters, *(kind for each in weights.kinds if (kind := each.among(whole)).count)]
+        others = fully_trained_parameters(model.tensors.by_name, lora, lora_targets(model, lora))
+        trained = [*adapters, *(kind for each in weights.kinds if (kind := each.among(others)).count)]
         four_bit = quantised_targets(targets_of(model.tensors), lora)
         here = (target for target in four_bit if layer_of(f"{target.name}.") in weights.layers)
         quantised = [shape for target in here for shape in target.shapes.values()]
     shares, packed = Counter[int](), sum(map(prod, quantised))
     for kind in trained:
         shares[kind.sharers] += kind.sharded
-    held = (*weights.kinds, *adapters)
+    tensors = (*weights.kinds, *adapters)
     return RankElements(
-        held=sum(kind.numel for kind in held) - packed,
-        held_share=sum(kind.sharded for kind in held) - packed // plan.zero_ranks,
+        weights=sum(kind.numel for kind in tensors) - packed,
+        sharded_weights=sum(kind.sharded for kind in tensors) - packed // plan.zero_ranks,
         trained=sum(kind.numel for kind in trained),
-        trained_share=sum(shares.values()),
-        group_share=max(shares.values(), default=0),
+        sharded_trained=sum(shares.values()),
+        largest_group=max(shares.values(), default=0),
         largest=max((kind.numel // kind.count for kind in trained), default=0),
         packed_bytes=packed // 2,
         scales_bytes=sum(map(nf4_bytes, quantised)) - packed // 2,
@@ -205,18 +179,18 @@ def rank_elements(plan: Plan, model: DescribedModel, weights: RankWeights) -> Ra
     )
 
 
-@remembered
+@lru_cache(maxsize=4096)
 def lora_targets(model: DescribedModel, lora: LoraConfig) -> tuple[LoraTarget, ...]:
     """The modules of a model with LoRA adapters; ConfigError as in `adapted_targets`."""
     return adapted_targets(targets_of(model.tensors), lora)
 
 
 def count_adapters(plan: Plan, model: DescribedModel) -> int:
-    """Number of parameters of all LoRA adapters of a run, and of what is trained whole beside them."""
+    """Number of trained parameters of a run with LoRA: adapters, and parameters that are trained in full."""
     assert plan.lora is not None
     targets, tensors = lora_targets(model, plan.lora), model.tensors.by_name
-    whole = sum(tensors[name].numel for name in whole_parameters(tensors, plan.lora, targets))
-    return whole + sum(target.num_params(plan.lora.rank) for target in targets)
+    others = sum(tensors[name].numel for name in fully_trained_parameters(tensors, plan.lora, targets))
+    return others + sum(target.num_params(plan.lora.rank) for target in targets)
 
 
 def is_trained(plan: Plan, model: DescribedModel, kind: TensorKind) -> bool:
@@ -232,13 +206,13 @@ def is_trained(plan: Plan, model: DescribedModel, kind: TensorKind) -> bool:
     return part != "router" or plan.router is None or plan.router.train
 
 
-@remembered
+@lru_cache(maxsize=4096)
 def _adapter_kinds(
     model: DescribedModel, lora: LoraConfig, sizes: tuple[int, int, int], layers: tuple[int, ...]
 ) -> tuple[TensorKind, ...]:
     """The LoRA adapters of these layers on a rank; `sizes` are tp, ep, and the ranks over which ZeRO shards."""
     tp, ep, zero_ranks = sizes
-    found = Counter[TensorKind]()
+    counts = Counter[TensorKind]()
     for target in lora_targets(model, lora):
         for leaf in target.shapes if layer_of(f"{target.name}.") in layers else ():
             weight = model.tensors.by_name[f"{target.name}.{leaf}"]
@@ -246,16 +220,5 @@ def _adapter_kinds(
             for side in (-1, -2):
                 full, own = ((*shape[:-2], lora.rank, shape[side]) for shape in (weight.shape, local))
                 # Experts are divided over the ep ranks already, so ZeRO shards each over fewer ranks.
-                found[TensorKind(leaf, 0, full, own, zero_ranks // (ep if weight.is_routed else 1))] += 1
-    return tuple(replace(kind, count=count) for kind, count in found.items())
-
-
-def as_one_stage(plan: Plan) -> Plan:
-    """The run with all layers on one pipeline stage, whose memory bounds that of any division of the layers.
-
-    The bytes of a stage's states grow with its layers, and two stages together never hold less than one stage with the
-    layers of both, because buffers are held once per stage. So all stages of a run together hold at least as much as
-    one stage with all layers, and the fullest of `pp` stages at least the `pp`-th part of that.
-    """
-    parallel = plan.parallel.model_copy(update={"pp": 1, "vpp": 1, "pp_layers": ()})
-    return replace(plan, parallel=parallel, mesh=replace(plan.mesh, pp=1))
+                counts[TensorKind(leaf, 0, full, own, zero_ranks // (ep if weight.is_routed else 1))] += 1
+    return tuple(replace(kind, count=count) for kind, count in counts.items())

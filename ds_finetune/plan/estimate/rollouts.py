@@ -4,16 +4,14 @@ Prompts with answers are assumed to fill rows of `train.max_seq_len`, with no an
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from ds_finetune.config.objectives import GrpoObjective
 from ds_finetune.families.layer_rules import ModelConfig
 from ds_finetune.plan.estimate.rank_weights import RankWeights
-from ds_finetune.plan.estimate.rows import MemoryRow, Place
+from ds_finetune.plan.estimate.rows import MemoryRow
 from ds_finetune.plan.estimate.zero_rows import FetchingRules, gathered_weights, num_persistent
-from ds_finetune.plan.forward import PROMPT_TOKENS, WEIGHTS_SHARE, head_widths, rows_drawn_at_once, rows_of_batch
+from ds_finetune.plan.forward import PROMPT_TOKENS, WEIGHTS_SHARE, head_widths, rows_of_batch, rows_sampled_at_once
 from ds_finetune.plan.plan import Plan
-from ds_finetune.plan.tested_layouts import WEIGHT_BYTES
 
 _WIDE = 4
 _DRAWING_BYTES = 30
@@ -24,42 +22,6 @@ _OPTION = "rollout.batch_rows"
 def samples_itself(plan: Plan) -> bool:
     """Whether the ranks of a run sample answers themselves."""
     return plan.objective.row.head == "answers" and plan.rollout.engine == "own"
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a rank samples the answers of a rollout."""
-
-    rows: int
-    """Number of answers per batch."""
-    token_bytes: int
-    """Bytes of keys and values per token, over all layers of the rank."""
-    is_gathered: bool
-    """Whether weights partitioned by ZeRO-3 are gathered once for all answers, instead of for each token."""
-
-
-def group_size(plan: Plan) -> int:
-    """Number of answers to a prompt."""
-    assert isinstance(plan.objective, GrpoObjective)
-    return plan.objective.group_size
-
-
-def sampling_of(plan: Plan, model: ModelConfig, weights: RankWeights, *, free: float) -> Sampling:
-    """How a rank with `free` bytes between steps samples."""
-    size = group_size(plan)
-    prompts = -(-plan.rollout.prompts_per_step * plan.rollout.steps_per_rollout // plan.zero_ranks)
-    whole = WEIGHT_BYTES[plan.precision] * weights.numel
-    is_cut = plan.zero_stage == 3 and plan.zero_ranks > 1
-    is_gathered = is_cut and plan.offload_param == "none" and whole <= WEIGHTS_SHARE * free
-    each = WEIGHT_BYTES[plan.precision] * _cached_numbers(model, weights, tp=plan.mesh.tp)
-    rows = plan.rollout.batch_rows
-    if rows == "auto":
-        left, vocabulary = free - (whole if is_gathered else 0), int(model["vocab_size"])
-        rows = rows_of_batch(left, tokens=plan.batch.max_seq_len, token_bytes=each, vocabulary=vocabulary)
-    if rows >= size:
-        # Groups stay together, and batches have equal sizes (engine/sampling/sampler.py).
-        rows = size * -(-prompts // -(-prompts // (rows // size)))
-    return Sampling(rows, each, is_gathered)
 
 
 def _cached_numbers(model: ModelConfig, weights: RankWeights, *, tp: int) -> int:
@@ -79,32 +41,36 @@ def sampling_rows(
 
     `forward` are bytes per token in the forward of one layer.
     """
-    home: Place = "host" if plan.device == "cpu" else "gpu"
-    found, width = sampling_of(plan, model, weights, free=free), WEIGHT_BYTES[plan.precision]
-    yield from _weight_rows(plan, weights, found, home)
-    cache = found.rows * plan.batch.max_seq_len * found.token_bytes
+    assert isinstance(plan.objective, GrpoObjective)
+    group_size, home, width, vocabulary = plan.objective.group_size, plan.home, plan.weight_bytes, model["vocab_size"]
+    if plan.zero_stage == 3 and plan.zero_ranks > 1:
+        rules = FetchingRules.of(plan.zero)
+        # Weights that fit are gathered once for all answers, others for each token.
+        if plan.offload_param == "none" and width * weights.numel <= WEIGHTS_SHARE * free:
+            free -= width * weights.numel
+            gathered = max(weights.numel - weights.sharded - num_persistent(weights.kinds, rules), 0)
+            yield MemoryRow("whole weights, rollout", home, width * gathered, "", ("rollout",))
+        else:
+            fetched = [kind for kind in weights.kinds if kind.sharers > 1 or plan.offload_param != "none"]
+            most, *_ = gathered_weights(fetched, rules, passes=1, home=home)
+            size = width * (most.numel + most.arriving)
+            yield MemoryRow("gathered weights, rollout", home, size, "", ("rollout",))
+    token_bytes, rows = width * _cached_numbers(model, weights, tp=plan.mesh.tp), plan.rollout.batch_rows
+    if rows == "auto":
+        rows = rows_of_batch(free, tokens=plan.train.max_seq_len, token_bytes=token_bytes, vocabulary=vocabulary)
+    if rows >= group_size:
+        # Groups stay together, and batches have equal sizes (engine/sampling/sampler.py).
+        prompts = -(-plan.rollout.prompts_per_step * plan.rollout.steps_per_rollout // plan.zero_ranks)
+        rows = group_size * -(-prompts // -(-prompts // (rows // group_size)))
+    cache, logits = rows * plan.train.max_seq_len * token_bytes, rows * vocabulary
     yield MemoryRow("keys and values of answers", home, cache, _OPTION, ("rollout",))
-    logits = found.rows * int(model["vocab_size"])
-    at_once = min(found.rows, rows_drawn_at_once(plan.device, vocabulary=int(model["vocab_size"])))
-    drawing = _DRAWING_BYTES * at_once * int(model["vocab_size"])
+    at_once = min(rows, rows_sampled_at_once(plan.device, vocabulary=vocabulary))
+    drawing = _DRAWING_BYTES * at_once * vocabulary
     # The previous token's logits are held until the next ones are computed.
     work = _WIDE * logits + max(drawing, (_WIDE if width == _WIDE else width + _WIDE) * logits)
-    longest = max(1, plan.batch.max_seq_len - plan.rollout.max_new_tokens)
-    tokens = min(max(PROMPT_TOKENS // longest, 1), -(-found.rows // group_size(plan))) * longest
-    prompts = tokens * (found.token_bytes + forward) + _WIDE * logits
+    longest = max(1, plan.train.max_seq_len - plan.rollout.max_new_tokens)
+    tokens = min(max(PROMPT_TOKENS // longest, 1), -(-rows // group_size)) * longest
+    prompt_bytes = tokens * (token_bytes + forward) + _WIDE * logits
     # When columns are added or rows dropped, the cache is copied layer by layer (engine/sampling/row_cache.py).
     copied = cache // len(weights.layers)
-    yield MemoryRow("forwards of answers", home, max(work, prompts, copied), _OPTION, ("rollout",))
-
-
-def _weight_rows(plan: Plan, weights: RankWeights, found: Sampling, home: Place) -> Iterator[MemoryRow]:
-    if plan.zero_stage != 3 or plan.zero_ranks == 1:
-        return
-    width, rules = WEIGHT_BYTES[plan.precision], FetchingRules.of(plan.zero)
-    if found.is_gathered:
-        beside = sum(kind.numel - kind.sharded for kind in weights.kinds) - num_persistent(weights.kinds, rules)
-        yield MemoryRow("whole weights, rollout", home, width * max(beside, 0), "", ("rollout",))
-        return
-    fetched = [kind for kind in weights.kinds if kind.sharers > 1 or plan.offload_param != "none"]
-    forward, *_ = gathered_weights(fetched, rules, passes=1, home=home)
-    yield MemoryRow("gathered weights, rollout", home, width * (forward.numel + forward.arriving), "", ("rollout",))
+    yield MemoryRow("forwards of answers", home, max(work, prompt_bytes, copied), _OPTION, ("rollout",))

@@ -1,4 +1,6 @@
-"""Rows of a memory estimate: what is held where and when, and which option of the run file lowers it."""
+"""Rows of a memory estimate: bytes with their memory, the moments of a step in which they are held, and the option of
+the run file that lowers them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ KEPT_FOR_BACKWARD: tuple[Moment, ...] = (*FORWARD, "head backward", "layers")
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """One part of the memory of a rank."""
+    """A part of the memory of a rank, such as its gradients."""
 
     name: str
     place: Place

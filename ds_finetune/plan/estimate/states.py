@@ -5,13 +5,13 @@
 
 from dataclasses import dataclass
 
+from ds_finetune.config.objectives import is_grpo
 from ds_finetune.plan.estimate.rank_weights import count_adapters, rank_elements, weights_of_run
 from ds_finetune.plan.estimate.rows import MemoryRow, peak
 from ds_finetune.plan.estimate.zero_rows import teacher_rows, zero_rows
 from ds_finetune.plan.freezing import plan_freezing
 from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.plan import Plan
-from ds_finetune.plan.tested_layouts import WEIGHT_BYTES
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class RunEstimate:
         if not self.is_node_local:
             checkpoints = self.files.checkpoints if is_first_host else 0
             return DiskNeed(exports, self.files.export_bytes, checkpoints, self.files.checkpoint_bytes)
-        share = self.files.checkpoint_bytes * ranks // self.world_size
-        return DiskNeed(exports, self.files.export_bytes, self.files.checkpoints, share)
+        checkpoint_bytes = self.files.checkpoint_bytes * ranks // self.world_size
+        return DiskNeed(exports, self.files.export_bytes, self.files.checkpoints, checkpoint_bytes)
 
 
 def estimate_run(plan: Plan, model: DescribedModel) -> RunEstimate:
@@ -83,7 +83,7 @@ def estimate_run(plan: Plan, model: DescribedModel) -> RunEstimate:
         staging_bytes=staging_bytes(plan, files),
         files=files,
         world_size=plan.world.world_size,
-        is_node_local=plan.kept_files.is_node_local,
+        is_node_local=plan.checkpoint.node_local,
     )
 
 
@@ -94,13 +94,17 @@ def staging_bytes(plan: Plan, files: DiskNeed) -> int:
 
 def files_of(plan: Plan, model: DescribedModel) -> DiskNeed:
     """Number and bytes of a run's exports and checkpoints."""
-    kept, total = plan.kept_files, model.tensors.numel
+    checkpoint, has_best, total = plan.checkpoint, bool(plan.data.eval), model.tensors.numel
+    # A new checkpoint is complete before the oldest is removed.
+    checkpoints = checkpoint.keep + 1 + (checkpoint.keep_best and has_best) if checkpoint.saves else 0
+    # The export that a server loads during training is removed before the final one is written.
+    is_served = is_grpo(plan.objective) and plan.rollout.engine == "vllm"
     trained = total if plan.lora is None else count_adapters(plan, model)
     if freezing := plan_freezing(plan.train, model.tensors.by_name):
         trained = sum(tensor.numel for tensor in freezing.trained.values())
     return DiskNeed(
-        exports=kept.exports,
-        export_bytes=total * WEIGHT_BYTES[plan.precision],
-        checkpoints=kept.checkpoints,
-        checkpoint_bytes=int(trained * plan.checkpoint_bytes_per_parameter) if kept.checkpoints else 0,
+        exports=(plan.export.at_end or is_served) + (plan.eval.keep_best and has_best),
+        export_bytes=total * plan.weight_bytes,
+        checkpoints=checkpoints,
+        checkpoint_bytes=int(trained * plan.checkpoint_bytes_per_parameter) if checkpoints else 0,
     )

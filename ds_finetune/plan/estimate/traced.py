@@ -1,7 +1,7 @@
 """Activation memory of a rank, as `trainer/tracing` measures it on the program's own modules."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ds_finetune.plan.plan import Plan
@@ -59,10 +59,10 @@ class TracedModel:
         return self._peak((layer.kept, layer.backward) for layer in (self.layers if layers is None else layers))
 
     def _peak(self, each: Iterable[tuple[int, int]]) -> int:
-        held = most = self.before
+        total = most = self.before
         for kept, own in each:
-            most = max(most, held + own)
-            held += kept
+            most = max(most, total + own)
+            total += kept
         return most
 
     @property
@@ -83,8 +83,8 @@ def by_rows(traces: Tracer) -> Tracer:
     """
 
     def trace(plan: Plan) -> TracedModel:
-        one, two = (traces(replace(plan, batch=replace(plan.batch, micro_batch_size=rows))) for rows in (1, 2))
-        return _extended(one, two, plan.batch.micro_batch_size)
+        one, two = (traces(plan.with_rows(rows)) for rows in (1, 2))
+        return _extended(one, two, plan.micro_batch_size)
 
     return trace
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Self
 
 from ds_finetune.config.objectives import is_distillation
 from ds_finetune.config.sections import ParallelConfig
-from ds_finetune.plan.deepspeed_config import HAS_TORCH_ADAM
 from ds_finetune.plan.estimate.rank_weights import RankElements, RankWeights, TensorKind, rank_weights
 from ds_finetune.plan.estimate.rows import BACKWARD, MICRO_BATCH, MOMENTS, MemoryRow, Moment, Place
 from ds_finetune.plan.model_tensors import EMBEDDING, HEAD, DescribedModel
@@ -70,11 +69,14 @@ class _Zero:
 
     plan: Plan
     own: RankElements
-    home: Place
+
+    @property
+    def home(self) -> Place:
+        return self.plan.home
 
     @property
     def width(self) -> int:
-        return WEIGHT_BYTES[self.plan.precision]
+        return self.plan.weight_bytes
 
     @property
     def accumulated(self) -> int:
@@ -84,7 +86,7 @@ class _Zero:
 
     @property
     def is_accumulating(self) -> bool:
-        return self.plan.batch.gradient_accumulation_steps > 1
+        return self.plan.accumulation > 1
 
     @property
     def is_offloaded(self) -> bool:
@@ -108,7 +110,7 @@ class _Zero:
     def sub_group(self) -> int:
         """Elements of this rank's share that ZeRO-3 updates at a time."""
         smallest = -(-self.own.largest // self.plan.zero_ranks)
-        return min(self.own.group_share, max(int(self.option("sub_group_size")), smallest))
+        return min(self.own.largest_group, max(int(self.option("sub_group_size")), smallest))
 
     @property
     def buckets(self) -> int:
@@ -128,12 +130,12 @@ def bucket_bytes(plan: Plan) -> int:
     if not options["contiguous_gradients"] or not plan.zero_stage:
         return 0
     overlaps = options.get("overlap_comm") and plan.zero_stage < 3
-    return int(options["reduce_bucket_size"]) * WEIGHT_BYTES[plan.precision] * (2 if overlaps else 1)
+    return int(options["reduce_bucket_size"]) * plan.weight_bytes * (2 if overlaps else 1)
 
 
 def zero_rows(plan: Plan, own: RankElements, weights: RankWeights) -> Iterator[MemoryRow]:
     """Rows for DeepSpeed's memory on a rank."""
-    run = _Zero(plan, own, "host" if plan.device == "cpu" else "gpu")
+    run = _Zero(plan, own)
     yield from _four_bit_rows(run)
     if plan.reduces_once:
         size = run.width * own.trained
@@ -141,21 +143,15 @@ def zero_rows(plan: Plan, own: RankElements, weights: RankWeights) -> Iterator[M
     if plan.zero_stage == 3:
         yield from _rows_of_stage_3(run, weights)
         return
-    yield MemoryRow("weights", run.home, run.width * own.held, _STAGE)
+    yield MemoryRow("weights", run.home, run.width * own.weights, _STAGE)
     yield from _optimizer_rows(run)
     yield from _rows_of_stage_0(run) if plan.zero_stage == 0 else _rows_of_stages_1_and_2(run)
 
 
-def second_parts_of(plan: Plan) -> int:
-    """Number of ranks that together hold a secondary copy of all weights (hpZ of ZeRO++); 0 without one."""
-    ranks = int(plan.zero.get("zero_hpz_partition_size", 1))
-    return ranks if ranks > 1 and plan.zero_stage == 3 else 0
-
-
 def place_of(offload: str, home: Place) -> Place:
     """The place of a state with this offload setting."""
-    places: dict[str, Place] = {"none": home, "cpu": "host", "nvme": "nvme"}
-    return places[offload]
+    memories: dict[str, Place] = {"none": home, "cpu": "host", "nvme": "nvme"}
+    return memories[offload]
 
 
 def _four_bit_rows(run: _Zero) -> Iterator[MemoryRow]:
@@ -173,7 +169,7 @@ def _optimizer_rows(run: _Zero) -> Iterator[MemoryRow]:
     a str).
     """
     stage, own = run.plan.zero_stage, run.own
-    updated, option = (own.trained_share if stage else own.trained), _OPTIMIZER if stage else _STAGE
+    updated, option = (own.sharded_trained if stage else own.trained), _OPTIMIZER if stage else _STAGE
     if stage or run.width < _WIDE:
         yield MemoryRow("fp32 weights", run.optimizer_place, _WIDE * updated, option)
     moments = int(OPTIMIZERS[run.plan.optimizer].state_bytes * updated)
@@ -189,17 +185,12 @@ def _rows_of_stage_0(run: _Zero) -> Iterator[MemoryRow]:
     own, plan = run.own, run.plan
     yield MemoryRow("gradients", run.home, run.width * own.trained, _STAGE)
     if run.width < _WIDE:
-        size = (2 if _is_fused(plan) else 1) * _WIDE * own.trained
+        # engine.py, _configure_fp16_optimizer
+        size = (2 if plan.needs_fused_adam else 1) * _WIDE * own.trained
         yield MemoryRow("fp32 gradients for the update", run.home, size, _STAGE, ("step",))
     if plan.world.world_size > 1:
         bucket = run.width * min(own.trained, _DEFAULTS["reduce_bucket_size"])
         yield MemoryRow("bucket of gradients", run.home, int(bucket), _STAGE, ("reduction",))
-
-
-def _is_fused(plan: Plan) -> bool:
-    """Whether the optimizer is DeepSpeed's FusedAdam (engine.py, _configure_fp16_optimizer)."""
-    params = plan.deepspeed_config["optimizer"]["params"]
-    return plan.optimizer in HAS_TORCH_ADAM and plan.device != "cpu" and not params.get("torch_adam")
 
 
 def _rows_of_stages_1_and_2(run: _Zero) -> Iterator[MemoryRow]:
@@ -208,7 +199,7 @@ def _rows_of_stages_1_and_2(run: _Zero) -> Iterator[MemoryRow]:
     flatten and convert them to fp32 for the update (3117-3125). With offload they are copied to the host bucket by
     bucket.
     """
-    own, share = run.own, run.own.trained_share
+    own, sharded = run.own, run.own.sharded_trained
     in_backward = run.plan.zero_stage == 2 and not run.plan.reduces_once
     if not in_backward and not run.plan.reduces_once:
         when = _UNTIL_REDUCED if run.is_accumulating else (*BACKWARD, "reduction")
@@ -222,12 +213,12 @@ def _rows_of_stages_1_and_2(run: _Zero) -> Iterator[MemoryRow]:
     if run.is_offloaded:
         yield from _offload_rows_of_stages_1_and_2(run)
         return
-    kept: tuple[Moment, ...] = MOMENTS if run.is_accumulating and in_backward else (*moments, "step")
-    yield MemoryRow("gradients of this rank's part", run.home, run.accumulated * share, _TP, kept)
+    when_held: tuple[Moment, ...] = MOMENTS if run.is_accumulating and in_backward else (*moments, "step")
+    yield MemoryRow("gradients of this rank's part", run.home, run.accumulated * sharded, _TP, when_held)
     if run.is_accumulating and in_backward and run.accumulated == run.width:
         # Each further forward has a new partition of gradients, which is added to the first (1042-1045).
-        yield MemoryRow("gradients of this forward", run.home, run.width * share, _TP, (*BACKWARD, "reduction"))
-    group = run.own.group_share
+        yield MemoryRow("gradients of this forward", run.home, run.width * sharded, _TP, (*BACKWARD, "reduction"))
+    group = run.own.largest_group
     flat = run.accumulated * group + (_WIDE * group if run.accumulated < _WIDE else 0)
     if run.width < run.accumulated:
         # They are summed in one fp32 tensor, which is the gradient for the update (1259-1321, 3107).
@@ -239,28 +230,29 @@ def _offload_rows_of_stages_1_and_2(run: _Zero) -> Iterator[MemoryRow]:
     """Buffers of zero/stage_1_and_2.py:571 (updated weights), 653-659 (the largest gradient, on host and device), and
     1824 (gradients of a rank's partition, where a step has several micro-batches).
     """
-    share, largest = run.width * run.own.trained_share, run.width * run.own.largest
-    yield MemoryRow("updated weights on their way", "host", share)
+    sharded, largest = run.width * run.own.sharded_trained, run.width * run.own.largest
+    yield MemoryRow("updated weights on their way", "host", sharded)
     yield MemoryRow("a gradient on its way, on the host", "host", largest)
     yield MemoryRow("a gradient on its way", run.home, largest)
     if run.is_accumulating:
-        yield MemoryRow("gradients of this rank's part", "host", share, "train.micro_batch_size")
+        yield MemoryRow("gradients of this rank's part", "host", sharded, "train.micro_batch_size")
 
 
 def _rows_of_stage_3(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
     """Rows for partitions of weights (lp_param_buffer) and gradients (grad_partitions_flat_buffer, zero/stage3.py:791),
     small weights that stay gathered, other gathered weights, and fp32 gradients of a sub-group (stage3.py:2686).
     """
-    plan, own, share = run.plan, run.own, run.own.trained_share
-    yield MemoryRow("weights", place_of(plan.offload_param, run.home), run.width * own.held_share, _PARAM)
-    if parts := second_parts_of(plan):
+    plan, own, sharded = run.plan, run.own, run.own.sharded_trained
+    yield MemoryRow("weights", place_of(plan.offload_param, run.home), run.width * own.sharded_weights, _PARAM)
+    # The ranks of a group together hold a second copy of all weights (hpZ of ZeRO++).
+    if (parts := int(plan.zero.get("zero_hpz_partition_size", 1))) > 1:
         # A step drops the secondary copies (zero/stage3.py:2846); the next forward makes new ones.
-        size = run.width * -(-own.held // parts)
+        size = run.width * -(-own.weights // parts)
         yield MemoryRow("second weights", place_of(plan.offload_param, run.home), size, _HPZ, _UNTIL_REDUCED)
     yield from _gathered_rows(run, weights)
     yield from _optimizer_rows(run)
     gradients = "host" if run.is_offloaded else run.home
-    yield MemoryRow("gradients of this rank's part", gradients, run.accumulated * share, _OPTIMIZER)
+    yield MemoryRow("gradients of this rank's part", gradients, run.accumulated * sharded, _OPTIMIZER)
     yield MemoryRow("buckets of gradients", run.home, run.buckets, _BUCKET)
     # The matrices of a bucket are copied, sorted by rank (comm/coalesced_collectives.py:122).
     copied = run.width * min(int(run.option("reduce_bucket_size")), own.trained) if plan.zero_ranks > 1 else 0
@@ -282,8 +274,8 @@ def _nvme_rows(run: _Zero) -> Iterator[MemoryRow]:
     if run.plan.offload_param == "nvme":
         count, numel = (run.nvme_option("offload_param", name) for name in ("buffer_count", "buffer_size"))
         yield MemoryRow("buffers between weights and NVMe", "host", run.width * count * numel, f"{_PARAM}.buffer_count")
-        kept = min(run.own.trained_share, run.nvme_option("offload_param", "max_in_cpu"))
-        yield MemoryRow("weights of NVMe that stay on the host", "host", run.width * kept, f"{_PARAM}.max_in_cpu")
+        numel = min(run.own.sharded_trained, run.nvme_option("offload_param", "max_in_cpu"))
+        yield MemoryRow("weights of NVMe that stay on the host", "host", run.width * numel, f"{_PARAM}.max_in_cpu")
 
 
 def _gathered_rows(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
@@ -296,12 +288,12 @@ def _gathered_rows(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
     passes = 3 if run.plan.recomputes else 2
     # Weights held by one rank only need no gathering (zero/partition_parameters.py:1563).
     fetched = [kind for kind in weights.kinds if kind.sharers > 1 or run.plan.offload_param != "none"]
-    whole = gathered_weights(fetched, rules, passes=passes, home=run.home)
-    for held in whole:
-        name, option = f"gathered weights, {held.during}", f"{_ZERO}.stage3_max_live_parameters"
-        yield MemoryRow(name, run.home, run.width * held.numel, option, held.when)
-        name, option = f"weights that arrive, {held.during}", f"{_ZERO}.stage3_prefetch_bucket_size"
-        yield MemoryRow(name, run.home, run.width * held.arriving, option, held.when)
+    by_moment = gathered_weights(fetched, rules, passes=passes, home=run.home)
+    for gathered in by_moment:
+        name, option = f"gathered weights, {gathered.during}", f"{_ZERO}.stage3_max_live_parameters"
+        yield MemoryRow(name, run.home, run.width * gathered.numel, option, gathered.when)
+        name, option = f"weights that arrive, {gathered.during}", f"{_ZERO}.stage3_prefetch_bucket_size"
+        yield MemoryRow(name, run.home, run.width * gathered.arriving, option, gathered.when)
 
 
 class GatheredWeights(NamedTuple):
@@ -334,7 +326,9 @@ def gathered_weights(
     allowed is gathered.
     """
     fetched = [kind for kind in kinds if kind.numel // kind.count > rules.persistence]
-    total, modules = sum(kind.numel for kind in fetched), _module_sizes(fetched)
+    total, modules = sum(kind.numel for kind in fetched), Counter[str]()
+    for kind in fetched:
+        modules[_module_of(kind.name)] += kind.numel // kind.count
     head = modules.pop(_module_of(HEAD), 0)
     largest = max(modules.values(), default=0)
     # Until a layer is passed again, forward and backward pass the head once each.
@@ -362,32 +356,18 @@ def teacher_rows(plan: Plan, teacher: DescribedModel | None) -> Iterator[MemoryR
         return
     is_cut = is_teacher_partitioned(plan.zero_stage, section.teacher_offload)
     (weights,) = rank_weights(teacher, ParallelConfig(), zero_ranks=plan.world.world_size if is_cut else 1)
-    home: Place = "host" if plan.device == "cpu" else "gpu"
-    width, place = WEIGHT_BYTES[plan.precision], place_of(section.teacher_offload, home)
-    held = width * sum(kind.sharded for kind in weights.kinds)
-    yield MemoryRow("weights of the teacher", place, held, "objective.teacher_offload")
-    if is_cut:
-        yield from _gathered_teacher_rows(weights, home, width)
-
-
-def _gathered_teacher_rows(weights: RankWeights, home: Place, width: int) -> Iterator[MemoryRow]:
-    """Rows for gathered weights of a teacher partitioned by ZeRO-3, with DeepSpeed's default rules."""
+    home, width, place = plan.home, plan.weight_bytes, place_of(section.teacher_offload, plan.home)
+    yield MemoryRow("weights of the teacher", place, width * weights.sharded, "objective.teacher_offload")
+    if not is_cut:
+        return
+    # ZeRO-3 gathers the weights by DeepSpeed's default rules.
     kinds = [kind for kind in weights.kinds if kind.name != HEAD]
     yield MemoryRow("small weights of the teacher, whole", home, width * num_persistent(kinds, DEFAULT_RULES))
     forward, *_ = gathered_weights(kinds, DEFAULT_RULES, passes=1, home=home)
     yield MemoryRow("gathered weights of the teacher", home, width * forward.numel, "", ("teacher",))
     yield MemoryRow("weights of the teacher that arrive", home, width * forward.arriving, "", ("teacher",))
     sizes = {kind.name: kind.numel for kind in weights.kinds}
-    head = sizes.get(HEAD, sizes[EMBEDDING])
-    yield MemoryRow("head of the teacher, whole", home, width * head, "", ("head",))
-
-
-def _module_sizes(kinds: Sequence[TensorKind]) -> Counter[str]:
-    """Elements of each module with weights of its own, which are gathered together, by the module's name."""
-    sizes = Counter[str]()
-    for kind in kinds:
-        sizes[_module_of(kind.name)] += kind.numel // kind.count
-    return sizes
+    yield MemoryRow("head of the teacher, whole", home, width * sizes.get(HEAD, sizes[EMBEDDING]), "", ("head",))
 
 
 def _module_of(name: str) -> str:

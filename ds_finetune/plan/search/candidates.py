@@ -3,20 +3,21 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
+from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.table import family_of
 from ds_finetune.plan.batch import divisors, legal_micro_batches
 from ds_finetune.plan.checks import check
 from ds_finetune.plan.config_json import max_positions
 from ds_finetune.plan.deepspeed_config import given_choices
-from ds_finetune.plan.layer_stages import StageLayers, stages_of
+from ds_finetune.plan.layer_stages import stages_of
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.model_checks import WITH_MESH, WITHOUT_MESH, check_model
 from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.plan.search.layout import Activations, Layout, Offload, Sizes, decided
+from ds_finetune.plan.search.layout import Activations, Layout, Offload, decided
 from ds_finetune.plan.settings import ModelSettings, RunSettings
 from ds_finetune.plan.tested_layouts import TESTED_LAYOUTS
 from ds_finetune.system.world import World
@@ -26,9 +27,9 @@ ACTIVATIONS = (
     Activations("none"),
     Activations("selective"),
     Activations(),
-    Activations(is_tiled=True),
-    Activations(is_offloaded=True),
-    Activations(is_tiled=True, is_offloaded=True),
+    Activations(tiled_mlp=True),
+    Activations(activation_offload=True),
+    Activations(tiled_mlp=True, activation_offload=True),
 )
 """Ways to hold activations, from the least recomputation on."""
 
@@ -48,12 +49,10 @@ class Ranks:
         return World(0, self.number, 0, min(self.number, self.per_node), "a dry run")
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A layout that the checks of `train` accept, with the run's settings and plan in that layout."""
+class Candidate(NamedTuple):
+    """A layout that the checks of `train` accept, with the plan of the run in that layout."""
 
     layout: Layout
-    run: RunSettings
     plan: Plan
 
 
@@ -66,43 +65,49 @@ class Candidates:
     ranks: Ranks
 
     @cached_property
-    def sizes(self) -> tuple[Sizes, ...]:
+    def sizes(self) -> tuple[ParallelConfig, ...]:
         """Parallel sizes of tested layouts that divide ranks, batch and model. Tensor parallel groups stay within a
         node, because they exchange activations several times in each layer.
         """
         axes = family_of(str(self.model.get("model_type"))).parallel_axes
-        rows = {frozenset[str](), *(row.axes for row in TESTED_LAYOUTS if row.axes <= axes)}
-        return tuple(found for found in self._divided() if found.axes in rows and self.refusal(found) is None)
+        tested = {frozenset[str](), *(row.axes for row in TESTED_LAYOUTS if row.axes <= axes)}
+        return tuple(each for each in self._divided() if each.axes in tested and self.refusal(each) is None)
 
-    def _divided(self) -> Iterator[Sizes]:
-        """Parallel sizes that divide the ranks, the heads and the experts, with no more stages than layers."""
+    def _divided(self) -> Iterator[ParallelConfig]:
+        """Parallel sizes that divide the ranks, the heads and the experts, with no more stages than layers. Layers of
+        stages in the run file are kept if the number of stages is.
+        """
         keys, ranks = family_of(str(self.model.get("model_type"))).expert_keys, self.ranks.number
         heads, layers = (int(self.model.get(key) or 1) for key in ("num_attention_heads", "num_hidden_layers"))
-        experts = divisors(keys.number(self.model) if keys is not None else 1)
+        experts, given = divisors(keys.number(self.model) if keys is not None else 1), self.run.parallel
         for tp in divisors(heads, most=min(ranks, self.ranks.per_node)):
-            for sp in (sp for sp in divisors(heads // tp) if ranks % (tp * sp) == 0):
-                stages = divisors(ranks // (tp * sp), most=layers)
-                found = (Sizes(tp, pp, sp, ep) for pp in stages for ep in experts)
-                yield from (sizes for sizes in found if ranks // (tp * sizes.pp) % sizes.ep == 0)
+            legal_sp = (sp for sp in divisors(heads // tp) if ranks % (tp * sp) == 0)
+            pairs = ((sp, pp) for sp in legal_sp for pp in divisors(ranks // (tp * sp), most=layers))
+            for sp, pp in pairs:
+                pp_layers = given.pp_layers if (given.pp, given.vpp) == (pp, 1) else ()
+                legal_ep = (ep for ep in experts if ranks // (tp * pp) % ep == 0)
+                yield from (ParallelConfig(tp=tp, pp=pp, sp=sp, ep=ep, pp_layers=pp_layers) for ep in legal_ep)
 
-    def refusal(self, sizes: Sizes) -> ConfigError | ModelError | None:
+    def refusal(self, sizes: ParallelConfig) -> ConfigError | ModelError | None:
         """Why `train` refuses these sizes at every ZeRO stage; None where it does not."""
         batch, dp = self.run.train.global_batch_size, self._dp(sizes)
         if batch % dp:
             return ConfigError(f"train.global_batch_size {batch} is not a multiple of dp {dp}", hint="set a multiple")
-        return _refusal(self._check_search, replace(self.run, parallel=sizes.section(self.run.parallel)))
+        return _refusal(self._check_search, replace(self.run, parallel=sizes))
 
-    def largest(self, sizes: Sizes, stage: int, offload: Offload, activations: Activations) -> Candidate | None:
+    def largest(
+        self, sizes: ParallelConfig, stage: int, offload: Offload, activations: Activations
+    ) -> Candidate | None:
         """The layout with all rows of a rank in one forward, which accumulates no gradients and so has the smallest
         states; None where `make_plan` refuses every micro-batch.
         """
         return self.find(Layout(sizes, stage, offload, self.micro_batch_sizes(sizes)[-1], activations))
 
-    def micro_batch_sizes(self, sizes: Sizes) -> tuple[int, ...]:
+    def micro_batch_sizes(self, sizes: ParallelConfig) -> tuple[int, ...]:
         """Micro-batch sizes that divide the rows of a data parallel rank, ascending."""
         return legal_micro_batches(global_batch_size=self.run.train.global_batch_size, dp=self._dp(sizes))
 
-    def _dp(self, sizes: Sizes) -> int:
+    def _dp(self, sizes: ParallelConfig) -> int:
         return self.ranks.number // (sizes.tp * sizes.pp * sizes.sp)
 
     @cached_property
@@ -114,24 +119,21 @@ class Candidates:
             check_model(run.with_model(self.model), "activations of the model")
 
         run = replace(self.run, device=self.ranks.device)
-        runs = {each: replace(run, train=run.train.model_copy(update=each.keys())) for each in ACTIVATIONS}
+        runs = {each: replace(run, train=run.train.model_copy(update=each._asdict())) for each in ACTIVATIONS}
         return tuple(each for each, run in runs.items() if _refusal(check_activations, run) is None)
 
     def find(self, layout: Layout) -> Candidate | None:
         """The layout with its plan; None where `make_plan` refuses it."""
         run = layout.apply(self._decided)
         try:
-            return Candidate(layout, run, make_plan(run, world=self.ranks.world, device=self.ranks.device))
+            return Candidate(layout, make_plan(run, world=self.ranks.world, device=self.ranks.device))
         except ConfigError:
             return None
 
-    def check(self, run: RunSettings) -> tuple[StageLayers | None, ...]:
-        """Layers of each pipeline stage of a run on these ranks; ConfigError or ModelError where the section `parallel`
-        cannot divide its model.
+    def check(self, run: RunSettings) -> ModelSettings:
+        """Settings of a run on these ranks with its pipeline stages; ConfigError or ModelError where the section
+        `parallel` cannot divide its model.
         """
-        return self._checked(run).stages
-
-    def _checked(self, run: RunSettings) -> ModelSettings:
         mesh = Mesh.of(run.parallel, world_size=self.ranks.number, rank=0)
         # The number of forwards is decided later; `mesh.pp` is a legal one.
         run = replace(run, mesh=mesh, accumulation=mesh.pp)
@@ -139,19 +141,21 @@ class Candidates:
         if self.model.teacher is not None:
             check_model(run.with_model(self.model.teacher), "teacher", "attention of the model")
         stages = stages_of(self.model.tensors, run.parallel) if mesh.pp > 1 else (None,)
-        known = run.with_model(self.model, stages=stages)
-        check_model(known, "stages")
-        return known
+        settings = run.with_model(self.model, stages=stages)
+        check_model(settings, "stages")
+        return settings
 
     def _check_search(self, run: RunSettings) -> None:
-        """`check` and further a ConfigError where legality depends on the data or the built model."""
-        known = self._checked(run)
-        stages, lora = known.stages, known.lora
-        check_model(known, "length of documents")
-        named = lora.target_modules or lora.modules_to_save if lora is not None else run.train.only or run.train.freeze
-        if len(stages) > 1 and named:
+        """As `check`, and a ConfigError where legality depends on the data or the built model, which a search lacks."""
+        settings = self.check(run)
+        stages, lora = settings.stages, settings.lora
+        check_model(settings, "length of documents")
+        patterns = (
+            lora.target_modules or lora.modules_to_save if lora is not None else run.train.only or run.train.freeze
+        )
+        if len(stages) > 1 and patterns:
             raise ConfigError(
-                f"patterns {list(named)} with parallel.pp {len(stages)}: which stages train what they name is known "
+                f"patterns {list(patterns)} with parallel.pp {len(stages)}: which stages train their matches is known "
                 "once the model is built",
                 hint="set parallel.pp in the run file, and leave --search out",
             )

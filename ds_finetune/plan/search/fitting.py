@@ -1,11 +1,12 @@
-"""What fits into memory by the estimate: the budget of a rank, the largest micro-batch, and changes to a run file with
-which a run would fit.
+"""Comparison of the memory estimate with the memory of a rank: the largest micro-batch that fits, and changes to a run
+file with which a run would fit.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_finetune.config.units import GIB
 from ds_finetune.errors import FinetuneError
@@ -14,12 +15,11 @@ from ds_finetune.plan.deepspeed_config import read_choices
 from ds_finetune.plan.estimate.memory import MemoryEstimate, StateBytes, estimate_memory
 from ds_finetune.plan.estimate.traced import Tracer
 from ds_finetune.plan.model_tensors import DescribedModel
-from ds_finetune.plan.pipeline import forwards_together
+from ds_finetune.plan.pipeline import forwards_multiple
 from ds_finetune.plan.plan import Plan, Recomputation, make_plan
-from ds_finetune.plan.settings import RunSettings
 
 SPARE = 0.07
-"""Share of the memory that stays free, for fragmentation and for steps that need more than others."""
+"""Fraction of the memory that stays free, for fragmentation and for steps that need more than others."""
 
 
 def largest_micro_batch(plan: Plan, model: DescribedModel, traces: Tracer, *, budget: int) -> int:
@@ -35,18 +35,23 @@ def largest_micro_batch(plan: Plan, model: DescribedModel, traces: Tracer, *, bu
 
 def legal_sizes(plan: Plan) -> tuple[int, ...]:
     """Micro-batch sizes that are legal for the global batch, the ranks and the pipeline of a run, ascending."""
-    group = forwards_together(plan.parallel)
-    return legal_micro_batches(global_batch_size=plan.batch.global_batch_size, dp=plan.dp, group=group)
+    group = forwards_multiple(plan.parallel)
+    return legal_micro_batches(global_batch_size=plan.train.global_batch_size, dp=plan.dp, group=group)
 
 
 def fits(num_bytes: int, budget: int) -> bool:
     """Whether `num_bytes` leave `SPARE` of `budget` free."""
-    return num_bytes <= (1 - SPARE) * budget
+    return num_bytes <= usable(budget)
+
+
+def usable(num_bytes: int) -> int:
+    """Bytes of `num_bytes` that a run may take."""
+    return int((1 - SPARE) * num_bytes)
 
 
 def bytes_of(plan: Plan, model: DescribedModel, traces: Tracer, rows: int) -> int:
     """Peak bytes on the device with micro-batches of `rows` rows."""
-    return estimate_memory(plan_with_rows(plan, rows), model, traces).device_bytes
+    return estimate_memory(plan.with_rows(rows), model, traces).device_bytes
 
 
 def chosen_recomputation(
@@ -59,7 +64,7 @@ def chosen_recomputation(
         return "full", "on CPUs"
     if budget is None:
         return "full", "the memory of the GPU is not known; selective where it fits"
-    rows = plan.batch.micro_batch_size
+    rows = plan.micro_batch_size
     try:
         need = bytes_of(replace(plan, activation_checkpointing="selective"), model, traces, rows)
     except FinetuneError as unknown:
@@ -68,17 +73,6 @@ def chosen_recomputation(
     if fits(need, budget):
         return "selective", f"it takes {text}"
     return "full", f"selective would take {text}, and {SPARE:.0%} stay free"
-
-
-def plan_with_rows(plan: Plan, rows: int) -> Plan:
-    """The plan with micro-batches of `rows` rows; the texts of its decisions do not change."""
-    accumulation = plan.batch.global_batch_size // (rows * plan.dp)
-    return replace(
-        plan,
-        batch=replace(plan.batch, micro_batch_size=rows, gradient_accumulation_steps=accumulation),
-        deepspeed_config=plan.deepspeed_config
-        | {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": accumulation},
-    )
 
 
 HOST_SHARE = 3
@@ -98,28 +92,23 @@ class Budget:
         """Bytes by which an estimate exceeds the budget of the device or of the host, whichever is more; 0 where it
         fits.
         """
-        return max(0, self.device_excess(memory), memory.host_bytes - self.of(self.host_bytes))
+        return max(0, self.device_excess(memory), memory.host_bytes - usable(self.host_bytes))
 
     def least_excess(self, states: StateBytes) -> int:
         """Lower bound of the bytes by which a run exceeds the budget, from its states."""
-        return max(0, states.device - self.of(self.device_bytes), states.host - self.of(self.host_bytes))
+        return max(0, states.device - usable(self.device_bytes), states.host - usable(self.host_bytes))
 
     def device_excess(self, memory: MemoryEstimate) -> int:
         """Bytes by which an estimate exceeds the budget of the device; negative where it fits."""
-        return memory.device_bytes - self.of(self.device_bytes)
-
-    @staticmethod
-    def of(num_bytes: int) -> int:
-        """Usable bytes out of `num_bytes`."""
-        return int((1 - SPARE) * num_bytes)
+        return memory.device_bytes - usable(self.device_bytes)
 
     def problem(self, memory: MemoryEstimate) -> str:
-        """What does not fit, with needed and available bytes; empty where everything fits."""
-        device = (memory.device_bytes, self.of(self.device_bytes), "on its device")
-        host = (memory.host_bytes, self.of(self.host_bytes), "in its share of the host's memory")
+        """Text with needed and available bytes of each memory that is too small; empty where the run fits."""
+        device = (memory.device_bytes, usable(self.device_bytes), "on its device")
+        host = (memory.host_bytes, usable(self.host_bytes), "in its share of the host's memory")
         # The device of a CPU rank is its host.
-        places = (host,) if memory.device == "host" else (device, host)
-        texts = [f"{_gib(need)} of {_gib(most)} {where}" for need, most, where in places if need > most]
+        limits = (host,) if memory.device == "host" else (device, host)
+        texts = [f"{_gib(need)} of {_gib(most)} {where}" for need, most, where in limits if need > most]
         return f"needs {' and '.join(texts)}" if texts else ""
 
 
@@ -130,85 +119,66 @@ def _gib(num_bytes: int) -> str:
 _HIGHEST_STAGE = 3
 
 
-@dataclass(frozen=True)
-class FittingChange:
-    """Values of the run file, as `KEY VALUE` joined by commas, and the device bytes of the run with them."""
+class FittingChange(NamedTuple):
+    """Values of the run file, as `KEY VALUE` joined by commas, and the plan and device bytes of the run with them."""
 
     text: str
-    device_bytes: int
-
-
-@dataclass(frozen=True)
-class _Run:
-    """A run after some changes, and the last change."""
-
-    settings: RunSettings
     plan: Plan
-    model: DescribedModel
-    traces: Tracer
     device_bytes: int
-    text: str = ""
-
-    def changes(self, budget: int) -> Iterator["_Run"]:
-        """The run with each single change, those that cost least time first."""
-        for text, train, zero in self._keys(budget):
-            given = {"micro_batch_size": self.plan.batch.micro_batch_size, **train}
-            updates: dict[str, Any] = {"train": self.settings.train.model_copy(update=given)}
-            if zero:
-                tree = read_choices(self.settings.deepspeed)[0] if self.settings.deepspeed else {}
-                section = {**(tree.get("zero_optimization") or {"stage": self.plan.zero_stage}), **zero}
-                updates["deepspeed"] = {**tree, "zero_optimization": section}
-            settings = replace(self.settings, **updates)
-            try:
-                plan = make_plan(settings, world=self.plan.world, device=self.plan.device)
-                size = estimate_memory(plan, self.model, self.traces).device_bytes
-                yield _Run(settings, plan, self.model, self.traces, size, text)
-            except FinetuneError:
-                # The changed run would be refused.
-                continue
-
-    def _keys(self, budget: int) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-        """Text of a change, keys of the section `train`, and keys of DeepSpeed's `zero_optimization`."""
-        train, plan = self.settings.train, self.plan
-        rows = largest_micro_batch(plan, self.model, self.traces, budget=budget) or 1
-        if rows < plan.batch.micro_batch_size:
-            yield f"train.micro_batch_size {rows}", {"micro_batch_size": rows}, {}
-        for stage in range(plan.zero_stage + 1, _HIGHEST_STAGE + 1 if plan.world.world_size > 1 else 0):
-            yield f"zero_optimization.stage {stage}", {}, {"stage": stage}
-        if plan.activation_checkpointing != "full":
-            yield "train.activation_checkpointing full", {"activation_checkpointing": "full"}, {}
-        if not train.tiled_mlp:
-            yield "train.tiled_mlp true", {"tiled_mlp": True}, {}
-        if plan.device == "cpu":
-            return
-        if not train.activation_offload:
-            on = {"activation_offload": True, "activation_checkpointing": "full"}
-            yield "train.activation_offload true", on, {}
-        if plan.offload_optimizer == "none":
-            yield "offload_optimizer.device cpu", {}, {"offload_optimizer": {"device": "cpu"}}
-        if plan.offload_param == "none" and plan.zero_stage == _HIGHEST_STAGE:
-            yield "offload_param.device cpu", {}, {"offload_param": {"device": "cpu"}}
 
 
-def fitting_changes(
-    settings: RunSettings, plan: Plan, model: DescribedModel, traces: Tracer, *, budget: int
-) -> tuple[FittingChange, ...]:
+def _changes(plan: Plan, model: DescribedModel, traces: Tracer, *, budget: int) -> Iterator[FittingChange]:
+    """The run with each single change that `make_plan` accepts, those that cost least time first."""
+    rows = largest_micro_batch(plan, model, traces, budget=budget) or 1
+    for text, train, zero in _changed_keys(plan, rows):
+        updates: dict[str, Any] = {"train": plan.train.model_copy(update=train)}
+        if zero:
+            tree = read_choices(plan.deepspeed)[0] if plan.deepspeed else {}
+            section = {**(tree.get("zero_optimization") or {"stage": plan.zero_stage}), **zero}
+            updates["deepspeed"] = {**tree, "zero_optimization": section}
+        with suppress(FinetuneError):
+            changed = make_plan(replace(plan, **updates), world=plan.world, device=plan.device)
+            yield FittingChange(text, changed, estimate_memory(changed, model, traces).device_bytes)
+
+
+def _changed_keys(plan: Plan, rows: int) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Text of a change, keys of the section `train`, and keys of DeepSpeed's `zero_optimization`."""
+    own = {"micro_batch_size": plan.micro_batch_size}
+    if rows < plan.micro_batch_size:
+        yield f"train.micro_batch_size {rows}", {"micro_batch_size": rows}, {}
+    for stage in range(plan.zero_stage + 1, _HIGHEST_STAGE + 1 if plan.world.world_size > 1 else 0):
+        yield f"zero_optimization.stage {stage}", own, {"stage": stage}
+    if plan.activation_checkpointing != "full":
+        yield "train.activation_checkpointing full", {**own, "activation_checkpointing": "full"}, {}
+    if not plan.train.tiled_mlp:
+        yield "train.tiled_mlp true", {**own, "tiled_mlp": True}, {}
+    if plan.device == "cpu":
+        return
+    if not plan.train.activation_offload:
+        on = {"activation_offload": True, "activation_checkpointing": "full"}
+        yield "train.activation_offload true", {**own, **on}, {}
+    if plan.offload_optimizer == "none":
+        yield "offload_optimizer.device cpu", own, {"offload_optimizer": {"device": "cpu"}}
+    if plan.offload_param == "none" and plan.zero_stage == _HIGHEST_STAGE:
+        yield "offload_param.device cpu", own, {"offload_param": {"device": "cpu"}}
+
+
+def fitting_changes(plan: Plan, model: DescribedModel, traces: Tracer, *, budget: int) -> tuple[FittingChange, ...]:
     """Single changes with which the run leaves enough of `budget` bytes free; if there are none, the shortest sequence
     of changes that does, each the one that saves most; empty if nothing suffices.
 
     `make_plan` accepts a run with these changes, and none of them changes the loss.
     """
-    size = estimate_memory(plan, model, traces).device_bytes
-    run, texts = _Run(settings, plan, model, traces, size), list[str]()
-    changes = list(run.changes(budget))
+    changes = list(_changes(plan, model, traces, budget=budget))
     if single := [change for change in changes if fits(change.device_bytes, budget)]:
-        return tuple(FittingChange(change.text, change.device_bytes) for change in single)
-    while helpful := [change for change in changes if change.device_bytes < run.device_bytes]:
-        run = min(helpful, key=lambda change: change.device_bytes)
-        texts.append(run.text)
-        if fits(run.device_bytes, budget):
-            return (FittingChange(", ".join(texts), run.device_bytes),)
-        changes = list(run.changes(budget))
+        return tuple(single)
+    texts, size = list[str](), estimate_memory(plan, model, traces).device_bytes
+    while helpful := [change for change in changes if change.device_bytes < size]:
+        text, plan, size = min(helpful, key=lambda change: change.device_bytes)
+        texts.append(text)
+        if fits(size, budget):
+            return (FittingChange(", ".join(texts), plan, size),)
+        changes = list(_changes(plan, model, traces, budget=budget))
     return ()
 
 

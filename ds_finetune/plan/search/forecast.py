@@ -14,12 +14,12 @@ from ds_finetune.plan.forward import attention_lines, head_line, mlp_tiles
 from ds_finetune.plan.freezing import plan_freezing
 from ds_finetune.plan.indexer import plan_indexer
 from ds_finetune.plan.layer_stages import StageLayers
-from ds_finetune.plan.model_shape import Shape, is_known
+from ds_finetune.plan.model_shape import Shape, has_known_shape
 from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.plan import Plan, check_largest_slice, make_plan
 from ds_finetune.plan.routers import plan_routers
 from ds_finetune.plan.search.candidates import Candidates, check_run
-from ds_finetune.plan.search.fitting import SPARE, chosen_recomputation, largest_micro_batch
+from ds_finetune.plan.search.fitting import SPARE, chosen_recomputation, largest_micro_batch, usable
 from ds_finetune.plan.search.machines import Target
 from ds_finetune.plan.settings import RunSettings
 
@@ -30,7 +30,6 @@ UNCONFIRMED = "No GPU has confirmed the estimates of memory."
 class Forecast:
     """Decisions and needs of a run on some ranks."""
 
-    run: RunSettings
     model: DescribedModel
     plan: Plan
     stages: tuple[StageLayers | None, ...]
@@ -38,13 +37,13 @@ class Forecast:
     memory: MemoryEstimate
     target: Target
     micro_batch: str = ""
-    """How `train.micro_batch_size: auto` was decided; empty where the run file has a number."""
+    """Reason for the resolved `train.micro_batch_size: auto`; empty where the run file has a number."""
     recomputation: str = ""
-    """How `train.activation_checkpointing: auto` was decided; empty where the run file decides."""
+    """Reason for the resolved `train.activation_checkpointing: auto`; empty where the run file has another value."""
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Plan lines: name and text of each decision."""
-        model, plan, run = self.model, self.plan, self.run
+        model, plan = self.model, self.plan
         if (gpu := self.target.gpu) is not None:
             peak = f"{gpu.peak(plan.precision) / 1e12:,.4g} TFLOP/s in {plan.precision}"
             yield "GPU", f"{gpu.name}: {gpu.memory_bytes / GIB:,.1f} GiB, {peak} at most"
@@ -52,15 +51,15 @@ class Forecast:
         if self.micro_batch:
             yield "micro batch", self.micro_batch
         yield "recomputation", self.recomputation or plan.activation_checkpointing
-        yield from attention_lines(run.model.attention, model, device=plan.device, precision=plan.precision)
+        yield from attention_lines(plan.model.attention, model, device=plan.device, precision=plan.precision)
         yield from plan.kernels.lines(family_of(str(model["model_type"])))
-        if plan.device != "cpu" and plan.loss_kernel == "chunked" and run.objective.row.is_cross_entropy:
+        if plan.device != "cpu" and plan.loss_kernel == "chunked" and plan.objective.row.is_cross_entropy:
             yield head_line(int(model["vocab_size"]) // plan.mesh.tp, precision=plan.precision, device=plan.device)
-        if run.train.tiled_mlp:
+        if plan.train.tiled_mlp:
             yield "MLPs", f"tokens in {mlp_tiles(model)} tiles"
         yield from plan.stage_lines(self.stages)
-        freezing = plan_freezing(run.train, model.tensors.by_name)
-        for decided in (plan_routers(run.router, model), plan_indexer(run.indexer, model), freezing):
+        freezing = plan_freezing(plan.train, model.tensors.by_name)
+        for decided in (plan_routers(plan.router, model), plan_indexer(plan.indexer, model), freezing):
             yield from decided.lines() if decided is not None else ()
         yield "parameters", self._parameters()
 
@@ -68,7 +67,7 @@ class Forecast:
         number = self.model.tensors.numel
         unit, name = (1e9, "B") if number >= 1e9 else (1e6, "M")
         total = f"{number / unit:,.3f} {name}"
-        if not is_known(self.model):
+        if not has_known_shape(self.model):
             return total
         return f"{total}, {Shape.of(self.model).active_params / unit:,.3f} {name} of them used for a token"
 
@@ -76,8 +75,8 @@ class Forecast:
         """Notes about what a user might not expect."""
         resized = "rows that model.resize_vocabulary may add to embedding and head are not counted"
         unconfirmed = () if self.plan.device == "cpu" else (UNCONFIRMED,)
-        found = (*unconfirmed, *self.plan.notes, *((resized,) if self.run.model.resize_vocabulary else ()))
-        return (*found, *self.target.notes)
+        notes = (*unconfirmed, *self.plan.notes, *((resized,) if self.plan.model.resize_vocabulary else ()))
+        return (*notes, *self.target.notes)
 
     def verdict(self) -> str:
         """Whether the run fits the machines and by how much, or which information is missing for an answer."""
@@ -89,7 +88,7 @@ class Forecast:
         if problem := budget.problem(memory):
             excess = f"{budget.excess(memory) / GIB:,.1f} GiB too much on a rank"
             return f"does not fit {name}: {excess}, which {problem} ({SPARE:.0%} stay free); --search lists what fits"
-        most = budget.of(budget.device_bytes) / GIB
+        most = usable(budget.device_bytes) / GIB
         return (
             f"fits {name}, with {most - need:,.1f} GiB to spare on a rank: it needs {need:,.1f} GiB of {most:,.1f} GiB "
             f"({SPARE:.0%} stay free)"
@@ -101,10 +100,10 @@ class Forecast:
         return {
             "verdict": self.verdict(),
             "decisions": dict(self.lines()),
-            "parallel": self.run.parallel.model_dump(mode="json"),
+            "parallel": self.plan.parallel.model_dump(mode="json"),
             "dp": self.plan.dp,
             "zero_stage": self.plan.zero_stage,
-            "micro_batch_size": self.plan.batch.micro_batch_size,
+            "micro_batch_size": self.plan.micro_batch_size,
             "memory": memory_tree(memory),
             "fits": None if budget is None else not budget.excess(memory),
             "deepspeed": self.plan.deepspeed_config,
@@ -121,31 +120,30 @@ def memory_tree(memory: MemoryEstimate) -> dict[str, Any]:
 def forecast_run(given: RunSettings, target: Target, model: DescribedModel, traces: Tracer) -> Forecast:
     """Plan the run for the machines of `target`; ConfigError or ModelError as `train` raises them before loading."""
     plan = make_plan(given, world=target.ranks.world, device=target.ranks.device)
-    run = given
-    check_run(run, model)
+    check_run(given, model)
     # Refuse an illegal layout before tracing it.
-    Candidates(run, model, target.ranks).check(run)
-    text = again = ""
-    if run.train.activation_checkpointing == AUTO:
-        budget = target.budget.device_bytes if target.budget is not None else None
+    Candidates(given, model, target.ranks).check(given)
+    budget = None if target.budget is None else target.budget.device_bytes
+    micro_batch = recomputation = ""
+    decided: dict[str, Any] = {}
+    if given.train.activation_checkpointing == AUTO:
         chosen, reason = chosen_recomputation(plan, model, traces, budget=budget)
-        again = f"{chosen} (auto: {reason})"
-        run = replace(run, train=run.train.model_copy(update={"activation_checkpointing": chosen}))
-        plan = replace(plan, activation_checkpointing=chosen)
-    if run.train.micro_batch_size == AUTO:
-        number, text = _largest_rows(plan, model, target, traces)
-        run = replace(run, train=run.train.model_copy(update={"micro_batch_size": number}))
+        recomputation = f"{chosen} (auto: {reason})"
+        plan, decided = replace(plan, activation_checkpointing=chosen), {"activation_checkpointing": chosen}
+    if given.train.micro_batch_size == AUTO:
+        decided["micro_batch_size"], micro_batch = _largest_rows(plan, model, target, traces)
+    if decided:
+        run = replace(given, train=given.train.model_copy(update=decided))
         plan = make_plan(run, world=target.ranks.world, device=target.ranks.device)
-    stages = Candidates(run, model, target.ranks).check(run)
+    stages = Candidates(plan, model, target.ranks).check(plan).stages
     kinds = (kind for stage in weights_of_run(plan, model) for kind in stage.kinds)
     check_largest_slice(plan, ((kind.numel // kind.count, kind.name) for kind in kinds))
-    budget = None if target.budget is None else target.budget.device_bytes
     memory = estimate_memory(plan, model, traces, budget=budget)
-    return Forecast(run, model, plan, stages, memory, target, text, again)
+    return Forecast(model, plan, stages, memory, target, micro_batch, recomputation)
 
 
 def _largest_rows(plan: Plan, model: DescribedModel, target: Target, traces: Tracer) -> tuple[int, str]:
-    """Micro-batch size that `auto` gives on the machines, and how it was found; 1 where none fits."""
+    """Resolved `train.micro_batch_size: auto` on the machines, with the reason; 1 where no size fits."""
     if target.budget is None:
         return 1, "1 (auto: how many rows fit is known with --gpu NAME)"
     rows = largest_micro_batch(plan, model, traces, budget=target.budget.device_bytes)

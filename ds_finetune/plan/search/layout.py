@@ -1,141 +1,94 @@
 """A layout: all settings of a run file that the search may change."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import yaml
 
 from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.config.shipped import DS_CONFIGS, shipped_file, shipped_names
 from ds_finetune.plan.deepspeed_config import given_choices
-from ds_finetune.plan.plan import Plan, Recomputation
+from ds_finetune.plan.plan import Recomputation
 from ds_finetune.plan.settings import RunSettings
-from ds_finetune.plan.tested_layouts import AXES
 
 Offload = Literal["none", "optimizer", "all"]
-OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "all")
-"""What is kept in host memory: nothing, optimizer states and fp32 weights, or also the weights themselves."""
-_OFFLOADED: Mapping[Offload, tuple[str, ...]] = {
-    "none": (),
-    "optimizer": ("offload_optimizer",),
-    "all": ("offload_optimizer", "offload_param"),
+OFFLOADS: Mapping[Offload, tuple[tuple[str, ...], str]] = {
+    "none": ((), ""),
+    "optimizer": (("offload_optimizer",), ", optimizer on the host"),
+    "all": (("offload_optimizer", "offload_param"), ", optimizer and weights on the host"),
 }
-OFFLOAD_TEXTS: Mapping[Offload, str] = {
-    "none": "",
-    "optimizer": ", optimizer on the host",
-    "all": ", optimizer and weights on the host",
+"""States in host memory: none, optimizer states and fp32 weights, or all weights too. Each has its keys of
+`zero_optimization`, and a suffix of the ZeRO stage in texts."""
+_RECOMPUTATION: Mapping[Recomputation, str] = {
+    "none": "kept",
+    "selective": "recomputed selectively",
+    "full": "recomputed",
 }
-"""Suffixes of the ZeRO stage in texts."""
-_HOST_MEMORY = {"device": "cpu", "pin_memory": True}
 
 
-@dataclass(frozen=True, order=True)
-class Sizes:
-    """Parallel sizes besides data parallelism, which takes the remaining ranks."""
+class Activations(NamedTuple):
+    """How the memory of activations is reduced: three keys of the section `train`."""
 
-    tp: int = 1
-    pp: int = 1
-    sp: int = 1
-    ep: int = 1
-
-    @property
-    def axes(self) -> frozenset[str]:
-        """Names of the sizes above 1."""
-        return frozenset(axis for axis in AXES if getattr(self, axis) > 1)
-
-    def section(self, given: ParallelConfig) -> ParallelConfig:
-        """The section `parallel` with these sizes and one chunk of layers per pipeline rank; layers of stages are kept
-        if the number of stages is.
-        """
-        layers = given.pp_layers if (given.pp, given.vpp) == (self.pp, 1) else ()
-        return ParallelConfig(tp=self.tp, pp=self.pp, sp=self.sp, ep=self.ep, pp_layers=layers)
-
-
-_TEXTS: Mapping[Recomputation, str] = {"none": "kept", "selective": "recomputed selectively", "full": "recomputed"}
-
-
-@dataclass(frozen=True, order=True)
-class Activations:
-    """How the memory of activations is reduced: `train.activation_checkpointing` and options that build on it."""
-
-    recomputation: Recomputation = "full"
-    is_tiled: bool = False
-    """`train.tiled_mlp`."""
-    is_offloaded: bool = False
-    """`train.activation_offload`."""
-
-    def of_plan(self, plan: Plan) -> Plan:
-        """The plan with these settings of activations."""
-        train = plan.train.model_copy(update=self.keys())
-        return replace(plan, train=train, activation_checkpointing=self.recomputation)
-
-    def keys(self) -> dict[str, object]:
-        """Keys and values of the section `train`."""
-        return {
-            "activation_checkpointing": self.recomputation,
-            "activation_offload": self.is_offloaded,
-            "tiled_mlp": self.is_tiled,
-        }
+    activation_checkpointing: Recomputation = "full"
+    activation_offload: bool = False
+    tiled_mlp: bool = False
 
     def __str__(self) -> str:
-        """Text such as `recomputed, tiled MLP, offloaded inputs`."""
-        parts = [_TEXTS[self.recomputation]]
-        parts += ["tiled MLP"] if self.is_tiled else []
-        return ", ".join([*parts, *(["inputs of layers on the host"] if self.is_offloaded else [])])
+        """Text such as `recomputed, tiled MLP, inputs of layers on the host`."""
+        tiled, offloaded = ", tiled MLP" * self.tiled_mlp, ", inputs of layers on the host" * self.activation_offload
+        return f"{_RECOMPUTATION[self.activation_checkpointing]}{tiled}{offloaded}"
 
 
-@dataclass(frozen=True, order=True)
-class Layout:
+class Layout(NamedTuple):
     """Settings of a run that the search chooses."""
 
-    sizes: Sizes
+    parallel: ParallelConfig
     zero_stage: int
     offload: Offload
     micro_batch_size: int
     activations: Activations
+
+    @property
+    def train_keys(self) -> dict[str, Any]:
+        """Keys of the section `train` with their values."""
+        return {"micro_batch_size": self.micro_batch_size, **self.activations._asdict()}
 
     def apply(self, run: RunSettings) -> RunSettings:
         """The run with this layout."""
         return replace(run, **self.sections(run))
 
     def sections(self, run: RunSettings) -> dict[str, Any]:
-        """Sections of the run file that this layout changes."""
-        keys = {"micro_batch_size": self.micro_batch_size, **self.activations.keys()}
-        # Keys other than ZeRO stage and offload are kept.
+        """Sections of the run file that this layout changes. DeepSpeed keys other than stage and offload stay."""
         tree = decided(given_choices(run.deepspeed)[0])
         zero = dict(tree.get("zero_optimization") or {})
-        given = {key: zero.pop(key, None) for key in ("offload_optimizer", "offload_param")}
+        given = {key: zero.pop(key, None) or {} for key in ("offload_optimizer", "offload_param")}
         zero["stage"] = self.zero_stage
-        for key in _OFFLOADED[self.offload]:
-            section = given[key] or {}
-            zero[key] = section if section.get("device") == "cpu" else dict(_HOST_MEMORY)
+        for key in OFFLOADS[self.offload][0]:
+            zero[key] = given[key] if given[key].get("device") == "cpu" else {"device": "cpu", "pin_memory": True}
         return {
-            "train": run.train.model_copy(update=keys),
-            "parallel": self.sizes.section(run.parallel),
+            "train": run.train.model_copy(update=self.train_keys),
+            "parallel": self.parallel,
             "deepspeed": {**tree, "zero_optimization": zero},
         }
 
 
 def decided(tree: Mapping[str, Any]) -> dict[str, Any]:
     """DeepSpeed choices without values "auto", which count as absent, and without sections that have no others."""
-    found = {key: decided(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
-    return {key: value for key, value in found.items() if value != "auto" and value != {}}
+    values = {key: decided(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
+    return {key: value for key, value in values.items() if value != "auto" and value != {}}
 
 
 def layout_keys(layout: Layout, given: RunSettings) -> dict[str, Any]:
     """Run-file keys that a layout changes, with their new values."""
     values: dict[str, Any] = {}
-    wanted = layout.apply(given)
-    if wanted.parallel != given.parallel:
-        sizes = {axis: n for axis in ("tp", "pp", "sp", "ep") if (n := getattr(layout.sizes, axis)) > 1}
-        layers = {"pp_layers": list(wanted.parallel.pp_layers)} if wanted.parallel.pp_layers else {}
-        values["parallel"] = {**sizes, **layers}
-    assert isinstance(wanted.deepspeed, dict), wanted.deepspeed
-    if wanted.deepspeed != decided(given_choices(given.deepspeed)[0]):
-        values["deepspeed"] = shipped_name(wanted.deepspeed) or wanted.deepspeed
-    keys = {"micro_batch_size": layout.micro_batch_size, **layout.activations.keys()}
-    return values | {f"train.{key}": value for key, value in keys.items() if value != getattr(given.train, key)}
+    wanted = layout.sections(given)
+    if layout.parallel != given.parallel:
+        values["parallel"] = layout.parallel.model_dump(mode="json", exclude_defaults=True)
+    if wanted["deepspeed"] != decided(given_choices(given.deepspeed)[0]):
+        values["deepspeed"] = shipped_name(wanted["deepspeed"]) or wanted["deepspeed"]
+    changed = {key: value for key, value in layout.train_keys.items() if value != getattr(given.train, key)}
+    return values | {f"train.{key}": value for key, value in changed.items()}
 
 
 def shipped_name(choices: Mapping[str, Any]) -> str | None:

@@ -63,12 +63,12 @@ def target_of(request: Request) -> Target:
     """Machines of a request; ConfigError where its numbers contradict, or the GPU is not in the table."""
     models = request.models if request.gpu is None else ()
     if request.gpu == CPU or not (request.gpu or request.gpus or request.gpu_bytes or models):
-        ranks = _ranks(request, usual=request.gpus or 1, default=1, device="cpu")
+        ranks = _ranks(request, usual=request.gpus or 1, device="cpu")
         host = request.host_bytes or available_bytes()
         budget = Budget(host // ranks.number, host // ranks.number)
         return Target(ranks, budget=budget, is_named=request.gpu == CPU)
     usual = len(models) or GPUS_PER_NODE
-    ranks = _ranks(request, usual=usual, default=usual)
+    ranks = _ranks(request, usual=usual)
     gpu = gpu_named(request.gpu) if request.gpu is not None else _gpu_here(models, request)
     memory = gpu.memory_bytes if gpu is not None else request.gpu_bytes
     if memory is None:
@@ -82,20 +82,19 @@ def target_of(request: Request) -> Target:
 
 
 def _gpu_here(models: tuple[str, ...], request: Request) -> GpuModel | None:
-    """GPU of this machine; None where it has none, or the request gives its memory."""
     if not models or request.gpu_bytes is not None:
         return None
-    if (found := gpu_of_device(models[0])) is None:
+    if (gpu := gpu_of_device(models[0])) is None:
         raise ConfigError(
             f"the GPU `{models[0]}` of this machine is not in the table",
             hint="give its memory by --gpu-memory, e.g. --gpu-memory 40GiB, or plan for another one by --gpu NAME",
         )
-    return found
+    return gpu
 
 
-def _ranks(request: Request, *, usual: int, default: int, device: str = "cuda") -> Ranks:
+def _ranks(request: Request, *, usual: int, device: str = "cuda") -> Ranks:
     """Ranks of a request, on nodes of `usual` GPUs unless it gives their number."""
-    gpus = request.gpus or (request.nodes or 1) * (request.gpus_per_node or default)
+    gpus = request.gpus or (request.nodes or 1) * (request.gpus_per_node or usual)
     per_node = min(gpus, request.gpus_per_node or (gpus // request.nodes if request.nodes else usual))
     if per_node < 1 or gpus % per_node or (request.nodes and gpus != request.nodes * per_node):
         what = f"{request.nodes} nodes" if request.nodes else f"nodes of {per_node}"

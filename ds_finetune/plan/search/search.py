@@ -11,15 +11,18 @@ largest micro-batch. What would need host memory is left out where the same size
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
+from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory, least_bytes_of_stages
 from ds_finetune.plan.estimate.traced import Tracer, by_rows
+from ds_finetune.plan.plan import Plan
 from ds_finetune.plan.search.candidates import STAGES, Candidate, Candidates
 from ds_finetune.plan.search.fitting import Budget, largest_micro_batch
-from ds_finetune.plan.search.layout import OFFLOADS, Activations, Layout, Sizes
+from ds_finetune.plan.search.layout import OFFLOADS, Activations, Layout
 
 LISTED = 5
 """Number of listed layouts."""
@@ -27,11 +30,11 @@ MOST_TRIED = 100
 """Maximum number of layouts, not counting micro-batch and recomputation, whose memory is estimated in full."""
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """A legal layout and its memory."""
+class Proposal(NamedTuple):
+    """A legal layout, the plan of the run in it, and its memory."""
 
-    candidate: Candidate
+    layout: Layout
+    plan: Plan
     memory: MemoryEstimate
 
 
@@ -61,30 +64,29 @@ class Search:
 
     def run(self) -> SearchResult:
         """Run the search; without proposals if no layout fits."""
-        found: list[Proposal] = []
+        proposals: list[Proposal] = []
         misfits: list[Proposal] = []
         too_large: list[tuple[int, Candidate]] = []
-        fitting: set[tuple[Sizes, int]] = set()
+        fitting: set[tuple[ParallelConfig, int]] = set()
         is_cut_off = False
         for first in self._groups():
-            if len(found) == LISTED or (is_cut_off := len(found) + len(misfits) == MOST_TRIED):
+            if len(proposals) == LISTED or (is_cut_off := len(proposals) + len(misfits) == MOST_TRIED):
                 break
-            group = first.layout.sizes, first.layout.zero_stage
-            if group in fitting:
+            if first.layout[:2] in fitting:
                 continue
             if excess := self._excess_of_states(first):
                 too_large.append((excess, first))
-            elif self.budget.excess((best := self._best(first)).memory):
+            elif self.budget.excess((best := self._best(first.layout)).memory):
                 misfits.append(best)
             else:
-                found.append(best)
-                fitting.add(group)
-        num_tried = len(found) + len(misfits)
-        if not found:
+                proposals.append(best)
+                fitting.add(first.layout[:2])
+        num_tried = len(proposals) + len(misfits)
+        if not proposals:
             smallest = sorted(too_large, key=lambda each: each[0])[:LISTED]
-            misfits += [self._best(first) for _, first in smallest]
+            misfits += [self._best(first.layout) for _, first in smallest]
         nearest = min(misfits, key=lambda each: self.budget.excess(each.memory), default=None)
-        return SearchResult(tuple(found), nearest, num_tried + len(too_large), num_tried, is_cut_off)
+        return SearchResult(tuple(proposals), nearest, num_tried + len(too_large), num_tried, is_cut_off)
 
     def has_fitting_states(self) -> bool:
         """Whether the states of some layout fit."""
@@ -97,54 +99,52 @@ class Search:
         """For each legal combination of sizes, ZeRO stage and offload, in search order, the layout with all rows of a
         rank in one forward and the least recomputation.
         """
-        by_size = sorted(self.candidates.sizes, key=_extent)
+        by_size = sorted(self.candidates.sizes, key=_order_of_sizes)
         axes = sorted({len(sizes.axes) for sizes in by_size})
         for offload, offloads_inputs, num_axes, stage in product(OFFLOADS, (False, True), axes, STAGES):
             sizes = [each for each in by_size if len(each.axes) == num_axes]
             for way in self._ways(offloads_inputs)[:1]:
                 legal = (self.candidates.largest(each, stage, offload, way) for each in sizes)
-                yield from (candidate for candidate in legal if candidate is not None)
+                yield from filter(None, legal)
 
     def _ways(self, offloads_inputs: bool) -> list[Activations]:
-        """Ways to hold activations, from the least recomputation on."""
-        return [each for each in self.candidates.activations if each.is_offloaded == offloads_inputs]
+        return [each for each in self.candidates.activations if each.activation_offload == offloads_inputs]
 
-    def _best(self, first: Candidate) -> Proposal:
+    def _best(self, first: Layout) -> Proposal:
         """The layout with the least recomputation that fits, and its largest micro-batch; if none fits, the one with
         the least excess at its smallest micro-batch. `first` is the layout with the least recomputation.
         """
         misfits = []
-        for way in self._ways(first.layout.activations.is_offloaded):
-            layout = replace(first.layout, activations=way)
+        for way in self._ways(first.activations.activation_offload):
+            layout = first._replace(activations=way)
             # Up to the largest micro-batch, memory is extrapolated from traces of one and two rows; listed layouts get
             # their own trace.
             extended = by_rows(self.traces)
-            rows = largest_micro_batch(
-                way.of_plan(first.plan), self.candidates.model, extended, budget=self.budget.device_bytes
-            )
+            smallest = next(self._with_rows(layout, 0))
+            rows = largest_micro_batch(smallest.plan, self.candidates.model, extended, budget=self.budget.device_bytes)
             for candidate in self._with_rows(layout, rows) if rows else ():
                 if self.budget.excess(self._proposal(candidate, extended).memory):
                     continue
-                if not self.budget.excess((found := self._proposal(candidate, self.traces)).memory):
-                    return found
-            misfits.append(self._proposal(next(self._with_rows(layout, 0)), extended))
+                if not self.budget.excess((proposal := self._proposal(candidate, self.traces)).memory):
+                    return proposal
+            misfits.append(self._proposal(smallest, extended))
         return min(misfits, key=lambda each: self.budget.excess(each.memory))
 
     def _with_rows(self, layout: Layout, rows: int) -> Iterator[Candidate]:
         """The layout with each legal micro-batch of at most `rows` rows, largest first; if there is none, with all
         legal ones, smallest first.
         """
-        sizes = self.candidates.micro_batch_sizes(layout.sizes)
+        sizes = self.candidates.micro_batch_sizes(layout.parallel)
         lower = [size for size in reversed(sizes) if size <= rows]
-        legal = (self.candidates.find(replace(layout, micro_batch_size=size)) for size in lower or sizes)
-        return (found for found in legal if found is not None)
+        return filter(None, (self.candidates.find(layout._replace(micro_batch_size=n)) for n in lower or sizes))
 
     def _proposal(self, candidate: Candidate, traces: Tracer) -> Proposal:
         budget = self.budget.device_bytes
-        return Proposal(candidate, estimate_memory(candidate.plan, self.candidates.model, traces, budget=budget))
+        memory = estimate_memory(candidate.plan, self.candidates.model, traces, budget=budget)
+        return Proposal(*candidate, memory)
 
 
-def _extent(sizes: Sizes) -> tuple[int, ...]:
+def _order_of_sizes(sizes: ParallelConfig) -> tuple[int, ...]:
     """Sort key: product of all axes, then larger ep, tp, sp and pp first."""
     axes = sizes.ep, sizes.tp, sizes.sp, sizes.pp
     return prod(axes), *(-size for size in axes)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ds_finetune.config.sections import LoraConfig
+from ds_finetune.config.sections import LoraConfig, ParallelConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.errors import ConfigError, FinetuneError
 from ds_finetune.families.table import family_of
@@ -12,10 +12,10 @@ from ds_finetune.plan.batch import rows_of_forward
 from ds_finetune.plan.estimate.traced import Tracer
 from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.plan.search.candidates import Candidate, Candidates, Ranks, check_run
+from ds_finetune.plan.search.candidates import Candidates, Ranks, check_run
 from ds_finetune.plan.search.fitting import SPARE
 from ds_finetune.plan.search.forecast import UNCONFIRMED, memory_tree
-from ds_finetune.plan.search.layout import OFFLOAD_TEXTS, Layout, Sizes
+from ds_finetune.plan.search.layout import OFFLOADS, Layout
 from ds_finetune.plan.search.machines import GPUS_PER_NODE, Target
 from ds_finetune.plan.search.search import MOST_TRIED, Proposal, Search, SearchResult
 from ds_finetune.plan.settings import RunSettings
@@ -34,9 +34,9 @@ def search_layouts(given: RunSettings, target: Target, model: DescribedModel, tr
     ConfigError where no layout is legal or none fits, with what is missing and what would provide it.
     """
     if target.budget is None or not target.is_named:
-        known = "this machine has none" if target.budget is not None else "their memory is not known"
+        reason = "this machine has none" if target.budget is not None else "their memory is not known"
         raise ConfigError(
-            f"--search for {target.ranks.number} GPU{'s' * (target.ranks.number > 1)}, and {known}",
+            f"--search for {target.ranks.number} GPU{'s' * (target.ranks.number > 1)}, and {reason}",
             hint="name the GPU, as --gpu h100-80g, give --gpu-memory 40GiB, or --gpu cpu for this machine's CPU ranks",
         )
     # An undecided micro-batch counts as one row; the search chooses it.
@@ -50,11 +50,18 @@ def search_layouts(given: RunSettings, target: Target, model: DescribedModel, tr
 
 
 def _no_legal_layout(search: Search) -> FinetuneError:
-    """Error for no legal layout: the run file refuses all of them, or no layout can use so many ranks."""
+    """Error where no layout is legal: the run file is refused in every layout, or no layout divides the ranks."""
     candidates = search.candidates
     run, number = candidates.run, candidates.ranks.number
-    alone = replace(candidates, ranks=replace(candidates.ranks, number=1))
-    refusal = alone.refusal(Sizes()) or _refusal_of_stages(candidates)
+    on_one_rank = replace(candidates, ranks=replace(candidates.ranks, number=1))
+    pp_layers = run.parallel.pp_layers if (run.parallel.pp, run.parallel.vpp) == (1, 1) else ()
+    refusal: FinetuneError | None = on_one_rank.refusal(ParallelConfig(pp_layers=pp_layers))
+    if refusal is None and candidates.sizes:
+        layout = Layout(candidates.sizes[0], 1, "none", 1, candidates.activations[0])
+        try:
+            make_plan(layout.apply(run), world=candidates.ranks.world, device=candidates.ranks.device)
+        except ConfigError as refused:
+            refusal = refused
     if refusal is not None:
         return refusal
     numbers = (n for n in range(number, 0, -1) if n % min(n, candidates.ranks.per_node) == 0)
@@ -67,18 +74,6 @@ def _no_legal_layout(search: Search) -> FinetuneError:
     )
 
 
-def _refusal_of_stages(candidates: Candidates) -> ConfigError | None:
-    """Error of the run file's settings at every ZeRO stage; None where no sizes are legal."""
-    if not candidates.sizes:
-        return None
-    layout = Layout(candidates.sizes[0], 1, "none", 1, candidates.activations[0])
-    try:
-        make_plan(layout.apply(candidates.run), world=candidates.ranks.world, device=candidates.ranks.device)
-    except ConfigError as refused:
-        return refused
-    return None
-
-
 def _none_fits(search: Search, target: Target, result: SearchResult, nearest: Proposal) -> ConfigError:
     """Error with the excess of the nearest layout, and changes that would make room for the states of one."""
     run, budget = search.candidates.run, search.budget
@@ -87,15 +82,15 @@ def _none_fits(search: Search, target: Target, result: SearchResult, nearest: Pr
     hint = f"the states of a layout fit with one of: {changes}" if changes else "take GPUs or hosts with more memory"
     tried = f" (the search ended after {MOST_TRIED} layouts whose states fit)" if result.is_cut_off else ""
     return ConfigError(
-        f"no layout of {run.model.path} fits {target.name}{tried}: {layout_text(nearest.candidate)} comes nearest and "
+        f"no layout of {run.model.path} fits {target.name}{tried}: {layout_text(nearest)} comes nearest and "
         f"{budget.problem(nearest.memory)} ({SPARE:.0%} stay free), so {missing:,.1f} GiB of a rank are missing",
         hint=hint,
     )
 
 
 def _remedies(search: Search, target: Target, *, has_states: bool) -> Iterator[str]:
-    """Single changes of a run or its machines with which the states of a layout fit; `has_states` says whether they
-    already do.
+    """Single changes of a run or its machines with which the states of a layout fit; `has_states` is whether they fit
+    without a change.
     """
     run, ranks = search.candidates.run, target.ranks
     family = family_of(str(search.candidates.model["model_type"]))
@@ -119,10 +114,10 @@ def _have_room(search: Search, run: RunSettings, ranks: Ranks) -> bool:
     return replace(search, candidates=replace(search.candidates, run=run, ranks=ranks)).has_fitting_states()
 
 
-def layout_text(candidate: Candidate) -> str:
+def layout_text(proposal: Proposal) -> str:
     """Text of a layout, such as `dp 8 x ep 8, ZeRO-3, micro-batch 2, activations recomputed`."""
-    layout, offload = candidate.layout, OFFLOAD_TEXTS[candidate.layout.offload]
-    text = f"{candidate.plan.mesh}, ZeRO-{layout.zero_stage}{offload}, micro-batch {layout.micro_batch_size}"
+    layout, offload = proposal.layout, OFFLOADS[proposal.layout.offload][1]
+    text = f"{proposal.plan.mesh}, ZeRO-{layout.zero_stage}{offload}, micro-batch {layout.micro_batch_size}"
     return f"{text}, activations {layout.activations}"
 
 
@@ -130,7 +125,7 @@ def layout_header(best: Proposal, target: Target) -> list[str]:
     """Header lines for a run file with the first layout."""
     return [
         f"Layout for {target.name}, {target.ranks.per_node} in a node, by ds-finetune plan --search:",
-        f"{layout_text(best.candidate)};",
+        f"{layout_text(best)};",
         f"{best.memory.device_bytes / GIB:,.1f} GiB on the device are estimated.",
     ]
 
@@ -142,7 +137,16 @@ def result_tree(result: SearchResult, target: Target) -> dict[str, Any]:
         "gpus": target.ranks.number,
         "gpus_per_node": target.ranks.per_node,
         "device_bytes": target.budget.device_bytes,
-        "layouts": [_layout_tree(found) for found in result.proposals],
+        "layouts": [
+            {
+                "text": layout_text(proposal),
+                "parallel": proposal.plan.parallel.model_dump(mode="json"),
+                "deepspeed": proposal.plan.deepspeed,
+                "train": proposal.layout.train_keys,
+                "memory": memory_tree(proposal.memory),
+            }
+            for proposal in result.proposals
+        ],
         "notes": result_notes(result, target),
     }
 
@@ -156,15 +160,3 @@ def result_notes(result: SearchResult, target: Target) -> list[str]:
     cut = "; the search ended before the last layout, and later ones may fit too" if result.is_cut_off else ""
     unconfirmed = () if target.ranks.device == "cpu" else (UNCONFIRMED,)
     return [ORDER, f"{compared}{cut}.", *unconfirmed, *target.notes]
-
-
-def _layout_tree(found: Proposal) -> dict[str, Any]:
-    run = found.candidate.run
-    keys = ("micro_batch_size", *found.candidate.layout.activations.keys())
-    return {
-        "text": layout_text(found.candidate),
-        "parallel": run.parallel.model_dump(mode="json"),
-        "deepspeed": run.deepspeed,
-        "train": {key: getattr(run.train, key) for key in keys},
-        "memory": memory_tree(found.memory),
-    }

@@ -71,14 +71,14 @@ def batch_plan(plan: Plan, objective: Objective | None = None) -> BatchPlan:
     """Distribution of the samples over ranks, for `objective`, or for a loss that is a sum over tokens."""
     is_compared = objective is not None and objective.needs_reference
     return BatchPlan(
-        global_batch_size=plan.batch.global_batch_size,
-        micro_batch_size=plan.batch.micro_batch_size,
+        global_batch_size=plan.train.global_batch_size,
+        micro_batch_size=plan.micro_batch_size,
         rank=plan.mesh.place("dp"),
         dp=plan.dp,
         seed=0,
         shuffle=False,
         pad_token_id=0,
-        row_len=plan.batch.max_seq_len if plan.batch.is_packed else None,
+        row_len=plan.train.max_seq_len if plan.data.packing else None,
         multiple=plan.mesh.sp,
         looks_ahead=plan.mtp.train,
         documents_per_unit=objective.documents_per_unit if objective is not None else 0,
@@ -119,7 +119,7 @@ def eval_loss(engine: Engine) -> float:
         answered = engine.evaluate([whole_batch(engine)])
         assert answered is not None
         return answered.loss
-    all_rows = rows(engine.plan.batch.is_packed, engine.objective.documents_per_unit)
+    all_rows = rows(engine.plan.data.packing, engine.objective.documents_per_unit)
     plan, mismatched = batch_plan(engine.plan, engine.objective), _mismatched(engine)
     baseline = () if mismatched is None else eval_baseline(mismatched, plan)
     evaluation = engine.evaluate(_with_scores(engine, eval_batches(all_rows, plan)), baseline=baseline)
@@ -129,7 +129,7 @@ def eval_loss(engine: Engine) -> float:
 
 def whole_batch(engine: Engine) -> Batch:
     """This rank's share of a batch with all samples."""
-    all_rows = rows(engine.plan.batch.is_packed, engine.objective.documents_per_unit)
+    all_rows = rows(engine.plan.data.packing, engine.objective.documents_per_unit)
     plan = batch_plan(engine.plan, engine.objective)
     if is_of_answers(engine.objective):
         rows_of_batch = []
@@ -144,7 +144,7 @@ def whole_batch(engine: Engine) -> Batch:
 
 def _mismatched(engine: Engine) -> MismatchedAnswers | None:
     """Mismatched answers for KTO's z0; None for other objectives."""
-    is_packed = engine.plan.batch.is_packed
+    is_packed = engine.plan.data.packing
     return mismatched_answers(packing=is_packed) if engine.objective.needs_baseline else None
 
 

@@ -90,10 +90,10 @@ class Traces:
 
 def traced_layout(plan: Plan) -> tuple[object, ...]:
     """Everything in a plan that activations depend on."""
-    mesh, batch = plan.mesh, plan.batch
+    mesh = plan.mesh
     # On a CPU, blocks of logits depend on the number of threads.
     threads = (os.environ.get("OMP_NUM_THREADS"), os.cpu_count()) if plan.device == "cpu" else ()
-    sizes = mesh.tp, mesh.sp, mesh.ep, mesh.pp > 1, batch.micro_batch_size, batch.max_seq_len
+    sizes = mesh.tp, mesh.sp, mesh.ep, mesh.pp > 1, plan.micro_batch_size, plan.train.max_seq_len
     train = (plan.precision, plan.activation_checkpointing, plan.train.activation_offload, plan.train.tiled_mlp)
     kernels = (plan.device, plan.model.attention, plan.loss_kernel, plan.kernels)
     sections = (

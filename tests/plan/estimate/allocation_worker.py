@@ -82,7 +82,7 @@ def _measured(cell: AllocationCell, world: World, folder: Path) -> dict[str, int
 
 def take_full_steps(engine: Engine) -> None:
     """Steps on rows that are full, of one document each, with all tokens supervised."""
-    tokens = engine.plan.batch.max_seq_len
+    tokens = engine.plan.train.max_seq_len
     plan = replace(batch_plan(engine.plan), row_len=tokens)
     rows = [_row(tokens) for _ in range(plan.global_batch_size * STEPS)]
     for batch in training_batches(rows, plan, start_step=0, total_rows=len(rows)):

@@ -196,17 +196,17 @@ def test_adapters_of_experts_are_shared_by_the_ranks_that_hold_them(ep: int) -> 
     tree, rank = described_tree({"model_type": "qwen3_moe", **CONFIGS["qwen3_moe"]}), 8
     _, plan = run_of({"ep": ep}, lora={"rank": rank}, model={"path": "m", "weights": "load"})
     (weights,), (whole,) = weights_of_run(plan, tree), weights_of_run(run_of({})[1], tree)
-    adapted = [kind for kind in whole.kinds if ".layers." in kind.name and len(kind.whole) > 1]
+    adapted = [kind for kind in whole.kinds if ".layers." in kind.name and len(kind.full_shape) > 1]
     sizes = Counter[bool]()
     for kind in adapted:
         is_router = part_of(kind.name) == "router"
-        sizes[len(kind.whole) == 3] += (
-            0 if is_router else kind.numel // prod(kind.whole[-2:]) * rank * sum(kind.whole[-2:])
+        sizes[len(kind.full_shape) == 3] += (
+            0 if is_router else kind.numel // prod(kind.full_shape[-2:]) * rank * sum(kind.full_shape[-2:])
         )
     numbers = rank_elements(plan, tree, weights)
     assert numbers.trained == sizes[True] // ep + sizes[False]
-    assert numbers.trained_share == sizes[True] // RANKS + sizes[False] // RANKS
-    assert numbers.group_share == (numbers.trained_share if ep == 1 else max(sizes.values()) // RANKS)
+    assert numbers.sharded_trained == sizes[True] // RANKS + sizes[False] // RANKS
+    assert numbers.largest_group == (numbers.sharded_trained if ep == 1 else max(sizes.values()) // RANKS)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -217,7 +217,7 @@ def test_only_named_parameters_are_counted_as_trained(stage: int) -> None:
     named = replace(plan, train=plan.train.model_copy(update={"only": ("o_proj",), "freeze": (r".*\.[03]\..*",)}))
     weights = weights_of_run(plan, tree)[stage]
     (projection,) = (kind for kind in weights.kinds if kind.name.endswith("o_proj.weight"))
-    assert rank_elements(named, tree, weights).trained == prod(projection.whole)
+    assert rank_elements(named, tree, weights).trained == prod(projection.full_shape)
     assert rank_elements(plan, tree, weights).trained == weights.numel
 
 

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.errors import FinetuneError
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.build.planned_model import model_of_run
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.search.candidates import ACTIVATIONS, STAGES, Candidate, Candidates, Ranks, check_run
-from ds_finetune.plan.search.layout import OFFLOADS, Layout, Sizes
+from ds_finetune.plan.search.layout import OFFLOADS, Layout
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import TINY_MODELS, hf_config
 from ds_finetune.trainer.resolve import make_model_plan
@@ -53,7 +54,7 @@ def _candidates(config: RunConfig, ranks: Ranks) -> Candidates:
 
 def _model_of(candidate: Candidate) -> ModelPlan:
     """The plan of the model as `train` makes it."""
-    return make_model_plan(replace(candidate.run, mesh=candidate.plan.mesh))
+    return make_model_plan(candidate.plan)
 
 
 def _check(name: str, changes: dict[str, Any], folder: str, *, number: int, most: int) -> None:
@@ -63,7 +64,7 @@ def _check(name: str, changes: dict[str, Any], folder: str, *, number: int, most
         check_run(RunSettings.of(config), model_of_run(RunSettings.of(config)))
     except FinetuneError:
         # What the search refuses in every layout, `train` refuses on one rank too.
-        assert not _accepted(config, Layout(Sizes(), 1, "none", 1, ACTIVATIONS[0]), Ranks(1, 1, "cuda"))
+        assert not _accepted(config, Layout(ParallelConfig(), 1, "none", 1, ACTIVATIONS[0]), Ranks(1, 1, "cuda"))
         return
     candidates = _candidates(config, Ranks(number, 8, "cuda"))
     for each in rng.sample(candidates.sizes, min(most, len(candidates.sizes))):
@@ -74,8 +75,8 @@ def _check(name: str, changes: dict[str, Any], folder: str, *, number: int, most
             activations, rows = rng.choice(candidates.activations), rng.choice(candidates.micro_batch_sizes(each))
             found = candidates.find(Layout(each, stage, offload, rows, activations))
             assert found is not None
-            assert layout_of(found.run) == found.layout
-            planned = make_plan(found.run, world=candidates.ranks.world, device=candidates.ranks.device)
+            assert layout_of(found.plan) == found.layout
+            planned = make_plan(found.plan, world=candidates.ranks.world, device=candidates.ranks.device)
             assert replace(found.plan, decisions=()) == replace(planned, decisions=())
             assert _model_of(found).stages
 
@@ -110,11 +111,11 @@ def test_no_layout_is_missing(name: str, number: int, tmp_path: Path) -> None:
     found = {
         each.layout for each in all_layouts(_candidates(config, ranks)) if each.layout.activations in ACTIVATIONS[:2]
     }
-    sizes = [
-        Sizes(*each)
-        for each in itertools.product(range(1, number + 1), repeat=4)
-        if _accepted(config, Layout(Sizes(*each), 1, "none", 1, ACTIVATIONS[0]), ranks)
-    ]
+    grid = (
+        ParallelConfig(tp=tp, pp=pp, sp=sp, ep=ep)
+        for tp, pp, sp, ep in itertools.product(range(1, number + 1), repeat=4)
+    )
+    sizes = [each for each in grid if _accepted(config, Layout(each, 1, "none", 1, ACTIVATIONS[0]), ranks)]
     others = itertools.product(sizes, STAGES, OFFLOADS, range(1, 13), ACTIVATIONS[:2])
     every = [Layout(*each) for each in others]
     expected = {layout for layout in every if _planned(config, layout, ranks)}

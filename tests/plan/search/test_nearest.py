@@ -59,10 +59,7 @@ def test_every_change_that_is_named_fits() -> None:
     config = _config()
     plan = _plan(config)
     budget = round(0.7 * estimate_memory(plan, _WIDE, _TRACES).device_bytes)
-    changes = {
-        change.text: change.device_bytes
-        for change in fitting_changes(RunSettings.of(config), plan, _WIDE, _TRACES, budget=budget)
-    }
+    changes = {change.text: change.device_bytes for change in fitting_changes(plan, _WIDE, _TRACES, budget=budget)}
     assert {"train.micro_batch_size 12", "train.activation_checkpointing full"} <= changes.keys()
     assert all(fits(num_bytes, budget) for num_bytes in changes.values())
     recomputed = _config(activation_checkpointing="full")
@@ -74,17 +71,17 @@ def test_changes_add_up_where_none_is_enough() -> None:
     config = _config(rows=1, max_seq_len=4096)
     plan = _plan(config)
     whole = estimate_memory(plan, _LARGE, _TRACES_OF_LARGE).device_bytes
-    single = fitting_changes(RunSettings.of(config), plan, _LARGE, _TRACES_OF_LARGE, budget=whole)
+    single = fitting_changes(plan, _LARGE, _TRACES_OF_LARGE, budget=whole)
     # No change alone leaves enough of this free.
     budget = min(change.device_bytes for change in single)
-    (both,) = fitting_changes(RunSettings.of(config), plan, _LARGE, _TRACES_OF_LARGE, budget=budget)
+    (both,) = fitting_changes(plan, _LARGE, _TRACES_OF_LARGE, budget=budget)
     assert both.text == "train.activation_offload true, offload_optimizer.device cpu"
     assert fits(both.device_bytes, budget)
     zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
     changed = _config(rows=1, max_seq_len=4096, activation_checkpointing="full", activation_offload=True)
     changed = changed.model_copy(update={"deepspeed": {"zero_optimization": zero}})
     assert both.device_bytes == estimate_memory(_plan(changed), _LARGE, _TRACES_OF_LARGE).device_bytes
-    assert not fitting_changes(RunSettings.of(config), plan, _LARGE, _TRACES_OF_LARGE, budget=whole // 20)
+    assert not fitting_changes(plan, _LARGE, _TRACES_OF_LARGE, budget=whole // 20)
 
 
 @pytest.mark.parametrize(("spare", "chosen"), [(1, "selective"), (-1, "full")])

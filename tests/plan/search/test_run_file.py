@@ -7,18 +7,19 @@ import yaml
 
 from ds_finetune.config.edit_run_file import override_values, with_values, write_run_file, written_run_file
 from ds_finetune.config.schema import RunConfig, read_config
+from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.errors import OutputError
 from ds_finetune.plan.deepspeed_config import given_choices
-from ds_finetune.plan.search.layout import Activations, Layout, Sizes, decided, layout_keys, shipped_name
+from ds_finetune.plan.search.layout import Activations, Layout, decided, layout_keys, shipped_name
 from ds_finetune.plan.settings import RunSettings
 from tests.conftest import ROOT
 from tests.planning import layout_of
 
 SHIPPED = sorted((ROOT / "ds_configs" / "runs").glob("*.yaml"))
 LAYOUTS = (
-    Layout(Sizes(tp=2, ep=4), 3, "optimizer", 2, Activations(is_tiled=True, is_offloaded=True)),
-    Layout(Sizes(), 3, "none", 4, Activations("none")),
-    Layout(Sizes(pp=2), 1, "none", 1, Activations()),
+    Layout(ParallelConfig(tp=2, ep=4), 3, "optimizer", 2, Activations(tiled_mlp=True, activation_offload=True)),
+    Layout(ParallelConfig(), 3, "none", 4, Activations("none")),
+    Layout(ParallelConfig(pp=2), 1, "none", 1, Activations()),
 )
 BLOCKS = """\
 # A run.

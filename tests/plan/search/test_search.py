@@ -38,9 +38,9 @@ def _search(tmp_path: Path, name: str, *, ranks: int, per_node: int) -> Search:
 
 def _order(layout: Layout) -> tuple[object, ...]:
     """The order of the documentation, without micro-batch and recomputation."""
-    sizes = layout.sizes
+    sizes = layout.parallel
     extent = sizes.tp * sizes.pp * sizes.sp * sizes.ep
-    offload = (OFFLOADS.index(layout.offload), layout.activations.is_offloaded)
+    offload = (list(OFFLOADS).index(layout.offload), layout.activations.activation_offload)
     ties = [getattr(sizes, axis) for axis in TIES]
     return (*offload, len(sizes.axes), layout.zero_stage, extent, *(-size for size in ties))
 
@@ -77,17 +77,17 @@ def test_the_first_layouts_that_fit_are_found(name: str, ranks: int, per_node: i
         groups: dict[tuple[object, ...], list[Layout]] = {}
         for memory, layout in sorted(every, key=lambda each: _order(each[1])):
             fits_without = any(
-                key[:2] == (layout.sizes, layout.zero_stage) and key[2:] != _host(layout) for key in groups
+                key[:2] == (layout.parallel, layout.zero_stage) and key[2:] != _host(layout) for key in groups
             )
             if not budget.excess(memory) and not fits_without:
-                groups.setdefault((layout.sizes, layout.zero_stage, *_host(layout)), []).append(layout)
+                groups.setdefault((layout.parallel, layout.zero_stage, *_host(layout)), []).append(layout)
         expected = [min(layouts, key=_within_group) for layouts in groups.values()][:LISTED]
-        assert [found.candidate.layout for found in result.proposals] == expected, share
+        assert [found.layout for found in result.proposals] == expected, share
         assert result.num_tried <= MOST_TRIED
 
 
 def _host(layout: Layout) -> tuple[object, ...]:
-    return layout.offload, layout.activations.is_offloaded
+    return layout.offload, layout.activations.activation_offload
 
 
 def _within_group(layout: Layout) -> tuple[int, int]:
@@ -96,7 +96,7 @@ def _within_group(layout: Layout) -> tuple[int, int]:
 
 def test_the_order_is_that_of_the_documentation(tmp_path: Path) -> None:
     found = [first.layout for first in _search(tmp_path, "deepseek_v3_deep", ranks=4, per_node=4)._groups()]
-    assert len({layout.sizes.axes for layout in found}) > 4
+    assert len({layout.parallel.axes for layout in found}) > 4
     assert {_host(layout) for layout in found} == {
         (offload, inputs) for offload in OFFLOADS for inputs in (False, True)
     }
@@ -181,6 +181,7 @@ def test_the_command_writes_a_run_file_that_it_accepts(
         ("deepseek_v2_lite", "--gpus 8 --gpu tpu", ("GPU `tpu` is not in the table",)),
         ("deepseek_v2_lite", "--gpus 8 --gpu h100-80g --tensors", ("--search with --tensors",)),
         ("deepseek_v2_lite", "--gpus 8 --gpu h100-80g train.max_seq_len=1000000", ("positions of",)),
+        ("deepseek_v2_lite", "--gpus 8 --gpu h100-80g parallel.pp_layers=[27]", ("parallel.pp_layers [27] with",)),
         ("deepseek_v2_lite", "--gpus 8 --gpu h100-80g inexact=[zenflow]", ("zenflow cannot work with experts",)),
     ],
 )

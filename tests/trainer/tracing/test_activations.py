@@ -197,7 +197,7 @@ def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert again(replace(plan, mesh=replace(plan.mesh, dp=64))) == first
     for other in (
         replace(plan, train=plan.train.model_copy(update={"tiled_mlp": True})),
-        replace(plan, batch=replace(plan.batch, micro_batch_size=1)),
+        plan.with_rows(1),
     ):
         with pytest.raises(pytest.fail.Exception, match="traced again"):
             again(other)
