@@ -33,6 +33,7 @@ from ds_finetune.export.quantisation_loss import quantisation_loss
 from ds_finetune.export.safetensors_folder import SECTION
 from ds_finetune.export.safetensors_format import load_model, load_scorer
 from ds_finetune.export.shards import HubTensor, ShardWriter, plan_shards
+from ds_finetune.export.source import check_finite
 from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.families.family import Family
 from ds_finetune.families.table import family_of
@@ -208,10 +209,7 @@ def _parts_of(
     step = max(_CHUNK_NUMEL // columns, 1)
     for first in range(0, shape[0] if shape else 1, step):
         rows = hub.rows(key, first, min(first + step, shape[0])) if shape else hub.whole(key)
-        if not torch.isfinite(rows).all():
-            raise ExportError(
-                f"tensor `{key}` holds NaN or infinity in the source", hint="export an older checkpoint of the run"
-            )
+        check_finite(key, rows, rows, others="w8a16")
         if quantiser is None:
             yield "", first * columns, rows.to(dtype).contiguous()
             continue

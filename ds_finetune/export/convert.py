@@ -13,10 +13,9 @@ from pathlib import Path
 import torch
 
 from ds_finetune.console.phase_line import PhaseLine
-from ds_finetune.errors import ExportError
 from ds_finetune.export.safetensors_folder import FolderParts, folder_writer
 from ds_finetune.export.shards import HubTensor, ShardWriter
-from ds_finetune.export.source import TensorSource
+from ds_finetune.export.source import TensorSource, check_finite
 from ds_finetune.model.quantised.fp8 import BLOCK, BYTE_SCALE, FP8, quantise, quantise_like, scale_shape
 from ds_finetune.model.quantised.mxfp4 import PACKED, pack, packed_shapes
 from ds_finetune.model.weights.names import hub_pieces, is_table
@@ -113,12 +112,12 @@ class Conversion:
         flat = self.source.read(item.name, item.begin + item.start, item.numel)
         assert flat.shape == (item.numel,), (item, flat.shape)
         if item.columns:
-            _check_finite(item, flat, flat)
+            check_finite(item.key, flat, flat, others="bf16")
             write = self._pack if self.parts.in_fp4(item.key) else self._quantise
             return write(item, flat.view(-1, item.columns), writer)
         dtype = self.dtype_of(item.name)
         cast = flat.contiguous() if flat.dtype == dtype else self._scratch.take(flat.numel(), dtype).copy_(flat)
-        _check_finite(item, flat, cast)
+        check_finite(item.key, flat, cast, others="fp32" if dtype == torch.bfloat16 else "bf16 or fp32")
         writer.write(item.key, item.start, cast)
         return 0, 0
 
@@ -168,18 +167,6 @@ class _WorkItem:
     start: int
     numel: int
     columns: int
-
-
-def _check_finite(item: _WorkItem, flat: torch.Tensor, cast: torch.Tensor) -> None:
-    low, high = torch.aminmax(cast)
-    if not (torch.isfinite(low) and torch.isfinite(high)):
-        is_read = bool(torch.isfinite(flat).all())
-        raise ExportError(
-            f"tensor `{item.key}` holds NaN or infinity {f'as {cast.dtype}' if is_read else 'in the checkpoint'}",
-            hint=f"export with --dtype {'fp32' if cast.dtype == torch.bfloat16 else 'bf16 or fp32'}"
-            if is_read
-            else "the run diverged before this checkpoint; export an older one",
-        )
 
 
 def _run_in_threads(work: Callable[[_WorkItem], Blocks], items: Iterable[_WorkItem], workers: int) -> Blocks:

@@ -163,3 +163,20 @@ def _is_equal(source: TensorSource, name: str, other: str) -> bool:
     numel = math.prod(source.shapes[name])
     parts = ((start, min(_COMPARED_NUMEL, numel - start)) for start in range(0, numel, _COMPARED_NUMEL))
     return all(torch.equal(source.read(name, *part).clone(), source.read(other, *part)) for part in parts)
+
+
+def check_finite(key: str, stored: torch.Tensor, cast: torch.Tensor, *, others: str) -> None:
+    """ExportError where `cast`, elements of the tensor `key` in another dtype than `stored`, has NaN or infinity.
+
+    The hint names `others`, dtypes that hold the values, unless they were NaN or infinite in the source already.
+    """
+    low, high = torch.aminmax(cast)
+    if torch.isfinite(low) and torch.isfinite(high):
+        return
+    if torch.isfinite(stored).all():
+        text = f"as {str(cast.dtype).removeprefix('torch.')}"
+        raise ExportError(f"tensor `{key}` holds NaN or infinity {text}", hint=f"export with --dtype {others}")
+    raise ExportError(
+        f"tensor `{key}` holds NaN or infinity in the source",
+        hint="the run diverged before it was written: export an older checkpoint",
+    )

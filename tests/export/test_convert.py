@@ -157,9 +157,9 @@ def test_a_tied_head_is_left_out_where_it_is_the_same_and_refused_where_not(tmp_
 @pytest.mark.parametrize(
     ("value", "dtype", "said"),
     [
-        (float("nan"), "bf16", r"tensor `model.norm.weight` holds NaN or infinity in the checkpoint"),
-        (float("-inf"), "fp32", r"tensor `model.norm.weight` holds NaN or infinity in the checkpoint"),
-        (1e5, "fp16", r"tensor `model.norm.weight` holds NaN or infinity as torch.float16"),
+        (float("nan"), "bf16", r"tensor `model.norm.weight` holds NaN or infinity in the source"),
+        (float("-inf"), "fp32", r"tensor `model.norm.weight` holds NaN or infinity in the source"),
+        (1e5, "fp16", r"tensor `model.norm.weight` holds NaN or infinity as float16"),
     ],
 )
 @pytest.mark.parametrize("workers", [1, 3])

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export.gguf.settings import head_dim, rope_factors
+from ds_finetune.export.source import check_finite
 from ds_finetune.families.family import Family
 from ds_finetune.model.build.hub_folder import HubFolder
 
@@ -53,15 +54,11 @@ class GgufTensor:
     def pieces(self, hub: HubFolder) -> Iterator[bytes]:
         """The tensor's bytes in order; ExportError for NaN or infinity, in the source or in the tensor's type."""
         for part in self._parts(hub):
-            values = part.float().reshape(-1, self.shape[-1]).numpy()
+            values = part.float().reshape(-1, self.shape[-1])
             with np.errstate(over="ignore"):
-                data = quantize(values, self.kind)
-            if not np.isfinite(values).all() or (self.kind == Kind.F16 and not np.isfinite(data).all()):
-                is_read = bool(np.isfinite(values).all())
-                raise ExportError(
-                    f"tensor `{self.keys[0]}` holds NaN or infinity {'as f16' if is_read else 'in the source'}",
-                    hint="export with --quantise bf16 or f32" if is_read else "export an older checkpoint of the run",
-                )
+                data = quantize(values.numpy(), self.kind)
+            cast = torch.from_numpy(data) if self.kind == Kind.F16 else values
+            check_finite(next(iter(self.keys), self.name), values, cast, others="bf16 or f32")
             yield data.tobytes()
 
     def _parts(self, hub: HubFolder) -> Iterator[torch.Tensor]:

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ds_finetune.errors import ExportError
 from ds_finetune.export.formats import ONNX
 from ds_finetune.export.onnx.graph import Graph
+from ds_finetune.export.source import check_finite
 from ds_finetune.families.family import Family, OnnxGraph
 from ds_finetune.families.table import family_of
 from ds_finetune.model.weights.names import published_name
@@ -116,13 +116,7 @@ class Layers:
 def array_of(tensor: torch.Tensor, dtype: np.dtype, key: str) -> np.ndarray:
     """`tensor` in row-major order as `dtype`; ExportError where the cast gives NaN or infinity (fp16: above 65504)."""
     cast = tensor.to(torch.float16 if dtype == np.float16 else torch.float32).contiguous()
-    low, high = torch.aminmax(cast)
-    if not (torch.isfinite(low) and torch.isfinite(high)):
-        is_read = bool(torch.isfinite(tensor).all())
-        raise ExportError(
-            f"tensor `{key}` holds NaN or infinity {f'as {dtype}' if is_read else 'in the folder'}",
-            hint="export with --dtype fp32" if is_read else "the weights are damaged; export them again",
-        )
+    check_finite(key, tensor, cast, others="fp32")
     return cast.numpy()
 
 

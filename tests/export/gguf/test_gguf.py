@@ -294,7 +294,7 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     tensors = load_file(hub / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = 1e6
     save_file(tensors, hub / "model.safetensors", metadata={"format": "pt"})
-    refused(ExportError, r"`model\.layers\.1\.mlp\.up_proj\.weight` holds NaN or infinity as f16", dtype="f16")
+    refused(ExportError, r"`model\.layers\.1\.mlp\.up_proj\.weight` holds NaN or infinity as float16", dtype="f16")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = torch.nan
     save_file(tensors, hub / "model.safetensors", metadata={"format": "pt"})
     refused(ExportError, "holds NaN or infinity in the source")

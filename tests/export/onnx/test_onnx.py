@@ -363,7 +363,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "a tensor missing": (_remove_a_tensor, "1 missing: model.layers.1.self_attn.o_proj.weight"),
     "truncated": (_truncate, "model.safetensors is not a whole safetensors file"),
     "beyond fp16": (partial(_scale, factor=1e6), "`model.norm.weight` holds NaN or infinity as float16"),
-    "not a number": (partial(_scale, factor=float("nan")), "`model.norm.weight` holds NaN or infinity in the folder"),
+    "not a number": (partial(_scale, factor=float("nan")), "`model.norm.weight` holds NaN or infinity in the source"),
 }
 
 
