@@ -62,7 +62,8 @@ def read_file_record(folder: Path, kind: str) -> tuple[dict[str, FileSums], dict
         wrong = "" if tree["format"] == kind else f"its format is {tree['format']}, not {kind}"
         if not wrong and tree.pop("sum") != _sum_of(tree):
             wrong = "its own digest differs: it was changed"
-        files = {name: FileSums(each["size"], tuple(each["sums"])) for name, each in tree["files"].items()}
+        entries = {} if wrong else tree["files"]
+        files = {name: FileSums(each["size"], tuple(each["sums"])) for name, each in entries.items()}
     except FileNotFoundError:
         name = kind.partition(" ")[0]
         raise ExportError(
