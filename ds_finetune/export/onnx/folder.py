@@ -113,7 +113,7 @@ def _write_and_compare(
     with_cache = options.with_cache and not is_classifier(model.config)
     with replaced_folder(out) as new:
         with as_output_errors(new):
-            _write_graph(model, hub, partial, options)
+            _write_graph(model, hub, new, options)
         reference = make_reference(folder)
         comparison = compare(new, reference)
         about = {

@@ -345,8 +345,8 @@ def _stage_1_and_2_weights(
             offset += numel + int(padding)
         # The end of the vector may be padded to a multiple of 2 x ranks (zero_to_fp32.py:364-381).
         align = 2 * len(optim)
-        numels = ([align * math.ceil(numel / align)] for numel in (numel_of(vector), offset))
-        _check_count(step, *numels, "elements")
+        present, expected = (align * math.ceil(numel / align) for numel in (numel_of(vector), offset))
+        _check_count(step, [present], [expected], "elements")
 
 
 def _check_count(step: Path, present: Sequence[int], expected: Sequence[int], unit: str) -> None:
