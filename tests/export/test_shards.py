@@ -43,13 +43,13 @@ def test_files_hold_what_was_written_in_any_order(chunk: int, max_bytes: int, tm
     writer = ShardWriter(tmp_path, shards)
     write_all(writer, chunk, seed=chunk)
     writer.finish()
-    found = {key: tensor for shard in shards for key, tensor in load_file(tmp_path / shard.name).items()}
+    found = {key: tensor for shard in shards for key, tensor in load_file(tmp_path / shard).items()}
     assert found.keys() == tensors().keys()
     assert all(
         torch.equal(found[key], tensor) and found[key].dtype == tensor.dtype for key, tensor in tensors().items()
     )
     for shard in shards:
-        with safe_open(tmp_path / shard.name, framework="pt") as file:
+        with safe_open(tmp_path / shard, framework="pt") as file:
             assert file.metadata() == {"format": "pt"}
 
 
