@@ -78,7 +78,7 @@ def weights_for_answers(wrapped: Any, plan: Plan) -> Iterator[bool]:  # noqa: AN
         _report(plan, f"answers under ZeRO-3: each token gathers the weights layer by layer, since {obstacle}")
         yield True
         return
-    _report(plan, "answers under ZeRO-3: by whole weights, gathered once")
+    _report(plan, "answers under ZeRO-3: with full weights, gathered once")
     with full_weights(wrapped.optimizer, wrapped.module.lm):
         yield has_expert_ranks
 

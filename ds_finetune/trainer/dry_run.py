@@ -121,12 +121,12 @@ def _range(values: set[int]) -> str:
 
 def _shapes(kinds: Sequence[TensorKind], plan: Plan) -> Table:
     table = Table(title="tensors", title_justify="left", box=None)
-    for head in ("name", "times", "whole", "on a rank", "shared by"):
+    for head in ("name", "times", "full shape", "on a rank", "shared by"):
         table.add_column(head, overflow="fold")
     for kind in kinds:
         table.add_row(kind.name, str(kind.count), _by(kind.full_shape), _by(kind.local), f"{kind.sharers} ranks")
     if plan.zero_stage == 3:
-        table.caption = "ZeRO-3 keeps on each rank one of as many equal parts as ranks share a tensor"
+        table.caption = "under ZeRO-3 the ranks that share a tensor hold equal parts of it"
         table.caption_justify = "left"
     return table
 

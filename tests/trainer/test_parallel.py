@@ -25,7 +25,7 @@ def _run(folder: Path, *, ranks: int, layers: int = 2, **sections: Any) -> Path:
     done = start(torchrun("ds_finetune/train.py", str(run_file), ranks=ranks))
     assert done.returncode == 0, done.stdout + done.stderr
     is_partitioned = ranks > 1 and sections["deepspeed"]["zero_optimization"]["stage"] == 3
-    assert done.stderr.count("answers under ZeRO-3: by whole weights, gathered once") == is_partitioned
+    assert done.stderr.count("answers under ZeRO-3: with full weights, gathered once") == is_partitioned
     return folder
 
 

@@ -23,15 +23,13 @@ from ds_finetune.foreign.torch_distributed import abort_groups, default_timeout
 from ds_finetune.system.world import World
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""Timeout of collectives."""
-MEETING_TIMEOUT = timedelta(minutes=30)
-"""Timeout of the rendezvous, before there is a process group."""
+"""Default timeout of collectives, and of the rendezvous before there is a process group."""
 
 REPORT_AFTER, _PAUSE = 20, 0.1
 """Seconds until a rank reports for which ranks it waits, and seconds between two checks."""
 
 
-def meet(world: World, *, timeout: timedelta = MEETING_TIMEOUT) -> dist.Store:
+def meet(world: World, *, timeout: timedelta = COLLECTIVE_TIMEOUT) -> dist.Store:
     """Rendezvous of the ranks of `world`: returns the store that they share, once every rank has connected. RunError
     after `timeout`, and on rank zero where the port is in use.
 
