@@ -111,6 +111,22 @@ def test_adapters_are_merged_where_the_base_is_what_they_were_trained_on(
     assert all(torch.allclose(found[name], tensor, atol=1e-6) for name, tensor in wanted.items() if name in found)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora_alpha": None}, "has r 8 and lora_alpha None, which should be numbers"),
+        ({"r": "8"}, "has r '8' and lora_alpha 32, which should be numbers"),
+        ({"rank_pattern": {"q_a_proj": 0}}, "has r 0 and lora_alpha 32, which should be numbers"),
+        ({"rank_pattern": ["q_a_proj"]}, "cannot be read as an adapter"),
+        ({"alpha_pattern": {"(q_a_proj": 2}}, "cannot be read as an adapter: missing \\)"),
+    ],
+)
+def test_settings_of_a_wrong_type_are_one_error(changes: dict[str, Any], message: str, folder: Path) -> None:
+    change_json(folder / "adapter" / CONFIG, **changes)
+    with pytest.raises(ExportError, match=message):
+        _export(folder)
+
+
 def test_the_weights_of_an_adapter_have_the_permissions_of_the_umask(folder: Path) -> None:
     assert (folder / "adapter" / WEIGHTS).stat().st_mode == (folder / "adapter" / CONFIG).stat().st_mode
 

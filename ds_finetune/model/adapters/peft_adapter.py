@@ -60,10 +60,14 @@ class PeftAdapter:
         """Open and check `folder`; ExportError where it is damaged, is not LoRA, or has unsupported settings."""
         try:
             config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+            if not isinstance(config, dict):
+                raise ValueError(f"{CONFIG} is {type(config).__name__}, not an object")
+            for pattern in {**(config.get("rank_pattern") or {}), **(config.get("alpha_pattern") or {})}:
+                re.compile(pattern)
             with safe_open(folder / WEIGHTS, framework="pt") as file:
                 matches = {key: _KEY.match(key) for key in file.keys()}  # noqa: SIM118 - not a dict
                 digest = (file.metadata() or {}).get(BASE_DIGEST, "")
-        except (OSError, ValueError, SafetensorError) as broken:
+        except (OSError, ValueError, TypeError, re.error, SafetensorError) as broken:
             raise ExportError(
                 f"{folder} cannot be read as an adapter: {broken}", hint="save it again with peft's save_pretrained"
             ) from broken
@@ -110,8 +114,12 @@ class PeftAdapter:
         """Rank of a weight's adapter, and the scale of its product B A."""
         # peft looks patterns up by the weight's name for parameters, by the module's for modules
         # (tuners/tuners_utils.py).
-        rank = int(self._value("rank_pattern", "r", name))
-        alpha = float(self._value("alpha_pattern", "lora_alpha", name))
+        rank, alpha = self._value("rank_pattern", "r", name), self._value("alpha_pattern", "lora_alpha", name)
+        if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
+            raise ExportError(
+                f"{self.folder}/{CONFIG}: `{name}` has r {rank!r} and lora_alpha {alpha!r}, which should be numbers",
+                hint="correct the file, or save the adapter again with peft's save_pretrained",
+            )
         return rank, alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def shape(self, name: str) -> Shape:
