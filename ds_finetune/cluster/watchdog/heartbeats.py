@@ -31,10 +31,10 @@ DONE: it has finished without an error. ENDED: it knows why the run ends. Before
 """
 _ENDING, _NONE, _PROCESS = "ending", "none", "process"
 _CLOSE_SECONDS, _JOIN_WAIT = 2.0, timedelta(minutes=10)
-_LATE_SECONDS, _LATE_WITHIN, _LATE_IN_SUM = 0.5, 60.0, 3.0
+_LATE_SECONDS, _LATE_WITHIN, _LATE_IN_SUM, _FEWEST_LATE = 0.5, 60.0, 3.0, 3
 """TCP resends a lost packet after 0.2 s, and after 0.6 s if it is lost again. A heartbeat that takes more than
-_LATE_SECONDS, instead of milliseconds, is late. The network is at fault if late heartbeats within _LATE_WITHIN s took
-more than _LATE_IN_SUM s together.
+_LATE_SECONDS, instead of milliseconds, is late. The network is at fault if at least _FEWEST_LATE late heartbeats within
+_LATE_WITHIN s took more than _LATE_IN_SUM s in sum: a busy processor delays a few.
 """
 
 
@@ -139,7 +139,8 @@ class Heartbeats(threading.Thread):
     def _exchange(self) -> None:
         began, self._number = time.monotonic(), self._number + 1
         late = tuple(seconds for at, seconds in self._late if at > began - _LATE_WITHIN)
-        status = replace(self._status(), trouble=self.trouble, late=late if sum(late) > _LATE_IN_SUM else ())
+        is_network = len(late) >= _FEWEST_LATE and sum(late) > _LATE_IN_SUM
+        status = replace(self._status(), trouble=self.trouble, late=late if is_network else ())
         if status.seconds < BEAT_SECONDS:
             # A rank that makes progress sends no recent collectives: they would be outdated when read.
             status = replace(status, recent=())

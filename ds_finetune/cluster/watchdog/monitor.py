@@ -43,6 +43,8 @@ The limit is longer while ranks prepare, since native code that prepares data ma
 """
 ROUND_SECONDS = 5.0
 """How long heartbeats may take to arrive once a rank has hung or failed; a rank without one then counts as silent."""
+_STOPPED_SECONDS = 15.0
+"""A rank that has sent no heartbeat for so long is at fault, even if earlier heartbeats came late."""
 _GRACE_SECONDS = 2.0
 """How long a rank with an error that another rank may have caused waits for that cause; how long a rank that learns of
 the end of the run has to end by itself.
@@ -255,7 +257,9 @@ class Monitor(threading.Thread):
     def _diagnose(self, active: Sequence[RankProcess], *, is_error: bool) -> None:
         beats, statuses = self._beats, {each.rank: self._beats.status_of(each.rank) for each in active}
         trouble = next(status.trouble for status in statuses.values() if status and status.trouble)
-        network = self._late_heartbeats(statuses)
+        # Lost packets delay heartbeats; only a rank that is stopped or dead sends none for so long.
+        is_stopped = any(beats.heard_at[rank] < self._compare_at - _STOPPED_SECONDS for rank in statuses)
+        network = "" if is_stopped else self._late_heartbeats(statuses)
         for rank, status in statuses.items():
             if beats.heard_at[rank] < self._compare_at:
                 statuses[rank] = None

@@ -265,10 +265,23 @@ def test_late_heartbeats_are_the_networks_fault_and_end_no_rank(late_on: str, tm
         assert ending.at_fault == (3,)
 
 
-def test_a_few_late_heartbeats_are_chance(tmp_path: Path) -> None:
+def test_a_rank_that_is_stopped_is_named_although_its_heartbeats_came_late_before(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, "aabb")
+    for rank in (2, 3):
+        ranks.monitors[rank]._beats._late.extend([(time.monotonic(), 3.1)] * 3)
+    ranks.beat()
+    ranks.hang(1, others=[1, 2])
+    ranks.monitors[0]._beats.heard_at[3] -= 20
+    ranks.watch(0, after=ROUND)
+    ending = ranks.ending(0)
+    assert (ending.at_fault, ending.line) == ((3,), f"{ranks.processes[3]}: {UNREACHABLE}")
+
+
+@pytest.mark.parametrize("late", [(0.6, 2.0), (3.1,), (1.6, 1.6)])
+def test_a_few_late_heartbeats_are_chance(late: tuple[float, ...], tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, "ab")
     now = time.monotonic()
-    ranks.monitors[1]._beats._late.extend([(now, 0.6), (now, 2.0), (now - 61, 2.0)])
+    ranks.monitors[1]._beats._late.extend([*((now, seconds) for seconds in late), (now - 61, 2.0)])
     ranks.beat()
     status = ranks.monitors[0]._beats.status_of(1)
     assert status is not None
