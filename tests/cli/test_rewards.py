@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_finetune.cli.main import main
-from ds_finetune.cli.rewards import _said
+from ds_finetune.cli.rewards import _result_text
 from ds_finetune.objectives.rewards.pool import open_rewards
 from tests.objectives.rewards.scoring import FILE, answer_of, section_of
 from tests.running import tiny_task
@@ -57,7 +57,7 @@ def test_reference_answers_and_answers_of_the_model(tmp_path: Path, capsys: pyte
 def test_what_was_read_of_an_answer_stands_beside_it() -> None:
     with open_rewards([section_of("number")]) as rewards:
         found = rewards.start([answer_of(text, {"answer": "6"}) for text in ("10^6", "six")]).parts()
-    assert [_said(part) for (part,) in found] == ["0.0 (read '1000000')", "0.0 (no result read)"]
+    assert [_result_text(part) for (part,) in found] == ["0.0 (read '1000000')", "0.0 (no result read)"]
 
 
 @pytest.mark.parametrize(
