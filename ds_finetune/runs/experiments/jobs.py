@@ -21,7 +21,7 @@ from ds_finetune.config.hostfile import Host, read_hostfile
 from ds_finetune.config.run_file import apply_override, read_yaml, set_key
 from ds_finetune.config.schema import validate_tree
 from ds_finetune.console.tables import show_line
-from ds_finetune.errors import INTERRUPTED_EXIT_CODE, LaunchError
+from ds_finetune.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, OutputError
 from ds_finetune.runs.metrics import MetricsReader
 from ds_finetune.system.processes import die_with_parent, handle_signals
 from ds_finetune.system.whole_file import replace_file
@@ -80,21 +80,34 @@ def _groups_of_slots(hostfile: str, hosts: Sequence[Host], ranks: int) -> list[s
     return ["@".join(names[first : first + number]) for first in range(0, len(names) - number + 1, number)]
 
 
-def short_run(run_file: Path, overrides: Sequence[str], *, steps: int, output_dir: Path) -> dict[str, Any]:
-    """The run file with `overrides` and `steps` steps, without evaluation, checkpoints, exports and trackers.
+@dataclass(frozen=True, kw_only=True)
+class ShortRuns:
+    """An experiment of runs of `steps` steps of a run file with overrides; `folder` is new and gets the results."""
 
-    ConfigError where it is invalid.
-    """
-    tree, lines = read_yaml(run_file)
-    for override in overrides:
-        apply_override(tree, lines, override)
-    validate_tree(tree, lines, str(run_file))
-    tree = {key: value for key, value in tree.items() if key not in ("eval", "launch")}
-    tree["data"] = {key: value for key, value in tree["data"].items() if key != "eval"}
-    tree["train"] = {key: value for key, value in tree.get("train", {}).items() if key != "duration"}
-    set_key(tree, {}, "train.for", f"{steps} steps", source="--steps")
-    off = {"checkpoint": {"every": "never"}, "export": {"at_end": False}, "log": {"trackers": []}}
-    return {**tree, **off, "output_dir": str(output_dir)}
+    run_file: Path
+    overrides: Sequence[str]
+    steps: int
+    folder: Path
+
+    def check(self, fewest_steps: int) -> None:
+        """ConfigError for fewer than `fewest_steps` steps, OutputError for a folder that exists."""
+        if self.steps < fewest_steps:
+            raise ConfigError(f"--steps is {self.steps}: too few to measure", hint=f"take {fewest_steps} or more")
+        if self.folder.exists():
+            raise OutputError(f"`{self.folder}` exists already", hint="name another folder")
+
+    def run_tree(self, output_dir: Path) -> dict[str, Any]:
+        """The run file of one run, without evaluation, checkpoints, exports and trackers; ConfigError where invalid."""
+        tree, lines = read_yaml(self.run_file)
+        for override in self.overrides:
+            apply_override(tree, lines, override)
+        validate_tree(tree, lines, str(self.run_file))
+        tree = {key: value for key, value in tree.items() if key not in ("eval", "launch")}
+        tree["data"] = {key: value for key, value in tree["data"].items() if key != "eval"}
+        tree["train"] = {key: value for key, value in tree.get("train", {}).items() if key != "duration"}
+        set_key(tree, {}, "train.for", f"{self.steps} steps", source="--steps")
+        off = {"checkpoint": {"every": "never"}, "export": {"at_end": False}, "log": {"trackers": []}}
+        return {**tree, **off, "output_dir": str(output_dir)}
 
 
 def yaml_text(tree: dict[str, Any]) -> str:

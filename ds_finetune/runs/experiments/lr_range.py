@@ -5,7 +5,6 @@ setting: with AdamW and warm-up the test often suggests too high a rate, and it 
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,8 +15,8 @@ from numpy.typing import NDArray
 
 from ds_finetune.config.schema import validate_tree
 from ds_finetune.console.phase_line import Say
-from ds_finetune.errors import USER_ERROR_EXIT_CODE, ConfigError, OutputError, RunError
-from ds_finetune.runs.experiments.jobs import LOG, REPORT, RUN, ExperimentRun, run_jobs, run_slots, short_run
+from ds_finetune.errors import USER_ERROR_EXIT_CODE, ConfigError, RunError
+from ds_finetune.runs.experiments.jobs import LOG, REPORT, RUN, ExperimentRun, ShortRuns, run_jobs, run_slots
 from ds_finetune.runs.report.blocks import Charts, Facts, Page, ReportSection, Tile
 from ds_finetune.runs.report.charts import Chart, Line
 from ds_finetune.runs.report.write import write_page
@@ -29,17 +28,13 @@ _DIVERGED = 4.0
 _LEAST_STEPS = 10
 
 
-@dataclass(frozen=True)
-class RangeRequest:
-    """The run file with its overrides, the first and last rate, the numbers of steps and ranks, and a new folder."""
+@dataclass(frozen=True, kw_only=True)
+class RangeRequest(ShortRuns):
+    """A range test on `ranks` ranks, whose learning rate rises from `low` to `high`."""
 
-    run_file: Path
-    overrides: Sequence[str]
     low: float
     high: float
-    steps: int
     ranks: int
-    folder: Path
 
 
 def run_range_test(request: RangeRequest, say: Say) -> dict[str, Any]:
@@ -49,20 +44,17 @@ def run_range_test(request: RangeRequest, say: Say) -> dict[str, Any]:
     ConfigError and OutputError before anything is written; RunError where the run fails, or ConfigError where the run
     refuses its settings.
     """
-    low, high, steps, folder = request.low, request.high, request.steps, request.folder
+    low, high, folder = request.low, request.high, request.folder
     if not 0 < low < high:
         hint = "choose LOW above 0 and HIGH above LOW"
         raise ConfigError(f"the learning rate would rise from {low:g} to {high:g}", hint=hint)
-    if steps < _LEAST_STEPS:
-        raise ConfigError(f"--steps is {steps}: too few for a curve", hint=f"take {_LEAST_STEPS} or more")
-    tree = short_run(request.run_file, request.overrides, steps=steps, output_dir=folder / RUN)
+    request.check(_LEAST_STEPS)
+    tree = request.run_tree(folder / RUN)
     rising_lr = {"lr": high, "lr_scheduler": "exponential_rise", "min_lr_ratio": low / high}
     tree["optim"] = {**{key: value for key, value in tree.get("optim", {}).items() if key != "warmup"}, **rising_lr}
     validate_tree(tree, {}, str(request.run_file))
-    if folder.exists():
-        raise OutputError(f"`{folder}` exists already", hint="name another folder")
     hardware = run_slots(ranks=request.ranks, parallel=1, hostfile=None)
-    say(f"{steps} steps from {low:g} to {high:g}, in {folder}")
+    say(f"{request.steps} steps from {low:g} to {high:g}, in {folder}")
     run = ExperimentRun(folder, tree)
     run_jobs(iter([partial(run.train, should_stop=lambda: _has_grown(run))]), hardware)
     is_diverged = _has_grown(run)

@@ -12,11 +12,11 @@ from typing import Any
 from ds_finetune.config.run_file import set_key
 from ds_finetune.config.schema import validate_tree
 from ds_finetune.console.phase_line import Say
-from ds_finetune.errors import ConfigError, FinetuneError, OutputError, RunError
+from ds_finetune.errors import ConfigError, FinetuneError, RunError
 from ds_finetune.plan.deepspeed_config import given_choices
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
-from ds_finetune.runs.experiments.jobs import REPORT, RUN, ExperimentRun, run_jobs, run_slots, short_run
+from ds_finetune.runs.experiments.jobs import REPORT, RUN, ExperimentRun, ShortRuns, run_jobs, run_slots
 from ds_finetune.runs.report.blocks import Charts, DataTable, Page, ReportSection, Tile
 from ds_finetune.runs.report.charts import Chart, Line
 from ds_finetune.runs.report.write import write_page
@@ -31,18 +31,14 @@ _LEAST_LOSS = 1e-12
 _AXIS = re.compile(r"(zero|tp|pp|sp|ep)(\d+)")
 
 
-@dataclass(frozen=True)
-class ScalingRequest:
-    """The run file with its overrides, numbers of ranks and layouts to compare, steps of each run, and a new folder."""
+@dataclass(frozen=True, kw_only=True)
+class ScalingRequest(ShortRuns):
+    """A comparison of numbers of ranks, and of layouts if any are given, on the hosts of a hostfile or this machine."""
 
-    run_file: Path
-    overrides: Sequence[str]
     ranks: Sequence[int]
     layouts: Sequence[str]
     """Layouts such as `zero1`, `tp2` or `tp2+zero3`; empty for the run file's own."""
-    steps: int
     hostfile: str | None
-    folder: Path
 
 
 class Variant(ExperimentRun):
@@ -52,7 +48,7 @@ class Variant(ExperimentRun):
         self.request, self.ranks, self.layout = request, ranks, layout
         self.name = f"{ranks} rank{'s' * (ranks > 1)}" + (f", {layout}" if layout else "")
         folder = request.folder / (f"{ranks}-ranks" + (f"-{layout}" if layout else ""))
-        tree = short_run(request.run_file, request.overrides, steps=request.steps, output_dir=folder / RUN)
+        tree = request.run_tree(folder / RUN)
         tree["profile"] = {"steps": f"{request.steps - _PROFILED_STEPS + 1}-{request.steps}"}
         for part in filter(None, layout.split("+")):
             _apply_layout(tree, part)
@@ -108,14 +104,8 @@ def compare_scaling(request: ScalingRequest, say: Say) -> dict[str, Any]:
     The first steps are warm-up and the last ones are profiled; both are not timed. A variant that fails is recorded
     with its reason. ConfigError, LaunchError and OutputError before anything starts; RunError where all variants fail.
     """
-    if request.steps < _LEAST_STEPS:
-        raise ConfigError(
-            f"--steps is {request.steps}: {_WARMUP_STEPS} steps warm up and {_PROFILED_STEPS} are profiled",
-            hint=f"take {_LEAST_STEPS} or more",
-        )
+    request.check(_LEAST_STEPS)
     variants = [Variant(request, ranks, layout) for layout in request.layouts or ("",) for ranks in request.ranks]
-    if request.folder.exists():
-        raise OutputError(f"`{request.folder}` exists already", hint="name another folder")
     for variant in variants:
         variant.check()
     tree: dict[str, Any] = {"format": 1, "run": str(request.run_file), "steps": request.steps, "rows": [], "failed": {}}

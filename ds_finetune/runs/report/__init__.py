@@ -1,1 +1,1 @@
-"""Reports of runs: a self-contained HTML page, a picture of the loss, and model cards of exports."""
+"""Reports of runs: a self-contained HTML page, and model cards of exports."""

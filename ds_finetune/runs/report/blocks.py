@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -183,8 +182,3 @@ def state_tone(state: str) -> str:
 def ago_text(moment: float) -> str:
     """Time since `moment`, in seconds since 1970, as text."""
     return f"{time_text(max(time.time() - moment, 0.0))} ago" if moment else NONE
-
-
-def moment_text(seconds: float) -> str:
-    """Date and time of `seconds` since 1970, as text."""
-    return datetime.fromtimestamp(seconds, tz=UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,7 +21,6 @@ from ds_finetune.runs.report.blocks import (
     MarkedText,
     PromptAnswers,
     Remark,
-    moment_text,
     number_text,
 )
 from ds_finetune.runs.report.charts import Chart, HeatMap
@@ -121,7 +121,7 @@ def _event_table(caption: str, column: str, events: Sequence[tuple[int, str]]) -
 def _start_table(run: RunFolder) -> DataTable:
     rows = [
         (
-            moment_text(start["time"]) if isinstance(start.get("time"), int | float) else NONE,
+            f"{datetime.fromtimestamp(start['time'], tz=UTC):%Y-%m-%d %H:%M:%S UTC}" if "time" in start else NONE,
             f"{start.get('after_step', 0):,}",
             f"{start.get('ranks', 0):,}",
             *(str(start.get(name, NONE)) for name in ("launcher", "host", "device")),
