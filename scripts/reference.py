@@ -23,7 +23,7 @@ from ds_finetune.export.formats import FORMATS
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.plan.checks import BEFORE_MODEL, LENGTH_CHECKS
 from ds_finetune.plan.model_checks import MODEL_CHECKS
-from ds_finetune.plan.tested_layouts import table as layouts_table
+from ds_finetune.plan.tested_layouts import AXES, TESTED_LAYOUTS, ParallelLayout
 
 PUBLISHED = json.loads(Path(__file__).with_name("published_models.json").read_text())
 """Keys of config.json that memory depends on, by the name of a model."""
@@ -188,7 +188,7 @@ def pages() -> dict[str, str]:
         "run-file.md": RUN_FILE + "".join(_sections(RunConfig.model_json_schema(by_alias=True))),
         "commands.md": COMMANDS + "".join(_commands(build_parser())),
         "other-trainers.md": OTHERS.replace("PROGRAMS_READ", _programs()) + "".join(_others()),
-        "layouts.md": LAYOUTS + layouts_table() + RULES,
+        "layouts.md": LAYOUTS + _layouts() + RULES,
         "combinations.md": COMBINATIONS + "".join(_combinations()),
         "export-formats.md": FORMATS_PAGE.format(judged="".join(_judged()), families="".join(_families()))
         + "".join(_formats()),
@@ -259,6 +259,26 @@ def _others() -> Iterator[str]:
         for reason, words in table.items():
             names = ", ".join(f"`{word}`" for word in words.split())
             yield f"{_wrapped(f'- {reason}: {names}', indent='  ')}\n"
+
+
+def _layouts() -> str:
+    """`TESTED_LAYOUTS` in Markdown, and the model types that it names."""
+    model_types = tuple(name for name, family in FAMILIES.items() if family.parallel_axes)
+    with_experts = tuple(name for name in model_types if "ep" in FAMILIES[name].parallel_axes)
+
+    def named(row: ParallelLayout) -> str:
+        text, group = ("with experts", with_experts) if "ep" in row.axes else ("all", model_types)
+        missing = [name for name in group if name not in row.families]
+        return f"{text} but {', '.join(missing)}" if missing else text
+
+    def line(row: ParallelLayout) -> str:
+        axes = " x ".join(axis for axis in AXES if axis in row.axes)
+        return f"| {axes} | {', '.join(map(str, row.stages))} | {named(row)} |"
+
+    dense = [name for name in model_types if name not in with_experts]
+    text = f"With experts: {', '.join(with_experts)}. All: these and {', '.join(dense)}."
+    head = ["| beside dp | ZeRO stages | model types |", "| --- | --- | --- |"]
+    return "\n".join([*head, *map(line, TESTED_LAYOUTS), "", *textwrap.wrap(text, WIDTH)]) + "\n"
 
 
 def _programs() -> str:

@@ -1,6 +1,5 @@
 """Extends the context of a model by YaRN (arXiv 2309.00071): number of positions and rotary scaling."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +24,6 @@ class ContextPlan:
     rope_before: Mapping[str, Any]
     rope: Mapping[str, Any]
     """Rotary settings of the trained model, in the schema of transformers' `rope_parameters`."""
-    is_latent: bool
-    """Whether the model has DeepSeek's multi-head latent attention."""
     head_dim: int | None = None
     """`head_dim` to write where config.json has null, as Mixtral's: transformers 5.23 computes YaRN from that key
     (modeling_rope_utils.py:415)."""
@@ -55,48 +52,14 @@ class ContextPlan:
 
     def notes(self) -> tuple[str, ...]:
         """A note where the extension also changes the results on short texts."""
-        before, after = (_Scale.of(rope, is_latent=self.is_latent) for rope in (self.rope_before, self.rope))
         if not self.is_extended or self.rope == self.rope_before:
             return ()
-        is_of_all = before.is_of_all and after.is_of_all
-        what = "attention logits are" if is_of_all else "the rotary part of attention logits is"
         return (
-            f"model.context {self.context}: YaRN applies at every length, so short texts change too: {what} "
-            f"scaled by {after.logits:.3f} instead of {before.logits:.3f}, and low frequencies are divided "
-            f"by {_factor(self.rope):g} instead of {_factor(self.rope_before):g}. Train on texts of both lengths: "
-            "DeepSeek-V3's own extensions, to 32K and then to 128K, took 1,000 steps each",
+            f"model.context {self.context}: YaRN applies at every length, so short texts change too: attention logits "
+            f"are scaled, and low frequencies are divided by {_factor(self.rope):g} instead of "
+            f"{_factor(self.rope_before):g}. Train on texts of both lengths: DeepSeek-V3's own extensions, to 32K and "
+            "then to 128K, took 1,000 steps each",
         )
-
-
-@dataclass(frozen=True)
-class _Scale:
-    """Factor of attention logits under YaRN."""
-
-    logits: float
-    is_of_all: bool
-    """Whether the factor applies to whole logits, not only to the contribution of rotated columns."""
-
-    @classmethod
-    def of(cls, rope: Mapping[str, Any], *, is_latent: bool) -> "_Scale":
-        """Computed as in transformers 5.23 (modeling_rope_utils.py:430-445, deepseek_v3/modeling_deepseek_v3.py:268).
-
-        transformers scales cosines and sines, so logits by the square, and with `mscale_all_dim` also the softmax scale
-        of latent attention.
-        """
-        if _rope_type(rope) != "yarn":
-            return cls(1.0, is_of_all=True)
-        of_all, given = rope.get("mscale_all_dim") or 0.0, rope.get("attention_factor")
-        rotary = _mscale(rope["factor"], 1.0)
-        if rope.get("mscale") and of_all:
-            rotary = _mscale(rope["factor"], rope["mscale"]) / _mscale(rope["factor"], of_all)
-        rotary = rotary if given is None else given
-        softmax = _mscale(rope["factor"], of_all) if is_latent and of_all else 1.0
-        is_of_all = rotary == 1.0 or (not is_latent and rope.get("partial_rotary_factor", 1.0) == 1.0)
-        return cls((rotary * softmax) ** 2, is_of_all)
-
-
-def _mscale(factor: float, weight: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def plan_context(model: Mapping[str, Any], context: int) -> ContextPlan:
@@ -116,14 +79,14 @@ def plan_context(model: Mapping[str, Any], context: int) -> ContextPlan:
     if rope and _rope_type(rope) == "yarn" and rope.get("factor") is None:
         rope["factor"] = published / rope[_ORIGINAL]
     if context <= published:
-        return ContextPlan(context, published, rope, rope, is_latent)
+        return ContextPlan(context, published, rope, rope)
     original = _original_positions(rope, published, context)
     added = _LATENT_SCALES if is_latent and _rope_type(rope) == "default" else {}
     extended = {**rope, "rope_type": "yarn", "factor": _new_factor(rope, original, context), _ORIGINAL: original}
     extended |= {"type": "yarn"} if "type" in rope else {}
     is_width_known = model.get("head_dim", 0) is not None
     head_dim = None if is_width_known else model["hidden_size"] // model["num_attention_heads"]
-    return ContextPlan(context, published, rope, {**extended, **added}, is_latent, head_dim)
+    return ContextPlan(context, published, rope, {**extended, **added}, head_dim)
 
 
 def _original_positions(rope: Mapping[str, Any], published: int, context: int) -> int:

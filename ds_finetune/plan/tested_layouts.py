@@ -1,16 +1,12 @@
 """The parallel layouts that a run may use, each compared with a PyTorch reference loop by tests."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from textwrap import wrap
 
 from ds_finetune.families.table import FAMILIES
 
 AXES = ("pp", "sp", "tp", "ep")
 """Parallel axes besides data parallelism."""
-
-_COLUMNS = 120
-"""Line width of the documentation."""
 ROW_BYTES = 16
 """Rows of an expert's matrix must be a multiple of this number of bytes for torch's grouped product."""
 WEIGHT_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -45,30 +41,6 @@ TESTED_LAYOUTS = (
     ParallelLayout(frozenset({"pp", "sp", "ep"}), (0, 1)),
 )
 """tests/parity/test_parallel.py compares each row with a PyTorch reference loop."""
-
-
-def table() -> str:
-    """`TESTED_LAYOUTS` in Markdown, for `docs/reference/layouts.md`, and the model types named there."""
-    model_types = tuple(name for name, family in FAMILIES.items() if family.parallel_axes)
-    with_experts = tuple(name for name in model_types if "ep" in FAMILIES[name].parallel_axes)
-
-    def named(row: ParallelLayout) -> str:
-        text, group = ("with experts", with_experts) if "ep" in row.axes else ("all", model_types)
-        missing = [name for name in group if name not in row.families]
-        return f"{text} but {_listed(missing)}" if missing else text
-
-    rows = [
-        f"| {' x '.join(axis for axis in AXES if axis in row.axes)} | {_listed(row.stages)} | {named(row)} |"
-        for row in TESTED_LAYOUTS
-    ]
-    dense = [name for name in model_types if name not in with_experts]
-    text = f"With experts: {_listed(with_experts)}. All: these and {_listed(dense)}."
-    head = ["| beside dp | ZeRO stages | model types |", "| --- | --- | --- |"]
-    return "\n".join([*head, *rows, "", *wrap(text, _COLUMNS)]) + "\n"
-
-
-def _listed(values: Sequence[object]) -> str:
-    return ", ".join(map(str, values))
 
 
 def nearest_layout(axes: frozenset[str], stage: int) -> str:
