@@ -4,6 +4,7 @@ The writer process imports this module, so it does not import torch.
 """
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -180,12 +181,9 @@ def byte_pieces(data: memoryview) -> Iterable[memoryview]:
 
 def checksum_of(path: Path) -> FileChecksum:
     """Size and checksum of a file, which is read in pieces of bounded size."""
-    total, digest = 0, xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-            total += len(chunk)
-    return FileChecksum(total, digest.hexdigest())
+        digest = hashlib.file_digest(file, xxhash.xxh3_128)
+        return FileChecksum(file.tell(), digest.hexdigest())
 
 
 def mark_part_written(part: Path, checksum: FileChecksum) -> None:
