@@ -28,25 +28,16 @@ def batches_ahead(
 
 
 def run_batches(run: PreparedRun, *, after: Progress = BEGINNING, stream_position: Position = START) -> Iterator[Batch]:
-    """Batches of the remaining steps; a run of N epochs uses each row exactly N times."""
+    """Batches of the remaining steps, with the extra inputs of the objective: stored teacher scores, or the documents of
+    a baseline. A run of N epochs uses each row exactly N times.
+    """
     rows, plan = run.inputs.train, batch_plan(run)
     if isinstance(rows, StreamedRows):
         return streaming_batches(rows, plan, steps=run.schedule.steps, start_step=after.step, start=stream_position)
-    return prepared_batches(run, rows, plan, start_step=after.step, total_rows=total_rows(run, rows))
-
-
-def prepared_batches(
-    run: PreparedRun, rows: PreparedRows, plan: BatchPlan, *, start_step: int, total_rows: int
-) -> Iterator[Batch]:
-    """Batches of `rows`, all training rows of the run or some of them, with the extra inputs of its objective: stored
-    teacher scores, or the documents of a baseline.
-    """
+    batches = partial(training_batches, plan=plan, start_step=after.step, total_rows=total_rows(run, rows))
     if run.inputs.scores is not None:
-        numbered = training_batches(NumberedRows(rows), plan, start_step=start_step, total_rows=total_rows)
-        return with_scores(numbered, run.inputs.scores)
-    assert isinstance(run.inputs.train, PreparedRows)
-    mismatched = mismatched_answers(run.plan, run.model.objective, run.inputs.train)
-    return training_batches(rows, plan, start_step=start_step, total_rows=total_rows, mismatched=mismatched)
+        return with_scores(batches(NumberedRows(rows)), run.inputs.scores)
+    return batches(rows, mismatched=mismatched_answers(run.plan, run.model.objective, rows))
 
 
 def total_rows(run: PreparedRun, rows: PreparedRows) -> int:
