@@ -28,8 +28,8 @@ def batches_ahead(
 
 
 def run_batches(run: PreparedRun, *, after: Progress = BEGINNING, stream_position: Position = START) -> Iterator[Batch]:
-    """Batches of the remaining steps, with the extra inputs of the objective: stored teacher scores, or the documents of
-    a baseline. A run of N epochs uses each row exactly N times.
+    """Batches of the remaining steps, with the extra inputs of the objective: stored teacher scores, or documents of a
+    baseline. A run of N epochs uses each row exactly N times.
     """
     rows, plan = run.inputs.train, batch_plan(run)
     if isinstance(rows, StreamedRows):

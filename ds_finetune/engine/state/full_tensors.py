@@ -136,24 +136,17 @@ def partition(param: torch.Tensor) -> Fragment:
     A partition on NVMe is read into one of the swapper's buffers when opened, and written back when closed. A parameter
     that ZeRO-3 does not partition is complete on this rank.
     """
+    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+
     if not hasattr(param, "ds_tensor"):
         return whole(param)
     zero_param: Any = param
     numel, shape = int(zero_param.ds_tensor.ds_numel), tuple(zero_param.ds_shape)
     start = dist.get_rank(zero_param.ds_process_group) * numel
-    if is_swapped(param):
+    # Partitions smaller than one aio block stay in memory (swap_tensor/partitioned_param_swapper.py:135).
+    if zero_param.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE:
         return Fragment(start, numel, shape, lambda: _swap_in(zero_param))
     return in_memory(zero_param.ds_tensor.data.view(-1), start=start, shape=shape)
-
-
-def is_swapped(param: torch.Tensor) -> bool:
-    """Whether this rank's partition of the parameter is on NVMe; partitions smaller than one aio block stay in memory
-    (swap_tensor/partitioned_param_swapper.py:135).
-    """
-    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
-
-    partition = getattr(param, "ds_tensor", None)
-    return partition is not None and partition.status == PartitionedParamStatus.NOT_AVAILABLE
 
 
 @contextmanager
