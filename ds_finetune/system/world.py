@@ -13,10 +13,14 @@ from ds_finetune.errors import LaunchError
 
 _STANDARD = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-_OTHER_MPI = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "MPI_LOCALNRANKS")
+_OTHER_SIZES = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE")
 """Variables with the number of ranks under MPICH derivatives (Intel MPI, PALS), MVAPICH, Flux and jsrun, which are not
 supported.
 """
+_PARTS_OF_OTHERS = ("MPI_LOCALNRANKS", "NPROC_PER_NODE", "NNODES")
+"""Variables with a number of ranks on a host, or of hosts; ms-swift and LLaMA-Factory start ranks by the last two."""
+_OTHER_RANKS = ("PMI_RANK", "PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "FLUX_TASK_RANK", "MPI_LOCALRANKID")
+"""Variables with a rank; a launcher that is not supported may set one of them and no size."""
 _NODE_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
 """Variables that only torchrun (also in accelerate) and DeepSpeed 0.19.8 (launcher/launch.py:181) set.
 
@@ -270,14 +274,16 @@ def _check_other_mpi(environ: Mapping[str, str], world_size: str) -> None:
     """LaunchError where an unsupported launcher has started more processes than `world_size`, each of which would be a
     run of its own in the same folder.
     """
-    for name in _OTHER_MPI:
-        # The number of ranks on this host may be less than that of the run.
-        if (size := environ.get(name, "1")) not in ("1", world_size) and (name != _OTHER_MPI[-1] or world_size == "1"):
-            raise LaunchError(
-                f"{name} is {size} but the world size is {world_size}: ranks of this MPI are not known here",
-                hint="start with Open MPI's mpirun, srun or torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, "
-                "LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each rank",
-            )
+    sizes = _OTHER_SIZES + _PARTS_OF_OTHERS * (world_size == "1")
+    wrong = [name for name in sizes if environ.get(name, "1") not in ("1", world_size)]
+    wrong += [name for name in _OTHER_RANKS if world_size == "1" and environ.get(name, "0") != "0"]
+    if wrong:
+        raise LaunchError(
+            f"{wrong[0]} is {environ[wrong[0]]} but the world size is {world_size}: ranks of this launcher are not "
+            "known here",
+            hint="start with Open MPI's mpirun, srun or torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, "
+            "LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each rank",
+        )
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -154,6 +154,10 @@ def test_torchrun_on_each_host_of_a_scheduler_counts_its_own_ranks() -> None:
         ({"RANK": "0"}, "RANK is 0 but WORLD_SIZE, LOCAL_RANK is not set"),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_SIZE is 2 but the world size is 1"),
         ({"MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "1"}, "MPI_LOCALNRANKS is 4 but the world size is 1"),
+        ({"PMIX_RANK": "1"}, "PMIX_RANK is 1 but the world size is 1"),
+        ({"PALS_RANKID": "3"}, "PALS_RANKID is 3 but the world size is 1"),
+        ({"NPROC_PER_NODE": "8"}, "NPROC_PER_NODE is 8 but the world size is 1"),
+        ({"NNODES": "2", "NODE_RANK": "0"}, "NNODES is 2 but the world size is 1"),
         ({"MV2_COMM_WORLD_SIZE": "2"}, "MV2_COMM_WORLD_SIZE is 2"),
         ({"FLUX_JOB_SIZE": "16", "FLUX_TASK_RANK": "3"}, "FLUX_JOB_SIZE is 16"),
         ({"JSM_NAMESPACE_SIZE": "2"}, "JSM_NAMESPACE_SIZE is 2"),
@@ -188,6 +192,8 @@ def test_ranks_of_other_launchers_are_read_where_the_user_names_them() -> None:
     hydra = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2"}
     assert World.from_environment(ranks | hydra).world_size == 4
     assert World.from_environment({"PMI_SIZE": "1", "MPI_LOCALNRANKS": "1"}).world_size == 1
+    assert World.from_environment({"PMIX_RANK": "0", "NNODES": "1"}).world_size == 1
+    assert World.from_environment(ranks | {"NNODES": "2", "NPROC_PER_NODE": "2", "PMIX_RANK": "1"}).rank == 1
     agents = {"PMI_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
     assert World.from_environment(ranks | agents).world_size == 4
 
