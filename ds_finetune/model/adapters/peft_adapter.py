@@ -59,9 +59,7 @@ class PeftAdapter:
     def open(cls, folder: Path) -> "PeftAdapter":
         """Open and check `folder`; ExportError where it is damaged, is not LoRA, or has unsupported settings."""
         try:
-            config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-            if not isinstance(config, dict):
-                raise ValueError(f"{CONFIG} is {type(config).__name__}, not an object")
+            config = dict(json.loads((folder / CONFIG).read_text(encoding="utf-8")))
             for pattern in {**(config.get("rank_pattern") or {}), **(config.get("alpha_pattern") or {})}:
                 re.compile(pattern)
             with safe_open(folder / WEIGHTS, framework="pt") as file:
