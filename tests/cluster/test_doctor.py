@@ -119,6 +119,8 @@ def test_a_host_without_the_program_and_one_with_other_source(bed: Bed) -> None:
     package = ROOT / "ds_finetune"
     absent, other = bed.folder / "absent", bed.folder / "other"
     absent.mkdir()
+    # Not an empty folder: an editable installation of another copy would complete it.
+    (absent / "__init__.py").write_text("""raise ModuleNotFoundError("No module named 'ds_finetune'")\n""")
     shutil.copytree(package, other, ignore=shutil.ignore_patterns("__pycache__"))
     (other / "errors.py").write_text((other / "errors.py").read_text() + "# changed\n")
     with _in_place_of(bed, 2, package, absent), _in_place_of(bed, 3, package, other):
