@@ -211,10 +211,10 @@ def _activation_rows(
     # Number of micro-batches whose activations a rank holds; with `parallel.vpp`, a forward covers only a part of its
     # layers.
     vpp, accumulation = plan.parallel.vpp, plan.accumulation
-    flying = num_forwards_in_flight(pp=plan.mesh.pp, vpp=vpp, micro_batches=accumulation, rank=number) / vpp
+    in_flight = num_forwards_in_flight(pp=plan.mesh.pp, vpp=vpp, micro_batches=accumulation, rank=number) / vpp
     if on_host := sum(layer.on_host for layer in layers):
-        yield MemoryRow("inputs of recomputed layers, offloaded", "host", int(on_host * flying), _MICRO_BATCH)
-    kept, own = traced.before + int(sum(layer.kept for layer in layers) * flying), traced.kept(layers)
+        yield MemoryRow("inputs of recomputed layers, offloaded", "host", int(on_host * in_flight), _MICRO_BATCH)
+    kept, own = traced.before + int(sum(layer.kept for layer in layers) * in_flight), traced.kept(layers)
     yield MemoryRow("kept by layers", home, kept, _lowers_kept(plan), KEPT_FOR_BACKWARD)
     forward = max(traced.forward_peak(layers), traced.embedding if number == 0 else 0) - own
     yield MemoryRow("one layer in forward", home, max(0, forward), _MICRO_BATCH, ("forward",))
@@ -223,7 +223,7 @@ def _activation_rows(
     yield MemoryRow("one layer in backward", home, backward, option, ("layers",))
     if plan.mesh.pp > 1:
         # The output of each held forward, and one gradient.
-        between = int(traced.hidden * (flying * vpp + 1))
+        between = int(traced.hidden * (in_flight * vpp + 1))
         yield MemoryRow("hidden states between stages", home, between, _MICRO_BATCH, KEPT_FOR_BACKWARD)
     if number == plan.mesh.pp - 1:
         yield MemoryRow("head and loss", home, traced.head, "parallel.tp", ("head",))

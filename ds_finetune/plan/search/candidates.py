@@ -31,7 +31,7 @@ ACTIVATIONS = (
     Activations(activation_offload=True),
     Activations(tiled_mlp=True, activation_offload=True),
 )
-"""Ways to hold activations, from the least recomputation on."""
+"""Settings of activations that a search tries, least recomputation first."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Candidates:
 
     @cached_property
     def activations(self) -> tuple[Activations, ...]:
-        """Legal ways to hold activations, from the least recomputation on."""
+        """Legal settings of activations, least recomputation first."""
 
         def check_activations(run: RunSettings) -> None:
             check(run, "activations")

@@ -103,11 +103,11 @@ class Search:
         axes = sorted({len(sizes.axes) for sizes in by_size})
         for offload, offloads_inputs, num_axes, stage in product(OFFLOADS, (False, True), axes, STAGES):
             sizes = [each for each in by_size if len(each.axes) == num_axes]
-            for way in self._ways(offloads_inputs)[:1]:
-                legal = (self.candidates.largest(each, stage, offload, way) for each in sizes)
+            for activations in self._settings_of_activations(offloads_inputs)[:1]:
+                legal = (self.candidates.largest(each, stage, offload, activations) for each in sizes)
                 yield from filter(None, legal)
 
-    def _ways(self, offloads_inputs: bool) -> list[Activations]:
+    def _settings_of_activations(self, offloads_inputs: bool) -> list[Activations]:
         return [each for each in self.candidates.activations if each.activation_offload == offloads_inputs]
 
     def _best(self, first: Layout) -> Proposal:
@@ -115,8 +115,8 @@ class Search:
         the least excess at its smallest micro-batch. `first` is the layout with the least recomputation.
         """
         misfits = []
-        for way in self._ways(first.activations.activation_offload):
-            layout = first._replace(activations=way)
+        for activations in self._settings_of_activations(first.activations.activation_offload):
+            layout = first._replace(activations=activations)
             # Up to the largest micro-batch, memory is extrapolated from traces of one and two rows; listed layouts get
             # their own trace.
             extended = by_rows(self.traces)
