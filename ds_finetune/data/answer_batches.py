@@ -41,18 +41,18 @@ def answer_batch(answers: Sequence[ScoredAnswer], plan: BatchPlan, *, position: 
     the same on every rank; the last forwards may have fewer rows, or one empty row. `position` is the position in the
     prompts after the step.
     """
-    every = _rows(answers, plan)
-    rows = [*every, *[None] * (-len(every) % (plan.micro_batch_size * plan.dp))]
+    answer_rows = _rows(answers, plan)
+    rows = [*answer_rows, *[None] * (-len(answer_rows) % (plan.micro_batch_size * plan.dp))]
     rows = rows or [None] * (plan.micro_batch_size * plan.dp)
-    costs = None if plan.streamed_row_cost is None else [plan.streamed_row_cost(row) for row in every]
-    mine = indices_of_rank(costs, len(rows), plan)
-    batch = make_batch([rows[index] for index in mine], plan, position or Position(0, 0), (), is_filled=False)
+    costs = None if plan.streamed_row_cost is None else [plan.streamed_row_cost(row) for row in answer_rows]
+    indices = indices_of_rank(costs, len(rows), plan)
+    batch = make_batch([rows[index] for index in indices], plan, position or Position(0, 0), (), is_filled=False)
     by_number = {answer.number: answer for answer in answers}
     assert len(by_number) == len(answers), "two answers of a step have the same number"
     return replace(
         batch,
         micro=tuple(_with_numbers(micro, by_number) for micro in batch.micro),
-        global_counts=count_rows(every, plan.documents_per_unit),
+        global_counts=count_rows(answer_rows, plan.documents_per_unit),
     )
 
 
@@ -61,7 +61,7 @@ def _rows(answers: Sequence[ScoredAnswer], plan: BatchPlan) -> list[Row]:
     if plan.row_len is None:
         return [_row([[answer]]) for answer in answers]
     if plan.shares_prompts:
-        return [_row(together) for together in _share_prompts(answers, plan.row_len)]
+        return [_row(groups) for groups in _share_prompts(answers, plan.row_len)]
     lengths = np.array([len(answer.prompt_ids) + len(answer.ids) for answer in answers], dtype=np.int64)
     return [_row([[answers[index]] for index in row]) for row in pack(lengths, plan.row_len)]
 
@@ -78,44 +78,48 @@ def _share_prompts(answers: Sequence[ScoredAnswer], row_len: int) -> list[list[l
     spaces: list[tuple[int, int]] = []
     """(Free tokens, index) of each row, sorted."""
     for prompt, group in groups.items():
-        own: dict[int, list[ScoredAnswer]] = {}
+        group_of_row: dict[int, list[ScoredAnswer]] = {}
         for answer in sorted(group, key=lambda each: -len(each.ids)):
             # In a row that already has the prompt, only the prompt's last token is repeated.
             length = len(answer.ids) + 1
-            place = next((each for each in spaces[bisect(spaces, (length,)) :] if each[1] in own), None)
-            if place is None:
+            space_and_row = next(
+                (each for each in spaces[bisect(spaces, (length,)) :] if each[1] in group_of_row), None
+            )
+            if space_and_row is None:
                 length = len(prompt) + len(answer.ids)
                 at = bisect(spaces, (length,))
-                place = spaces[at] if at < len(spaces) else (row_len, len(rows))
-            space, row = place
+                space_and_row = spaces[at] if at < len(spaces) else (row_len, len(rows))
+            space, row = space_and_row
             if row == len(rows):
                 rows.append([])
             else:
-                spaces.remove(place)
+                spaces.remove(space_and_row)
             insort(spaces, (space - length, row))
-            if row not in own:
-                own[row] = []
-                rows[row].append(own[row])
-            own[row].append(answer)
+            if row not in group_of_row:
+                group_of_row[row] = []
+                rows[row].append(group_of_row[row])
+            group_of_row[row].append(answer)
     return rows
 
 
-def _row(together: Sequence[Sequence[ScoredAnswer]]) -> Row:
+def _row(groups: Sequence[Sequence[ScoredAnswer]]) -> Row:
     """A row of answers grouped by prompt. The first answer of a group is a document with its prompt. Each other answer
     is a document that starts with the prompt's last token at its position, to predict the answer's first token.
     """
-    placed = [
-        (answer, 0 if at == 0 else len(answer.prompt_ids) - 1) for some in together for at, answer in enumerate(some)
+    begins = [
+        (answer, 0 if at == 0 else len(answer.prompt_ids) - 1) for group in groups for at, answer in enumerate(group)
     ]
-    answers = [answer for answer, _ in placed]
-    ids = [np.array([*answer.prompt_ids[begin:], *answer.ids], dtype=np.int32) for answer, begin in placed]
-    places = [np.arange(begin, begin + len(part), dtype=np.int32) for part, (_, begin) in zip(ids, placed, strict=True)]
-    is_answer = [place >= len(answer.prompt_ids) for place, answer in zip(places, answers, strict=True)]
+    answers = [answer for answer, _ in begins]
+    ids = [np.array([*answer.prompt_ids[begin:], *answer.ids], dtype=np.int32) for answer, begin in begins]
+    positions = [
+        np.arange(begin, begin + len(part), dtype=np.int32) for part, (_, begin) in zip(ids, begins, strict=True)
+    ]
+    is_answer = [position >= len(answer.prompt_ids) for position, answer in zip(positions, answers, strict=True)]
     labels = np.concatenate([next_token_labels(*each) for each in zip(ids, is_answer, strict=True)])
     lengths = np.array([len(part) for part in ids], dtype=np.int64)
     return Row(
         input_ids=np.concatenate(ids),
-        position_ids=np.concatenate(places),
+        position_ids=np.concatenate(positions),
         labels=labels,
         supervised=int((labels != IGNORE_INDEX).sum()),
         documents=RowDocuments(
@@ -131,19 +135,19 @@ def _with_numbers(micro: MicroBatch, answers: dict[int, ScoredAnswer]) -> MicroB
     """The micro-batch with the answers' log-probabilities at the positions of the labels, NaN elsewhere."""
     assert micro.examples is not None
     # Documents are never split over rows and are listed in the order of the rows.
-    held = [answers[number] for number in micro.examples.numbers.tolist()]
+    of_batch = [answers[number] for number in micro.examples.numbers.tolist()]
     is_supervised = (micro.labels != IGNORE_INDEX).numpy()
 
     def spread(name: str) -> torch.Tensor:
-        known = np.full(is_supervised.shape, np.nan, dtype=np.float32)
-        parts = ((len(answer.ids), getattr(answer, name)) for answer in held)
-        whole = [np.full(length, np.nan) if part is None else part for length, part in parts]
-        known[is_supervised] = np.concatenate(whole or [[]])
-        return torch.from_numpy(known)
+        numbers = np.full(is_supervised.shape, np.nan, dtype=np.float32)
+        parts = ((len(answer.ids), getattr(answer, name)) for answer in of_batch)
+        filled = [np.full(length, np.nan) if part is None else part for length, part in parts]
+        numbers[is_supervised] = np.concatenate(filled or [[]])
+        return torch.from_numpy(numbers)
 
     experts = None
-    if held and all(answer.experts is not None for answer in held):
-        marks = np.concatenate([answer.experts for answer in held])
+    if of_batch and all(answer.experts is not None for answer in of_batch):
+        marks = np.concatenate([answer.experts for answer in of_batch])
         experts = torch.full((*is_supervised.shape, marks.shape[1]), UNKNOWN_EXPERTS, dtype=torch.int16)
         experts[torch.from_numpy(is_supervised)] = torch.from_numpy(marks)
     numbers = AnswerNumbers(spread("old"), spread("reference"), spread("sampled"), experts)

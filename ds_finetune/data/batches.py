@@ -152,13 +152,18 @@ def training_batches(
     for step in range(start_step, steps):
         first = step * plan.global_batch_size
         after = min(first + plan.global_batch_size, total_rows)
-        every = [row_id(number, per_epoch, plan) for number in range(first, after)]
-        costs = None if plan.row_cost is None else [plan.row_cost(number) for number in every]
+        row_ids = [row_id(number, per_epoch, plan) for number in range(first, after)]
+        costs = None if plan.row_cost is None else [plan.row_cost(number) for number in row_ids]
         indices = indices_of_rank(costs, plan.global_batch_size, plan)
-        ids = [every[index] if index < len(every) else None for index in indices]
+        ids = [row_ids[index] if index < len(row_ids) else None for index in indices]
         batch = _batch(rows, ids, plan, Position(*divmod(after, per_epoch)))
-        batch = replace(batch, global_counts=batch.counts if plan.dp == 1 else _count_units(rows, every, plan))
-        yield batch if mismatched is None else replace(batch, baseline=_baseline(mismatched, every, plan))
+        counts = batch.counts
+        if plan.dp > 1 and isinstance(rows, CountedRows):
+            counts = rows.count_units(row_ids, plan.documents_per_unit)
+        elif plan.dp > 1:
+            counts = count_rows([rows[number] for number in row_ids], plan.documents_per_unit)
+        batch = replace(batch, global_counts=counts)
+        yield batch if mismatched is None else replace(batch, baseline=_baseline(mismatched, row_ids, plan))
 
 
 def rows_per_epoch(rows: Rows, plan: BatchPlan) -> int:
@@ -173,10 +178,9 @@ def eval_batches(rows: Rows, plan: BatchPlan, *, limit: int = 0) -> Iterator[Bat
     """
     per_round, end = plan.micro_batch_size * plan.dp, num_eval_rows(rows, limit)
     for first in range(0, end, per_round):
-        mine = range(first + plan.rank * plan.micro_batch_size, first + (plan.rank + 1) * plan.micro_batch_size)
-        yield _batch(
-            rows, [number if number < end else None for number in mine], plan, Position(0, min(first + per_round, end))
-        )
+        begin, position = first + plan.rank * plan.micro_batch_size, Position(0, min(first + per_round, end))
+        ids = [number if number < end else None for number in range(begin, begin + plan.micro_batch_size)]
+        yield _batch(rows, ids, plan, position)
 
 
 def eval_baseline(mismatched: MismatchedAnswers, plan: BatchPlan, *, limit: int = 0) -> Iterator[MicroBatch]:
@@ -193,24 +197,22 @@ def num_eval_rows(rows: Rows, limit: int) -> int:
 
 def _baseline(mismatched: MismatchedAnswers, row_ids: Sequence[int], plan: BatchPlan) -> tuple[MicroBatch, ...]:
     """This rank's share of the mismatched documents for a global batch; all ranks have the same number of forwards."""
-    rows: list[Row] = mismatched.rows_for(row_ids)
-    size = plan.micro_batch_size
+    rows, size = mismatched.rows_for(row_ids), plan.micro_batch_size
     rows += [empty_row(plan.pad_token_id)] * (-len(rows) % (size * plan.dp))
-    share = len(rows) // plan.dp
-    mine = rows[plan.rank * share : (plan.rank + 1) * share]
-    return tuple(_stack(mine[start : start + size], plan) for start in range(0, share, size))
+    of_rank = rows[len(rows) // plan.dp * plan.rank :][: len(rows) // plan.dp]
+    return tuple(_stack(of_rank[start : start + size], plan) for start in range(0, len(of_rank), size))
 
 
 def indices_of_rank(costs: Sequence[float] | None, num_rows: int, plan: BatchPlan) -> Sequence[int]:
     """Indices of this rank's rows among the `num_rows` of a step, balanced by `costs`, or a contiguous range without
     costs. Rows after the first `len(costs)` are empty and cost nothing.
     """
-    share = num_rows // plan.dp
+    rows_of_rank = num_rows // plan.dp
     if costs is None:
-        return range(plan.rank * share, (plan.rank + 1) * share)
-    every = np.array([*costs, *[0.0] * (num_rows - len(costs))])
-    forwards = share // plan.micro_batch_size
-    return divide_rows(every, plan.dp, forwards, meets_each_forward=plan.meets_each_forward)[plan.rank]
+        return range(plan.rank * rows_of_rank, (plan.rank + 1) * rows_of_rank)
+    all_costs = np.array([*costs, *[0.0] * (num_rows - len(costs))])
+    forwards = rows_of_rank // plan.micro_batch_size
+    return divide_rows(all_costs, plan.dp, forwards, meets_each_forward=plan.meets_each_forward)[plan.rank]
 
 
 def row_id(number: int, num_rows: int, plan: BatchPlan) -> int:
@@ -245,9 +247,9 @@ def make_batch(
     filled, size = [row or empty_row(plan.pad_token_id) for row in rows], plan.micro_batch_size
     forwards = [filled[start : start + size] for start in range(0, len(filled), size)]
     if not is_filled:
-        forwards = [[row for row in some if not row.is_filler] or some[:1] for some in forwards]
+        forwards = [[row for row in of_forward if not row.is_filler] or of_forward[:1] for of_forward in forwards]
     return Batch(
-        micro=tuple(_stack(some, plan) for some in forwards),
+        micro=tuple(_stack(of_forward, plan) for of_forward in forwards),
         position=position,
         row_ids=row_ids,
         num_tokens=sum(row.num_tokens for row in filled),
@@ -256,9 +258,9 @@ def make_batch(
 
 
 def count_rows(rows: Sequence[Row], documents_per_unit: int) -> dict[str, int]:
-    """Number of each unit; where a row's `documents` is None, only its tokens and documents are counted."""
+    """Number of each unit; see `BatchPlan.documents_per_unit`."""
     lengths = [row.documents.lengths for row in rows if row.documents is not None]
-    examples = sum(map(len, lengths)) // max(documents_per_unit, 1)
+    examples = sum(map(len, lengths)) // documents_per_unit if documents_per_unit else 0
     return {
         "supervised_tokens": sum(row.supervised for row in rows),
         "chosen_tokens": sum(map(_chosen_tokens, rows)) if documents_per_unit == 2 else 0,
@@ -267,12 +269,6 @@ def count_rows(rows: Sequence[Row], documents_per_unit: int) -> dict[str, int]:
         "documents": sum(row.num_documents for row in rows),
         "tokens": sum(row.num_tokens for row in rows),
     }
-
-
-def _count_units(rows: Rows, ids: Sequence[int], plan: BatchPlan) -> Mapping[str, int]:
-    if isinstance(rows, CountedRows):
-        return rows.count_units(ids, plan.documents_per_unit)
-    return count_rows([rows[i] for i in ids], plan.documents_per_unit)
 
 
 def _chosen_tokens(row: Row) -> int:
@@ -289,7 +285,7 @@ def _stack(rows: Sequence[Row], plan: BatchPlan) -> MicroBatch:
     length = plan.row_len or -(-longest // multiple) * multiple
     restarts = plan.row_len is not None or plan.documents_per_unit > 1 or plan.separates_padding
     positions = _positions_with_padding(rows, length, restarts=restarts)
-    examples = _examples(rows, length, plan.reference) if plan.documents_per_unit else None
+    has_examples = plan.documents_per_unit > 0
     starts = [document_starts(row) for row in positions] if restarts else []
     shared = tuple(tuple(row[begins].tolist()) for row, begins in zip(positions, starts, strict=False))
     input_ids = _pad([row.input_ids for row in rows], length, plan.pad_token_id)
@@ -301,8 +297,8 @@ def _stack(rows: Sequence[Row], plan: BatchPlan) -> MicroBatch:
         lengths=torch.tensor([row.num_tokens for row in rows]),
         documents=tuple(tuple(np.diff(row, append=length).tolist()) for row in starts) if restarts else None,
         shared=shared if any(map(any, shared)) else None,
-        examples=examples,
-        token_types=None if examples is None else _token_types(rows, length),
+        examples=_examples(rows, length, plan.reference) if has_examples else None,
+        token_types=_token_types(rows, length) if has_examples else None,
         ahead=_look_ahead(input_ids, labels, torch.from_numpy(positions)) if plan.looks_ahead else None,
     )
 
@@ -391,8 +387,8 @@ def divide_rows(costs: NDArray[np.float64], dp: int, forwards: int, *, meets_eac
     assert len(costs) % (dp * forwards) == 0
     order = np.argsort(-costs, kind="stable")
     if not meets_each_forward:
-        shares = _even_out(order.tolist(), costs, dp)
-        return [sorted(share, key=lambda index: (-costs[index], index)) for share in shares]
+        of_ranks = _even_out(order.tolist(), costs, dp)
+        return [sorted(of_rank, key=lambda index: (-costs[index], index)) for of_rank in of_ranks]
     ranks: list[list[int]] = [[] for _ in range(dp)]
     totals = np.zeros(dp)
     for chunk in order.reshape(forwards, -1):
@@ -440,17 +436,17 @@ def _swap(parts: list[list[int]], costs: NDArray[np.float64]) -> None:
 def _best_swap(dear: NDArray[np.float64], cheap: NDArray[np.float64], gap: float) -> tuple[int, int]:
     """Indices of the row in `dear` and the row in `cheap` whose difference in cost is nearest to gap / 2."""
     order = np.argsort(cheap, kind="stable")
-    wanted = dear - gap / 2
-    right = np.searchsorted(cheap[order], wanted).clip(1, len(cheap) - 1)
+    targets = dear - gap / 2
+    right = np.searchsorted(cheap[order], targets).clip(1, len(cheap) - 1)
     near = np.stack([order[right - 1], order[right]])
-    misses = np.abs(cheap[near] - wanted)
+    misses = np.abs(cheap[near] - targets)
     side, given = np.unravel_index(int(misses.argmin()), misses.shape)
     return int(given), int(near[side, given])
 
 
-Given = TypeVar("Given")
-Ready = TypeVar("Ready")
-_Made = tuple[tuple[object, ...], BaseException | None]
+Item = TypeVar("Item")
+Prepared = TypeVar("Prepared")
+_Queued = tuple[tuple[object, ...], BaseException | None]
 """An item of the queue: a value in a tuple, an error, or the end where it has neither."""
 _SECONDS = 10.0
 """Seconds that closing waits for the thread. A blocked thread, as in reading a file, ends with the process."""
@@ -458,14 +454,14 @@ _SECONDS = 10.0
 
 @contextmanager
 def prefetched(
-    items: Iterable[Given], prepare: Callable[[Given], Ready], *, begin: Callable[[], None] = lambda: None
-) -> Iterator[Iterator[Ready]]:
+    items: Iterable[Item], prepare: Callable[[Item], Prepared], *, begin: Callable[[], None] = lambda: None
+) -> Iterator[Iterator[Prepared]]:
     """Yield an iterator over `prepare(item)` of each item, in order, computed by a thread ahead of the reader.
 
     The thread calls `begin` first and stays at most two items ahead. An error is raised at the position of its item, so
     it does not affect earlier items. The thread ends when the context closes.
     """
-    ready: Queue[_Made] = Queue(maxsize=1)
+    ready: Queue[_Queued] = Queue(maxsize=1)
     is_closed = Event()
 
     def fill() -> None:
@@ -492,7 +488,7 @@ def prefetched(
                 ready.get(timeout=0.05)
 
 
-def _read(ready: Queue[_Made]) -> Iterator[Ready]:
+def _read(ready: Queue[_Queued]) -> Iterator[Prepared]:
     while True:
         values, error = ready.get()
         if error is not None:

@@ -39,7 +39,10 @@ class ArrayParts:
     def chunks(self) -> Iterator[memoryview | bytes]:
         """Bytes of the .npy file, identical on every machine."""
         dtype = np.dtype(self.dtype).newbyteorder("<")
-        yield _npy_header(dtype, self.length)
+        header, form = io.BytesIO(), np.lib.format
+        facts = {"descr": form.dtype_to_descr(dtype), "fortran_order": False, "shape": (self.length,)}
+        form.write_array_header_1_0(header, facts)
+        yield header.getvalue()
         yield from (np.ascontiguousarray(part, dtype=dtype).data.cast("B") for part in self.parts if len(part))
 
 
@@ -108,7 +111,9 @@ def find_damage(folder: Path) -> str:
             return f"{path} is missing"
         if (actual_size := path.stat().st_size) != size:
             return f"{path} has {actual_size} bytes, not the {size} that were written"
-        if (actual := _digest_of(path)) != digest:
+        with path.open("rb") as file:
+            actual = hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()  # type: ignore[arg-type]
+        if actual != digest:
             return f"{path} has the checksum {actual}, not the {digest} that was written"
     return ""
 
@@ -151,16 +156,3 @@ def _write_file(path: Path, chunks: Iterable[memoryview | bytes]) -> tuple[int, 
         file.flush()
         os.fsync(file.fileno())
         return file.tell(), digest.hexdigest()
-
-
-def _digest_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return str(hashlib.file_digest(file, xxhash.xxh3_64).hexdigest())  # type: ignore[arg-type]
-
-
-def _npy_header(dtype: "np.dtype[np.generic]", length: int) -> bytes:
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(
-        header, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (length,)}
-    )
-    return header.getvalue()

@@ -216,7 +216,7 @@ def _probes(template: ChatTemplate) -> Probes:
     named = _try_render(template, [{**_QUESTION, "name": placeholder("user.name")}])
     calls, object_arguments, no_content = _call_probes(template)
     written = _try_render(template, [_QUESTION, {"role": "assistant", "content": _ANSWER}])
-    known = ("user.name", "tool.name", "tool.tool_call_id", "assistant.id")
+    fields = ("user.name", "tool.name", "tool.tool_call_id", "assistant.id")
     return Probes(
         turn_end=template.turn_end(answer.partition(placeholder(0))[2]),
         object_arguments=object_arguments,
@@ -226,7 +226,7 @@ def _probes(template: ChatTemplate) -> Probes:
         reasoning=next(thoughts, "tags" if "</think>" in template.source else ""),
         is_named_by_id=bool(calls) and placeholder("call") not in calls,
         changed="" if not answer or _ANSWER in written else written,
-        fields=frozenset(name for name in known if placeholder(name) in calls + named),
+        fields=frozenset(name for name in fields if placeholder(name) in calls + named),
     )
 
 
@@ -280,20 +280,17 @@ def _adapt_message(message: Mapping[str, Any], probes: Probes, reasoning: str) -
         turn["content"] = f"<think>\n{thought}\n</think>\n\n{turn['content'] or ''}"
     if turn.get("tool_calls"):
         turn["content"] = turn["content"] or probes.no_content
-        turn["tool_calls"] = [_adapt_call(call, probes) for call in turn["tool_calls"]]
+        if probes.object_arguments:
+            turn["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": parse_json(call["function"]["arguments"])}}
+                for call in turn["tool_calls"]
+            ]
     return turn
 
 
 def strip_reasoning(content: str) -> str:
     """Content after the last `</think>`."""
     return content.rpartition("</think>")[2].lstrip("\n") if "</think>" in content else content
-
-
-def _adapt_call(call: Mapping[str, Any], probes: Probes) -> dict[str, Any]:
-    function = call["function"]
-    if not probes.object_arguments:
-        return dict(call)
-    return {**call, "function": {**function, "arguments": parse_json(function["arguments"])}}
 
 
 def template_error(where: str, broken: RenderingError) -> DataError:

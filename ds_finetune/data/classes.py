@@ -52,8 +52,8 @@ def find_classes(config: DataConfig, kind: RowKind) -> RowKind:
             records = islice((record for source in sources for record in read_records(source)), config.rows)
             write_folder(folder, {}, {"labels.json": json.dumps(asdict(_read_labels(records, config.columns)))})
         written = json.loads((folder / "labels.json").read_text(encoding="utf-8"))
-    found = _Labels(**written)
-    return _by_name(found, kind) if found.names else _by_number(found, kind)
+    labels = _Labels(**written)
+    return _by_name(labels, kind) if labels.names else _by_number(labels, kind)
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ def _read_labels(records: Iterable[tuple[str, Record]], columns: Mapping[str, st
     orders: set[tuple[str, ...]] = set()
     column = "label"
     for where, record in records:
-        own = default_columns(record, columns)
-        column = own.get("label", "label")
-        label = view_columns(record, LABELLED_LAYOUTS["labelled"], own, where)["label"]
+        named_columns = default_columns(record, columns)
+        column = named_columns.get("label", "label")
+        label = view_columns(record, LABELLED_LAYOUTS["labelled"], named_columns, where)["label"]
         number = _whole_number(label)
         orders.add(label.names if isinstance(label, ClassNumber) else ())
         if isinstance(label, ClassNumber):
@@ -97,49 +97,49 @@ def _read_labels(records: Iterable[tuple[str, Record]], columns: Mapping[str, st
     return _Labels(column, names, numbers, orders.pop() if len(orders) == 1 else ())
 
 
-def _by_name(found: _Labels, kind: RowKind) -> RowKind:
-    labels = tuple(found.order) or tuple(sorted(found.names))
+def _by_name(read: _Labels, kind: RowKind) -> RowKind:
+    labels = tuple(read.order) or tuple(sorted(read.names))
     plain: dict[str, str] = {}
-    for name, where in found.names.items():
+    for name, where in read.names.items():
         other = plain.setdefault(name.strip().casefold(), name)
-        if other != name and not found.order:
+        if other != name and not read.order:
             raise DataError(
-                f"{where}: column `{found.column}` is {name!r}, and {found.names[other]} has {other!r}, which differs "
+                f"{where}: column `{read.column}` is {name!r}, and {read.names[other]} has {other!r}, which differs "
                 "only in white space or case",
                 hint="write the class in one way, or name all classes in objective.labels",
             )
     if len(labels) == 1:
         raise DataError(
-            f"column `{found.column}` is {labels[0]!r} in all rows, the first of which is {found.names[labels[0]]}",
+            f"column `{read.column}` is {labels[0]!r} in all rows, the first of which is {read.names[labels[0]]}",
             hint="give rows of two classes at least, or name all classes in objective.labels",
         )
     if kind.num_labels not in (None, len(labels)):
-        places = ", ".join(f"{label!r} in {found.names.get(label, 'no row')}" for label in labels[:_SHOWN_CLASSES])
+        locations = ", ".join(f"{label!r} in {read.names.get(label, 'no row')}" for label in labels[:_SHOWN_CLASSES])
         raise DataError(
-            f"objective.num_labels is {kind.num_labels}, and column `{found.column}` has {len(labels)} classes: "
-            f"{places}",
+            f"objective.num_labels is {kind.num_labels}, and column `{read.column}` has {len(labels)} classes: "
+            f"{locations}",
             hint="correct one of them, or name all classes in objective.labels",
         )
     return replace(kind, labels=labels, num_labels=len(labels), has_known_classes=True)
 
 
-def _by_number(found: _Labels, kind: RowKind) -> RowKind:
-    numbers = {int(number): where for number, where in found.numbers.items()}
+def _by_number(read: _Labels, kind: RowKind) -> RowKind:
+    numbers = {int(number): where for number, where in read.numbers.items()}
     largest = max(numbers, default=0)
     count = kind.num_labels or largest + 1
     for number, where in numbers.items():
         if not 0 <= number < count:
-            raise _outside(number, found.column, where, count)
+            raise _outside(number, read.column, where, count)
     absent = sorted(set(range(count)) - set(numbers))
     if absent and kind.num_labels is None:
         raise DataError(
-            f"{numbers.get(largest, 'no row')}: column `{found.column}` is {largest}, and no row has the class "
+            f"{numbers.get(largest, 'no row')}: column `{read.column}` is {largest}, and no row has the class "
             f"{absent[0]}",
             hint="number the classes from 0 on without gaps, or set objective.num_labels",
         )
     if count == 1:
         raise DataError(
-            f"column `{found.column}` is 0 in all rows, the first of which is {numbers[0]}",
+            f"column `{read.column}` is 0 in all rows, the first of which is {numbers[0]}",
             hint="give rows of two classes at least; for regression set objective.num_labels to 1",
         )
     return replace(kind, num_labels=count, has_known_classes=True)

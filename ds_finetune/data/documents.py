@@ -15,7 +15,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from ds_finetune.data.cache import ArrayParts, write_folder
-from ds_finetune.data.sample_tokens import Tokens
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,10 @@ class Documents:
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         targets = np.array([document.target for document in documents], dtype=np.float64)
         second = [length if d.second is None else d.second for d, length in zip(documents, lengths, strict=True)]
-        records, places = (_lines(texts) for texts in ([d.record for d in documents], [d.where for d in documents]))
+        # A line for each document, unless all texts are empty.
+        texts = [[document.record for document in documents], [document.where for document in documents]]
+        lines = ["".join(f"{text}\n" for text in each) if any(each) else "" for each in texts]
+        records, places = (np.frombuffer(each.encode(), dtype=np.uint8) for each in lines)
         seconds = np.array(second, dtype=np.int32)
         content = ids.astype("<i4").data
         digests = [xxhash.xxh3_64_intdigest(content[start:end]) for start, end in itertools.pairwise(offsets.tolist())]
@@ -214,12 +216,6 @@ def _concatenate(parts: Sequence[Path], name: str) -> Iterator[NDArray[np.generi
         yield offsets
 
 
-def _lines(texts: Sequence[str]) -> NDArray[np.uint8]:
-    """Encode texts as lines of UTF-8, uint8; no bytes where all texts are empty."""
-    text = "".join(f"{text}\n" for text in texts) if any(texts) else ""
-    return np.frombuffer(text.encode(), dtype=np.uint8)
-
-
 def _texts(counts: Counts) -> dict[str, str]:
     return {"counts.json": json.dumps(asdict(counts))}
 
@@ -233,43 +229,3 @@ def read_counts(folder: Path) -> Counts:
     }
     lists = {"bad": tuple(written["bad"]), "long_prompts": tuple(map(tuple, written["long_prompts"]))}
     return Counts(**written | named | lists)
-
-
-def make_documents(tokens: Sequence[Tokens], rules: Sequence[str], *, max_seq_len: int) -> tuple[Documents, Counts]:
-    """Documents of at most `max_seq_len` tokens with supervised tokens, and the counts of all samples.
-
-    `rules` has what happens to each sample if it is longer: `truncate`, `drop` or `split`.
-    """
-    kept: list[KeptDocument] = []
-    changes, without_supervised = list[Counts](), 0
-    every = ((document, rule) for row, rule in zip(tokens, rules, strict=True) for document in (*row.earlier, row))
-    for document, rule in every:
-        if document.dropped:
-            continue
-        pieces, change = _fit(document, rule, max_seq_len)
-        kept_pieces = [KeptDocument(ids, mask) for ids, mask in pieces if any(mask[1:])]
-        without_supervised += len(pieces) - len(kept_pieces)
-        kept += kept_pieces
-        changes += [change] if change is not None else []
-    documents = Documents.of(kept)
-    counts = Counts(
-        read=len(tokens),
-        server_prompt_differs=sum(document.server_prompt_differs for document in tokens),
-        nothing_supervised=without_supervised,
-    )
-    return documents, sum(changes, counts) + documents.counts
-
-
-def _fit(document: Tokens, rule: str, size: int) -> tuple[list[tuple[list[int], list[bool]]], Counts | None]:
-    """Ids and masks of a document's pieces, and the count of its change; None where the document fits."""
-    ids, mask = document.ids, document.mask
-    if len(ids) <= size:
-        return [(ids, mask)], None
-    if rule == "drop":
-        return [], Counts(too_long_dropped=1)
-    if rule == "truncate":
-        return [(ids[:size], mask[:size])], Counts(truncated=1, truncated_tokens=len(ids) - size)
-    # Each later piece begins with the last token of the piece before, unsupervised, so that every token after the first
-    # of the document is predicted exactly once.
-    starts = range(0, len(ids) - 1, size - 1)
-    return [(ids[at : at + size], [mask[at] and not at, *mask[at + 1 : at + size]]) for at in starts], Counts(split=1)

@@ -220,10 +220,6 @@ def _as_record(value: object, where: str) -> ReadRecord:
     )
 
 
-def _read_text(path: str) -> Iterator[tuple[str, ReadRecord]]:
-    yield path, {"text": _whole_text(path)}
-
-
 def _read_csv(path: str) -> Iterator[tuple[str, ReadRecord]]:
     """Records of CSV rows. All values remain texts, even `NA`, `null` and `007`."""
     csv.field_size_limit(_MOST_LINE_BYTES)
@@ -329,7 +325,7 @@ def _read_parquet(path: str) -> Iterator[tuple[str, ReadRecord]]:
 _READERS: Mapping[str, Callable[[str], Iterator[tuple[str, ReadRecord]]]] = {
     "json": _read_json,
     "jsonl": _read_jsonl,
-    "text": _read_text,
+    "text": lambda path: iter([(path, {"text": _whole_text(path)})]),
     "csv": _read_csv,
     "parquet": _read_parquet,
 }

@@ -243,16 +243,16 @@ def _joined(first: Mapping[str, Any], second: Mapping[str, Any], what: str) -> d
 
 
 def _is_trained(fields: Mapping[str, Any], what: str) -> bool:
-    said = {key: fields[key] for key in _TRAINED_IF if key in fields}
-    shown = ", ".join(f"{key} {value!r:.60}" for key, value in said.items())
-    if any(not isinstance(value, int | float) or value not in (0, 1) for value in said.values()):
+    flags = {key: fields[key] for key in _TRAINED_IF if key in fields}
+    shown = ", ".join(f"{key} {value!r:.60}" for key, value in flags.items())
+    if any(not isinstance(value, int | float) or value not in (0, 1) for value in flags.values()):
         raise DataError(f"{what} has {shown}", hint="an assistant message is trained (weight 1) or not (weight 0)")
     if fields.get("train_detail"):
         raise DataError(
             f"{what} has `train_detail` {fields['train_detail']!r:.60}, and a message is trained whole or not at all",
             hint="remove the field, or divide the message",
         )
-    verdicts = {value == _TRAINED_IF[key] for key, value in said.items()}
+    verdicts = {value == _TRAINED_IF[key] for key, value in flags.items()}
     if len(verdicts) > 1:
         raise DataError(f"{what} has {shown}, which contradict each other", hint="keep one of these fields")
     return verdicts != {False}

@@ -4,14 +4,14 @@ The pairing of prompts and answers is a pure function of the data and the seed. 
 ranks, micro-batches or the order of rows, and the reference log-probabilities can be computed once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_finetune.data.prepared_rows import PreparedRows, Row, RowDocuments, next_token_labels
+from ds_finetune.data.prepared_rows import PreparedRows, Row, RowDocuments, next_token_labels, pack
 from ds_finetune.errors import DataError
 from ds_finetune.objectives.labels import IGNORE_INDEX
 
@@ -51,37 +51,25 @@ class MismatchedAnswers:
         """Number of the document whose answer is paired with the prompt of document `number`: the next document with
         another prompt in a permutation given by the seed.
         """
-        order, places = self._order
-        prompt, place = self._prompt(number), int(places[number])
-        followers = (int(order[(place + step) % len(order)]) for step in range(1, len(order)))
+        order, positions = self._order
+        prompt, position = self._prompt(number), int(positions[number])
+        followers = (int(order[(position + step) % len(order)]) for step in range(1, len(order)))
         return next(other for other in followers if not np.array_equal(self._prompt(other), prompt))
 
     def rows_for(self, row_ids: Sequence[int]) -> list[Row]:
-        """Rows of the mismatched documents for the rows `row_ids`, in their order, packed by first fit where rows are
-        packed.
-        """
-        bins: list[list[int]] = []
-        space: list[int] = []
-        for number in self._documents_of(row_ids):
-            length = self._length(number)
-            found = next((place for place, left in enumerate(space) if left >= length), None)
-            if found is None or not self.is_packed:
-                found = len(bins)
-                bins.append([])
-                space.append(self.max_seq_len)
-            bins[found].append(number)
-            space[found] -= length
-        return [self._row(numbers) for numbers in bins]
+        """Rows of the mismatched documents for the rows `row_ids`, packed where rows are packed."""
+        rows = self.rows
+        numbers = np.concatenate([rows.order[rows.offsets[row] : rows.offsets[row + 1]] for row in row_ids])
+        if not self.is_packed:
+            return [self._row([number]) for number in numbers.tolist()]
+        lengths = np.array([self._length(number) for number in numbers.tolist()], dtype=np.int64)
+        return [self._row(numbers[row].tolist()) for row in pack(lengths, self.max_seq_len)]
 
     @cached_property
     def _order(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Permutation of the documents, and its inverse."""
         order = np.random.default_rng([self.seed, 0, _SEED]).permutation(len(self))
         return order, np.argsort(order)
-
-    def _documents_of(self, row_ids: Sequence[int]) -> Iterator[int]:
-        for row in row_ids:
-            yield from self.rows.order[self.rows.offsets[row] : self.rows.offsets[row + 1]].tolist()
 
     def _prompt(self, number: int) -> NDArray[np.int32]:
         """Ids before the first supervised token."""
@@ -119,6 +107,6 @@ class MismatchedAnswers:
         ids, answer = self._ids(other)
         span = slice(self.rows.documents.offsets[other], self.rows.documents.offsets[other + 1])
         prompt, mask = self._prompt(number), self.rows.documents.mask[span][answer:]
-        whole = np.concatenate([prompt, ids[answer:]])[: self.max_seq_len]
+        mismatched = np.concatenate([prompt, ids[answer:]])[: self.max_seq_len]
         is_supervised = np.concatenate([np.zeros(len(prompt), dtype=np.bool_), mask])[: self.max_seq_len]
-        return whole, next_token_labels(whole, is_supervised)
+        return mismatched, next_token_labels(mismatched, is_supervised)

@@ -30,13 +30,13 @@ class Mixture:
     @classmethod
     def of(cls, weights: Mapping[str, float], sizes: Sequence[int]) -> Self:
         """Mixture from the weights of sources by name; DataError where an epoch would have no row of a source."""
-        shares = np.array(list(weights.values())) / sum(weights.values())
-        main = max(range(len(sizes)), key=lambda source: (shares[source], sizes[source]))
-        draws = tuple(int(share / shares[main] * sizes[main] + 0.5) for share in shares)
-        for name, draw, share in zip(weights, draws, shares, strict=True):
+        fractions = np.array(list(weights.values())) / sum(weights.values())
+        main = max(range(len(sizes)), key=lambda source: (fractions[source], sizes[source]))
+        draws = tuple(int(fraction / fractions[main] * sizes[main] + 0.5) for fraction in fractions)
+        for name, draw, fraction in zip(weights, draws, fractions, strict=True):
             if not draw:
                 raise DataError(
-                    f"data.train gives `{name}` a share of {share:.3%}, which is no row in an epoch of "
+                    f"data.train gives `{name}` a share of {fraction:.3%}, which is no row in an epoch of "
                     f"{sum(draws):,} rows",
                     hint="give it a larger weight, or leave it out",
                 )
@@ -64,9 +64,10 @@ class Mixture:
         """
         jitter = np.random.default_rng([seed, epoch]).random(self.rows_per_epoch) if shuffle else 0.5
         numbers = np.concatenate([np.arange(draw) for draw in self.draws])
-        place = np.argsort((numbers + jitter) / np.repeat(self.draws, self.draws), kind="stable")
-        drawn = [self._drawn(source, seed=seed, epoch=epoch, shuffle=shuffle) for source in range(len(self.draws))]
-        return np.concatenate(drawn)[place]
+        order = np.argsort((numbers + jitter) / np.repeat(self.draws, self.draws), kind="stable")
+        sources = range(len(self.draws))
+        rows = [self._rows_of_epoch(source, seed=seed, epoch=epoch, shuffle=shuffle) for source in sources]
+        return np.concatenate(rows)[order]
 
     def count_rows(self, total_rows: int, *, seed: int, shuffle: bool) -> list[int]:
         """Rows of each source among the first `total_rows` rows of the concatenated epochs."""
@@ -80,7 +81,7 @@ class Mixture:
         """Row number after the last row of each source."""
         return np.cumsum(self.sizes)
 
-    def _drawn(self, source: int, *, seed: int, epoch: int, shuffle: bool) -> Numbers:
+    def _rows_of_epoch(self, source: int, *, seed: int, epoch: int, shuffle: bool) -> Numbers:
         """Rows of a source in an epoch, in their order."""
         size, draw = self.sizes[source], self.draws[source]
         passes, index = np.divmod(np.arange(epoch * draw, (epoch + 1) * draw), size)

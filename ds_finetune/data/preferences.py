@@ -121,11 +121,11 @@ def _prompt_pair(view: Mapping[str, Any], where: str) -> Preference:
         text = read_text(view, "prompt", where)
         samples = [completion_of(text, read_text(view, side, where), tools, where) for side in _SIDES]
         return _preference(samples, view, where)
-    whole = {
+    dialogues = {
         column: _with_prompt(prompt, _as_turns(side, column, where), column, where)
         for column, side in zip(_SIDES, sides, strict=True)
     }
-    return _of_turns(whole, view, where)
+    return _of_turns(dialogues, view, where)
 
 
 def _chat_pair(view: Mapping[str, Any], where: str) -> Preference:
@@ -230,13 +230,13 @@ def _ranked_answers(answers: object, where: str) -> list[tuple[float, str]]:
     hint = "give a list of {answer, rank}, where rank 1 is the best"
     if not isinstance(answers, list | tuple) or not answers:
         raise DataError(f"{where}: column `answers` is {shown_value(answers)}", hint=hint)
-    found = []
+    ranked = []
     for number, answer in enumerate(answers, start=1):
         rank = answer.get("rank") if isinstance(answer, Mapping) else None
         if not isinstance(rank, int | float) or isinstance(rank, bool) or not math.isfinite(rank):
             raise DataError(f"{where}: answer {number} of `answers` has the rank {rank!r:.60}", hint=hint)
-        found.append((float(rank), check_text(answer.get("answer"), f"{where}: answer {number} of `answers`")))
-    return found
+        ranked.append((float(rank), check_text(answer.get("answer"), f"{where}: answer {number} of `answers`")))
+    return ranked
 
 
 PAIR_LAYOUTS = by_name(

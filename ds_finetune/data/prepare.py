@@ -20,7 +20,6 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config.sections import DataConfig
@@ -91,28 +90,29 @@ def prepare_rows(
     choice = _choice(config, purpose, limits.seed)
     folder = Path(config.cache_dir) / _fingerprint(sources, tokenisation, choice)
     weights = config.weights if purpose == "train" else {}
-    whole, packed = folder / "whole", folder / ("packed-by-path" if weights else "packed")
+    complete, packed = folder / "whole", folder / ("packed-by-path" if weights else "packed")
     began = time.time()
     with lock_folder(folder):
-        notes = remove_damaged([whole, packed], since=began)
-        if not whole.is_dir():
+        notes = remove_damaged([complete, packed], since=began)
+        if not complete.is_dir():
             _tokenise(choice, sources, tokenisation, folder, workers=config.workers or os.cpu_count() or 1)
-        counts = read_counts(whole)
+        counts = read_counts(complete)
         check_dropped_rows(counts, config, sources)
         if purpose == "train":
             check_columns(counts, config)
-        documents = Documents.read(whole)
+        documents = Documents.read(complete)
         parts = _units_of_paths(counts, weights, sources, kind)
         is_packed = config.packing and kind.name != "prompts"
         if is_packed and not packed.is_dir():
-            arrays = zip(("order", "offsets"), pack_units(documents, kind, limits.max_seq_len, parts), strict=True)
-            write_folder(packed, {name: ArrayParts.of(array) for name, array in arrays}, {})
+            packing = zip(("order", "offsets"), pack_units(documents, kind, limits.max_seq_len, parts), strict=True)
+            write_folder(packed, {name: ArrayParts.of(array) for name, array in packing}, {})
     notes = [*_choice_notes(choice, counts, sources), *notes]
     order, offsets = one_unit_a_row(documents, kind)
     if is_packed:
         order, offsets = np.load(packed / "order.npy"), np.load(packed / "offsets.npy")
-    mixture = Mixture.of(weights, _rows_of_paths(order, offsets, parts)) if weights else None
-    content = content_hash(whole, _hashed_arrays(kind))
+    path_of_row = np.searchsorted(np.cumsum(parts), order[offsets[:-1]], side="right")
+    mixture = Mixture.of(weights, np.bincount(path_of_row, minlength=len(parts)).tolist()) if weights else None
+    content = content_hash(complete, _hashed_arrays(kind))
     return PreparedRows(documents, order, offsets, counts, content, tuple(notes), mixture, kind)
 
 
@@ -154,12 +154,6 @@ def _units_of_paths(
                 hint="look at them with `ds-finetune data show`, or leave it out",
             )
     return numbers
-
-
-def _rows_of_paths(order: NDArray[np.int64], offsets: NDArray[np.int64], units: Sequence[int]) -> list[int]:
-    """Rows of each path, given the units of each."""
-    path = np.searchsorted(np.cumsum(units), order[offsets[:-1]], side="right")
-    return np.bincount(path, minlength=len(units)).tolist()
 
 
 def plan_tokenisation(
@@ -237,12 +231,14 @@ def _tokenise(
     """Write missing parts of `ROWS_PER_PART` rows each, then join all parts."""
     parts: dict[Path, int] = {}
     tasks = _open_parts(choice, sources, folder, parts)
-    is_divided = workers > 1 and _is_large(sources)
+    size = sum(source.fingerprint[1] for source in sources)
+    # Each process takes one or two seconds to start; the size of a hub data set is not known.
+    is_divided = workers > 1 and (size > _BYTES_FOR_PROCESSES or any(source.format == "hub" for source in sources))
     warmup = (workers if is_divided else 1) * ROWS_PER_PART
-    kept = len(list(folder.glob("part-??????"))) * ROWS_PER_PART
+    done = len(list(folder.glob("part-??????"))) * ROWS_PER_PART
     # Only the process with the lock gets here, whatever its rank.
     estimate = estimate_rows(sources)
-    total = max(min(estimate, choice.rows or estimate) - kept, 0)
+    total = max(min(estimate, choice.rows or estimate) - done, 0)
     with PhaseLine("tokenising rows", total, warmup=warmup, is_rank_zero=True) as line:
         for _ in _write_parts(tasks, tokenisation, workers) if is_divided else _write_here(tasks, tokenisation):
             line.advance(ROWS_PER_PART)
@@ -282,14 +278,6 @@ def _open_parts(
                 shutil.rmtree(part)
             if not part.is_dir():
                 yield part, chunk
-
-
-def _is_large(sources: Sequence[Source]) -> bool:
-    """Whether there is enough raw data to outweigh the one or two seconds that each process takes to start."""
-    return (
-        any(source.format == "hub" for source in sources)
-        or sum(source.fingerprint[1] for source in sources) > _BYTES_FOR_PROCESSES
-    )
 
 
 _worker: list[Tokenisation] = []

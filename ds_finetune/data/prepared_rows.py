@@ -22,21 +22,20 @@ from ds_finetune.data.row_kind import DIALOGUE, RowKind
 from ds_finetune.objectives.labels import IGNORE_INDEX
 
 Ints = NDArray[np.int32]
+Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class RowDocuments:
-    """Documents of a row, in order, for objectives whose loss is not a sum over tokens.
+    """Documents of a row, in order; each array has one element per document."""
 
-    Each array has one element per document; `numbers` int64 are indices of documents in the data.
-    """
-
-    lengths: NDArray[np.int64]
+    lengths: Numbers
     """Tokens of each document."""
-    numbers: NDArray[np.int64]
+    numbers: Numbers
+    """Indices of the documents in the data."""
     targets: NDArray[np.float64]
     """Class, rating, margin, or 1 and 0 for good and bad answers; 0 where the row has none."""
-    second: NDArray[np.int64]
+    second: Numbers
     """Index of the first token of the second text of a pair of texts; the document's length where there is none."""
 
 
@@ -54,7 +53,7 @@ class Row:
     labels: Ints
     supervised: int
     documents: RowDocuments | None = None
-    """None where the loss is a sum over tokens."""
+    """None for a filler, and where rows that are not prepared are only trained on tokens."""
     is_filler: bool = False
     """Whether the row has no text and only fills a batch."""
 
@@ -69,13 +68,13 @@ class Row:
         return 0 if self.is_filler else len(document_starts(self.position_ids))
 
     @property
-    def document_lengths(self) -> NDArray[np.int64]:
+    def document_lengths(self) -> Numbers:
         """Tokens of each document; empty for a filler."""
         starts = document_starts(self.position_ids)
         return np.diff(np.append(starts, len(self.position_ids)))[: self.num_documents]
 
 
-def document_starts(positions: Ints) -> NDArray[np.int64]:
+def document_starts(positions: Ints) -> Numbers:
     """Indices at which documents begin in a row: where a position is not the preceding one plus 1."""
     return np.flatnonzero(np.diff(positions, prepend=-2) != 1)
 
@@ -134,8 +133,8 @@ class PreparedRows:
     """
 
     documents: Documents
-    order: NDArray[np.int64]
-    offsets: NDArray[np.int64]
+    order: Numbers
+    offsets: Numbers
     counts: Counts
     content: str = ""
     """Hash of all tokens and masks, computed when they were written; empty for rows of a stream."""
@@ -153,12 +152,21 @@ class PreparedRows:
     def __getitem__(self, index: int) -> Row:
         """Row `index`: its documents, concatenated."""
         numbers = self._documents_of(self.order[self.offsets[index] : self.offsets[index + 1]])
-        parts = [self._document(int(number)) for number in numbers]
+        data = self.documents
+        parts = []
+        for start, end in zip(data.offsets[numbers].tolist(), data.offsets[numbers + 1].tolist(), strict=True):
+            own = data.ids[start:end]
+            parts.append((own, np.arange(len(own)), next_token_labels(own, data.mask[start:end])))
         ids, positions, labels = (np.concatenate(arrays).astype(np.int32) for arrays in zip(*parts, strict=True))
-        supervised = int((labels != IGNORE_INDEX).sum())
-        return Row(ids, positions, labels, supervised=supervised, documents=self._row_documents(numbers))
+        documents = RowDocuments(
+            lengths=data.offsets[numbers + 1] - data.offsets[numbers],
+            numbers=numbers.astype(np.int64),
+            targets=data.targets[numbers],
+            second=data.second[numbers].astype(np.int64),
+        )
+        return Row(ids, positions, labels, supervised=int((labels != IGNORE_INDEX).sum()), documents=documents)
 
-    def sizes(self, index: int) -> tuple[NDArray[np.int64], int]:
+    def sizes(self, index: int) -> tuple[Numbers, int]:
         """Lengths of the documents of row `index`, and its number of supervised tokens, without reading tokens."""
         numbers = self._documents_of(self.order[self.offsets[index] : self.offsets[index + 1]])
         lengths, supervised = self._sizes_of(numbers)
@@ -213,12 +221,12 @@ class PreparedRows:
 
     def summary(self) -> str:
         """One line with numbers of rows, units and tokens, and the shares of supervised and of truncated tokens."""
-        share = self.num_supervised_tokens / max(self.num_tokens, 1)
+        supervised = self.num_supervised_tokens / max(self.num_tokens, 1)
         units = f"{self.num_units:,} {self.kind.unit}, " if self.kind.documents_per_unit else ""
         is_packed = len(self) < self.num_units
         rows = f"{len(self):,} packed rows of {self.counts.read:,} rows" if is_packed else f"{len(self):,} rows"
         text = f"{rows}, {units}{self.num_tokens:,} tokens"
-        text += f", {share_text(share)} of them supervised" if self.kind.has_supervised_tokens else ""
+        text += f", {share_text(supervised)} of them supervised" if self.kind.has_supervised_tokens else ""
         text += "".join(f"; {name} {line}" for name, line in self.label_lines())
         if self.counts.split:
             text += (
@@ -257,10 +265,16 @@ class PreparedRows:
         The answer is the last supervised span, and the prompt all ids before it. Rejected and bad answers are left out.
         """
         assert self.kind.has_supervised_tokens
-        wanted: Sequence[int] = range(0, self.counts.documents, max(self.kind.documents_per_unit, 1))
+        numbers: Sequence[int] = range(0, self.counts.documents, max(self.kind.documents_per_unit, 1))
         if self.kind.name == "marked":
-            wanted = np.flatnonzero(self.documents.targets).tolist()
-        return [self._last_answer(i) for i in wanted[:number]]
+            numbers = np.flatnonzero(self.documents.targets).tolist()
+        parts = []
+        for index in numbers[:number]:
+            ids, mask = self.document(index)
+            end = len(mask) - mask[::-1].index(True)
+            start = end - next((n for n, is_supervised in enumerate(mask[end - 1 :: -1]) if not is_supervised), end)
+            parts.append((ids[:start], ids[start:end]))
+        return parts
 
     def prompt_ids(self, number: int) -> list[int]:
         """Token ids of a prompt, including the header of the answer."""
@@ -268,20 +282,17 @@ class PreparedRows:
 
     def record(self, number: int) -> dict[str, Any]:
         """All columns of a prompt's row; the reference answer, if there is one, is `answer`."""
-        columns: dict[str, Any] = json.loads(_line(self.documents.records, self._record_ends, number))
+        columns: dict[str, Any] = json.loads(_line(self.documents.records, self._line_ends["records"], number))
         return columns
 
     def where(self, number: int) -> str:
         """Location of a prompt's row, such as `train.jsonl line 7`."""
-        return _line(self.documents.places, self._place_ends, number)
+        return _line(self.documents.places, self._line_ends["places"], number)
 
     @cached_property
-    def _record_ends(self) -> NDArray[np.int64]:
-        return np.flatnonzero(np.asarray(self.documents.records) == _LINE_FEED)
-
-    @cached_property
-    def _place_ends(self) -> NDArray[np.int64]:
-        return np.flatnonzero(np.asarray(self.documents.places) == _LINE_FEED)
+    def _line_ends(self) -> dict[str, Numbers]:
+        texts = {"records": self.documents.records, "places": self.documents.places}
+        return {name: np.flatnonzero(np.asarray(text) == _LINE_FEED) for name, text in texts.items()}
 
     def unit_digests(self) -> NDArray[np.uint64]:
         """Hash of the tokens of each unit, uint64 [units]."""
@@ -293,7 +304,7 @@ class PreparedRows:
         units = [self.order[self.offsets[i] : self.offsets[i + 1]] for i in ids]
         numbers = self._documents_of(np.concatenate([np.zeros(0, dtype=np.int64), *units]))
         lengths, supervised = self._sizes_of(numbers)
-        examples = len(numbers) // max(documents_per_unit, 1) if self.kind.documents_per_unit else 0
+        examples = len(numbers) // documents_per_unit if documents_per_unit else 0
         return {
             "supervised_tokens": int(supervised.sum()),
             "chosen_tokens": int(supervised[::2].sum()) if documents_per_unit == 2 else 0,
@@ -308,7 +319,7 @@ class PreparedRows:
         span = slice(self.documents.offsets[number], self.documents.offsets[number + 1])
         return self.documents.ids[span].tolist(), self.documents.mask[span].tolist()
 
-    def _sizes_of(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _sizes_of(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
         """Length and number of supervised tokens of each document; a document's first token is never a label."""
         starts, ends = self.documents.offsets[numbers], self.documents.offsets[numbers + 1]
         mask = np.asarray(self.documents.mask)
@@ -316,21 +327,9 @@ class PreparedRows:
         supervised = [np.count_nonzero(mask[start + 1 : end]) for start, end in spans]
         return np.asarray(ends - starts, dtype=np.int64), np.array(supervised, dtype=np.int64)
 
-    def _documents_of(self, units: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Indices of the documents of some units, in order."""
+    def _documents_of(self, units: Numbers) -> Numbers:
         size = max(self.kind.documents_per_unit, 1)
         return (units[:, None] * size + np.arange(size)).reshape(-1)
-
-    def _row_documents(self, numbers: NDArray[np.int64]) -> RowDocuments | None:
-        if not self.kind.documents_per_unit:
-            return None
-        documents = self.documents
-        return RowDocuments(
-            lengths=documents.offsets[numbers + 1] - documents.offsets[numbers],
-            numbers=numbers.astype(np.int64),
-            targets=documents.targets[numbers],
-            second=documents.second[numbers].astype(np.int64),
-        )
 
     def label_lines(self) -> list[tuple[str, str]]:
         """Name and text of a line about labels: numbers of good and bad answers, shares of classes, or the range of
@@ -344,34 +343,18 @@ class PreparedRows:
             return [("labels", f"from {targets.min():g} to {targets.max():g}")]
         if self.kind.name != "labelled":
             return []
-        shares = np.bincount(targets.astype(np.int64), minlength=self.num_labels) / max(len(targets), 1)
+        fractions = np.bincount(targets.astype(np.int64), minlength=self.num_labels) / max(len(targets), 1)
         names = self.class_names or tuple(map(str, range(self.num_labels)))
-        shown = [f"{name} {share_text(share)}" for name, share in zip(names, shares.tolist(), strict=True)]
+        shown = [f"{name} {share_text(fraction)}" for name, fraction in zip(names, fractions.tolist(), strict=True)]
         more = f" and {len(shown) - _SHOWN_CLASSES} more" if len(shown) > _SHOWN_CLASSES else ""
         return [("classes", f"{len(shown)} ({', '.join(shown[:_SHOWN_CLASSES])}{more})")]
 
-    def _document(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
-        span = slice(self.documents.offsets[number], self.documents.offsets[number + 1])
-        ids, mask = self.documents.ids[span], self.documents.mask[span]
-        return ids, np.arange(len(ids)), next_token_labels(ids, mask)
-
-    def _lengths_by_source(self) -> list[NDArray[np.int64]]:
+    def _lengths_by_source(self) -> list[Numbers]:
         """Lengths of the documents of each source of the mixture; without a mixture one array with all."""
         lengths = np.diff(self.documents.offsets)[self._documents_of(self.order)]
         sizes = (len(self),) if self.mixture is None else self.mixture.sizes
         ends = self.offsets[np.cumsum(sizes)] * max(self.kind.documents_per_unit, 1)
         return np.split(lengths, ends[:-1])
-
-    def _last_answer(self, number: int) -> tuple[list[int], list[int]]:
-        ids, mask = self.document(number)
-        end = max(index for index, is_supervised in enumerate(mask) if is_supervised) + 1
-        start = end
-        while start > 0 and mask[start - 1]:
-            start -= 1
-        return ids[:start], ids[start:end]
-
-
-Numbers = NDArray[np.int64]
 
 
 def _line(text: NDArray[np.uint8], ends: Numbers, number: int) -> str:
@@ -420,7 +403,7 @@ def pack(lengths: Numbers, capacity: int) -> list[Numbers]:
             space, row = capacity, len(rows)
             rows.append([])
         rows[row].append(number)
-        if left := space - length:
-            open_rows[left].append(row)
-            spaces |= 1 << left
+        if rest := space - length:
+            open_rows[rest].append(row)
+            spaces |= 1 << rest
     return [np.array(row, dtype=np.int64) for row in rows]

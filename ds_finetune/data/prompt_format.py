@@ -69,9 +69,9 @@ class PlainFormat:
     @classmethod
     def of(cls, template: object) -> "PlainFormat | None":
         """The format from a chat template that `template` wrote; None for other templates."""
-        found = _MARK.match(template) if isinstance(template, str) else None
+        match = _MARK.match(template) if isinstance(template, str) else None
         try:
-            return cls(**json.loads(found[1])) if found else None
+            return cls(**json.loads(match[1])) if match else None
         except (ValueError, TypeError):
             return None
 
@@ -209,13 +209,13 @@ def _chat_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> st
         raise ConfigError(
             f"data.template `{config.template}` cannot be read: {unreadable}", hint="name a Jinja file in UTF-8"
         ) from None
+    if len(text) > MIB:
+        raise ConfigError(f"data.template `{config.template}` has more than 1 MiB", hint="name a Jinja file")
     if stray := next((character for character in "\0\ufeff\ufffd" if character in text), ""):
         raise ConfigError(
             f"data.template `{config.template}` contains U+{ord(stray):04X}, which every prompt would have",
             hint="remove the character; a wrong conversion of the file's encoding leaves it",
         )
-    if len(text) > MIB:
-        raise ConfigError(f"data.template `{config.template}` has more than 1 MiB", hint="name a Jinja file")
     return text
 
 

@@ -3,7 +3,7 @@
 A row may have a reference answer, as rows of supervised fine-tuning do; it becomes the column `answer` of the record.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -56,15 +56,12 @@ def _reference(view: Mapping[str, Any]) -> object:
     """
     graded = view.get("reward_model")
     truth = graded.get("ground_truth") if isinstance(graded, Mapping) else None
-    given = (view.get(ANSWER), view.get("solution"), truth, view.get("label"), _last_content(view.get("completion")))
-    return next((value for value in given if value is not None), None)
-
-
-def _last_content(completion: object) -> object:
-    if isinstance(completion, Sequence) and not isinstance(completion, str) and completion:
+    completion = view.get("completion")
+    if isinstance(completion, list | tuple) and completion:
         last = completion[-1]
-        return last.get("content", last.get("value")) if isinstance(last, Mapping) else None
-    return completion
+        completion = last.get("content", last.get("value")) if isinstance(last, Mapping) else None
+    given = (view.get(ANSWER), view.get("solution"), truth, view.get("label"), completion)
+    return next((value for value in given if value is not None), None)
 
 
 def _without_answer(sample: Sample, answer: object) -> Prompt:

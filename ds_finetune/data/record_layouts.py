@@ -81,7 +81,7 @@ Sample = Conversation | Completion | PlainText
 
 
 @dataclass(frozen=True)
-class MarkedAnswer:
+class LabelledCompletion:
     """A dialogue whose last answer is labelled good or bad."""
 
     sample: Sample
@@ -113,21 +113,21 @@ def published_columns(
 
 def default_columns(record: Record, columns: Mapping[str, str]) -> dict[str, str]:
     """`columns`, extended by the names of `label`, `text` and `text_pair` in KTO's and GLUE's data sets."""
-    found: dict[str, str] = {}
+    defaults: dict[str, str] = {}
     if "label" not in record and "kto_tag" in record:
-        found["label"] = "kto_tag"
+        defaults["label"] = "kto_tag"
     if "text" not in record:
         first, second = next((pair for pair in _PAIRS_OF_TEXTS if pair[0] in record), ("", ""))
-        found |= {key: name for key, name in (("text", first), ("text_pair", second)) if name in record}
-    return {**found, **columns}
+        defaults |= {key: name for key, name in (("text", first), ("text_pair", second)) if name in record}
+    return {**defaults, **columns}
 
 
 def columns_line(record: Record, *keys: str) -> str:
     """Run-file line that assigns the probable columns of the record to `keys`; empty if no column fits a key."""
     names = {name.lower(): name for name in sorted(record, reverse=True)}
-    found = {key: next((names[name] for name in _GUESSES[key].split() if name in names), "") for key in keys}
-    line = ", ".join(f"{key}: {name}" for key, name in found.items() if key != name)
-    return f"set data.columns: {{{line}}}" if line and all(found.values()) else ""
+    guesses = {key: next((names[name] for name in _GUESSES[key].split() if name in names), "") for key in keys}
+    line = ", ".join(f"{key}: {name}" for key, name in guesses.items() if key != name)
+    return f"set data.columns: {{{line}}}" if line and all(guesses.values()) else ""
 
 
 def find_layout(record: Record, columns: Mapping[str, str], layouts: Mapping[str, "LayoutColumns"]) -> str | None:
@@ -171,7 +171,7 @@ def check_supervised(record: Record, columns: Mapping[str, str], where: str) -> 
         )
     if "kto_tag" in present or ("label" in present and isinstance(record["label"], bool)):
         raise DataError(
-            f"{where} is a KTO row, whose answer is marked as good or bad (columns {', '.join(sorted(record))}), "
+            f"{where} is a KTO row, whose answer is labelled good or bad (columns {', '.join(sorted(record))}), "
             "and fine-tuning is supervised",
             hint="train them with objective kto, or keep the rows whose answer is to be imitated, and remove the "
             "column with the labels",
@@ -292,11 +292,12 @@ def _prompt_completion(view: Mapping[str, Any], where: str) -> Sample:
     prompt, completion = view["prompt"], view["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
         check_not_continued(prompt, completion, where)
-        whole = read_conversation([*prompt, *completion], view.get("tools"), "prompt, completion", where)
+        dialogue = read_conversation([*prompt, *completion], view.get("tools"), "prompt, completion", where)
         asked = len(read_conversation(prompt, None, "prompt", where).messages) if prompt else 0
+        turns = dialogue.messages
         # TRL trains no token of a prompt, not even its assistant turns.
-        untrained = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in whole.messages[:asked]]
-        return replace(whole, messages=(*untrained, *whole.messages[asked:]))
+        untrained = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in turns[:asked]]
+        return replace(dialogue, messages=(*untrained, *turns[asked:]))
     question, answer = read_text(view, "prompt", where), read_text(view, "completion", where)
     sample = completion_of(question, answer, read_tools(view.get("tools"), where), where)
     history = _history(view, where)
@@ -356,7 +357,7 @@ LAYOUTS = by_name(
     ("text", "text", "", lambda view, where: PlainText(read_text(view, "text", where))),
 )
 """Layouts by name, in the order in which they are tried."""
-MARKED_LAYOUTS = {
+COMPLETION_LAYOUTS = {
     name: replace(layout, needed=layout.needed | {"label"}) for name, layout in LAYOUTS.items() if name != "text"
 }
 """Layouts of answers labelled good or bad: those of dialogue with a column `label`."""

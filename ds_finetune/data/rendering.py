@@ -64,7 +64,11 @@ class RenderedConversation:
     ) -> None:
         self._template, self._tools, self._where, self._only = template, tools, where, only
         self._messages = messages if only is None else messages[: only + 1]
-        self._check_support()
+        probes = template.probes
+        if not probes.calls and any(message.get("tool_calls") for message in self._messages):
+            raise UnrenderedTextError("calls")
+        if probes.reasoning in ("", "tags") and any(message.get("reasoning_content") for message in self._messages):
+            raise UnrenderedTextError("reasoning")
         self._with_placeholders = [
             _with_placeholders(message, number, template) if self._is_found(number) else message
             for number, message in enumerate(self._messages)
@@ -175,13 +179,6 @@ class RenderedConversation:
             "" if all(_contains(document, text) for tool in self._tools for text in _leaves(tool)) else "tools_partly"
         )
 
-    def _check_support(self) -> None:
-        probes = self._template.probes
-        if not probes.calls and any(message.get("tool_calls") for message in self._messages):
-            raise UnrenderedTextError("calls")
-        if probes.reasoning in ("", "tags") and any(message.get("reasoning_content") for message in self._messages):
-            raise UnrenderedTextError("reasoning")
-
     def _render(self, messages: Sequence[Mapping[str, Any]], *, opens: bool = False) -> str:
         try:
             return self._template.render(messages, self._tools, opens=opens)
@@ -199,8 +196,8 @@ class RenderedConversation:
         message = self._messages[number]
         closed = self._after(done, self._render(self._with_placeholders[: number + 1]))
         placeholders = _placeholders(message, number, self._template)
-        places = sorted((closed.find(name), name, kind) for name, _, kind in placeholders)
-        (first, _, first_kind), (last, last_name, last_kind) = places[0], places[-1]
+        positions = sorted((closed.find(name), name, kind) for name, _, kind in placeholders)
+        (first, _, first_kind), (last, last_name, last_kind) = positions[0], positions[-1]
         if first < 0:
             raise UnrenderedTextError(first_kind)
         middle, tail = closed[first:last], closed[last + len(last_name) :]
@@ -261,10 +258,10 @@ class RenderedConversation:
             # For an answer without a reasoning field the template writes empty reasoning, but this content has
             # reasoning.
             header = opened
-        whole = header + rest
+        text = header + rest
         for prompt in (opened, *(self._call_prompts(number, done) if is_call else [header])):
-            if prompt is not None and whole.startswith(prompt):
-                return prompt, whole[len(prompt) :]
+            if prompt is not None and text.startswith(prompt):
+                return prompt, text[len(prompt) :]
         raise UnrenderedTextError("calls")
 
     def _call_prompts(self, number: int, done: str) -> Iterator[str]:
@@ -279,25 +276,17 @@ class RenderedConversation:
 
 def _placeholders(message: Mapping[str, Any], number: int, template: ChatTemplate) -> list[tuple[str, str, str]]:
     """For each text of a message: its placeholder, the text, and the reason to drop the row if it is not rendered."""
-    thought = (
-        [(placeholder(f"{number}r"), message["reasoning_content"], "reasoning")]
-        if message.get("reasoning_content")
-        else []
-    )
-    calls = [
-        (placeholder(f"{number}c{place}"), _call_name(call, template), "calls")
-        for place, call in enumerate(message.get("tool_calls") or ())
-    ]
-    return [
-        *([(placeholder(number), message["content"], "text")] if message["content"] or not calls else []),
-        *thought,
-        *calls,
-    ]
-
-
-def _call_name(call: Mapping[str, Any], template: ChatTemplate) -> str:
-    """The text by which the template names a call: the function's name, or the id, which contains that name."""
-    return str(call.get("id", "") if template.probes.is_named_by_id else call["function"]["name"])
+    texts: list[tuple[str, str, str]] = []
+    calls = message.get("tool_calls") or ()
+    if message["content"] or not calls:
+        texts.append((placeholder(number), message["content"], "text"))
+    if message.get("reasoning_content"):
+        texts.append((placeholder(f"{number}r"), message["reasoning_content"], "reasoning"))
+    for index, call in enumerate(calls):
+        # An id that names the call contains the function's name.
+        name = call.get("id", "") if template.probes.is_named_by_id else call["function"]["name"]
+        texts.append((placeholder(f"{number}c{index}"), str(name), "calls"))
+    return texts
 
 
 def _with_placeholders(message: Mapping[str, Any], number: int, template: ChatTemplate) -> Mapping[str, Any]:
@@ -309,10 +298,10 @@ def _with_placeholders(message: Mapping[str, Any], number: int, template: ChatTe
     if turn.get("tool_calls"):
         calls = enumerate(turn["tool_calls"])
         turn["tool_calls"] = [
-            {**call, "id": placeholder(f"{number}c{place}")}
+            {**call, "id": placeholder(f"{number}c{index}")}
             if template.probes.is_named_by_id
-            else {**call, "function": {**call["function"], "name": placeholder(f"{number}c{place}")}}
-            for place, call in calls
+            else {**call, "function": {**call["function"], "name": placeholder(f"{number}c{index}")}}
+            for index, call in calls
         ]
     return turn
 
@@ -356,8 +345,8 @@ def _contains(text: str, leaf: str) -> bool:
 
 def _find(text: str, leaf: str) -> int:
     """Index in `text` of `leaf`, verbatim or escaped for JSON or HTML; -1 where it is missing."""
-    place = text.find(leaf)
-    if place >= 0:
-        return place
+    index = text.find(leaf)
+    if index >= 0:
+        return index
     forms = (json.dumps(leaf, ensure_ascii=False)[1:-1], json.dumps(leaf)[1:-1], str(escape(leaf)))
     return max(map(text.find, forms))

@@ -4,25 +4,18 @@ or prompts.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from ds_finetune.config.objectives import OBJECTIVES, BosRule, KindName, ObjectiveConfig
 from ds_finetune.errors import ConfigError
 
-
-class _Kind(NamedTuple):
-    text: str
-    """Description of the rows, for messages."""
-    documents_per_unit: int = 0
-
-
-_KINDS: Mapping[KindName, _Kind] = {
-    "dialogue": _Kind("dialogue, prompts with completions, or plain text"),
-    "text": _Kind("plain text"),
-    "pairs": _Kind("pairs of a chosen and a rejected answer", 2),
-    "marked": _Kind("answers that are marked as good or bad", 1),
-    "labelled": _Kind("texts with a label", 1),
-    "prompts": _Kind("prompts, to which the model samples answers", 1),
+_DESCRIPTIONS: Mapping[KindName, str] = {
+    "dialogue": "dialogue, prompts with completions, or plain text",
+    "text": "plain text",
+    "pairs": "pairs of a chosen and a rejected answer",
+    "marked": "answers that are labelled good or bad",
+    "labelled": "texts with a label",
+    "prompts": "prompts, to which the model samples answers",
 }
 
 
@@ -69,7 +62,7 @@ class RowKind:
     @property
     def documents_per_unit(self) -> int:
         """Consecutive documents that form one unit: 2 for pairs; 0 where the loss is a sum over tokens."""
-        return _KINDS[self.name].documents_per_unit
+        return {"dialogue": 0, "text": 0, "pairs": 2}.get(self.name, 1)
 
     @property
     def unit(self) -> str:
@@ -90,7 +83,7 @@ class RowKind:
     @property
     def description(self) -> str:
         """Description of the kind of rows and the objective, for messages."""
-        return f"objective {self.objective} is trained on {_KINDS[self.name].text}"
+        return f"objective {self.objective} is trained on {_DESCRIPTIONS[self.name]}"
 
     @property
     def fingerprint(self) -> list[Any]:

@@ -127,8 +127,8 @@ def server_prompt_line(counts: Counts) -> str:
     A server calls `apply_chat_template` with the messages before the answer.
     """
     rows = counts.server_prompt_differs
-    share = rows / max(counts.read, 1)
-    return f"{rows:,} of {counts.read:,} rows ({share_text(share)}) have a prompt that differs from a server's"
+    fraction = rows / max(counts.read, 1)
+    return f"{rows:,} of {counts.read:,} rows ({share_text(fraction)}) have a prompt that differs from a server's"
 
 
 def check_bad_rows(counts: Counts, config: DataConfig) -> None:

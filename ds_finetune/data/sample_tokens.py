@@ -50,12 +50,6 @@ class Tokens:
     begins with white space; empty for other rows."""
     earlier: "tuple[Tokens, ...]" = ()
 
-    def loses_answers(self, most: int) -> bool:
-        """Whether truncation to `most` tokens removes all supervised tokens; a document's first token is never
-        supervised.
-        """
-        return not self.dropped and any(self.mask[1:]) and not any(self.mask[1:most])
-
 
 @dataclass(frozen=True)
 class TemplateSettings:
@@ -168,12 +162,7 @@ class SampleTokeniser:
                 hint="set data.template to a name such as chatml, or to a Jinja file",
             )
         texts = [sample.text] if isinstance(sample, PlainText) else [sample.prompt, sample.completion]
-        has_control = any(self._control.has_control_token(text) for text in texts)
-        if has_control and self._settings.control_tokens == "refuse":
-            raise DataError(
-                f"{where}: a text contains a control token of the tokenizer: {texts[0]!r:.60}",
-                hint="set data.control_tokens to keep",
-            )
+        has_control = self._control.check_plain(texts, where)
         if isinstance(sample, Completion) and sample.conversation.messages[:-2] and not sample.has_all_turns:
             return [_SampleText((), Tokens([], [], dropped="plain"))]
         remarks = {
@@ -201,12 +190,12 @@ class SampleTokeniser:
         messages = adapt_messages(conversation, template, self._settings.reasoning)
         unread = (*original.unread, *_unread_fields(conversation, template))
         try:
-            whole = RenderedConversation(template, messages, conversation.tools, where)
-            prompt = whole.open_prompt()
-            whole.check([Turn(len(messages), prompt, "", "")], is_protected=bool(control_note))
+            dialogue = RenderedConversation(template, messages, conversation.tools, where)
+            prompt = dialogue.open_prompt()
+            dialogue.check([Turn(len(messages), prompt, "", "")], is_protected=bool(control_note))
         except UnrenderedTextError as error:
             return [_SampleText((), Tokens([], [], dropped=str(error), unread=unread))]
-        remarks = tuple(note for note in (control_note, whole.tools_note(prompt)) if note)
+        remarks = tuple(note for note in (control_note, dialogue.tools_note(prompt)) if note)
         return [_SampleText((Segment(prompt, False),), Tokens([], [], notes=remarks, unread=unread))]
 
     def _completion_segments(self, sample: Completion) -> list[Segment]:
@@ -233,66 +222,63 @@ class SampleTokeniser:
         messages = adapt_messages(conversation, template, self._settings.reasoning)
         unread = (*original.unread, *_unread_fields(conversation, template))
         try:
-            whole = RenderedConversation(template, messages, conversation.tools, where)
-            found = self._found_turns(whole, conversation)
-            for rendered, turns in found:
+            dialogue = RenderedConversation(template, messages, conversation.tools, where)
+            renderings = self._rendered_turns(dialogue, conversation)
+            for rendered, turns in renderings:
                 rendered.check(turns, is_protected=bool(control_note))
         except UnrenderedTextError as error:
             return [_SampleText((), Tokens([], [], dropped=str(error), unread=unread))]
-        all_turns = [turn for _, turns in found for turn in turns]
-        supervised = self._supervised_messages(conversation, all_turns)
+        all_turns = [turn for _, turns in renderings for turn in turns]
+        chosen = all_turns[-1:] if self._settings.train_on == "last_assistant" else all_turns
+        answers = [turn.number for turn in chosen if turn.number < len(conversation.messages)]
+        supervised = {number for number in answers if conversation.messages[number].get("weight", 1) != 0}
         remarks = {
             control_note: True,
-            whole.tools_note("".join(turn.prompt for turn in found[-1][1])): True,
+            dialogue.tools_note("".join(turn.prompt for turn in renderings[-1][1])): True,
             "open_call": any(turn.is_open for turn in all_turns),
             "behind": all_turns[-1].number < len(messages) - 1,
             "empty_answer": any(not t.body.strip() for t in all_turns if t.number in supervised),
-            "rewritten": len(found) > 1,
+            "rewritten": len(renderings) > 1,
         }
         notes = tuple(note for note, applies in remarks.items() if note and applies)
         remarked = Tokens([], [], notes=notes, unread=unread)
-        return [self._turn_segments(turns, supervised, rendered, remarked) for rendered, turns in found]
+        return [self._turn_segments(turns, supervised, rendered, remarked) for rendered, turns in renderings]
 
-    def _found_turns(
-        self, whole: RenderedConversation, conversation: Conversation
+    def _rendered_turns(
+        self, dialogue: RenderedConversation, conversation: Conversation
     ) -> list[tuple[RenderedConversation, list[Turn]]]:
         """Renderings that become documents, with their turns: one rendering, or one for each supervised answer where
         the template changes earlier turns.
         """
         try:
-            return [(whole, whole.turns())]
+            return [(dialogue, dialogue.turns())]
         except RewrittenTurnError:
             numbers = [n for n, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-            wanted = [n for n in numbers if conversation.messages[n].get("weight", 1) != 0] or numbers
-            chosen = wanted if self._settings.train_on == "assistant" else numbers[-1:]
-            return [(prefix, prefix.turns()) for prefix in whole.prefixes(chosen)]
-
-    def _supervised_messages(self, conversation: Conversation, turns: Sequence[Turn]) -> set[int]:
-        chosen = turns[-1:] if self._settings.train_on == "last_assistant" else turns
-        answers = [turn.number for turn in chosen if turn.number < len(conversation.messages)]
-        return {number for number in answers if conversation.messages[number].get("weight", 1) != 0}
+            supervised = [n for n in numbers if conversation.messages[n].get("weight", 1) != 0] or numbers
+            chosen = supervised if self._settings.train_on == "assistant" else numbers[-1:]
+            return [(prefix, prefix.turns()) for prefix in dialogue.prefixes(chosen)]
 
     def _turn_segments(
         self, turns: Sequence[Turn], supervised: set[int], rendered: RenderedConversation, result: Tokens
     ) -> _SampleText:
         """Segments of the turns: each supervised answer with its end token, and the text between answers."""
         segments: list[Segment] = []
-        is_other_supervised = self._settings.train_on == "all"
-        whole, other, differs = "", "", False
+        is_between_supervised = self._settings.train_on == "all"
+        before, between, differs = "", "", False
         for turn in turns:
-            whole += turn.prompt
-            other += turn.prompt
+            before += turn.prompt
+            between += turn.prompt
             answer, rest = "", turn.body + turn.ending
             if turn.number in supervised:
                 prompt = rendered.server_prompt(turn.number)
-                differs = differs or prompt is None or strip_brackets(prompt) != strip_brackets(whole)
+                differs = differs or prompt is None or strip_brackets(prompt) != strip_brackets(before)
                 ending = "" if turn.is_open else rendered.turn_end(turn)
                 answer, rest = turn.body + ending, turn.ending.removeprefix(ending)
-                segments += [Segment(other, is_other_supervised), Segment(answer, True, is_answer=True)]
-                other = ""
-            other += rest
-            whole += answer + rest
-        segments.append(Segment(other, is_other_supervised))
+                segments += [Segment(between, is_between_supervised), Segment(answer, True, is_answer=True)]
+                between = ""
+            between += rest
+            before += answer + rest
+        segments.append(Segment(between, is_between_supervised))
         result = replace(result, server_prompt_differs=True) if differs else result
         return _SampleText(tuple(segment for segment in segments if segment.text), result)
 

@@ -11,12 +11,12 @@ from ds_finetune.data.messages import shown_value, without_nulls
 from ds_finetune.data.preferences import PAIR_LAYOUTS, Preference
 from ds_finetune.data.prompts import PROMPT_LAYOUTS, Prompt
 from ds_finetune.data.record_layouts import (
+    COMPLETION_LAYOUTS,
     LABELLED_LAYOUTS,
     LAYOUTS,
-    MARKED_LAYOUTS,
+    LabelledCompletion,
     LabelledText,
     LayoutColumns,
-    MarkedAnswer,
     Record,
     Sample,
     check_media,
@@ -33,10 +33,10 @@ from ds_finetune.data.record_layouts import (
 from ds_finetune.data.row_kind import RowKind, objectives_of
 from ds_finetune.errors import ConfigError, DataError
 
-RowSample = Sample | Preference | MarkedAnswer | LabelledText | Prompt
+RowSample = Sample | Preference | LabelledCompletion | LabelledText | Prompt
 LAYOUTS_OF: Mapping[KindName, Mapping[str, LayoutColumns]] = {
     "pairs": PAIR_LAYOUTS,
-    "marked": MARKED_LAYOUTS,
+    "marked": COMPLETION_LAYOUTS,
     "labelled": LABELLED_LAYOUTS,
     "dialogue": LAYOUTS,
     "text": {"text": LAYOUTS["text"]},
@@ -47,12 +47,12 @@ LAYOUTS_OF: Mapping[KindName, Mapping[str, LayoutColumns]] = {
 
 def check_layout_name(layout: str, columns: Mapping[str, str], kind: RowKind) -> None:
     """ConfigError where `data.layout`, or a key of `data.columns`, does not exist for this kind of rows."""
-    known = LAYOUTS_OF[kind.name]
-    if layout != "auto" and layout not in known:
+    layouts = LAYOUTS_OF[kind.name]
+    if layout != "auto" and layout not in layouts:
         raise ConfigError(
-            f"data.layout is {layout}, and {kind.description}", hint=f"set data.layout to auto, or {', '.join(known)}"
+            f"data.layout is {layout}, and {kind.description}", hint=f"set data.layout to auto, or {', '.join(layouts)}"
         )
-    names = {name for each in known.values() for name in each.needed | each.optional}
+    names = {name for each in layouts.values() for name in each.needed | each.optional}
     unknown = [f"{name}: {column}" for name, column in columns.items() if name not in names]
     if unknown:
         raise ConfigError(
@@ -93,8 +93,8 @@ def read_row(
         return chosen.read(view, where).of_record(given), []
     unread = unread_columns(record, chosen, columns)
     if kind.name == "marked":
-        good = _read_mark(view["label"], columns.get("label", "label"), where)
-        return MarkedAnswer(chosen.read(view, where), good), unread
+        good = _read_label(view["label"], columns.get("label", "label"), where)
+        return LabelledCompletion(chosen.read(view, where), good), unread
     if kind.name == "labelled":
         target = target_of(view["label"], kind, columns.get("label", "label"), where)
         text, text_pair = chosen.read(view, where)
@@ -105,12 +105,12 @@ def read_row(
     return chosen.read(view, where), unread
 
 
-def _read_mark(label: object, column: str, where: str) -> bool:
+def _read_label(label: object, column: str, where: str) -> bool:
     """Whether an answer is labelled good; DataError for labels but true, false, 1, 0 and their texts (CSV)."""
     if isinstance(label, int | str) and str(label).lower() in ("0", "1", "true", "false"):
         return str(label).lower() in ("1", "true")
     raise DataError(
-        f"{where}: column `{column}` is {shown_value(label)}, which marks no answer as good or bad",
+        f"{where}: column `{column}` is {shown_value(label)}, which is no label of an answer",
         hint="give true or 1 for a good answer, false or 0 for a bad one",
     )
 
@@ -129,12 +129,12 @@ def _check_used(record: Record, columns: Mapping[str, str], layout: LayoutColumn
 def _recognise(record: Record, kind: RowKind, columns: Mapping[str, str], where: str) -> str:
     """Name of the first layout of this kind whose columns the record has; DataError where no layout fits."""
     layouts = LAYOUTS_OF[kind.name]
-    found = find_layout(record, columns, layouts)
-    if found is not None:
-        return found
+    name = find_layout(record, columns, layouts)
+    if name is not None:
+        return name
     absent = [f"{key}: {column}" for key, column in columns.items() if column not in record]
     others = f", and data.columns names others: {', '.join(absent)}" if absent else ""
-    wanted = {"pairs": ("prompt", "chosen", "rejected"), "text": (), "labelled": (), "prompts": ("prompt",)}.get(
+    keys = {"pairs": ("prompt", "chosen", "rejected"), "text": (), "labelled": (), "prompts": ("prompt",)}.get(
         kind.name, ("prompt", "completion")
     )
     raise DataError(
@@ -142,7 +142,7 @@ def _recognise(record: Record, kind: RowKind, columns: Mapping[str, str], where:
         hint=", ".join(
             f"remove the white space around the name of column {key!r}" for key in record if key != key.strip()
         )
-        or columns_line(record, *wanted)
+        or columns_line(record, *keys)
         or _other_objective(record, columns)
         or f"name them under data.columns; layouts are {known_layouts(layouts)}",
     )

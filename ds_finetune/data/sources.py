@@ -118,8 +118,8 @@ class RecordChoice:
             return True
         block = int(number * self.share)
         first, end = (math.ceil(edge / self.share) for edge in (block, block + 1))
-        drawn = first + xxhash.xxh64_intdigest(f"{self.seed} {block}".encode()) % (end - first)
-        return (number == drawn) == self.is_held_out
+        held_out = first + xxhash.xxh64_intdigest(f"{self.seed} {block}".encode()) % (end - first)
+        return (number == held_out) == self.is_held_out
 
 
 def read_records(source: Source) -> Iterator[tuple[str, Record]]:
@@ -143,7 +143,12 @@ def _expand(path: str, purpose: str) -> Iterator[Source]:
     file = Path(base)
     _check_no_description(file / _DESCRIPTION if file.is_dir() else file)
     if file.is_dir():
-        yield from _files_of(base, _single_split(names, path), purpose)
+        if len(names) > 1:
+            raise DataError(
+                f"data folder `{path}` has no subsets",
+                hint="name the folder of the subset, and its split after a colon",
+            )
+        yield from _files_of(base, "".join(names), purpose)
     elif file.is_file():
         file_format = FileFormat.of(file)
         if names:
@@ -193,14 +198,6 @@ def _check_no_description(path: Path) -> None:
     )
 
 
-def _single_split(names: Sequence[str], path: str) -> str:
-    if len(names) > 1:
-        raise DataError(
-            f"data folder `{path}` has no subsets", hint="name the folder of the subset, and its split after a colon"
-        )
-    return names[0] if names else ""
-
-
 def _hub_source(path: str, names: Sequence[str], purpose: str) -> Source:
     split = ":".join(names)
     if "[" in split:
@@ -220,11 +217,8 @@ def _hub_source(path: str, names: Sequence[str], purpose: str) -> Source:
 def _files_of(path: str, split: str, purpose: str) -> Iterator[Source]:
     """Sources for the files of a folder; only files of one split if file names contain splits."""
     folder = Path(path)
-    formats = {
-        file: found
-        for file in sorted(folder.rglob("*"))
-        if (found := FileFormat.of(file)) is not None and file.is_file()
-    }
+    every_file = {file: FileFormat.of(file) for file in sorted(folder.rglob("*")) if file.is_file()}
+    formats = {file: file_format for file, file_format in every_file.items() if file_format is not None}
     if not formats:
         raise DataError(
             f"data folder `{path}` has no file that ends in {known_endings()}", hint="name a folder with data files"

@@ -99,11 +99,11 @@ def streaming_batches(
     ranks take similar time. On resume, `start` is the position after the last batch; earlier records are read again,
     but not tokenised.
     """
-    mine = _my_rows(rows, plan, start)
-    share = plan.global_batch_size // plan.dp
+    rank_rows = _my_rows(rows, plan, start)
+    rows_of_step = plan.global_batch_size // plan.dp
     for step in range(start_step, steps):
-        taken = list(islice(mine, share))
-        of_step, numbers = [row for row, _ in taken], tuple(range(step * share, (step + 1) * share))
+        taken = list(islice(rank_rows, rows_of_step))
+        of_step, numbers = [row for row, _ in taken], tuple(range(step * rows_of_step, (step + 1) * rows_of_step))
         if plan.streamed_row_cost is not None:
             of_step.sort(key=plan.streamed_row_cost, reverse=True)
         yield make_batch(of_step, plan, taken[-1][1], numbers)
@@ -160,8 +160,8 @@ def overlap_notes(train: PreparedRows | StreamedRows, held_out: Mapping[str, Pre
         held_out_files = _files_of(find_sources(train.config.paths("eval"), purpose="eval"))
         both = [path for path, real in _files_of(train.sources).items() if real in held_out_files.values()]
         return [f"data.eval has training files: {', '.join(both)}"] if both else []
-    known, unit = train.unit_digests(), train.kind.unit
-    repeated = {name: int(np.isin(rows.unit_digests(), known).sum()) for name, rows in held_out.items()}
+    digests, unit = train.unit_digests(), train.kind.unit
+    repeated = {name: int(np.isin(rows.unit_digests(), digests).sum()) for name, rows in held_out.items()}
     return [
         f"data.{name.replace('/', '.')} repeats training data: {number:,} of {held_out[name].num_units:,} "
         f"held-out {unit} have the tokens of a training {unit.removesuffix('s')}"

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from ds_finetune.data.batches import Batch, MicroBatch
 from ds_finetune.data.cache import ArrayParts, find_damage, write_folder
 from ds_finetune.data.documents import Documents
-from ds_finetune.data.prepared_rows import PreparedRows, Row, RowDocuments
 from ds_finetune.errors import DataError, OutputError
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.objectives.objective import TopLogProbs
@@ -67,7 +66,7 @@ class StoredScores:
 
     def __init__(self, folder: Path, identity: ScoreIdentity, num_shards: int) -> None:
         self.folder, self.identity = folder, identity
-        self._shards = [_ScoreShard.open(folder / shard_name(number), identity.top_k) for number in range(num_shards)]
+        self._shards = [_open_shard(folder / shard_name(number), identity.top_k) for number in range(num_shards)]
         self._firsts = [number * identity.shard_documents for number in range(num_shards)]
 
     @classmethod
@@ -94,15 +93,18 @@ class StoredScores:
 
     def __getitem__(self, number: int) -> DocumentScores:
         shard = bisect_right(self._firsts, number) - 1
-        return self._shards[shard].document(number - self._firsts[shard])
+        ids, log_probs, offsets = self._shards[shard]
+        index = number - self._firsts[shard]
+        span = slice(offsets[index], offsets[index + 1])
+        return DocumentScores(ids[span], log_probs[span])
 
     def check(self, documents: Documents, tokens: Mapping[str, int], vocabulary: int) -> None:
         """DataError where the scores belong to other documents, or to another tokenizer or vocabulary."""
-        own = self.identity
+        stored = self.identity
         for what, theirs, ours in (
-            ("vocabulary size", own.vocabulary, vocabulary),
-            ("tokenizer", own.tokenizer, tokens_hash(tokens)),
-            ("training rows", own.documents, documents_hash(documents)),
+            ("vocabulary size", stored.vocabulary, vocabulary),
+            ("tokenizer", stored.tokenizer, tokens_hash(tokens)),
+            ("training rows", stored.documents, documents_hash(documents)),
         ):
             if theirs != ours:
                 raise DataError(
@@ -111,23 +113,12 @@ class StoredScores:
                 )
 
 
-@dataclass(frozen=True)
-class _ScoreShard:
-    ids: NDArray[np.int32]
-    log_probs: NDArray[np.float16]
-    offsets: NDArray[np.int64]
-
-    @classmethod
-    def open(cls, folder: Path, top_k: int) -> Self:
-        ids, log_probs, offsets = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS)
-        return cls(ids.reshape(-1, top_k), log_probs.reshape(-1, top_k + 1), offsets)
-
-    def document(self, index: int) -> DocumentScores:
-        span = slice(self.offsets[index], self.offsets[index + 1])
-        return DocumentScores(self.ids[span], self.log_probs[span])
-
-
-_ARRAYS = ("ids", "log_probs", "offsets")
+def _open_shard(folder: Path, top_k: int) -> tuple[NDArray[np.int32], NDArray[np.float16], NDArray[np.int64]]:
+    """Ids and log-probabilities, one row for each supervised token, and the first row of each document."""
+    ids, log_probs, offsets = (
+        np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("ids", "log_probs", "offsets")
+    )
+    return ids.reshape(-1, top_k), log_probs.reshape(-1, top_k + 1), offsets
 
 
 def shard_name(number: int) -> str:
@@ -152,10 +143,10 @@ def is_shard_complete(folder: Path, number: int, identity: ScoreIdentity) -> boo
     if find_damage(shard):
         shutil.rmtree(shard)
         return False
-    found = json.loads((shard / _IDENTITY).read_bytes())
-    if found != asdict(identity):
-        names = [name for name, value in asdict(identity).items() if found.get(name) != value]
-        changed = [f"{name} {found.get(name)!r} there, {getattr(identity, name)!r} now" for name in names]
+    stored = json.loads((shard / _IDENTITY).read_bytes())
+    if stored != asdict(identity):
+        names = [name for name, value in asdict(identity).items() if stored.get(name) != value]
+        changed = [f"{name} {stored.get(name)!r} there, {getattr(identity, name)!r} now" for name in names]
         raise OutputError(
             f"{folder} holds other scores: {'; '.join(changed)}", hint="name another folder, or remove it"
         )
@@ -174,30 +165,6 @@ def write_manifest(folder: Path, identity: ScoreIdentity, num_shards: int, remar
         ) from failed
 
 
-@dataclass(frozen=True, eq=False)
-class NumberedRows:
-    """Prepared rows with `documents` set, whose numbers find the scores of each document."""
-
-    rows: PreparedRows
-
-    def __len__(self) -> int:
-        """Number of rows."""
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Row:
-        """Row `index`."""
-        rows = self.rows
-        numbers = np.asarray(rows.order[rows.offsets[index] : rows.offsets[index + 1]], dtype=np.int64)
-        lengths = rows.documents.offsets[numbers + 1] - rows.documents.offsets[numbers]
-        documents = RowDocuments(lengths, numbers, targets=np.zeros(len(numbers)), second=lengths)
-        return replace(rows[index], documents=documents)
-
-    def count_units(self, ids: Sequence[int], documents_per_unit: int) -> dict[str, int]:
-        """Number of each unit in the rows `ids`; see `BatchPlan.documents_per_unit`."""
-        units = sum(int(self.rows.offsets[i + 1] - self.rows.offsets[i]) for i in ids)
-        return self.rows.count_units(ids, documents_per_unit) | {"examples": units // max(documents_per_unit, 1)}
-
-
 def with_scores(batches: Iterator[Batch], scores: StoredScores) -> Iterator[Batch]:
     """Add to each batch the teacher's distributions for its supervised tokens, as `MicroBatch.examples`."""
     for batch in batches:
@@ -209,11 +176,11 @@ def _with_scores(micro: MicroBatch, scores: StoredScores) -> MicroBatch:
     top_k, rows = scores.identity.top_k, micro.labels.shape
     ids, log_probs = np.zeros((*rows, top_k), np.int32), np.zeros((*rows, top_k + 1), np.float16)
     # Documents are never split over rows and are listed in the order of the rows.
-    found = [scores[number] for number in micro.examples.numbers.tolist()]
+    documents = [scores[number] for number in micro.examples.numbers.tolist()]
     is_supervised = (micro.labels != IGNORE_INDEX).numpy()
-    if found:
-        ids[is_supervised] = np.concatenate([part.ids for part in found])
-        log_probs[is_supervised] = np.concatenate([part.log_probs for part in found])
+    if documents:
+        ids[is_supervised] = np.concatenate([part.ids for part in documents])
+        log_probs[is_supervised] = np.concatenate([part.log_probs for part in documents])
     top = TopLogProbs(torch.from_numpy(ids), torch.from_numpy(log_probs))
     return replace(micro, examples=replace(micro.examples, top=top))
 

@@ -120,14 +120,20 @@ class ControlTokens:
             token.content for token in added if template and token.content in template and not token.content.isspace()
         ]
         # Answers and system prompts may have added tokens for reasoning and tool calls.
-        own = _any_of([token for token in special if token not in _THINK])
-        foreign = _any_of([*special, *written])
-        self._patterns = {"system": own, "assistant": own, "user": foreign, "tool": foreign}
+        of_answers = _any_of([token for token in special if token not in _THINK])
+        of_users = _any_of([*special, *written])
+        self._patterns = {"system": of_answers, "assistant": of_answers, "user": of_users, "tool": of_users}
         self._as_text: dict[str, list[int]] = {}
 
-    def has_control_token(self, text: str) -> bool:
-        """Whether a text that no template renders contains a special token."""
-        return bool(self._patterns["system"].search(text))
+    def check_plain(self, texts: Sequence[str], where: str) -> bool:
+        """Whether texts that no template renders contain a special token; DataError where these are refused."""
+        is_present = any(self._patterns["system"].search(text) for text in texts)
+        if is_present and self._choice == "refuse":
+            raise DataError(
+                f"{where}: a text contains a control token of the tokenizer: {texts[0]!r:.60}",
+                hint="set data.control_tokens to keep",
+            )
+        return is_present
 
     def protect(self, conversation: Conversation, where: str) -> tuple[Conversation, str]:
         """Put the conversation's control tokens in brackets; the second result is a key of `row_report.NOTED`, empty
@@ -220,12 +226,12 @@ def _character_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """
     core = tokenizer.backend_tokenizer
 
-    def ids(whole: str) -> list[int]:
-        whole = core.normalizer.normalize_str(whole) if core.normalizer is not None else whole
+    def ids(characters: str) -> list[int]:
+        characters = core.normalizer.normalize_str(characters) if core.normalizer is not None else characters
         parts = (
-            [part for part, _ in core.pre_tokenizer.pre_tokenize_str(whole)]
+            [part for part, _ in core.pre_tokenizer.pre_tokenize_str(characters)]
             if core.pre_tokenizer is not None
-            else [whole]
+            else [characters]
         )
         return [token.id for part in parts for token in core.model.tokenize(part)]
 

@@ -30,8 +30,8 @@ _PATTERNS = ("tokenizer*.json", "vocab*", "merges*", "*.model", "*.spm", "*.tikt
 
 def has_vocabulary(folder: Path) -> bool:
     """Whether a folder has files that define a tokenizer."""
-    found = {path.name for kind in _PATTERNS for path in folder.glob(kind)}
-    return bool(found - {"tokenizer_config.json"})
+    names = {path.name for kind in _PATTERNS for path in folder.glob(kind)}
+    return bool(names - {"tokenizer_config.json"})
 
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:

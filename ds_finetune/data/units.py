@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, datetime, time
 from decimal import Decimal
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,12 +23,11 @@ from ds_finetune.data.documents import (
     KeptDocument,
     LengthLimit,
     NamedCounts,
-    make_documents,
 )
 from ds_finetune.data.files import ReadRecord, Record
 from ds_finetune.data.preferences import Preference
 from ds_finetune.data.prompts import Prompt
-from ds_finetune.data.record_layouts import Completion, LabelledText, MarkedAnswer, PlainText, Sample
+from ds_finetune.data.record_layouts import Completion, LabelledCompletion, LabelledText, PlainText, Sample
 from ds_finetune.data.row_kind import DIALOGUE, RowKind
 from ds_finetune.data.sample_tokens import SampleTokeniser, TemplateSettings, Tokens
 from ds_finetune.data.samples import RowSample, read_row
@@ -45,8 +45,18 @@ _NOTED_CHARACTERS = {
     ),
 }
 """For each remark on characters (`row_report.NOTED`): how they appear in a repr, and in a text."""
-Made = tuple[Documents, Counts, Sequence[Tokens]]
-"""Documents, counts of their rows, and for each row a `Tokens` with its remarks, whose ids and mask are not used."""
+_Ids = tuple[list[int], list[bool]]
+"""Token ids of a document, and its mask of supervised tokens."""
+
+
+class MadeRow(NamedTuple):
+    """The documents of one row, none if it is dropped."""
+
+    documents: Sequence[KeptDocument]
+    tokens: Tokens
+    """Remarks on the row; ids and mask are not used."""
+    counts: Sequence[Counts] = ()
+    """What the row adds to the counts besides its remarks: truncation, or a reason to drop it."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,13 @@ class Tokenisation:
     limits: LengthLimit
     kind: RowKind = DIALOGUE
 
+    @cached_property
+    def tokeniser(self) -> SampleTokeniser:
+        """Tokenises samples of this kind; of pairs and labelled completions only the last answer is supervised."""
+        is_last_only = self.kind.name in ("pairs", "marked")
+        settings = replace(self.settings, train_on="last_assistant") if is_last_only else self.settings
+        return SampleTokeniser(self.tokenizer, settings, bos=self.kind.bos, has_eos=self.kind.has_eos)
+
 
 def tokenise_records(records: Sequence[tuple[str, ReadRecord]], how: Tokenisation) -> tuple[Documents, Counts]:
     """Documents from records, by one call of the tokenizer, and the counts of the records.
@@ -72,26 +89,29 @@ def tokenise_records(records: Sequence[tuple[str, ReadRecord]], how: Tokenisatio
     samples: list[tuple[str, Any]] = [(where, sample) for where, sample, _ in rows]
     make = _MAKERS[how.kind.name]
     try:
-        documents, counts, remarks = make(samples, how)
+        made = list(make(samples, how))
     except DataError:
         bad |= _errors_of(samples, how)
-        documents, counts, remarks = make([each for each in samples if each[0] not in bad], how)
+        made = list(make([each for each in samples if each[0] not in bad], how))
     if len(bad) >= ROWS_PER_PART:
         raise bad[records[0][0]]
     errors = [str(bad[where]) for where, _ in records if where in bad]
     good = [(where, record) for where, record in records if not isinstance(record, DataError) and where not in bad]
     unread = [names for where, _, names in rows if where not in bad]
-    remarked = list(zip(good, remarks, unread, strict=True))
-    return documents, counts + Counts(
-        read=len(errors),
+    remarked = [(*each, row.tokens, names) for each, row, names in zip(good, made, unread, strict=True)]
+    counts = Counts(
+        read=len(records),
+        server_prompt_differs=sum(row.tokens.server_prompt_differs for row in made),
         bad_rows=len(errors),
         bad=tuple(errors[:BAD_ROWS_SHOWN]),
-        dropped=NamedCounts.of(([row.dropped] * bool(row.dropped), where) for (where, _), row, _ in remarked),
-        noted=NamedCounts.of((_notes(record, columns, row), where) for (where, record), row, columns in remarked),
-        forms=NamedCounts.of(([row.form] * bool(row.form), where) for (where, _), row, _ in remarked),
-        unread=NamedCounts.of(((*columns, *row.unread), where) for (where, _), row, columns in remarked),
+        dropped=NamedCounts.of(([row.dropped] * bool(row.dropped), where) for where, _, row, _ in remarked),
+        noted=NamedCounts.of((_notes(record, columns, row), where) for where, record, row, columns in remarked),
+        forms=NamedCounts.of(([row.form] * bool(row.form), where) for where, _, row, _ in remarked),
+        unread=NamedCounts.of(((*columns, *row.unread), where) for where, _, row, columns in remarked),
         named=NamedCounts.of(([k for k, column in how.columns.items() if column in each], w) for w, each in good),
     )
+    documents = Documents.of([document for row in made for document in row.documents])
+    return documents, sum((change for row in made for change in row.counts), counts) + documents.counts
 
 
 def _read_row(
@@ -135,8 +155,7 @@ def _texts(value: object) -> Iterator[str]:
 def _errors_of(samples: Sequence[tuple[str, Any]], how: Tokenisation) -> dict[str, DataError]:
     """Errors of samples that cannot be tokenised, by location, found by bisection."""
     try:
-        if samples:
-            _MAKERS[how.kind.name](samples, how)
+        list(_MAKERS[how.kind.name](samples, how))
     except DataError as error:
         if len(samples) == 1:
             return {samples[0][0]: error}
@@ -153,30 +172,53 @@ def _notes(record: Record, unused: Sequence[str], row: Tokens) -> tuple[str, ...
     return (*noted, *row.notes)
 
 
-def _make_token_documents(samples: Sequence[tuple[str, Sample]], how: Tokenisation) -> Made:
-    tokeniser = SampleTokeniser(how.tokenizer, how.settings, bos=how.kind.bos, has_eos=how.kind.has_eos)
-    rules = [_rule(*sample, how.limits) for sample in samples]
-    most = how.limits.max_seq_len
-    tokens = [
-        replace(row, dropped="no_answer_left") if rule == "truncate" and row.loses_answers(most) else row
-        for row, rule in zip(tokeniser.tokenise(samples), rules, strict=True)
-    ]
-    documents, counts = make_documents(tokens, rules, max_seq_len=most)
-    return documents, counts, tokens
+def _make_answers(samples: Sequence[tuple[str, Sample | LabelledCompletion]], how: Tokenisation) -> Iterator[MadeRow]:
+    """Documents of dialogue, plain text and labelled completions, whose target is 1 for good and 0 for bad ones."""
+    plain = [(where, each.sample if isinstance(each, LabelledCompletion) else each) for where, each in samples]
+    for (where, sample), (_, given), row in zip(plain, samples, how.tokeniser.tokenise(plain), strict=True):
+        is_text = isinstance(sample, PlainText)
+        if how.limits.long_rows == "split" and not is_text:
+            raise DataError(
+                f"{where} is dialogue, and data.long_rows split is for plain text",
+                hint="set data.long_rows to auto, truncate or drop",
+            )
+        target = float(isinstance(given, LabelledCompletion) and given.is_good)
+        yield _fit(row, how.limits.rule(is_text=is_text), how.limits.max_seq_len, target)
 
 
-def _rule(where: str, sample: Sample, limits: LengthLimit) -> str:
-    is_text = isinstance(sample, PlainText)
-    if limits.long_rows == "split" and not is_text:
-        raise DataError(
-            f"{where} is dialogue, and data.long_rows split is for plain text",
-            hint="set data.long_rows to auto, truncate or drop",
-        )
-    return limits.rule(is_text=is_text)
+def _fit(row: Tokens, rule: str, size: int, target: float) -> MadeRow:
+    """The documents of a row with at most `size` tokens and at least one supervised token each."""
+    if rule == "truncate" and not row.dropped and any(row.mask[1:]) and not any(row.mask[1:size]):
+        row = replace(row, dropped="no_answer_left")
+    documents: list[KeptDocument] = []
+    counts: list[Counts] = []
+    for document in (*row.earlier, row):
+        ids, mask, excess = document.ids, document.mask, len(document.ids) - size
+        pieces = [] if document.dropped else [(ids, mask)]
+        if pieces and excess > 0:
+            pieces, change = _shorten(ids, mask, rule, size)
+            counts.append(change)
+        supervised = [KeptDocument(*piece, target) for piece in pieces if any(piece[1][1:])]
+        if len(supervised) < len(pieces):
+            counts.append(Counts(nothing_supervised=len(pieces) - len(supervised)))
+        documents += supervised
+    return MadeRow(documents, row, counts)
 
 
-def _make_pairs(samples: Sequence[tuple[str, Preference]], how: Tokenisation) -> Made:
-    """Two documents for each pair, the chosen one first; only the last answer of each is supervised.
+def _shorten(ids: list[int], mask: list[bool], rule: str, size: int) -> tuple[list[_Ids], Counts]:
+    """Ids and masks of the pieces of a document with more than `size` tokens."""
+    if rule == "drop":
+        return [], Counts(too_long_dropped=1)
+    if rule == "truncate":
+        return [(ids[:size], mask[:size])], Counts(truncated=1, truncated_tokens=len(ids) - size)
+    # Each later piece begins with the last token of the piece before, unsupervised, so that every token after the first
+    # of the document is predicted exactly once.
+    starts = range(0, len(ids) - 1, size - 1)
+    return [(ids[at : at + size], [mask[at] and not at, *mask[at + 1 : at + size]]) for at in starts], Counts(split=1)
+
+
+def _make_pairs(samples: Sequence[tuple[str, Preference]], how: Tokenisation) -> Iterator[MadeRow]:
+    """Two documents for each pair, the chosen one first.
 
     The limit applies to both documents together. A longer pair is truncated at the end of its answers, or dropped.
     """
@@ -184,30 +226,17 @@ def _make_pairs(samples: Sequence[tuple[str, Preference]], how: Tokenisation) ->
     for where, pair in samples:
         chosen, rejected = _join_alike(pair, how.settings.separator)
         sides += [(f"{where} (chosen)", chosen), (f"{where} (rejected)", rejected)]
-    tokens = _tokenise_last_answers(sides, how)
-    kept: list[KeptDocument] = []
-    remarks: list[Tokens] = []
-    counts = Counts(read=len(samples))
-    for (_, pair), chosen_tokens, rejected_tokens in zip(samples, tokens[::2], tokens[1::2], strict=True):
-        unit, dropped, change = _fit_pair(chosen_tokens, rejected_tokens, how.limits)
-        kept += [KeptDocument(ids, mask, pair.margin) for ids, mask in unit]
-        merged = Tokens(
-            [],
-            [],
-            server_prompt_differs=chosen_tokens.server_prompt_differs or rejected_tokens.server_prompt_differs,
+    tokens = how.tokeniser.tokenise(sides)
+    for (_, pair), first, second in zip(samples, tokens[::2], tokens[1::2], strict=True):
+        documents, dropped, counts = _fit_pair(first, second, how.limits)
+        merged = replace(
+            first,
+            server_prompt_differs=first.server_prompt_differs or second.server_prompt_differs,
             dropped=dropped,
-            notes=tuple(dict.fromkeys((*chosen_tokens.notes, *rejected_tokens.notes))),
-            unread=tuple(dict.fromkeys((*chosen_tokens.unread, *rejected_tokens.unread))),
-            form=chosen_tokens.form,
+            notes=tuple(dict.fromkeys((*first.notes, *second.notes))),
+            unread=tuple(dict.fromkeys((*first.unread, *second.unread))),
         )
-        remarks.append(merged)
-        counts += change + Counts(server_prompt_differs=int(merged.server_prompt_differs))
-    documents = Documents.of(kept)
-    return documents, counts + documents.counts, remarks
-
-
-def _tokenise_last_answers(samples: Sequence[tuple[str, Sample]], how: Tokenisation) -> list[Tokens]:
-    return SampleTokeniser(how.tokenizer, replace(how.settings, train_on="last_assistant")).tokenise(samples)
+        yield MadeRow([KeptDocument(ids, mask, pair.margin) for ids, mask in documents], merged, counts)
 
 
 def _join_alike(pair: Preference, separator: str) -> tuple[Sample, Sample]:
@@ -217,37 +246,36 @@ def _join_alike(pair: Preference, separator: str) -> tuple[Sample, Sample]:
         return chosen, rejected
     assert chosen.prompt == rejected.prompt
     answers = [side.completion for side in (chosen, rejected) if side.completion]
-    is_apart = chosen.prompt[-1:].isspace() or all(answer[:1].isspace() for answer in answers)
-    prompt = chosen.prompt + ("" if is_apart else separator)
+    is_separated = chosen.prompt[-1:].isspace() or all(answer[:1].isspace() for answer in answers)
+    prompt = chosen.prompt + ("" if is_separated else separator)
     return replace(chosen, prompt=prompt, is_joined=True), replace(rejected, prompt=prompt, is_joined=True)
 
 
-_Ids = tuple[list[int], list[bool]]
-
-
-def _fit_pair(chosen: Tokens, rejected: Tokens, limit: LengthLimit) -> tuple[list[_Ids], str, Counts]:
+def _fit_pair(chosen: Tokens, rejected: Tokens, limit: LengthLimit) -> tuple[list[_Ids], str, list[Counts]]:
     """Ids and masks of both sides after truncation, or none and why, a key of `row_report.DROPPED`."""
     reason = chosen.dropped or rejected.dropped
     sides = [(side.ids, side.mask) for side in (chosen, rejected)]
     if not reason and not _have_answers(sides):
-        return [], "", Counts(nothing_supervised=1)
+        return [], "", [Counts(nothing_supervised=1)]
     if not reason and _prompt_ids(chosen) != _prompt_ids(rejected):
         reason = "prompts"
     if reason:
-        return [], reason, Counts()
-    excess = max(len(chosen.ids) + len(rejected.ids) - limit.max_seq_len, 0)
-    if excess and limit.rule(is_text=False) == "drop":
-        return [], "", Counts(too_long_dropped=1)
-    if excess:
+        return [], reason, []
+    excess = len(chosen.ids) + len(rejected.ids) - limit.max_seq_len
+    counts: list[Counts] = []
+    if excess > 0 and limit.rule(is_text=False) == "drop":
+        return [], "", [Counts(too_long_dropped=1)]
+    if excess > 0:
         shorter = min(len(ids) for ids, _ in sides)
         end = max(limit.max_seq_len // 2, limit.max_seq_len - shorter)
         sides = [(ids[:end], mask[:end]) for ids, mask in sides]
+        cut = len(chosen.ids) + len(rejected.ids) - sum(len(ids) for ids, _ in sides)
+        counts = [Counts(truncated=1, truncated_tokens=cut)]
     if not _have_answers(sides):
-        return [], "no_answer_left", Counts()
+        return [], "no_answer_left", []
     if sides[0][0] == sides[1][0]:
-        return [], "equal_sides", Counts()
-    cut = len(chosen.ids) + len(rejected.ids) - sum(len(ids) for ids, _ in sides)
-    return sides, "", Counts(truncated=int(cut > 0), truncated_tokens=cut)
+        return [], "equal_sides", []
+    return sides, "", counts
 
 
 def _have_answers(sides: Sequence[_Ids]) -> bool:
@@ -259,117 +287,52 @@ def _prompt_ids(side: Tokens) -> list[int]:
     return side.ids[: side.mask.index(True, 1)]
 
 
-def _make_labelled_completions(samples: Sequence[tuple[str, MarkedAnswer]], how: Tokenisation) -> Made:
-    """One document for each answer, with target 1 for good and 0 for bad; only the last answer is supervised."""
-    tokens = _tokenise_last_answers([(where, marked.sample) for where, marked in samples], how)
-    kept: list[KeptDocument] = []
-    remarks: list[Tokens] = []
-    counts = Counts(read=len(samples), server_prompt_differs=sum(row.server_prompt_differs for row in tokens))
-    for (_, marked), row in zip(samples, tokens, strict=True):
-        unit, dropped, change = _fit_answer(row, how.limits)
-        kept += [KeptDocument(ids, mask, float(marked.is_good)) for ids, mask in unit]
-        remarks.append(replace(row, dropped=dropped))
-        counts += change
-    documents = Documents.of(kept)
-    return documents, counts + documents.counts, remarks
-
-
-def _fit_answer(row: Tokens, limit: LengthLimit) -> tuple[list[_Ids], str, Counts]:
-    """Ids and mask after truncation, or none and why, a key of `row_report.DROPPED`."""
-    if row.dropped:
-        return [], row.dropped, Counts()
-    if not any(row.mask[1:]):
-        return [], "", Counts(nothing_supervised=1)
-    ids, mask = row.ids[: limit.max_seq_len], row.mask[: limit.max_seq_len]
-    lost = len(row.ids) - len(ids)
-    if lost and limit.rule(is_text=False) == "drop":
-        return [], "", Counts(too_long_dropped=1)
-    if not any(mask[1:]):
-        return [], "no_answer_left", Counts()
-    return [(ids, mask)], "", Counts(truncated=int(lost > 0), truncated_tokens=lost)
-
-
-def _make_labelled_texts(samples: Sequence[tuple[str, LabelledText]], how: Tokenisation) -> Made:
+def _make_labelled_texts(samples: Sequence[tuple[str, LabelledText]], how: Tokenisation) -> Iterator[MadeRow]:
     """One document for each text or pair of texts, with its class or number as the target; no token is supervised.
 
     An encoder's tokenizer gets both texts and adds its special tokens. For other models both are one text, with the
     separator between them and an EOS token at the end, also after truncation.
     """
     control = ControlTokens(how.tokenizer, None, how.settings.control_tokens)
-    kept: list[KeptDocument] = []
-    remarks: list[Tokens] = []
-    counts = Counts(read=len(samples))
     for where, sample in samples:
-        notes = _control_notes(sample, control, how.settings.control_tokens, where)
+        notes = ("control_plain",) * control.check_plain((sample.text, sample.text_pair or ""), where)
         notes += ("empty_text",) * (not all(text.strip() for text in (sample.text, sample.text_pair or "x")))
-        remarks.append(Tokens([], [], notes=notes))
         ids, second, lost = encode_labelled(sample, how.tokenizer, how.settings.separator, how.limits.max_seq_len)
+        document = KeptDocument(ids, [False] * len(ids), sample.target, second)
         if lost and how.limits.rule(is_text=False) == "drop":
-            counts += Counts(too_long_dropped=1)
-            continue
-        kept.append(KeptDocument(ids, [False] * len(ids), sample.target, second))
-        counts += Counts(truncated=int(lost > 0), truncated_tokens=lost)
-    documents = Documents.of(kept)
-    return documents, counts + documents.counts, remarks
+            yield MadeRow([], Tokens([], [], notes=notes), [Counts(too_long_dropped=1)])
+        else:
+            changes = [Counts(truncated=1, truncated_tokens=lost)] if lost else []
+            yield MadeRow([document], Tokens([], [], notes=notes), changes)
 
 
 def encode_labelled(
     sample: LabelledText, tokenizer: PreTrainedTokenizerBase, separator: str, limit: int
 ) -> tuple[list[int], int | None, int]:
     """At most `limit` ids, the index of the first id of type 1 (None without any), and the number of ids cut off."""
-    encode = _encode_for_encoder if is_encoder_tokenizer(tokenizer) else _encode_for_decoder
-    return encode(sample, tokenizer, separator, limit)
-
-
-def _control_notes(sample: LabelledText, control: ControlTokens, choice: str, where: str) -> tuple[str, ...]:
-    if not any(control.has_control_token(text) for text in (sample.text, sample.text_pair or "")):
-        return ()
-    if choice == "refuse":
-        raise DataError(
-            f"{where}: a text contains a control token of the tokenizer: {sample.text!r:.60}",
-            hint="set data.control_tokens to keep",
-        )
-    return ("control_plain",)
-
-
-def _encode_for_encoder(
-    sample: LabelledText, tokenizer: PreTrainedTokenizerBase, separator: str, limit: int
-) -> tuple[list[int], int | None, int]:
     texts = [sample.text] if sample.text_pair is None else [sample.text, sample.text_pair]
-    encoded = tokenizer(*texts, return_token_type_ids=True)
-    lost = max(len(encoded["input_ids"]) - limit, 0)
-    if lost:
-        encoded = tokenizer(*texts, return_token_type_ids=True, truncation="longest_first", max_length=limit)
-    types = encoded["token_type_ids"]
-    return encoded["input_ids"], types.index(1) if 1 in types else None, lost
-
-
-def _encode_for_decoder(
-    sample: LabelledText, tokenizer: PreTrainedTokenizerBase, separator: str, limit: int
-) -> tuple[list[int], int | None, int]:
-    text = sample.text if sample.text_pair is None else sample.text + separator + sample.text_pair
-    ids = list(tokenizer(text)["input_ids"])
-    eos = int(tokenizer.eos_token_id)
+    if is_encoder_tokenizer(tokenizer):
+        encoded = tokenizer(*texts, return_token_type_ids=True)
+        lost = max(len(encoded["input_ids"]) - limit, 0)
+        if lost:
+            encoded = tokenizer(*texts, return_token_type_ids=True, truncation="longest_first", max_length=limit)
+        types = encoded["token_type_ids"]
+        return encoded["input_ids"], types.index(1) if 1 in types else None, lost
+    ids, eos = list(tokenizer(separator.join(texts))["input_ids"]), int(tokenizer.eos_token_id)
     ids = ids[:-1] if ids[-1:] == [eos] else ids
     return [*ids[: limit - 1], eos], None, max(len(ids) + 1 - limit, 0)
 
 
-def _make_prompts(samples: Sequence[tuple[str, Prompt]], how: Tokenisation) -> Made:
+def _make_prompts(samples: Sequence[tuple[str, Prompt]], how: Tokenisation) -> Iterator[MadeRow]:
     """One document for each prompt, with its record; no token is supervised. A longer prompt is counted and left out: a
     part of a question has another answer.
     """
-    tokens = SampleTokeniser(how.tokenizer, how.settings).tokenise(samples)
-    kept: list[KeptDocument] = []
-    long: list[tuple[int, str]] = []
-    for (where, prompt), row in zip(samples, tokens, strict=True):
+    for (where, prompt), row in zip(samples, how.tokeniser.tokenise(samples), strict=True):
         excess = len(row.ids) - how.limits.max_seq_len
         if excess > 0:
-            long.append((excess, where))
-        elif not row.dropped:
-            kept.append(_prompt_document(row.ids, prompt, where))
-    documents = Documents.of(kept)
-    counts = Counts(read=len(samples), too_long_dropped=len(long), long_prompts=tuple(long))
-    return documents, counts + documents.counts, tokens
+            yield MadeRow([], row, [Counts(too_long_dropped=1, long_prompts=((excess, where),))])
+        else:
+            yield MadeRow([] if row.dropped else [_prompt_document(row.ids, prompt, where)], row)
 
 
 def _prompt_document(ids: list[int], prompt: Prompt, where: str) -> KeptDocument:
@@ -390,11 +353,11 @@ def _plain(value: object) -> str:
     raise TypeError(f"it has {type(value).__name__} {value!r:.60}")
 
 
-_MAKERS: Mapping[KindName, Callable[[Sequence[tuple[str, Any]], Tokenisation], Made]] = {
-    "dialogue": _make_token_documents,
-    "text": _make_token_documents,
+_MAKERS: Mapping[KindName, Callable[[Sequence[tuple[str, Any]], Tokenisation], Iterator[MadeRow]]] = {
+    "dialogue": _make_answers,
+    "text": _make_answers,
     "pairs": _make_pairs,
-    "marked": _make_labelled_completions,
+    "marked": _make_answers,
     "labelled": _make_labelled_texts,
     "prompts": _make_prompts,
 }

@@ -11,7 +11,7 @@ from ds_finetune.config.units import share_text
 from ds_finetune.data.batches import Batch, BatchPlan, Position, prefetched, training_batches
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
-from ds_finetune.data.teacher_scores import NumberedRows, with_scores
+from ds_finetune.data.teacher_scores import with_scores
 from ds_finetune.engine.engine import Engine
 from ds_finetune.model.build.encoder import encoder_of
 from ds_finetune.plan.model_shape import RowCost
@@ -36,7 +36,7 @@ def run_batches(run: PreparedRun, *, after: Progress = BEGINNING, stream_positio
         return streaming_batches(rows, plan, steps=run.schedule.steps, start_step=after.step, start=stream_position)
     batches = partial(training_batches, plan=plan, start_step=after.step, total_rows=total_rows(run, rows))
     if run.inputs.scores is not None:
-        return with_scores(batches(NumberedRows(rows)), run.inputs.scores)
+        return with_scores(batches(rows), run.inputs.scores)
     return batches(rows, mismatched=mismatched_answers(run.plan, run.model.objective, rows))
 
 

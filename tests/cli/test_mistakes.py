@@ -255,7 +255,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ('{"messages": [{"role": "user", "content": "x"}]}\n', "", "1 without supervised tokens"),
     (ROW, "objective=dpo", "trained on pairs of a chosen and a rejected answer"),
     (ROW, "objective=reward", "trained on pairs of a chosen and a rejected answer"),
-    (ROW, "objective=kto", "answers that are marked as good or bad"),
+    (ROW, "objective=kto", "answers that are labelled good or bad"),
     ('{"prompt": "a", "chosen": "b"}\n', "objective=dpo", "columns chosen, prompt"),
     ('{"prompt": "a", "chosen": "b", "rejected": "b"}\n', "objective=dpo", "have the same tokens"),
     ('{"prompt": "a", "completion": "b", "label": "maybe"}\n', "objective=kto", "column `label` is str 'maybe'"),

@@ -183,7 +183,7 @@ def test_a_class_label_is_mapped_by_name(kind: str, tokenizer: PreTrainedTokeniz
 @pytest.mark.parametrize(
     ("kind", "names", "expected"),
     [
-        (RowKind(name="marked"), ["good", "bad"], "column `label` is str 'good', which marks no answer"),
+        (RowKind(name="marked"), ["good", "bad"], "column `label` is str 'good', which is no label of an answer"),
         (RowKind(name="marked"), ["1", "0"], [1, 0]),
         (kind_of(num_labels=1), ["5", "2.5"], [5, 2.5]),
         (kind_of(num_labels=1), ["low", "high"], "column `label` is str 'low', not a finite number"),

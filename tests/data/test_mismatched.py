@@ -125,7 +125,7 @@ def test_partners_depend_on_the_seed_alone() -> None:
     assert len(set(partners)) > 30, "answers are used about equally often"
 
 
-def test_rows_are_filled_first_fit() -> None:
+def test_rows_are_filled() -> None:
     rows = prepared(examples(2), 2)
     filled = mismatched(rows).rows_for(range(20))
     lengths = [len(row.input_ids) for row in filled]

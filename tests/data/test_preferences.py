@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from ds_finetune.config.objectives import DpoObjective, KtoObjective, RewardObjective, SftObjective
 from ds_finetune.config.sections import DataConfig
 from ds_finetune.data.batches import BatchPlan, Position, make_batch
-from ds_finetune.data.documents import Counts
+from ds_finetune.data.documents import Counts, NamedCounts
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_kind import RowKind
@@ -391,7 +391,7 @@ def test_labels_of_a_csv_file_mark_answers(
 
 @pytest.mark.parametrize("label", ["yes", "2", "", -1, 2, 1.0, None, float("nan")])
 def test_a_mark_that_is_none_is_refused(label: object) -> None:
-    with pytest.raises(DataError, match=r"row 3: column `kto_tag` is \w+ .*, which marks no answer"):
+    with pytest.raises(DataError, match=r"row 3: column `kto_tag` is \w+ .*, which is no label of an answer"):
         read_row({"messages": [ASKED, GOOD], "kto_tag": label}, MARKED, layout="auto", columns={}, where="row 3")
 
 
@@ -432,6 +432,7 @@ def test_the_published_pairs_and_marks(shared_data: Path, tmp_path: Path) -> Non
         tokens=pairs.num_tokens,
         supervised=pairs.num_supervised_tokens,
         server_prompt_differs=pairs.counts.server_prompt_differs,
+        noted=NamedCounts({"conversion": (2, f"{folder / 'dpo_en_demo.json'} item 16")}),
     )
     for number in range(0, 600, 2):
         (chosen, is_chosen), (rejected, is_rejected) = pairs.document(number), pairs.document(number + 1)

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from ds_finetune.data.documents import make_documents
+from ds_finetune.data.documents import LengthLimit
 from ds_finetune.data.messages import read_conversation
 from ds_finetune.data.sample_tokens import SampleTokeniser, TemplateSettings, Tokens
 from ds_finetune.data.tokenizer_files import load_tokenizer
+from ds_finetune.data.units import Tokenisation, tokenise_records
 
 SPECIAL = [
     *(f"<|{name}|>" for name in ("im_start", "im_end", "end", "user", "assistant", "observation", "start", "message")),
@@ -243,7 +244,10 @@ def test_only_wanted_answers_of_a_template_that_rewrites_turns_become_documents(
     assert_documents(tokens_of(tokenizer, source, [ASKED, SAID, AGAIN, {**YES, "weight": 0}]), [first], tokenizer)
     whole = tokens_of(tokenizer, source, dialogue, train_on="all")
     assert (all(whole.mask), whole.earlier) == (True, ())
-    documents, counts = make_documents([tokens_of(tokenizer, source, dialogue)], ["truncate"], max_seq_len=4096)
+    how = Tokenisation(
+        tokenizer, TemplateSettings(source, "assistant", "keep"), "auto", {}, LengthLimit(4096, "truncate")
+    )
+    documents, counts = tokenise_records([("row 1", {"messages": dialogue})], how)
     assert (counts.read, counts.documents, len(documents.targets)) == (1, 2, 2)
 
 

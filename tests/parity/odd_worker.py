@@ -14,9 +14,8 @@ import torch
 from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import eval_batches, training_batches
-from ds_finetune.data.documents import make_documents
+from ds_finetune.data.documents import Documents, KeptDocument
 from ds_finetune.data.prepared_rows import PreparedRows
-from ds_finetune.data.sample_tokens import Tokens
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.default_group import process_group
@@ -96,10 +95,8 @@ def _config(model: Path, stage: int, parallel: dict[str, int], *, packing: bool)
 
 
 def _rows(documents: list[Document]) -> PreparedRows:
-    kept, counts = make_documents(
-        [Tokens(ids, mask) for ids, mask in documents], ["truncate"] * len(documents), max_seq_len=ROW
-    )
-    return PreparedRows(kept, np.arange(len(documents)), np.arange(len(documents) + 1), counts)
+    kept = Documents.of([KeptDocument(ids, mask) for ids, mask in documents])
+    return PreparedRows(kept, np.arange(len(documents)), np.arange(len(documents) + 1), kept.counts)
 
 
 def _step(engine: Engine, rows: PreparedRows) -> dict[str, Any]:

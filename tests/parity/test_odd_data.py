@@ -17,9 +17,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ds_finetune.data.batches import Batch, BatchPlan, eval_batches, training_batches
-from ds_finetune.data.documents import make_documents
+from ds_finetune.data.documents import Documents, KeptDocument
 from ds_finetune.data.prepared_rows import PreparedRows, pack
-from ds_finetune.data.sample_tokens import Tokens
 from ds_finetune.engine.rank_rows import host_rows
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build.skeleton import build_skeleton, read_hf_config
@@ -86,9 +85,8 @@ def ours(model: TrainedModel, batches: Iterator[Batch]) -> tuple[float, int]:
 
 
 def rows_of(documents: list[tuple[list[int], list[bool]]], *, packing: bool) -> PreparedRows | None:
-    kept, counts = make_documents(
-        [Tokens(ids, mask) for ids, mask in documents], ["truncate"] * len(documents), max_seq_len=ROW
-    )
+    kept = Documents.of([KeptDocument(ids[:ROW], mask[:ROW]) for ids, mask in documents if any(mask[1:ROW])])
+    counts = kept.counts
     if not counts.documents:
         return None
     bins = pack(np.diff(kept.offsets), ROW) if packing else [np.array([number]) for number in range(counts.documents)]
