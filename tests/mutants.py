@@ -506,8 +506,8 @@ MUTANTS = (
     Mutant(
         "earlier answers of pairs supervised",
         "data/units.py",
-        'replace(how.settings, train_on="last_assistant")',
-        "how.settings",
+        'replace(self.settings, train_on="last_assistant")',
+        "self.settings",
         PREFERENCES,
     ),
     Mutant(
@@ -577,7 +577,7 @@ MUTANTS = (
     Mutant(
         "classes in the order of the rows",
         "data/classes.py",
-        "tuple(found.order) or tuple(sorted(found.names))",
+        "tuple(read.order) or tuple(sorted(read.names))",
         "tuple(found.order) or tuple(found.names)",
         LABELS,
     ),
@@ -625,7 +625,7 @@ MUTANTS = (
     ),
     Mutant(
         "log-probabilities of pairs without their reference",
-        "evaluation/preference_scores.py",
+        "evaluation/objective_scores.py",
         "-reference.loss",
         "0 * reference.loss",
         "tests/evaluation/test_preference_scores.py",
@@ -796,21 +796,21 @@ MUTANTS = (
     Mutant(
         "documents see each other",
         "data/prepared_rows.py",
-        "return ids, np.arange(len(ids)), next_token_labels",
-        "return ids, np.arange(len(ids)) + 1, next_token_labels",
+        "np.arange(len(own)), next_token_labels",
+        "np.arange(len(own)) + 1, next_token_labels",
         f"tests/data {PARITY}",
     ),
     Mutant(
         "last row lost",
         "data/batches.py",
-        "if index < len(every) else None",
+        "if index < len(row_ids) else None",
         "if index < len(every) - 1 else None",
         ROWS,
     ),
     Mutant(
         "z0 of one rank",
         "data/batches.py",
-        "_baseline(mismatched, every, plan)",
+        "_baseline(mismatched, row_ids, plan)",
         "_baseline(mismatched, [i for i in ids if i is not None], replace(plan, rank=0, dp=1))",
         "tests/data/test_mismatched.py",
     ),
@@ -818,8 +818,8 @@ MUTANTS = (
     Mutant(
         "rank shares overlap",
         "data/batches.py",
-        "range(plan.rank * share, (plan.rank + 1) * share)",
-        "range(0, share)",
+        "range(plan.rank * rows_of_rank, (plan.rank + 1) * rows_of_rank)",
+        "range(0, rows_of_rank)",
         f"{ROWS} {PARITY}",
     ),
     Mutant(

@@ -3,12 +3,10 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PretrainedConfig
 
 from ds_finetune.config.objectives import RewardObjective
@@ -16,13 +14,12 @@ from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.errors import ConfigError
 from ds_finetune.evaluation.model_scores import length_batches
+from ds_finetune.evaluation.objective_scores import ObjectiveScores
 from ds_finetune.export.load import load_scorer
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.loss.score_config import REWARD, SETTINGS, is_classifier
 from ds_finetune.objectives.objective import ScoreObjective
 from ds_finetune.objectives.scores import Classification, Regression, Reward
-
-Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -32,45 +29,6 @@ class LabelledDocument:
     ids: list[int]
     second: int
     target: float
-
-
-@dataclass(frozen=True)
-class LabelledScores:
-    """Scores [documents, outputs] and targets [documents]; `objective.documents_per_unit` documents form a unit."""
-
-    objective: ScoreObjective
-    scores: Numbers
-    targets: Numbers
-
-    def __len__(self) -> int:
-        """Number of units: texts, or pairs."""
-        return len(self.targets) // self.objective.documents_per_unit
-
-    def part(self, numbers: slice) -> "LabelledScores":
-        """The scores of a slice of the documents."""
-        return LabelledScores(self.objective, self.scores[numbers], self.targets[numbers])
-
-    def metrics(self, counts: Numbers) -> dict[str, Numbers]:
-        """Training metrics of bootstrap samples, [samples] each; sample s contains unit u `counts[s, u]` times."""
-        found = [self._metrics_of(total, sample) for total, sample in zip(counts @ self._sums, counts, strict=True)]
-        return {name: np.array([each[name] for each in found]) for name in found[0]}
-
-    def _metrics_of(self, totals: Numbers, counts: Numbers) -> dict[str, float]:
-        number = float(counts.sum())
-        sums = dict(zip(self.objective.sum_names, totals.tolist(), strict=True))
-        metrics = self.objective.metrics(sums, {"pairs": number, "examples": number})
-        if not self.objective.gathers_scores:
-            return metrics
-        drawn = np.repeat(np.arange(len(counts)), counts.astype(np.int64))
-        return metrics | self.objective.score_metrics(self.scores[drawn, 0], self.targets[drawn])
-
-    @cached_property
-    def _sums(self) -> Numbers:
-        """The objective's sums for each unit, fp64 [units, sums]."""
-        weights = torch.ones(len(self.objective.terms), dtype=torch.float64)
-        size = self.objective.documents_per_unit
-        units = zip(torch.from_numpy(self.scores).split(size), torch.from_numpy(self.targets).split(size), strict=True)
-        return np.stack([self.objective.loss(scores, targets, weights).sums.numpy() for scores, targets in units])
 
 
 def objective_of(config: PretrainedConfig) -> ScoreObjective:
@@ -107,7 +65,7 @@ def labelled_documents(rows: PreparedRows, limit: int | None) -> list[LabelledDo
     ]
 
 
-def score_labelled(folder: Path, documents: Sequence[LabelledDocument], *, batch_tokens: int) -> LabelledScores:
+def score_labelled(folder: Path, documents: Sequence[LabelledDocument], *, batch_tokens: int) -> ObjectiveScores:
     """Scores of documents under the classifier in `folder`, from padded batches of at most `batch_tokens` tokens."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     score, pad = load_scorer(folder), config.pad_token_id
@@ -121,7 +79,7 @@ def score_labelled(folder: Path, documents: Sequence[LabelledDocument], *, batch
             del inputs["token_type_ids"]
         scores[numbers] = score(inputs).numpy()
     targets = np.array([document.target for document in documents])
-    return LabelledScores(objective_of(config), scores, targets)
+    return ObjectiveScores.of_classifier(objective_of(config), scores, targets)
 
 
 def _inputs(documents: Sequence[LabelledDocument], pad: int) -> dict[str, torch.Tensor]:
@@ -137,7 +95,7 @@ def _inputs(documents: Sequence[LabelledDocument], pad: int) -> dict[str, torch.
 
 def check_baseline(folder: Path, base: Path) -> None:
     """ConfigError where `base` is not a classifier with the labels of the one in `folder`."""
-    trees = [json.loads((place / "config.json").read_text(encoding="utf-8")) for place in (folder, base)]
+    trees = [json.loads((each / "config.json").read_text(encoding="utf-8")) for each in (folder, base)]
     names = [tree.get("id2label") if is_classifier(tree) else None for tree in trees]
     if names[0] != names[1]:
         raise ConfigError(

@@ -66,7 +66,7 @@ def compare(scores: Scored, baseline: Scored | None) -> dict[str, Metric]:
 def _resample(scores: Scored, baseline: Scored | None) -> Mapping[str, NDArray[np.float64]]:
     """Metrics of every bootstrap resample, or their differences from the baseline's."""
     parts: dict[str, list[NDArray[np.float64]]] = {}
-    for counts in _draws(len(scores)):
+    for counts in _resamples(len(scores)):
         of_model = scores.metrics(counts)
         of_baseline = None if baseline is None else baseline.metrics(counts)
         for name, values in of_model.items():
@@ -74,11 +74,9 @@ def _resample(scores: Scored, baseline: Scored | None) -> Mapping[str, NDArray[n
     return {name: np.concatenate(values) for name, values in parts.items()}
 
 
-def _draws(documents: int) -> Iterator[NDArray[np.float64]]:
+def _resamples(documents: int) -> Iterator[NDArray[np.float64]]:
     """How often each bootstrap resample contains each document, [resamples, documents], in blocks of resamples."""
-    rng = np.random.default_rng(0)
-    left, most = RESAMPLES, max(1, _CELLS_AT_ONCE // documents)
-    while left:
-        size = min(left, most)
-        left -= size
+    rng, most = np.random.default_rng(0), max(1, _CELLS_AT_ONCE // documents)
+    for first in range(0, RESAMPLES, most):
+        size = min(RESAMPLES - first, most)
         yield rng.multinomial(documents, np.full(documents, 1 / documents), size=size).astype(np.float64)

@@ -59,8 +59,8 @@ class ScoredAnswers:
         errors = len(self.errors(reward))
         seconds = f"{mean(part['seconds'] for part in parts):.3f}" if parts else "-"
         mean_score = f"{mean(scores):.3f}" if scores else "-"
-        share = f"{sum(read)}/{len(read)}" if read else "-"
-        return mean_score, share, str(len(parts) - len(scores) - errors), str(errors), seconds
+        parsed = f"{sum(read)}/{len(read)}" if read else "-"
+        return mean_score, parsed, str(len(parts) - len(scores) - errors), str(errors), seconds
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ class _RewardTrial:
             [self._answer(number, text or "", self.tokenizer(text or "")["input_ids"]) for text in of_record]
             for number, of_record in zip(numbers, texts, strict=True)
         ]
-        found = rewards.start([answer for of_record in given for answer in of_record]).parts()
+        results = rewards.start([answer for of_record in given for answer in of_record]).parts()
         parts = [
-            [None if text is None else found[row * len(of_record) + at][at] for at, text in enumerate(of_record)]
+            [None if text is None else results[row * len(of_record) + at][at] for at, text in enumerate(of_record)]
             for row, of_record in enumerate(texts)
         ]
         return ScoredAnswers(f"reference answers of {len(given)} records", [answers[0] for answers in given], parts)
@@ -98,8 +98,8 @@ class _RewardTrial:
         prompts = [PromptToSample(number, self.rows.prompt_ids(number), key=0) for number in numbers]
         parts = [PromptPart(prompt, range(1), prompt.number) for prompt in prompts]
         parts.sort(key=lambda part: part.length)
-        found = sample_parts(model, parts, TokenChoice(texts.limits, seed, lm.device))
-        answers = [texts.to_score(self.rows, number, found[number], 0) for number in numbers]
+        sampled = sample_parts(model, parts, TokenChoice(texts.limits, seed, lm.device))
+        answers = [texts.to_score(self.rows, number, sampled[number], 0) for number in numbers]
         return ScoredAnswers(f"{len(answers)} answers of the model", answers, rewards.start(answers).parts())
 
     def _answer(self, number: int, text: str, ids: Sequence[int]) -> AnswerToScore:
@@ -148,7 +148,7 @@ def faults(sections: Sequence[RewardConfig], scored: Sequence[ScoredAnswers]) ->
     """
     for at, section in enumerate(sections):
         name, errors = section.shown_name, list(chain.from_iterable(each.errors(at) for each in scored))
-        every = list(chain.from_iterable(each.scores(at) for each in scored))
+        scores = list(chain.from_iterable(each.scores(at) for each in scored))
         references = scored[0].scores(at)
         if errors:
             yield f"reward `{name}` failed on {errors[0]}"
@@ -156,5 +156,5 @@ def faults(sections: Sequence[RewardConfig], scored: Sequence[ScoredAnswers]) ->
             example = _reference_text(section, scored[0].answers[0].record)
             text = f"the first is {example!r:.80}"
             yield f"reward `{name}` gives none of the {len(references)} reference answers a score above 0; {text}"
-        elif not section.is_builtin and (not every or max(every) == min(every) <= 0):
-            yield f"reward `{name}` gives every answer {f'the score {every[0]:g}' if every else 'None'}"
+        elif not section.is_builtin and (not scores or max(scores) == min(scores) <= 0):
+            yield f"reward `{name}` gives every answer {f'the score {scores[0]:g}' if scores else 'None'}"

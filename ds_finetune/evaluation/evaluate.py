@@ -25,7 +25,6 @@ from ds_finetune.engine.sampling.answers import SamplingLimits
 from ds_finetune.errors import ConfigError, DataError
 from ds_finetune.evaluation.classifier_scores import (
     LabelledDocument,
-    LabelledScores,
     check_baseline,
     kind_of,
     labelled_documents,
@@ -33,14 +32,8 @@ from ds_finetune.evaluation.classifier_scores import (
 )
 from ds_finetune.evaluation.compare import METHOD, Metric, compare
 from ds_finetune.evaluation.model_scores import Document, Scores, generate_answers, load_drafter, score_documents
-from ds_finetune.evaluation.preference_scores import (
-    MarkedDocument,
-    MarkedScores,
-    PreferenceScores,
-    check_reference,
-    marked_answers,
-    sides_of,
-)
+from ds_finetune.evaluation.objective_scores import ObjectiveScores
+from ds_finetune.evaluation.preference_scores import LabelledAnswer, check_reference, labelled_answers, sides_of
 from ds_finetune.export.classifiers import holds_classifier
 from ds_finetune.export.load import check_generates, check_loadable
 from ds_finetune.export.safetensors_format import load_model
@@ -52,8 +45,8 @@ from ds_finetune.objectives.objective import DocumentObjective
 from ds_finetune.objectives.rewards.extractors import EXTRACTORS
 from ds_finetune.objectives.rewards.pass_at import pass_shares
 
-AnyScores = TypeVar("AnyScores", Scores, LabelledScores, PreferenceScores, MarkedScores)
-AnyDocument = TypeVar("AnyDocument", Document, LabelledDocument, MarkedDocument)
+AnyScores = TypeVar("AnyScores", Scores, ObjectiveScores)
+AnyDocument = TypeVar("AnyDocument", Document, LabelledDocument, LabelledAnswer)
 
 
 @dataclass(frozen=True)
@@ -128,7 +121,7 @@ def evaluate_model(request: EvalRequest) -> EvalReport:
         )
     check_reference(request.preference, request.baseline)
     if request.kind.name == "marked":
-        return scoring.of_marked(request.preference)
+        return scoring.of_labelled_answers(request.preference)
     return scoring.of_pairs(request.preference)
 
 
@@ -200,23 +193,24 @@ class _Scoring:
         sets = self._read(lambda rows, _: sides_of(rows, self.request.limit), "pairs")
         documents = list(chain.from_iterable(sets.values()))
         self._check_base(documents)
-        mine, other = self._score(documents)
-        reference = other if objective.needs_reference else None
-        scores = PreferenceScores.of(objective, mine, reference)
-        baseline = None if other is None or reference is not None else PreferenceScores.of(objective, other, None)
-        return replace(self._report(sets, scores, baseline, tokens=int(mine.tokens.sum())), unit="pairs")
+        scored, second = self._score(documents)
+        reference, other = (second, None) if objective.needs_reference else (None, second)
+        scores = ObjectiveScores.of_pairs(objective, scored, reference)
+        baseline = None if other is None else ObjectiveScores.of_pairs(objective, other, None)
+        return replace(self._report(sets, scores, baseline, tokens=int(scored.tokens.sum())), unit="pairs")
 
-    def of_marked(self, objective: DocumentObjective) -> EvalReport:
+    def of_labelled_answers(self, objective: DocumentObjective) -> EvalReport:
         """Score a language model on labelled answers (KTO) by training metrics, the baseline as reference model."""
         limit = self.request.limit
-        sets = self._read(lambda rows, length: marked_answers(rows, limit, max_seq_len=length), "answers")
+        sets = self._read(lambda rows, length: labelled_answers(rows, limit, max_seq_len=length), "answers")
         answers = list(chain.from_iterable(sets.values()))
         documents = [*(answer.document for answer in answers), *(answer.mismatched for answer in answers)]
         self._check_base(documents)
-        mine, reference = self._score(documents)
+        scored, reference = self._score(documents)
         assert reference is not None
-        scores = MarkedScores.of(objective, list(sets.values()), mine, reference)
-        tokens = int(mine.tokens[: len(scores)].sum())
+        targets = [[answer.target for answer in of_set] for of_set in sets.values()]
+        scores = ObjectiveScores.of_labelled_answers(objective, targets, scored, reference)
+        tokens = int(scored.tokens[: len(scores)].sum())
         return replace(self._report(sets, scores, None, tokens=tokens), unit="answers")
 
     def _read(
@@ -229,8 +223,8 @@ class _Scoring:
         length = min(request.max_seq_len, max_positions(config) or request.max_seq_len)
         limits, kind = TokenLimits(length, config.vocab_size), kind or request.kind
         sets: dict[str, list[AnyDocument]] = {}
-        for place, paths in request.data.held_out_sets.items():
-            name = place.removeprefix("eval").removeprefix("/")
+        for key, paths in request.data.held_out_sets.items():
+            name = key.removeprefix("eval").removeprefix("/")
             with tempfile.TemporaryDirectory() as cache:
                 data = request.data.model_copy(update={"eval": paths, "cache_dir": cache})
                 rows = prepare_rows(data, "eval", tokenizer=self.tokenizer, limits=limits, kind=kind)
@@ -256,19 +250,20 @@ class _Scoring:
     def _score(
         self, documents: Sequence[Document], references: list[object] | None = None
     ) -> tuple[Scores, Scores | None]:
-        mine = _score(self.folder, documents, self.request, self.tokenizer, references)
+        scores = _score(self.folder, documents, self.request, self.tokenizer, references)
         if self.base is None:
-            return mine, None
-        return mine, _score(self.base, documents, self.request, self.tokenizer, references)
+            return scores, None
+        return scores, _score(self.base, documents, self.request, self.tokenizer, references)
 
     def _report(
         self, sets: Mapping[str, Sequence[AnyDocument]], scores: AnyScores, baseline: AnyScores | None, *, tokens: int
     ) -> EvalReport:
         """The metrics over all documents and over each named set; scores are in the order of the sets."""
-        ends = accumulate(len(documents) for documents in sets.values())
+        per_unit = sum(map(len, sets.values())) // len(scores)
+        ends = accumulate(len(documents) // per_unit for documents in sets.values())
         compared: dict[str, Mapping[str, Metric]] = {}
         for (name, documents), end in zip(sets.items(), ends, strict=True):
-            part = slice(end - len(documents), end)
+            part = slice(end - len(documents) // per_unit, end)
             if name:
                 compared[name] = compare(scores.part(part), None if baseline is None else baseline.part(part))
         metrics, names = compare(scores, baseline), (self.request.model, self.request.baseline)
@@ -297,13 +292,13 @@ def _check_same_tokens(
     if not (base / "tokenizer_config.json").is_file() and not (base / "tokenizer.json").is_file():
         return [f"`{base}` has no tokenizer to compare; the token ids of `{folder}` are used"]
     ours, theirs = tokenizer.get_vocab(), load_tokenizer(str(base)).get_vocab()
-    differ = sorted(token for token, number in ours.items() if theirs.get(token) != number)
-    used = {tokenizer.convert_ids_to_tokens(number) for number in {i for document in documents for i in document.ids}}
-    if used & set(differ):
-        some = ", ".join(sorted(used & set(differ))[:5])
+    differ = {token for token, number in ours.items() if theirs.get(token) != number}
+    numbers = {number for document in documents for number in document.ids}
+    used = sorted({tokenizer.convert_ids_to_tokens(number) for number in numbers} & differ)
+    if used:
         raise DataError(
-            f"the tokenizers of `{folder}` and `{base}` differ in {len(used & set(differ))} tokens that the rows "
-            f"use: {some}",
+            f"the tokenizers of `{folder}` and `{base}` differ in {len(used)} tokens that the rows use: "
+            f"{', '.join(used[:5])}",
             hint="losses of different tokens cannot be compared; score each model by itself",
         )
     return []
@@ -347,9 +342,9 @@ def _score(
             for of_prompt, reference in zip(answers, references, strict=True)
         ]
 
-    shares = {"exact_match": np.array(count_right(0), dtype=np.float64)}
+    answers = {"exact_match": np.array(count_right(0), dtype=np.float64)}
     if request.samples:
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            shares |= pass_shares(count_right(request.samples), samples=request.samples)
-    return replace(scores, answers=shares)
+            answers |= pass_shares(count_right(request.samples), samples=request.samples)
+    return replace(scores, answers=answers)

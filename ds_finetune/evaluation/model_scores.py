@@ -63,10 +63,8 @@ def load_drafter(folder: Path, model: PreTrainedModel) -> Drafter | None:
     """The MTP layer in `folder` for its `model`, as an inference server loads it: with an embedding and head of its own
     where these differ from the model's. None unless the folder has exactly one layer.
     """
-    family, tree = (
-        family_of(model.config.model_type),
-        json.loads((folder / "config.json").read_text(encoding="utf-8")),
-    )
+    family = family_of(model.config.model_type)
+    tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if not family.has_mtp or tree.get(PREDICTION_LAYERS) != 1:
         return None
     hub, number = HubFolder(folder), model.config.num_hidden_layers
@@ -110,10 +108,10 @@ def _load_layer(hub: HubFolder, model: PreTrainedModel, family: Family, prefix: 
 @contextmanager
 def last_hidden_states(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
     """Collects the hidden states after the final norm of each forward within the `with`, [rows, tokens, width]."""
-    kept: list[torch.Tensor] = []
-    handle = model.base_model.register_forward_hook(lambda _, __, out: kept.append(out.last_hidden_state))
+    states: list[torch.Tensor] = []
+    handle = model.base_model.register_forward_hook(lambda _, __, out: states.append(out.last_hidden_state))
     try:
-        yield kept
+        yield states
     finally:
         handle.remove()
 

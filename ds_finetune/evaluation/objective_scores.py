@@ -1,0 +1,102 @@
+"""Scores of pairs, labelled answers and labelled texts by the loss and the metrics of their training objective."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ds_finetune.evaluation.model_scores import Scores
+from ds_finetune.objectives.objective import DocumentLogProbs, DocumentObjective, ScoreObjective
+
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class ObjectiveScores:
+    """Sums of an objective for each unit: a pair, a labelled answer or a labelled text."""
+
+    objective: DocumentObjective | ScoreObjective
+    sums: Numbers
+    """fp64 [units, sums], in the order of the objective's `sum_names`."""
+    chosen_tokens: Numbers
+    """Tokens of the chosen answer of each pair, fp64 [units]; zeros for other units."""
+    outputs: Numbers
+    """Score and target of each unit of a classifier, fp64 [units, 2], for metrics that need all of them."""
+
+    @classmethod
+    def of_pairs(cls, objective: DocumentObjective, scores: Scores, reference: Scores | None) -> Self:
+        """Scores of pairs, from those of the chosen and the rejected documents, alternately, under the model and the
+        reference model, None for objectives without one.
+        """
+        assert (reference is not None) == objective.needs_reference
+        logps, zeros = -scores.loss, np.zeros(len(scores))
+        columns = (logps, scores.tokens, zeros, zeros if reference is None else -reference.loss)
+        pairs = zip(*(torch.from_numpy(column).split(2) for column in columns), strict=True)
+        sums = _document_sums(objective, (DocumentLogProbs(*pair) for pair in pairs), baseline=0.0)
+        return cls(objective, np.stack(sums), scores.tokens[::2], np.zeros((len(sums), 2)))
+
+    @classmethod
+    def of_labelled_answers(
+        cls, objective: DocumentObjective, targets: Sequence[Sequence[float]], scores: Scores, reference: Scores
+    ) -> Self:
+        """Scores of the labelled answers of some held-out sets, each of which has a z0 of its own.
+
+        `targets` are 1 for a good and 0 for a bad answer of each set. The scores, under the model and the reference
+        model, are of all answers of all sets followed by all mismatched answers.
+        """
+        logps, references = (torch.from_numpy(-each.loss).view(2, -1) for each in (scores, reference))
+        sums: list[Numbers] = []
+        for of_set in targets:
+            part = slice(len(sums), len(sums) + len(of_set))
+            mismatched = (logps[1] - references[1])[part]
+            columns = (logps[0][part], torch.ones(len(of_set)), torch.tensor(of_set).double(), references[0][part])
+            answers = zip(*(column.split(1) for column in columns), strict=True)
+            z0 = objective.baseline(float(mismatched.sum()), len(of_set))
+            sums += _document_sums(objective, (DocumentLogProbs(*answer) for answer in answers), baseline=z0)
+        return cls(objective, np.stack(sums), np.zeros(len(sums)), np.zeros((len(sums), 2)))
+
+    @classmethod
+    def of_classifier(cls, objective: ScoreObjective, scores: Numbers, targets: Numbers) -> Self:
+        """Scores of labelled texts or pairs from a classifier's `scores` [documents, outputs] and `targets`
+        [documents].
+        """
+        weights, size = torch.ones(len(objective.terms), dtype=torch.float64), objective.documents_per_unit
+        units = zip(torch.from_numpy(scores).split(size), torch.from_numpy(targets).split(size), strict=True)
+        sums = [objective.loss(of_unit, target, weights).sums.numpy() for of_unit, target in units]
+        outputs = np.stack([scores[::size, 0], targets[::size]], axis=1)
+        return cls(objective, np.stack(sums), np.zeros(len(sums)), outputs)
+
+    def __len__(self) -> int:
+        """Number of units."""
+        return len(self.sums)
+
+    def part(self, units: slice) -> Self:
+        """The scores of a slice of the units."""
+        return type(self)(self.objective, self.sums[units], self.chosen_tokens[units], self.outputs[units])
+
+    def metrics(self, counts: Numbers) -> dict[str, Numbers]:
+        """Training metrics of bootstrap samples, [samples] each; sample s contains unit u `counts[s, u]` times. NaN
+        where a metric does not exist for a sample, as in KTO's without good answers.
+        """
+        totals = zip(counts, counts @ self.sums, (counts @ self.chosen_tokens).tolist(), strict=True)
+        results = [self._metrics_of(*sample) for sample in totals]
+        names = dict.fromkeys(name for each in results for name in each)
+        return {name: np.array([each.get(name, np.nan) for each in results]) for name in names}
+
+    def _metrics_of(self, counts: Numbers, totals: Numbers, chosen_tokens: float) -> dict[str, float]:
+        sums, units = dict(zip(self.objective.sum_names, totals.tolist(), strict=True)), float(counts.sum())
+        metrics = self.objective.metrics(sums, {"pairs": units, "examples": units, "chosen_tokens": chosen_tokens})
+        if not self.objective.gathers_scores:
+            return metrics
+        outputs = np.repeat(self.outputs, counts.astype(np.int64), axis=0)
+        return metrics | self.objective.score_metrics(outputs[:, 0], outputs[:, 1])
+
+
+def _document_sums(
+    objective: DocumentObjective, units: Iterable[DocumentLogProbs], *, baseline: float
+) -> list[Numbers]:
+    weights, z0 = torch.ones(len(objective.terms), dtype=torch.float64), torch.tensor(baseline, dtype=torch.float64)
+    return [objective.loss(unit, weights, z0).sums.numpy() for unit in units]
