@@ -40,7 +40,7 @@ def advantages(rewards: NDArray[np.float64], how: Literal["mean", "mean_std", "l
     An answer whose reward is NaN has the advantage 0 and does not count in its group. Where all rewards of a group are
     equal, its advantages are exactly 0.
     """
-    found = np.zeros_like(rewards)
+    result = np.zeros_like(rewards)
     for number in np.flatnonzero(has_spread(rewards)):
         is_scored = ~np.isnan(rewards[number])
         scored = rewards[number, is_scored]
@@ -49,8 +49,8 @@ def advantages(rewards: NDArray[np.float64], how: Literal["mean", "mean_std", "l
             centred /= scored.std(ddof=1)
         elif how == "leave_one_out":
             centred *= len(scored) / (len(scored) - 1)
-        found[number, is_scored] = centred
-    return found
+        result[number, is_scored] = centred
+    return result
 
 
 def combine_rewards(
@@ -67,8 +67,8 @@ def combine_rewards(
     applies = ~np.isnan(parts)
     compared, factors = parts, weights
     if how == "each":
-        compared, found = advantages(parts.T, "mean").T, np.ma.masked_invalid(parts).std(axis=0, ddof=1)
-        factors = weights / np.where(has_spread(parts.T), found.filled(1.0), 1.0)
+        compared, deviations = advantages(parts.T, "mean").T, np.ma.masked_invalid(parts).std(axis=0, ddof=1)
+        factors = weights / np.where(has_spread(parts.T), deviations.filled(1.0), 1.0)
     total = np.where(applies, compared * factors, 0.0).sum(axis=1)
     # Scores that cancel each other leave only rounding errors, which `mean_std` would scale up to the size of real
     # rewards.
@@ -107,7 +107,7 @@ class PolicyGradient(AnswerObjective):
 
     def loss(self, tokens: AnswerTokens, weights: torch.Tensor) -> LossAndSums:
         """The contribution of these tokens to the loss of the step, and sums over tokens for the metrics."""
-        share = 1 / tokens.lengths if self._section.aggregation == "sequence" else torch.ones_like(tokens.lengths)
+        scale = 1 / tokens.lengths if self._section.aggregation == "sequence" else torch.ones_like(tokens.lengths)
         old = tokens.logp.detach().where(tokens.old.isnan(), tokens.old)
         log_ratio = tokens.logp - old
         policy, clipped_low, clipped_high = self._policy(tokens, log_ratio)
@@ -117,7 +117,7 @@ class PolicyGradient(AnswerObjective):
         if self._section.kl_weight:
             losses = losses + self._section.kl_weight * log_ratio.exp() * divergence
         difference = (old - tokens.sampled).nan_to_num(0.0)
-        loss = (losses * self._sampler_weight(tokens, difference) * share).sum()
+        loss = (losses * self._sampler_weight(tokens, difference) * scale).sum()
         is_sampled, ratio = ~tokens.sampled.isnan(), log_ratio.detach().exp()
         sums = {
             "loss": loss,
@@ -180,15 +180,15 @@ class PolicyGradient(AnswerObjective):
         weights w = exp(old - sampled). A step without answers has a loss of 0 and no means over tokens.
         """
         (term,), tokens = self.terms, counts["supervised_tokens"]
-        found = {"loss": term.weight * sums["loss"] / max(counts[term.unit], 1)}
-        found |= {name: sums[name] / tokens for name in _PER_TOKEN if tokens}
-        found["advantage_abs"] = sums["advantage_abs"] / max(counts["examples"], 1)
+        metrics = {"loss": term.weight * sums["loss"] / max(counts[term.unit], 1)}
+        metrics |= {name: sums[name] / tokens for name in _PER_TOKEN if tokens}
+        metrics["advantage_abs"] = sums["advantage_abs"] / max(counts["examples"], 1)
         if number := sums["tokens_of_reference"]:
-            found["kl"] = sums["kl"] / number
+            metrics["kl"] = sums["kl"] / number
         if number := sums["tokens_of_sampler"]:
-            found["mismatch"] = sums["mismatch"] / number
-            found["mismatch_ess"] = sums["mismatch_weight"] ** 2 / (number * sums["mismatch_square"])
-        return found
+            metrics["mismatch"] = sums["mismatch"] / number
+            metrics["mismatch_ess"] = sums["mismatch_weight"] ** 2 / (number * sums["mismatch_square"])
+        return metrics
 
 
 def _k3(logp: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:

@@ -315,7 +315,7 @@ class Distillation(Objective):
         divergence: their loss is the cross entropy of the labels.
         """
         tokens = max(counts["supervised_tokens"], 1)
-        found = {name: sums[name] / tokens for name in ("loss", "divergence", "label_loss")}
+        means = {name: sums[name] / tokens for name in ("loss", "divergence", "label_loss")}
         if not sums["tokens_of_teacher"]:
-            del found["divergence"]
-        return found | {"accuracy": sums["correct"] / tokens}
+            del means["divergence"]
+        return means | {"accuracy": sums["correct"] / tokens}

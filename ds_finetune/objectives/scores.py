@@ -29,25 +29,25 @@ class Classification(ScoreObjective):
         assert num_labels > 1, num_labels
         self.num_outputs = num_labels
         self.label_smoothing = label_smoothing
-        self.sum_names = ("loss", *(f"{kind}_{k}" for kind in ("hits", "found", "true") for k in range(num_labels)))
+        self.sum_names = ("loss", *(f"{kind}_{k}" for kind in ("hits", "predicted", "true") for k in range(num_labels)))
 
     def loss(self, scores: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> LossAndSums:
         """The contribution of these documents to the loss of the step; `targets` are class numbers.
 
-        The sums are the loss in nats and, for each class, the number of documents predicted correctly as it (`hits`),
-        predicted as it (`found`) and labelled with it (`true`). These margins of the confusion matrix suffice for all
-        metrics. Of equal scores the first class is predicted.
+        The sums are the loss in nats and, for each class, the number of documents predicted as it (`predicted`),
+        labelled with it (`true`), and both (`hits`), which suffice for all metrics. Of equal scores the first class is
+        predicted.
         """
         classes = targets.long()
         total = functional.cross_entropy(
             scores.double(), classes, reduction="sum", label_smoothing=self.label_smoothing
         )
-        found = scores.detach().argmax(dim=1)
+        predicted = scores.detach().argmax(dim=1)
         # `torch.bincount` and boolean indexing would synchronise the GPU, because the sizes of their results depend on
         # data.
-        every = torch.arange(self.num_outputs, device=scores.device)
-        is_found, is_true = found[:, None] == every, classes[:, None] == every
-        counted = [flags.sum(0).double() for flags in (is_found & is_true, is_found, is_true)]
+        numbers = torch.arange(self.num_outputs, device=scores.device)
+        is_predicted, is_true = predicted[:, None] == numbers, classes[:, None] == numbers
+        counted = [flags.sum(0).double() for flags in (is_predicted & is_true, is_predicted, is_true)]
         sums = torch.cat([total.detach().view(1), *counted])
         return LossAndSums((total * weights[0]).to(scores.dtype), sums)
 
@@ -56,22 +56,22 @@ class Classification(ScoreObjective):
 
         With two classes `f1` is that of class 1. With more there is `f1_macro`, the mean over the classes that occur.
         """
-        hits, found, true = (
-            np.array([sums[f"{kind}_{k}"] for k in range(self.num_outputs)]) for kind in ("hits", "found", "true")
+        hits, predicted, true = (
+            np.array([sums[f"{kind}_{k}"] for k in range(self.num_outputs)]) for kind in ("hits", "predicted", "true")
         )
         examples = max(counts["examples"], 1)
-        both = found + true
+        both = predicted + true
         f1 = 2 * hits / np.maximum(both, 1)
         is_binary = self.num_outputs == _BINARY
         mean = {"f1": float(f1[1])} if is_binary else {"f1_macro": float(f1.sum() / max((both > 0).sum(), 1))}
         # Matthews' correlation of several classes (Gorodkin 2004); 0 where it is not defined.
         total = true.sum()
-        spread = (total**2 - found @ found) * (total**2 - true @ true)
+        spread = (total**2 - predicted @ predicted) * (total**2 - true @ true)
         return {
             "loss": sums["loss"] / examples,
             "accuracy": float(hits.sum()) / examples,
             **mean,
-            "matthews": float((hits.sum() * total - found @ true) / math.sqrt(spread)) if spread > 0 else 0.0,
+            "matthews": float((hits.sum() * total - predicted @ true) / math.sqrt(spread)) if spread > 0 else 0.0,
         }
 
 

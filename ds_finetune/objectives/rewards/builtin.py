@@ -170,16 +170,17 @@ def _math(answer: AnswerToScore, reference: str, settings: Settings) -> Outcome:
         raise RewardFaultError(f"has the reference answer {reference!r:.60}, in which math-verify finds no formula")
     text = final_part(answer)
     boxed = last_box(text)
-    found = parse(text if boxed is None else rf"\boxed{{{boxed}}}", parsing_timeout=None) if text else []
-    return _compared(found[0] if found else None, bool(found) and verify(gold, found, timeout_seconds=None), settings)
+    formula = parse(text if boxed is None else rf"\boxed{{{boxed}}}", parsing_timeout=None) if text else []
+    is_right = bool(formula) and verify(gold, formula, timeout_seconds=None)
+    return _compared(formula[0] if formula else None, is_right, settings)
 
 
 def _code(answer: AnswerToScore, tests: Any, settings: Settings) -> Outcome:  # noqa: ANN401 - what read_tests makes
-    """1 where the program in the answer passes all tests of the data row; with `partial`, the share of tests passed."""
-    share = score_program(final_part(answer), tests, timeout=settings["timeout"], memory=settings["memory"])
-    if share is None:
+    """1 where the program in the answer passes all tests of the data row; with `partial`, the fraction passed."""
+    passed = score_program(final_part(answer), tests, timeout=settings["timeout"], memory=settings["memory"])
+    if passed is None:
         return _unparsed(settings)
-    return Outcome(share if settings["partial"] else float(share == 1), has_result=True)
+    return Outcome(passed if settings["partial"] else float(passed == 1), has_result=True)
 
 
 BUILTIN: Mapping[str, Builtin] = {

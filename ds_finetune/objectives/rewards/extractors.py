@@ -134,8 +134,8 @@ def choice(text: str) -> str | None:
     stated = [first or second for first, second in _STATED.findall(text)]
     if stated:
         return str(stated[-1]).upper()
-    found = _LONE_LINE.fullmatch(text.rpartition("\n")[2]) or _FIRST.match(text)
-    return None if found is None else next(filter(None, found.groups())).upper()
+    match = _LONE_LINE.fullmatch(text.rpartition("\n")[2]) or _FIRST.match(text)
+    return None if match is None else next(filter(None, match.groups())).upper()
 
 
 def json_value(text: str) -> str | None:

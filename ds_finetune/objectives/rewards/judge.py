@@ -174,14 +174,14 @@ class _Peer:
             self.end()
         error, value, after, printed = self._loads(reply[2])
         sys.stdout.write(printed)
-        for mine, changed in zip(given, after, strict=True):
-            if type(mine) is type(changed) and isinstance(mine, list | bytearray):
-                mine[:] = changed
-            elif type(mine) is type(changed) and isinstance(mine, dict | set):
-                mine.clear()
-                mine.update(changed)
+        for argument, changed in zip(given, after, strict=True):
+            if type(argument) is type(changed) and isinstance(argument, list | bytearray):
+                argument[:] = changed
+            elif type(argument) is type(changed) and isinstance(argument, dict | set):
+                argument.clear()
+                argument.update(changed)
             # An argument that is returned is returned as the same object.
-            value = mine if value is changed and value is not None else value
+            value = argument if value is changed and value is not None else value
         if error is not None:
             raise error.__new__(error, *value)
         return value
@@ -333,8 +333,8 @@ def _names(tests: Sequence[ast.Module]) -> tuple[set[str], set[str], dict[str, A
     for name in read & (sys.stdlib_module_names | {"np", "numpy"}):
         with suppress(ImportError):
             modules[name] = importlib.import_module({"np": "numpy"}.get(name, name))
-    own = names & vars(builtins).keys()
-    return names - own - modules.keys(), own, modules
+    builtin_names = names & vars(builtins).keys()
+    return names - builtin_names - modules.keys(), builtin_names, modules
 
 
 def _judge(peer: _Peer, tests: Sequence[str]) -> None:
@@ -343,9 +343,11 @@ def _judge(peer: _Peer, tests: Sequence[str]) -> None:
     for number, test in enumerate(tests):
         with suppress(SyntaxError, ValueError):
             parsed[number] = ast.parse(test, "test.py")
-    names, own, scope = _names(list(parsed.values()))
-    found = peer.ask("names", sorted(names)) or (peer.ask("names", sorted(own)) if len(own) == 1 else {})
-    scope = {"__name__": "__main__", **scope, **found}
+    names, builtin_names, scope = _names(list(parsed.values()))
+    defined = peer.ask("names", sorted(names))
+    if not defined and len(builtin_names) == 1:
+        defined = peer.ask("names", sorted(builtin_names))
+    scope = {"__name__": "__main__", **scope, **defined}
     for number, tree in parsed.items():
         try:
             exec(compile(tree, "test.py", "exec"), scope)
@@ -385,18 +387,18 @@ def main(folder: str) -> None:
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
     report = os.dup(1)
     os.write(report, b"begins\n")
-    (asked, asks), (said, says) = os.pipe(), os.pipe()
+    (requests, sends_requests), (results, sends_results) = os.pipe(), os.pipe()
     pid = os.fork()
     if not pid:
-        for ours in (asks, said, report):
+        for ours in (sends_requests, results, report):
             os.close(ours)
-        _run(_Peer(asked, says), folder)
+        _run(_Peer(requests, sends_results), folder)
         return
-    for theirs in (asked, says):
+    for theirs in (requests, sends_results):
         os.close(theirs)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     program, tests, limits = pickle.load(sys.stdin.buffer)
-    peer = _Peer(said, asks, lambda line: os.write(report, f"{line}\n".encode()))
+    peer = _Peer(results, sends_requests, lambda line: os.write(report, f"{line}\n".encode()))
     with suppress(BrokenPipeError):
         peer.writes.send((program, limits, bool(tests)))
     if tests:

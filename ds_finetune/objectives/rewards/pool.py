@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -43,10 +43,6 @@ _LOG_BYTES = 2**24
 
 class _EndedError(Exception):
     """The worker process ended without a reply; the argument says how."""
-
-
-class _LateError(Exception):
-    """The worker process did not reply in time, and was killed."""
 
 
 class _Worker:
@@ -85,22 +81,24 @@ class _Worker:
             self._signal()
         limit = _START_SECONDS + max(map(seconds_of, self._settings))
         try:
-            said = self._reply(json.dumps(self._settings), limit)
-        except _LateError:
+            reply = self._reply(json.dumps(self._settings), limit)
+        except TimeoutError:
             raise RewardFaultError(f"takes more than {limit:g} seconds to load") from None
-        if said["error"]:
-            self.at = said["at"]
+        if reply["error"]:
+            self.at = reply["at"]
             self.kill()
-            raise RewardFaultError(said["error"])
+            raise RewardFaultError(reply["error"])
 
     def score(self, at: int, answer: str) -> Part:
-        """The result of reward number `at` on an answer given as JSON."""
+        """The result of reward number `at` on an answer given as JSON; TimeoutError where the process was killed
+        because it did not reply in time.
+        """
         self.at = at
         self.start()
-        said = self._reply(f"[{at}, {answer}]", seconds_of(self._settings[at]) + GRACE_SECONDS)
-        if "is_stuck" in said:
+        reply = self._reply(f"[{at}, {answer}]", seconds_of(self._settings[at]) + GRACE_SECONDS)
+        if "is_stuck" in reply:
             self.kill()
-        return said
+        return reply
 
     def close(self) -> None:
         """End the process for good; a thread that waits for its reply gets an error."""
@@ -131,19 +129,19 @@ class _Worker:
         try:
             self._socket.sendall(message.encode() + b"\n")
             while not line.endswith(b"\n"):
-                new = self._socket.recv(2**16)
-                if not new:
+                received = self._socket.recv(2**16)
+                if not received:
                     self._raise_ended()
-                line += new
+                line += received
         except TimeoutError:
             self.kill()
-            raise _LateError from None
+            raise
         except ConnectionError:
             self._raise_ended()
         with suppress(ValueError):
-            said = json.loads(line)
-            if isinstance(said, dict) and said.get("request") == self._requests:
-                return said
+            reply = json.loads(line)
+            if isinstance(reply, dict) and reply.get("request") == self._requests:
+                return reply
         self.kill()
         raise _EndedError(f"wrote {line!r:.60} into the connection of its process, which ended")
 
@@ -154,23 +152,24 @@ class _Worker:
             self._process.wait(_END_SECONDS)
         self._signal()
         code = self._process.wait()
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         self.kill()
-        raise _EndedError(f"ended its process with {how}")
+        raise _EndedError(
+            "ended its process with " + (f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
+        )
 
 
 class PendingScores:
     """Answers whose rewards are being computed in the background."""
 
-    def __init__(self, rewards: "Rewards", submit: Callable[[AnswerToScore], Future[list[Part]]]) -> None:
-        self._rewards, self._submit = rewards, submit
+    def __init__(self, rewards: "Rewards") -> None:
+        self._rewards = rewards
         self._answers: list[AnswerToScore] = []
         self._futures: list[Future[list[Part]]] = []
 
     def add(self, answer: AnswerToScore) -> None:
         """Queue a further answer for scoring."""
         self._answers.append(answer)
-        self._futures.append(self._submit(answer))
+        self._futures.append(self._rewards.submit(answer))
 
     def cancel(self) -> None:
         """Cancel the answers that no worker has started to score."""
@@ -179,9 +178,9 @@ class PendingScores:
 
     def is_scored(self, *, within: float) -> bool:
         """Whether all answers are scored, or one failed; waits at most `within` seconds."""
-        done, left = wait(self._futures, within)
+        done, pending = wait(self._futures, within)
         parts = (part for future in done if not future.cancelled() for part in future.result())
-        return not left or any("error" in part for part in parts)
+        return not pending or any("error" in part for part in parts)
 
     def parts(self) -> list[list[Part]]:
         """Results of each reward on each answer, errors included; waits for all."""
@@ -231,24 +230,28 @@ class Rewards:
             worker.start()
         except (RewardFaultError, _EndedError) as fault:
             name = self._settings[worker.at]["reward"]
-            how = f"cannot be loaded: it {fault}" if isinstance(fault, _EndedError) else str(fault)
+            reason = f"cannot be loaded: it {fault}" if isinstance(fault, _EndedError) else str(fault)
             raise ConfigError(
-                f"reward `{name}` {how}",
+                f"reward `{name}` {reason}",
                 hint=f"{self._log_line()}write e.g. `def reward(record, text)`, which returns a number",
             ) from None
 
     def start(self, answers: Iterable[AnswerToScore] = ()) -> PendingScores:
         """Score answers in the background; more may be added to the result."""
-        pending = PendingScores(self, lambda answer: self._threads.submit(self._score, answer))
+        pending = PendingScores(self)
         for answer in answers:
             pending.add(answer)
         return pending
 
-    def error(self, name: str, how: str, answer: AnswerToScore) -> RewardError:
-        """Error message for a reward that failed on an answer."""
+    def submit(self, answer: AnswerToScore) -> Future[list[Part]]:
+        """Score an answer in the background; the result has the part of each reward."""
+        return self._threads.submit(self._score, answer)
+
+    def error(self, name: str, reason: str, answer: AnswerToScore) -> RewardError:
+        """Error message for a reward that failed on an answer; `reason` is what it did, e.g. `raised ...`."""
         record = json.dumps(answer.record, ensure_ascii=False)
         return RewardError(
-            f"reward `{name}` failed on {answer.where}: it {how}\n  answer: {answer.text!r:.300}\n"
+            f"reward `{name}` failed on {answer.where}: it {reason}\n  answer: {answer.text!r:.300}\n"
             f"  record: {record:.300}",
             hint=f"{self._log_line()}within `timeout` seconds a reward returns a number, or None for not applicable",
         )
@@ -279,17 +282,17 @@ class Rewards:
 
     def _part(self, worker: _Worker, at: int, answer: str) -> Part:
         """The result of one reward on one answer. A request is repeated once if the process ended."""
-        how, settings = "", self._settings[at]
+        reason, settings = "", self._settings[at]
         for _ in range(2):
             try:
                 return worker.score(at, answer)
-            except _LateError:
+            except TimeoutError:
                 return {**late_part(settings, "and its process was killed"), "seconds": settings["timeout"]}
             except RewardFaultError as fault:
                 return {"error": str(fault), "seconds": 0.0}
             except _EndedError as ended:
-                how = str(ended)
-        return {"error": f"{how}, twice", "seconds": 0.0}
+                reason = str(ended)
+        return {"error": f"{reason}, twice", "seconds": 0.0}
 
 
 def check_files(sections: Sequence[RewardConfig]) -> None:

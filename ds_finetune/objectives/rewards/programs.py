@@ -65,12 +65,12 @@ def _is_dialogue(test: object) -> bool:
 
 
 def score_program(text: str, tests: Tests, *, timeout: float, memory: int) -> float | None:
-    """The share of tests that the program in an answer passes; all tests together have `timeout` seconds. None where
-    the answer has no program. The program is the last code block marked as Python, or else the last code block.
+    """The fraction of the tests that the program in an answer passes; all tests together have `timeout` seconds. None
+    where the answer has no program. The program is the last code block marked as Python, or else the last code block.
     """
     blocks = _BLOCK.findall(text)
-    ours = [code for language, code in blocks if language.lower() in ("python", "py", "python3")]
-    program = next(iter([*ours[-1:], *(code for _, code in blocks[-1:])]), "")
+    python = [code for language, code in blocks if language.lower() in ("python", "py", "python3")]
+    program = next(iter([*python[-1:], *(code for _, code in blocks[-1:])]), "")
     if not program.strip():
         return None
     deadline = time.monotonic() + timeout
@@ -142,24 +142,20 @@ def _drive(folder: Path, task: bytes, seconds: float) -> tuple[str, str, bool]:
     finally:
         process.kill()
         process.wait()
-        while left := _children() - others:
-            _kill(left)
+        while remaining := _children() - others:
+            for pid in remaining:
+                with suppress(ProcessLookupError, ChildProcessError):
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
         libc.prctl(36, 0, 0, 0, 0)
     return report.decode(), error.decode(errors="replace"), is_late
 
 
-def _kill(children: set[int]) -> None:
-    for pid in children:
-        with suppress(ProcessLookupError, ChildProcessError):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-
-
 def _children() -> set[int]:
     """Process ids of the children of this process, including zombies."""
-    found: set[int] = set()
+    pids: set[int] = set()
     for file in Path("/proc/self/task").glob("*/children"):
         # A thread may end while its file is read.
         with suppress(OSError):
-            found |= set(map(int, file.read_text().split()))
-    return found
+            pids |= set(map(int, file.read_text().split()))
+    return pids

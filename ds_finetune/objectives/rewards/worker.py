@@ -132,8 +132,11 @@ class _FileReward:
             # Importing asyncio would take half of the start-up time.
             import asyncio
 
+            async def awaited() -> Any:  # noqa: ANN401 - what a reward returns
+                return await score
+
             self._loop = self._loop or asyncio.Runner()
-            score = self._loop.run(_awaited(score))
+            return Outcome(self._loop.run(awaited()))
         return Outcome(score)
 
 
@@ -147,10 +150,6 @@ def _module_of(file: str) -> ModuleType:
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     return sys.modules[name]
-
-
-async def _awaited(value: Any) -> Any:  # noqa: ANN401 - what a reward returns
-    return await value
 
 
 def check_score(score: Any) -> float | None:  # noqa: ANN401 - what a reward returns
@@ -176,29 +175,29 @@ def check_score(score: Any) -> float | None:  # noqa: ANN401 - what a reward ret
 def run_reward(scorer: Scorer, settings: Settings, answer: AnswerToScore) -> dict[str, Any]:
     """Result of one reward on one answer: `score`, `has_result`, `read` and `seconds`, or an `error`."""
     began = time.monotonic()
-    said: dict[str, Any] = {}
+    part: dict[str, Any] = {}
     try:
         _set_limits(seconds_of(settings), settings["memory"])
         try:
             outcome = scorer(answer)
-            said = {"score": check_score(outcome.score), "has_result": outcome.has_result, "read": outcome.read[:_READ]}
+            part = {"score": check_score(outcome.score), "has_result": outcome.has_result, "read": outcome.read[:_READ]}
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     except RewardFaultError as fault:
-        said = {"error": str(fault)}
+        part = {"error": str(fault)}
     except RewardAlarmError:
-        said = late_part(settings)
+        part = late_part(settings)
     except BaseException as raised:  # noqa: BLE001 - whatever the code of a user raises, also by sys.exit
         traceback.print_exc()
-        said = {"error": f"raised {_shown(raised)}"}
-    return {**said, "seconds": time.monotonic() - began}
+        part = {"error": f"raised {_shown(raised)}"}
+    return {**part, "seconds": time.monotonic() - began}
 
 
 def _shown(raised: BaseException) -> str:
     """An exception with the file and line of the reward's code that raised it."""
     frames = traceback.extract_tb(raised.__traceback__)
-    place = f" at {frames[-1].filename} line {frames[-1].lineno}" if frames else ""
-    return f"{type(raised).__name__}: {raised!s:.300}{place}"
+    location = f" at {frames[-1].filename} line {frames[-1].lineno}" if frames else ""
+    return f"{type(raised).__name__}: {raised!s:.300}{location}"
 
 
 def _set_limits(seconds: float, memory: int) -> None:
@@ -214,10 +213,10 @@ def _raise_time_is_up(_: int, __: FrameType | None) -> None:
     raise RewardAlarmError
 
 
-def _load(every: list[Settings]) -> tuple[list[Scorer], str, int]:
+def _load(rewards: list[Settings]) -> tuple[list[Scorer], str, int]:
     """The callables of all rewards, or the error and the index of the first that cannot be loaded."""
     scorers: list[Scorer] = []
-    for number, settings in enumerate(every):
+    for number, settings in enumerate(rewards):
         try:
             _set_limits(seconds_of(settings) + 60, settings["memory"])
             scorers.append(load_scorer(settings))
@@ -243,13 +242,13 @@ def main(descriptor: int) -> None:
         # Neither programs that a reward starts nor processes that it forks keep the connection open.
         connection.set_inheritable(False)
         os.register_at_fork(after_in_child=lambda: os.close(descriptor))
-        every = json.loads(lines.readline())
-        scorers, error, number = _load(every)
+        rewards = json.loads(lines.readline())
+        scorers, error, number = _load(rewards)
         print(json.dumps({"error": error, "at": number, "request": 1}), file=lines, flush=True)
         for request, line in enumerate(lines, 2):
             at, answer = json.loads(line)
-            said = run_reward(scorers[at], every[at], AnswerToScore(**answer))
+            part = run_reward(scorers[at], rewards[at], AnswerToScore(**answer))
             if os.getpid() != owner:
                 # A process that a reward forked has also returned from the reward.
                 os._exit(0)
-            print(json.dumps({**said, "request": request}), file=lines, flush=True)
+            print(json.dumps({**part, "request": request}), file=lines, flush=True)
