@@ -172,8 +172,8 @@ def _stopping() -> RequestError:
 
 def stop_position(text: str, stops: Sequence[str]) -> int | None:
     """Position where `text` is cut: the start of the stop text that ends first; of several, the longest."""
-    found = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]
-    return min(found)[1] if found else None
+    spans = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]
+    return min(spans)[1] if spans else None
 
 
 class AnswerText:
@@ -187,7 +187,7 @@ class AnswerText:
         self._stops, self._skip = stops, skip_special_tokens
         self._ids: list[int] = []
         self._begin = self._end = 0
-        self._held = ""
+        self._unsent = ""
         self.is_stopped = False
 
     def step(self, tokenizer: Tokenizer, token: int) -> str | None:
@@ -202,7 +202,7 @@ class AnswerText:
     def finish(self, tokenizer: Tokenizer) -> str:
         """The text held back so far, at the end of the answer."""
         text = self._release(self._undecoded(tokenizer))
-        return text if self.is_stopped else text + self._held
+        return text if self.is_stopped else text + self._unsent
 
     def _undecoded(self, tokenizer: Tokenizer) -> str:
         """Text of the tokens from `_end` on. Earlier ones are decoded too, as tokenizers may drop a leading space."""
@@ -213,14 +213,14 @@ class AnswerText:
         """Add `text` to the text held back; returns the part that cannot begin a stop text."""
         if self.is_stopped:
             return ""
-        self._held += text
-        end = stop_position(self._held, self._stops)
+        self._unsent += text
+        end = stop_position(self._unsent, self._stops)
         self.is_stopped = end is not None
         if end is None:
-            size = len(self._held)
-            begun = (at for at in range(size) if any(stop.startswith(self._held[at:]) for stop in self._stops))
-            end = next(begun, size)
-        released, self._held = self._held[:end], self._held[end:]
+            size = len(self._unsent)
+            starts = (at for at in range(size) if any(stop.startswith(self._unsent[at:]) for stop in self._stops))
+            end = next(starts, size)
+        released, self._unsent = self._unsent[:end], self._unsent[end:]
         return released
 
 
@@ -265,7 +265,13 @@ class AnswerManager(GenerateManager):
         """Start an answer; the queue then yields its pieces of text or an error, and None at the end."""
         queue: asyncio.Queue[object] = asyncio.Queue()
         done, streamer = self._start(*given, queue, response_parser)
-        done.add_done_callback(lambda done: self._report(done.exception(), queue))
+
+        def report(done: "asyncio.Future[torch.Tensor]") -> None:
+            if (error := done.exception()) is not None:
+                # The handlers write the text between two quotation marks (cli/serving/chat_completion.py:229).
+                queue.put_nowait(_StreamError(json.dumps(self._stopper.reason or str(error))[1:-1]))
+
+        done.add_done_callback(report)
         return queue, streamer
 
     async def generate_non_streaming(self, *given: Any, **_: object) -> tuple[str, int, torch.Tensor]:  # noqa: ANN401 - of transformers
@@ -289,11 +295,6 @@ class AnswerManager(GenerateManager):
         streamer = AnswerStreamer(text, settings, tokenizer._tokenizer, asyncio.get_running_loop(), *sink)
         how = {"generation_config": settings, "streamer": streamer, "stopping_criteria": [_StopCriterion(text)]}
         return self.async_submit(model.generate, **inputs, **how), streamer
-
-    def _report(self, error: BaseException | None, queue: "asyncio.Queue[object]") -> None:
-        if error is not None:
-            # The handlers write the text between two quotation marks (cli/serving/chat_completion.py:229).
-            queue.put_nowait(_StreamError(json.dumps(self._stopper.reason or str(error))[1:-1]))
 
 
 class AnswerState(GenerationState):

@@ -74,9 +74,8 @@ class ServedModel(ModelManager):
     def __init__(self, folder: Path, device: str) -> None:
         self._folder = folder
         super().__init__(device=device, force_model=str(folder))
-        self.model, self.tokenizer = self.load_model_and_processor(self.process_model_name(str(folder)))
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        self.context: int | None = limit
+        self.model, self.tokenizer = self.load_model_and_processor(str(folder))
+        self.context: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         self.model.generation_config.eos_token_id = end_ids(self._folder, self.model.config, self.tokenizer)
 
     def _load_model(self, name: str, *_: Any, **__: Any) -> PreTrainedModel:  # noqa: ANN401 - of transformers
@@ -94,8 +93,8 @@ class ServedModel(ModelManager):
 
     def _load_processor(self, name: str, *_: Any, **__: Any) -> PreTrainedTokenizerBase:  # noqa: ANN401 - as above
         tokenizer = load_tokenizer(str(self._folder))
-        for name, changed in (("parse_response", _parse_or_text), ("apply_chat_template", _within_limits)):
-            setattr(tokenizer, name, changed(tokenizer))
+        for name, wrapped in (("parse_response", _parse_or_text), ("apply_chat_template", _within_limits)):
+            setattr(tokenizer, name, wrapped(tokenizer))
         return tokenizer
 
     @staticmethod
@@ -120,12 +119,12 @@ class ServedModel(ModelManager):
 
     def prompt_tokens(self, text: str, *, add_special_tokens: bool) -> int:
         """Number of tokens of the prompt; counting stops where the prompt is much longer than the context."""
-        seen, most = 0, 2 * self.context if self.context and len(text) > _PIECE else None
+        count, most = 0, 2 * self.context if self.context and len(text) > _PIECE else None
         for begin in range(0, len(text) if most else 0, _PIECE):
-            seen += len(self.tokenizer(text[begin : begin + _PIECE], add_special_tokens=False)["input_ids"])
+            count += len(self.tokenizer(text[begin : begin + _PIECE], add_special_tokens=False)["input_ids"])
             # Splitting the text into pieces may add some tokens, hence the limit of twice the context.
-            if most and seen > most:
-                return seen
+            if most and count > most:
+                return count
         return len(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def prompt_text(self, request: AnswerRequest) -> str:
@@ -210,7 +209,10 @@ class AnswerRoute:
         """Answer one request."""
         try:
             self._queue.check_room()
-            request = await self._request(Request(scope, receive))
+            request = parse_request(self._kind, await self._read(Request(scope, receive)))
+            if request.model != self._served.name:
+                raise self._served.not_found(request.model)
+            self._check_bias(request)
 
             async def answer() -> None:
                 # Tokenised in its turn in the queue, so that many long prompts are not tokenised at the same time.
@@ -223,14 +225,6 @@ class AnswerRoute:
             return
         except RequestError as refused:
             await refused.response()(scope, receive, send)
-
-    async def _request(self, http_request: Request) -> AnswerRequest:
-        """The parsed request, after all checks that need no tokenisation."""
-        request = parse_request(self._kind, await self._read(http_request))
-        if request.model != self._served.name:
-            raise self._served.not_found(request.model)
-        self._check_bias(request)
-        return request
 
     async def _body(self, request: AnswerRequest) -> dict[str, Any]:
         """The request in the form that transformers expects, with `max_tokens` and `stop` filled in."""

@@ -18,13 +18,7 @@ def ask(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) -> l
     """Greedy answers of the model in `folder` to prompts, rendered by its chat template where it has one."""
     import torch
 
-    from ds_finetune.data.prompt_format import end_ids
-    from ds_finetune.data.tokenizer_files import load_tokenizer
-    from ds_finetune.export.load import load_exported
-
-    model = load_exported(folder)
-    tokenizer = load_tokenizer(str(folder))
-    model.generation_config.eos_token_id = end_ids(folder, model.config, tokenizer)
+    model, tokenizer = _load(folder)
     answers = []
     for prompt in prompts:
         if tokenizer.chat_template:
@@ -37,6 +31,17 @@ def ask(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) -> l
             out = model.generate(ids, **settings)
         answers.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip())
     return answers
+
+
+def _load(folder: Path) -> tuple[Any, Any]:
+    """The model in `folder`, whose answers end at the ids of its format, and its tokenizer."""
+    from ds_finetune.data.prompt_format import end_ids
+    from ds_finetune.data.tokenizer_files import load_tokenizer
+    from ds_finetune.export.load import load_exported
+
+    model, tokenizer = load_exported(folder), load_tokenizer(str(folder))
+    model.generation_config.eos_token_id = end_ids(folder, model.config, tokenizer)
+    return model, tokenizer
 
 
 def _inputs(tokenizer: Any, messages: Sequence[Message]) -> Any:  # noqa: ANN401 - of transformers
@@ -75,12 +80,7 @@ class ChatSession:
     """A model, its tokenizer and the messages so far; ExportError where the tokenizer has no chat template."""
 
     def __init__(self, folder: Path, *, max_new_tokens: int) -> None:
-        from ds_finetune.data.prompt_format import end_ids
-        from ds_finetune.data.tokenizer_files import load_tokenizer
-        from ds_finetune.export.load import load_exported
-
-        self._model, self._tokenizer = load_exported(folder), load_tokenizer(str(folder))
-        self._model.generation_config.eos_token_id = end_ids(folder, self._model.config, self._tokenizer)
+        self._model, self._tokenizer = _load(folder)
         self._check_generates(folder)
         if not self._tokenizer.chat_template:
             raise ExportError(
@@ -107,18 +107,18 @@ class ChatSession:
     def make_room(self, text: str) -> str:
         """Drop the earliest messages until `text` and its answer fit into the model's context.
 
-        Returns a line for the user, empty where all messages fit; ExportError where `text` does not fit even alone.
+        Returns a line for the user, empty where all messages fit; ExportError where `text` alone does not fit.
         """
-        context, kept = self._context, self.messages
-        while context and kept and self._num_tokens(kept, text) + self._max_new_tokens > context:
+        context, messages = self._context, self.messages
+        while context and messages and self._num_tokens(messages, text) + self._max_new_tokens > context:
             # Drops a question together with its answer.
-            kept = kept[2:]
-        if context and (tokens := self._num_tokens(kept, text)) >= context:
+            messages = messages[2:]
+        if context and (tokens := self._num_tokens(messages, text)) >= context:
             raise ExportError(
                 f"the message has {tokens} tokens, and the model's context is {context} tokens",
                 hint="send a shorter one",
             )
-        dropped, self.messages = len(self.messages) - len(kept), kept
+        dropped, self.messages = len(self.messages) - len(messages), messages
         return f"({dropped} earlier messages left out: the context is {context} tokens)\n" if dropped else ""
 
     def _num_tokens(self, messages: list[Message], text: str) -> int:

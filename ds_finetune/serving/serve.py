@@ -25,7 +25,7 @@ from ds_finetune.export.classifiers import holds_classifier
 from ds_finetune.export.formats import format_of, formats
 from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.model.build.hub_folder import check_folder
-from ds_finetune.system.processes import python_module, with_package
+from ds_finetune.system.processes import handle_signals, python_module, with_package
 from ds_finetune.system.versions import check_versions
 
 _SERVING = ("fastapi", "uvicorn", "pydantic", "openai")
@@ -99,7 +99,7 @@ class ServeOptions:
 
 
 def serve(folder: Path, address: Address, options: ServeOptions, *, show: Callable[[str], None]) -> None:
-    """Serve `folder` until SIGINT or SIGTERM; no process is left afterwards.
+    """Serve `folder` until SIGINT, SIGTERM or SIGHUP; no process is left afterwards.
 
     ServeError where the folder, the engine or the address cannot be used, where the server ends by itself, and
     where it is not healthy after `options.ready_seconds`.
@@ -125,9 +125,10 @@ def serve(folder: Path, address: Address, options: ServeOptions, *, show: Callab
             f"--engine {resolved.engine} answers one request at a time: {resolved.queue} more may wait,"
             f" each for {resolved.request_seconds:g} s at most; for more traffic install vLLM and use --engine vllm"
         )
+    signals: list[int] = []
     with (
         tempfile.TemporaryDirectory() as cache,
-        _catch_signals() as signals,
+        handle_signals(signals.append),
         _start_server(
             [*server_command(resolved, folder, address), *_adapter_arguments(resolved, folder, cache)], cache
         ) as server,
@@ -237,19 +238,6 @@ def _check_address(address: Address, *, no_api_key: bool) -> None:
             f"--host {address.host} lets other machines send requests, and {API_KEY} is not set",
             hint=f"export {API_KEY}=$(openssl rand -hex 32), or add --no-api-key where something else checks who asks",
         )
-
-
-@contextmanager
-def _catch_signals() -> Iterator[list[int]]:
-    """A list to which SIGINT and SIGTERM are appended when they arrive."""
-    signals: list[int] = []
-    both = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda number, _: signals.append(number)) for number in both}
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
