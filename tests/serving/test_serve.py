@@ -287,6 +287,27 @@ def test_a_signal_while_the_server_imports_prints_no_traceback(
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_a_closed_terminal_ends_the_server_too(folder: Path, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    (tmp_path / "vllm").write_text(
+        f"#!/bin/sh\necho $$ > {pid_file}.new && mv {pid_file}.new {pid_file}\nexec sleep 600\n"
+    )
+    (tmp_path / "vllm").chmod(0o755)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ds_finetune", "serve", str(folder), "--engine", "vllm", "--port", str(_free_port())],
+        cwd=ROOT,
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        # Under nohup, these tests ignore the signal, and so would their processes.
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    )
+    while not pid_file.exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == 0
+    assert not Path(f"/proc/{pid_file.read_text().strip()}").exists()
+
+
 def test_a_server_that_ends_by_itself_is_an_error(folder: Path, tmp_path: Path) -> None:
     _serving()
     shutil.copytree(folder, tmp_path / "broken")
