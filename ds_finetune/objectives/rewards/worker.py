@@ -236,8 +236,8 @@ def main(descriptor: int) -> None:
     # PR_SET_PDEATHSIG of prctl(2): this process is killed when its parent thread ends.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
     # A scheduler sends SIGTERM or SIGUSR1 to all processes of a run; rewards are needed until the run has saved.
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda *_: None)
+    for ignored in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(ignored, lambda *_: None)
     with socket.socket(fileno=descriptor) as connection, connection.makefile("rw", encoding="utf-8") as lines:
         # Neither programs that a reward starts nor processes that it forks keep the connection open.
         connection.set_inheritable(False)
