@@ -54,8 +54,10 @@ _LETTER = (
     r"|([a-z])(?=\)|[.,;]?\s*(?:\n|$)))"
 )
 _STATED = re.compile(
-    r"(?i:\b(?:answer|(?:right|correct|best)\s+(?:option|choice|one)|antwort|r[\xe9e]ponse|respuesta|risposta|resposta)\b"
-    r"|\u7b54\u6848|\u6b63\u786e\u9009\u9879|\u043e\u0442\u0432\u0435\u0442|\b(?:choice|correct|solution|result)\b(?=\s*:))"
+    r"(?i:\b(?:answer|(?:right|correct|best)\s+(?:option|choice|one)"
+    r"|antwort|r[\xe9e]ponse|respuesta|risposta|resposta)\b"
+    r"|\u7b54\u6848|\u6b63\u786e\u9009\u9879|\u043e\u0442\u0432\u0435\u0442"
+    r"|\b(?:choice|correct|solution|result)\b(?=\s*:))"
     r"(?:[^.:=\n]{0,60}?(?i:\b(?:is|be|ist|est|es)\b|[:=\u662f\u4e3a]))?"
     rf"\s*[:\u2013-]?\s*(?i:(?:option|choice)\s+)?{_LETTER}"
 )

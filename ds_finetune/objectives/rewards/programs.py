@@ -143,12 +143,16 @@ def _drive(folder: Path, task: bytes, seconds: float) -> tuple[str, str, bool]:
         process.kill()
         process.wait()
         while remaining := _children() - others:
-            for pid in remaining:
-                with suppress(ProcessLookupError, ChildProcessError):
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
+            _kill(remaining)
         libc.prctl(36, 0, 0, 0, 0)
     return report.decode(), error.decode(errors="replace"), is_late
+
+
+def _kill(children: set[int]) -> None:
+    for pid in children:
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def _children() -> set[int]:
