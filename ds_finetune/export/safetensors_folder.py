@@ -260,10 +260,10 @@ def folder_writer(
             yield writer
             if parts.copy_base_tensors is not None:
                 parts.copy_base_tensors(writer)
-            for key, stored in parts.composite.others.items() if parts.composite is not None else ():
-                numel = math.prod(stored.shape)
-                for start in range(0, numel, _COPIED_NUMEL):
-                    writer.write(key, start, stored.read(start, min(_COPIED_NUMEL, numel - start)))
+            others = parts.composite.others if parts.composite is not None else {}
+            sizes = {key: math.prod(stored.shape) for key, stored in others.items()}
+            for key, start in ((key, at) for key, numel in sizes.items() for at in range(0, numel, _COPIED_NUMEL)):
+                writer.write(key, start, others[key].read(start, min(_COPIED_NUMEL, sizes[key] - start)))
             writer.finish()
         with as_output_errors(partial):
             _write_config_and_files(partial, parts, all_tensors)
