@@ -29,7 +29,7 @@ from ds_finetune.model.attention.kernels import choose_flash_attention, packs_do
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.build.encoder import encoder_of
 from ds_finetune.model.build.model_plan import ModelPlan
-from ds_finetune.model.build.skeleton import Where, build_skeleton, model_class, resolve_folder, whole
+from ds_finetune.model.build.skeleton import Where, build_skeleton, model_class, resolve_folder, soft_cap, whole
 from ds_finetune.model.experts import choose_product
 from ds_finetune.model.fused.install import install_fused
 from ds_finetune.model.loss.cross_entropy import Kernel, chunked_cross_entropy, liger_cross_entropy
@@ -288,4 +288,4 @@ def start_teacher(plan: Plan, model: ModelPlan, groups: Groups) -> Iterator[Teac
     engine, *_ = deepspeed.initialize(model=states, config=tree, dist_init_required=False)
     engine.eval()
     with destroyed_at_end(engine, plan.world):
-        yield Teacher(engine, states.head, deepspeed.zero.GatheredParameters)
+        yield Teacher(engine, states.head, deepspeed.zero.GatheredParameters, soft_cap(states.config))

@@ -30,6 +30,20 @@ PHI3: Config = {**DENSE, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2
 PHI3 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}}
 PHI3 |= {"head_dim": 8}
 """Fused projections of queries, keys and values and of gate and up, and rotary embeddings of a part of each head."""
+GEMMA3: Config = {**DENSE, "head_dim": 12, "sliding_window": 5, "sliding_window_pattern": 2, "query_pre_attn_scalar": 9}
+GEMMA3 |= {"tie_word_embeddings": True}
+"""A sliding window in every other layer, with another rotary base, and norms before and after attention and MLP."""
+GEMMA4: Config = {**DENSE, "head_dim": 12, "global_head_dim": 16, "sliding_window": 5, "num_hidden_layers": 3}
+GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "num_kv_shared_layers": 0}
+GEMMA4 |= {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+GEMMA4 |= {"final_logit_softcapping": 2.0, "tie_word_embeddings": True}
+"""Full attention with wider heads whose values are its keys, and logits with a soft cap, as in Gemma 4 31B."""
+GEMMA4_INPUTS: Config = {**GEMMA4, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}
+GEMMA4_INPUTS |= {"num_kv_shared_layers": 1, "attention_k_eq_v": False, "use_double_wide_mlp": True}
+"""Token embeddings for each layer, and a layer with the keys and values of another, as in Gemma 4 E2B."""
+GEMMA4_EXPERTS: Config = {**GEMMA4, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2}
+GEMMA4_EXPERTS |= {"moe_intermediate_size": 16}
+"""Routed experts beside the MLP of each layer, as in Gemma 4 26B."""
 COMPRESSED: Config = {**DENSE, "num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 24}
 COMPRESSED |= {"intermediate_size": 16, "moe_intermediate_size": 16, "n_shared_experts": 1}
 COMPRESSED |= {"n_routed_experts": 8, "num_experts_per_tok": 2}
@@ -45,10 +59,19 @@ HASHED: Config = {"num_hidden_layers": 5, "compress_ratios": [0, 4, 128, 4, 0], 
 QWEN3_MOE: Config = {**DENSE, "head_dim": 12, "moe_intermediate_size": 16, "num_experts": 8}
 QWEN3_MOE |= {"num_experts_per_tok": 2, "norm_topk_prob": True, "mlp_only_layers": [0]}
 """Grouped-query attention, and routed experts in all layers after the first."""
+DELTA: Config = {**DENSE, "head_dim": 16, "full_attention_interval": 2, "linear_num_value_heads": 4}
+DELTA |= {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
+"""Gated delta nets in every other layer, and rotary embeddings of a quarter of each head."""
+QWEN3_NEXT: Config = {**DELTA, "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2}
+QWEN3_NEXT |= {"shared_expert_intermediate_size": 24}
+"""`DELTA` with routed experts and a gated shared expert in every layer."""
 MIXTRAL: Config = {**DENSE, "intermediate_size": 16, "num_local_experts": 8, "num_experts_per_tok": 2}
 """Grouped-query attention and routed experts in every layer."""
 OLMOE: Config = {**DENSE, "intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "eos_token_id": None}
 """Routed experts in every layer, queries and keys normalised over all heads, expert weights with sums other than 1."""
+MINIMAX_M2: Config = {**MIXTRAL, "head_dim": 16}
+MINIMAX_M2 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+"""Routed experts in every layer, queries and keys normalised over all heads, rotary embeddings of half of each head."""
 GROUPED_ROUTING: Config = {**LATENT, "n_group": 2, "topk_group": 1}
 """Latent attention, and routed experts chosen only from some groups."""
 INDEXED: Config = {**GROUPED_ROUTING, "index_topk": 32, "index_n_heads": 2, "index_head_dim": 16}

@@ -92,7 +92,8 @@ class RouterKind:
     """Name of the router's module within a layer."""
     parameters: tuple[str, ...] = ("weight",)
     bias: str | None = None
-    """Buffer of the module that is added to scores only for choosing experts (arXiv 2408.15664); None without one."""
+    """Name within a layer of the buffer that is added to scores only for choosing experts (arXiv 2408.15664); None
+    without one."""
     reads_ids: bool = False
     """Whether some layers choose experts by token id, from a table that they have instead of a bias."""
     rounds_weights: bool = True
@@ -151,6 +152,9 @@ class Indexer:
         return chosen * rate + rate - 1
 
 
+FUSED = "RMSNorm, rotary embedding and SwiGLU are one kernel each"
+
+
 @dataclass(frozen=True)
 class Family:
     """One model type. A capability that is None, empty or False is not supported."""
@@ -206,6 +210,9 @@ class Family:
     window_in_mask: bool = False
     """Whether transformers 5.23 applies the sliding window only in masks, which FlashAttention does not use
     (qwen2_moe/modeling_qwen2_moe.py:254)."""
+    has_state: bool = False
+    """Whether layers carry a state from token to token (gated delta nets). Attention by document resets it at each
+    document; answers are not sampled."""
     normalises_over_heads: bool = False
     """Whether queries are normalised over the columns of all heads together, and so are keys."""
     parallel_axes: frozenset[str] = frozenset()
@@ -216,6 +223,9 @@ class Family:
     """None where no layer has a router with a trainable and measurable balance."""
     has_lora: bool = False
     """Whether LoRA is tested with the family."""
+
+    fused: str = FUSED
+    """Which operations `model.kernels` computes by one kernel each, in words; empty where it computes none."""
 
     encoder: Encoder | None = None
     """None for causal models."""

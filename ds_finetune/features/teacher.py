@@ -51,7 +51,7 @@ class DistillationHead(LossHead):
 
             def compute(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> LossSumsAndGradients:
                 loss = chunked_mixed_loss(
-                    hidden, weight, bias, wanted, targets, needed, mix=self.mix, tp_group=self.groups.tp
+                    hidden, weight, bias, wanted, targets, needed, mix=self.mix, cap=self.cap, tp_group=self.groups.tp
                 )
                 sums = [loss.loss_sum, loss.divergence_sum, loss.label_loss_sum, loss.num_correct]
                 return LossSumsAndGradients(loss.loss_sum.float(), torch.stack(sums), loss.gradients)

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers.activations import ACT2FN
@@ -16,11 +16,17 @@ from ds_finetune.foreign.guard import Foreign
 _NORMS = Foreign("transformers", "the RMSNorm of each model file")
 _ATTENTION = Foreign("transformers", "the attention of each model file")
 _EXPERTS = Foreign("transformers", "integrations/moe.py:568")
-_NORM = "hidden_states.pow(2).mean(-1, keepdim=True)"
 _ROUNDS_FIRST = "return self.weight * hidden_states.to(input_dtype)"
 _ROUNDS_LAST = "return (self.weight * hidden_states).to(input_dtype)"
+_ADDS_ONE = "output * (1.0 + self.weight.float())"
 GATED_MLP = ("self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))",)
 JOINED_MLP = "up_states = self.gate_up_proj(hidden_states)", "gate, up_states = up_states.chunk(2, dim=-1)"
+SOFT_CAP = (
+    "logits = logits / self.config.final_logit_softcapping",
+    "logits = torch.tanh(logits)",
+    "logits = logits * self.config.final_logit_softcapping",
+)
+"""Source text of a causal LM's forward whose logits have a soft cap."""
 CLAMPED_GATE = "clamp(max=self.limit)", "clamp(min=-self.limit, max=self.limit)", "self.act_fn(gate) * up"
 KEYS_AND_VALUES = "self.kv_b_proj(kv_nope).view(key_shape)", "key_states = kv_nope.new_empty("
 _ROTARY = {
@@ -30,25 +36,42 @@ _ROTARY = {
     "_apply_rotary_emb(q, cos, sin)": "short halves",
     "q_embed = torch.cat([q1 * cos - q2 * sin, q2 * cos + q1 * sin], dim=-1)": "pairs",
     "torch.view_as_complex(xq.float()": "complex pairs",
+    "(rotate_half(x) * sin)": "",
 }
 """Source text of rotary functions, and the kind of rotation: columns half the width apart, with cosines as wide, half
-as wide (short) or in fp32 (wide); or neighbouring pairs, by cosines and sines or by complex numbers.
+as wide (short) or in fp32 (wide); or neighbouring pairs, by cosines and sines or by complex numbers. Empty for
+functions of one tensor, which have no kernel.
 """
 
 
+class NormFormula(NamedTuple):
+    """Formula of an RMSNorm."""
+
+    rounds_last: bool
+    """Whether the product with the weight is computed in fp32 and then rounded (gpt_oss), or rounded before it."""
+    adds_one: bool
+    """Whether rows are multiplied by 1 + weight (Gemma)."""
+    eps: str
+    """Attribute with the number that is added to the mean square."""
+
+
 @cache
-def rounds_last(kind: type[nn.Module]) -> bool | None:
-    """Whether an RMSNorm of class `kind` rounds after the product with its weight (gpt_oss), or before it; None for
-    other modules. DependencyError for an unknown formula.
-    """
+def norm_formula(kind: type[nn.Module]) -> NormFormula | None:
+    """Formula of the RMSNorm of class `kind`; None for other modules. DependencyError for an unknown formula."""
     if not kind.__name__.endswith("RMSNorm") or kind.__name__.endswith("UnweightedRMSNorm"):
         return None
-    kind = next((each for each in kind.mro() if each.__module__.startswith("transformers.")), kind)
-    _NORMS.source(kind.forward, _NORM)
-    if _ROUNDS_LAST in inspect.getsource(kind.forward):
-        return True
-    _NORMS.source(kind.forward, _ROUNDS_FIRST)
-    return False
+    plain: Any = next((each for each in kind.mro() if each.__module__.startswith("transformers.")), kind)
+    text = inspect.getsource(plain.forward)
+    if _ADDS_ONE in text:
+        _NORMS.source(plain._norm, "x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)")
+        return NormFormula(rounds_last=True, adds_one=True, eps="eps")
+    if "normed_output * self.weight.float()" in text:
+        _NORMS.source(plain._norm, "hidden_states * torch.pow(mean_squared, -0.5)")
+        return NormFormula(rounds_last=True, adds_one=False, eps="eps")
+    _NORMS.source(plain.forward, "hidden_states.pow(2).mean(-1, keepdim=True)")
+    if _ROUNDS_LAST not in text:
+        _NORMS.source(plain.forward, _ROUNDS_FIRST)
+    return NormFormula(_ROUNDS_LAST in text, adds_one=False, eps="variance_epsilon")
 
 
 def norm_classes() -> tuple[type[nn.Module], type[nn.Module]]:
@@ -63,7 +86,7 @@ def norm_classes() -> tuple[type[nn.Module], type[nn.Module]]:
 
 @cache
 def computes(method: Callable[..., Any] | None, texts: tuple[str, ...]) -> bool:
-    """Whether the source of `method`, the forward of an MLP or the gate of experts, contains all `texts`."""
+    """Whether the source of `method` contains all `texts`."""
     return method is not None and all(text in inspect.getsource(method) for text in texts)
 
 
@@ -81,8 +104,8 @@ def has_plain_gate(experts: Any) -> bool:  # noqa: ANN401 - routed experts of an
 
 @cache
 def rotary_functions(kind: type[nn.Module]) -> dict[str, str]:
-    """The rotary functions that the forward of class `kind` calls, by name, and their kind of rotation; empty for a
-    class other than attention. DependencyError if attention calls no known function.
+    """The rotary functions of queries and keys that the forward of class `kind` calls, by name, and their kind of
+    rotation; empty for a class other than attention. DependencyError if attention calls no known function.
     """
     if not kind.__name__.endswith("Attention"):
         return {}
@@ -93,7 +116,20 @@ def rotary_functions(kind: type[nn.Module]) -> dict[str, str]:
         turns |= {name: turn for text, turn in _ROTARY.items() if text in source}  # noqa: B035 - one text is in it
     if not turns:
         _ATTENTION.source(kind.forward, next(iter(_ROTARY)))
-    return turns
+    return {name: turn for name, turn in turns.items() if turn}
+
+
+@cache
+def delta_functions(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+    """The functions that the forward of the gated delta net `kind` calls without a cache, by name: causal convolution,
+    and gated delta rule. Empty for other classes.
+    """
+    if not kind.__name__.endswith("GatedDeltaNet"):
+        return {}
+    forward: Any = inspect.unwrap(kind.forward)
+    _ATTENTION.source(forward, "causal_conv1d_fn(")
+    _ATTENTION.source(forward, "= torch_chunk_gated_delta_rule(")
+    return {name: forward.__globals__[name] for name in ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")}
 
 
 @cache

@@ -60,8 +60,8 @@ class RouterCollector:
         self._is_listening = self._is_counting = False
         self._tokens: RealTokens | None = None
         layers = {layer: lm.get_submodule(f"model.layers.{layer}") for layer in plan.layers}
-        here = {layer: module for layer, module in layers.items() if not isinstance(module, MissingLayer)}
-        self.modules = {layer: module.get_submodule(plan.kind.module) for layer, module in here.items()}
+        self.decoder_layers = {n: layer for n, layer in layers.items() if not isinstance(layer, MissingLayer)}
+        self.modules = {n: layer.get_submodule(plan.kind.module) for n, layer in self.decoder_layers.items()}
         for layer, module in self.modules.items():
             module.register_forward_hook(self._hook(layer))
         self.clear()
@@ -242,10 +242,9 @@ def update_biases(routers: RouterCollector, table: torch.Tensor) -> None:
     kind, rate = routers.plan.kind, routers.plan.section.bias_update
     assert kind.bias is not None
     for layer in (layer for layer in routers.plan.balanced if layer in routers.modules):
-        module = routers.modules[layer]
         counts = table[routers.plan.layers.index(layer), :-4].long()
         # In integers, so that the sign is exactly 0 for a load equal to the mean.
         above = torch.sign(counts * len(counts) - counts.sum())
-        bias = module.get_buffer(kind.bias)
+        bias = routers.decoder_layers[layer].get_buffer(kind.bias)
         assert bias.dtype == torch.float32, (layer, bias.dtype)
         bias -= rate * above.to(bias)

@@ -44,10 +44,11 @@ class HeadWidths(NamedTuple):
 
 
 def head_widths(tree: Mapping[str, Any]) -> HeadWidths:
-    """Head widths from config.json."""
+    """Head widths from config.json as transformers reads it; the widest where layers differ."""
     if tree.get("qk_nope_head_dim"):
         return HeadWidths(tree["qk_nope_head_dim"] + tree["qk_rope_head_dim"], tree["v_head_dim"])
     width = tree.get("head_dim") or tree["hidden_size"] // tree["num_attention_heads"]
+    width = max([width, *(layer.get("head_dim", 0) for layer in (tree.get("per_layer_config") or {}).values())])
     return HeadWidths(width, width)
 
 

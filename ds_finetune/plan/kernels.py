@@ -32,7 +32,7 @@ class ChosenKernels:
 
     def of(self, family: Family) -> str:
         """Kernels used for models of this family; `torch` where no operation of the family has another kernel."""
-        return self.name if fused_operations(family) else "torch"
+        return self.name if family.fused else "torch"
 
     def lines(self, family: Family) -> Iterator[tuple[str, str]]:
         """Plan line about the kernels."""
@@ -41,23 +41,11 @@ class ChosenKernels:
         elif self.name == "torch":
             yield "kernels", f"torch: {self.reason}"
         else:
-            yield "kernels", f"{self.name}: {fused_operations(family)} ({self.reason})"
+            yield "kernels", f"{self.name}: {family.fused} ({self.reason})"
 
 
 SINGLE = ChosenKernels("torch", "as the run file says")
 _NOTHING = {True: "are not tested with", False: "compute nothing of"}
-_ALL = "RMSNorm, rotary embedding and SwiGLU are one kernel each"
-
-
-def fused_operations(family: Family) -> str:
-    """Operations of this family that the kernels compute and that they do not; empty where they compute none."""
-    if family.is_generic or (family.encoder is not None and not family.encoder.rotates):
-        return ""
-    if family.encoder is not None:
-        return "rotary embedding is one kernel, and LayerNorm and GELU are not"
-    if family.compresses:
-        return f"{_ALL}, but for norms without weights and the clamps before SwiGLU"
-    return "RMSNorm and rotary embedding are one kernel each, and clamped SwiGLU is not" if family.has_sinks else _ALL
 
 
 def choose_kernels(name: str, *, device: str, stage: int) -> ChosenKernels:

@@ -10,7 +10,6 @@ from ds_finetune.families.layer_rules import hashed_layers, indexed_layers, long
 from ds_finetune.families.table import FAMILIES, FULLY_TESTED, WITH_CONTEXT
 from ds_finetune.plan.batch import divisors
 from ds_finetune.plan.forward import problem_of_calls, varlen_problem
-from ds_finetune.plan.kernels import fused_operations
 from ds_finetune.plan.rollout_checks import ROLLOUT_MODEL
 from ds_finetune.plan.settings import UNTESTED_TRAINING, Conflict, MessageFields, ModelSettings, Refusal, both, setting
 from ds_finetune.plan.tested_layouts import ROW_BYTES, TESTED_LAYOUTS, WEIGHT_BYTES, wider
@@ -158,6 +157,12 @@ _EXPERTS: tuple[Refusal[ModelSettings], ...] = (
         "optim.name {optim.name} of model_type {model_type} would orthogonalise the biases of its experts",
         "set optim.name: AdamW",
     ),
+    Refusal(
+        lambda run: run.family.has_state and (run.optimizer == "muon" or "zenflow" in run.inexact),
+        "optim.name Muon or zero_optimization.zenflow cannot work with convolutions, which model_type {model_type} "
+        "has: they know only matrices and vectors",
+        "set optim.name: AdamW, without zenflow",
+    ),
     # DeepSpeed 0.19.8 treats 3-dimensional tensors as vectors (zenflow/zenflow_stage_1_and_2.py:216): it would select
     # and update the wrong elements.
     Refusal(
@@ -299,10 +304,13 @@ _COMPRESSED: tuple[Refusal[ModelSettings], ...] = (
 
 
 def _blind_to_sinks(run: ModelSettings) -> MessageFields:
-    if not run.family.has_sinks or run.model.attention in OWN_ATTENTIONS:
+    if not (run.family.has_sinks or run.family.has_state) or run.model.attention in OWN_ATTENTIONS:
         return None
-    is_flash = run.model.attention == "flash_attention_2"
-    return {"why": "its kernels have none" if is_flash else "documents of a packed row would see each other"}
+    is_flash = run.model.attention == "flash_attention_2" and run.family.has_sinks
+    return {
+        "what": "attention has sinks" if run.family.has_sinks else "layers have a state",
+        "why": "its kernels have none" if is_flash else "documents of a packed row would see each other",
+    }
 
 
 def _unfit_for_varlen(run: ModelSettings) -> MessageFields:
@@ -316,7 +324,7 @@ def _unfit_for_varlen(run: ModelSettings) -> MessageFields:
 _KERNEL: tuple[Refusal[ModelSettings], ...] = (
     Refusal(
         _blind_to_sinks,
-        "model.attention {model.attention} with model_type `{model_type}`, whose attention has sinks: {why}",
+        "model.attention {model.attention} with model_type `{model_type}`, whose {what}: {why}",
         "set model.attention: sdpa",
         ModelError,
     ),
@@ -327,7 +335,7 @@ _KERNEL: tuple[Refusal[ModelSettings], ...] = (
         ModelError,
     ),
     Refusal(
-        lambda run: run.model.kernels in ("liger", "compile") and not fused_operations(run.family),
+        lambda run: run.model.kernels in ("liger", "compile") and not run.family.fused,
         "model.kernels {model.kernels} with model_type `{model_type}` computes nothing, or is not tested",
         "set model.kernels to auto",
         ModelError,

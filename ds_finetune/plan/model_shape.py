@@ -20,9 +20,10 @@ _FORWARD_AND_BACKWARD = 3
 
 
 def has_known_shape(model: DescribedModel) -> bool:
-    """Whether the model's family is no encoder, and every tensor belongs to a known part."""
+    """Whether the model's family is no encoder, every tensor belongs to a known part, and layers have equal heads."""
     family = family_of(str(model.get("model_type")))
-    return not family.is_generic and family.encoder is None and all(map(part_of, model.tensors.by_name))
+    is_decoder = not family.is_generic and family.encoder is None and not model.get("per_layer_config")
+    return is_decoder and all(map(part_of, model.tensors.by_name))
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ _PARTS = (
         "attention",
         re.compile(
             r"\.self_attn\.(compressor\.)?\w+_proj(_with_mqa)?\.|\.self_attn\.(sinks|compressor\.position_bias)$"
+            r"|\.linear_attn\.\w*_proj\w*\."
         ),
     ),
     ("routed experts", re.compile(r"\.mlp\.experts\.")),
-    ("shared experts", re.compile(r"\.mlp\.shared_experts\.")),
+    ("shared experts", re.compile(r"\.mlp\.shared_experts?\.")),
     ("router", re.compile(r"\.mlp\.(gate|router)\.")),
     ("dense MLP", re.compile(r"\.mlp\.\w+_proj\.")),
     ("multi-token prediction", re.compile(r"\.(eh|e|h)_proj\.")),

@@ -29,7 +29,7 @@ from ds_finetune.model.build.encoder import check_encoder, encoder_of, max_posit
 from ds_finetune.model.build.generic_check import check_generic_type
 from ds_finetune.model.build.meta_model import layers_of_stages
 from ds_finetune.model.build.model_plan import ModelPlan, task_of
-from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, Task, read_hf_config, resolve_folder
+from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, Task, read_hf_config, resolve_folder, soft_cap
 from ds_finetune.model.build.unused_parameters import unused_parameters
 from ds_finetune.model.loss.score_config import set_classes, set_padding_token, with_base_classes
 from ds_finetune.model.weights.vocabulary import grow_vocabulary
@@ -305,6 +305,7 @@ def _tokenizer(section: ModelConfig) -> PreTrainedTokenizerBase:
 
 def freeze_parameters(plan: Plan, model: ModelPlan) -> Plan:
     """Freeze parameters that no loss reaches and parameters that features freeze."""
+    plan = with_chunked_loss(plan, model)
     names, notes = _unreached_parameters(plan, model)
     if plan.mesh.tp > 1 and family_of(model.hf_config.model_type).compresses:
         shared = "all heads share one key and value head, which each tensor parallel rank has whole"
@@ -313,6 +314,21 @@ def freeze_parameters(plan: Plan, model: ModelPlan) -> Plan:
         kept = f"{len(names)} parameters that the loss does not reach, kept as they are: {patterns_of(names)}"
         plan, notes = replace(plan, frozen=names), [*notes, f"frozen: {kept}"]
     return complete_features(replace(plan, notes=(*plan.notes, *notes)), model)
+
+
+def with_chunked_loss(plan: Plan, model: ModelPlan) -> Plan:
+    """The plan with the chunked loss where logits have a soft cap, which is not tested with Liger's kernel; ConfigError
+    where the run file asks for that.
+    """
+    cap = soft_cap(model.hf_config)
+    if plan.loss_kernel == "chunked" or cap is None:
+        return plan
+    if plan.model.loss == "liger":
+        raise ConfigError(
+            f"model.loss liger with the soft cap {cap:g} of model_type {model.hf_config.model_type} is not tested",
+            hint="set model.loss to auto",
+        )
+    return replace(plan, loss_kernel="chunked")
 
 
 def _unreached_parameters(plan: Plan, model: ModelPlan) -> tuple[tuple[str, ...], list[str]]:

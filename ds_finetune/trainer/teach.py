@@ -174,7 +174,7 @@ def _scores(
     hidden = teacher.hidden(ids[None], positions[None], lengths, find_supervised(labels))
     with teacher.targets(hidden, 1.0) as states:
         bias = states.bias if states.bias is None else states.bias[:vocabulary]
-        best, log_probs = top_log_probs(states.hidden, states.weight[:vocabulary], bias, top_k)
+        best, log_probs = top_log_probs(states.hidden, states.weight[:vocabulary], bias, top_k, cap=states.cap)
     ends = np.cumsum([row.supervised for row in rows])[:-1]
     parts = zip(np.split(best.cpu().numpy(), ends), np.split(log_probs.cpu().numpy(), ends), strict=True)
     return [DocumentScores(*part) for part in parts]

@@ -45,7 +45,7 @@ def test_a_tiny_model_is_of_its_family_and_has_no_experts_that_the_row_does_not_
         width = experts.intermediate_size if family.transposed_experts else experts.intermediate_dim
         assert family.expert_keys.width(tree) == width
     assert name.startswith(family.model_type)
-    has_fused = any(name.endswith(".experts.gate_up_proj") for name, _ in lm.named_parameters())
+    has_fused = any(name.endswith(".mlp.experts.gate_up_proj") for name, _ in lm.named_parameters())
     assert has_fused == (family.fused_experts or family.transposed_experts)
 
 

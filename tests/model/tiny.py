@@ -3,16 +3,21 @@
 from typing import Any
 
 from ds_finetune.families.configs import (
+    DELTA,
     DENSE,
+    GEMMA3,
+    GEMMA4_INPUTS,
     GPT_OSS,
     GROUPED_QUERY_EXPERTS,
     GROUPED_ROUTING,
     INDEXED,
     LATENT,
+    MINIMAX_M2,
     MINISTRAL3,
     MISTRAL,
     ONE_GROUP,
     PHI3,
+    QWEN3_NEXT,
     SHARED_INDEX,
     WIDE_VALUES,
 )
@@ -38,10 +43,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
     },
     "mixtral": _DENSE | {"intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "minimax_m2": MINIMAX_M2 | _COMMON,
     "olmoe": _DENSE | {"intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
     "llama": _DENSE,
     "mistral": MISTRAL | _COMMON,
     "ministral3": MINISTRAL3 | _COMMON,
+    "gemma3_text": GEMMA3 | _COMMON,
+    "gemma4_text": GEMMA4_INPUTS | _COMMON | {"layer_types": None, "num_kv_shared_layers": 0},
+    "qwen3_next": QWEN3_NEXT | _COMMON,
+    "qwen3_5_text": DELTA | _COMMON,
     "phi3": PHI3 | _COMMON,
     "gpt_oss": GPT_OSS | _COMMON,
 }

@@ -177,6 +177,8 @@ INTERLEAVED = _interleaved((*FIRST, "qwen2"))
 DEFAULT = _cells(FIRST) + _offloaded() + TIED
 VARIANTS = ("deepseek_v2_lite", "deepseek_v3_moonlight", "glm4_moe_lite_types", "glm4_moe_air")
 """Two without latent queries; with experts in the first and third of three layers; without norms of queries and keys."""
+GEMMA4 = ("gemma4_text_inputs", "gemma4_text_experts")
+"""With embeddings of tokens for each layer and shared keys and values; with routed experts."""
 BIASES = [_cell(family, TENSOR, 1, packing=True) for family in ("llama_biases", "glm4_moe")]
 """Shards of the biases of queries, keys and values; llama's attention also has a bias that every rank holds."""
 MORE_BIASES = [cell for cell in _cells(("llama_biases", "deepseek_v3_biases")) if cell.tp > 1]
@@ -187,7 +189,7 @@ LARGEST = [
 ]
 LARGEST += [cell for cell in _interleaved(("deepseek_v3", "gpt_oss")) if cell.sharing > 2 and cell.ep > 1]
 """Layouts of three axes, which are compared on eight ranks too."""
-REST = _cells((*OTHERS, *VARIANTS)) + MORE_BIASES + FOUR_STAGES + SPARSE + ONCE
+REST = _cells((*OTHERS, *VARIANTS, *GEMMA4)) + MORE_BIASES + FOUR_STAGES + SPARSE + ONCE
 REST += INTERLEAVED + _interleaved(tuple(name for name in OTHERS if name != "qwen2"))
 ALL = runs_of(DEFAULT) + runs_of(REST) + runs_of(DEFAULT + REST, worlds=(4,))
 _ROUNDED = _rounded() + _rounded("gpt_oss")
@@ -214,6 +216,7 @@ _NORMS_OVER_HEADS = [cell for cell in _cells(("olmoe",)) if cell.layout == "tp 2
 _OF_EACH.append(Cell("glm_moe_dsa", 1, 2, packing=True, checkpointing=True, pp=2))
 # Tables of token ids in later stages, and the whole vocabulary's on ranks that share it.
 _OF_EACH += [Cell("deepseek_v4_deep", 0, 2, packing=True, checkpointing=True, **{axis: 2}) for axis in ("pp", "tp")]
+_OF_EACH += [_cell(name, PLAIN, stage, packing=True) for stage, name in enumerate(GEMMA4, start=2)]
 CHOSEN += each_value(runs_of(INTERLEAVED, worlds=WORLDS[-1:]), _axes)
 CHOSEN += _without(
     runs_of(BIASES + SPARSE_CHOSEN + ONCE_CHOSEN + _OF_EACH + _NORMS_OVER_HEADS, worlds=WORLDS[-1:]), CHOSEN

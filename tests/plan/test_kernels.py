@@ -11,7 +11,7 @@ from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.plan import kernels
 from ds_finetune.plan.forward import product_of_experts
-from ds_finetune.plan.kernels import choose_kernels, fused_operations
+from ds_finetune.plan.kernels import choose_kernels
 from tests.checking import check, settings_of
 
 
@@ -143,7 +143,7 @@ def test_families_without_such_operations_run_their_own(monkeypatch: pytest.Monk
     install(monkeypatch, liger="0.8.5", triton=True)
     chosen = choose_kernels("auto", device="cuda", stage=0)
     nothing = "fused kernels compute nothing of {}"
-    without = {name: nothing.format(name) for name, family in FAMILIES.items() if not fused_operations(family)}
+    without = {name: nothing.format(name) for name, family in FAMILIES.items() if not family.fused}
     assert set(without) == {"bert", "roberta"}
     for name, why in (without | {"other": "fused kernels are not tested with other"}).items():
         assert chosen.of(family_of(name)) == "torch"

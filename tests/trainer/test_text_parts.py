@@ -20,7 +20,7 @@ from ds_finetune.export.load import load_exported
 from ds_finetune.families.text_part import text_name
 from ds_finetune.model.build.skeleton import read_hf_config
 from tests.composites import CONFIGS, composite_task, published_names
-from tests.running import metrics, resume_on_two_ranks
+from tests.running import metrics, resume_on_two_ranks, start, torchrun
 
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in CONFIGS if kind not in ("gemma3", "mistral3")]
 
@@ -168,6 +168,18 @@ def test_new_tokens_are_rows_of_the_text_part(tmp_path: Path) -> None:
     assert config.text_config.vocab_size == len(grown.get_input_embeddings().weight) == 101
     assert grown.lm_head.weight is grown.get_input_embeddings().weight
     assert "verified: " in (tmp_path / "printed").read_text()
+
+
+def test_a_text_part_has_the_layouts_of_its_row(tmp_path: Path) -> None:
+    """Gemma 3 with tensor parallelism: the losses of one rank, and an export of the whole."""
+    run_file = composite_task("gemma3", tmp_path, export={"verify": True})
+    train(read_config(run_file, [f"output_dir={tmp_path / 'alone' / 'run'}", "export.verify=false"]))
+    done = start(torchrun("ds_finetune/train.py", str(run_file), "parallel.tp=2"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses, wanted = ([row["train/loss"] for row in metrics(folder)] for folder in (tmp_path, tmp_path / "alone"))
+    assert losses == pytest.approx(wanted, rel=1e-4)
+    assert "tp 2" in done.stdout
+    assert "verified: " in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from ds_finetune.foreign.transformers_attention import CACHE
 from ds_finetune.model.attention.by_document import BY_DOCUMENT
 from ds_finetune.model.attention.kernels import pack_documents
 from ds_finetune.model.attention.latents import attending_to_latents
-from ds_finetune.model.build.skeleton import head_of
+from ds_finetune.model.build.skeleton import head_of, soft_cap
+from ds_finetune.model.loss.head_chunks import cap_logits
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.model.routers import RouterCollector
 
@@ -115,8 +116,9 @@ class AnswerModel:
             arguments = {CACHE: cache, "use_cache": True, **arguments}
             out = self.lm.base_model(input_ids=ids, position_ids=positions, **arguments)
             hidden = out.last_hidden_state.flatten(0, 1)
-            logits: torch.Tensor = head_of(self.lm)(hidden if last is None else hidden[last])
-        return logits.float()
+            logits: torch.Tensor = head_of(self.lm)(hidden if last is None else hidden[last]).float()
+            cap_logits(logits, soft_cap(self.lm.config), needs_slope=False)
+        return logits
 
     def agreed(self, ids: torch.Tensor) -> torch.Tensor:
         """The ids sampled on the first tensor parallel rank, since logits may differ between ranks by rounding."""
@@ -133,11 +135,12 @@ class AnswerModel:
 
 
 def check_cache(model: AnswerModel) -> None:
-    """ModelError where a KV cache gives wrong results: logits with a cache are compared with logits without one, once
-    per model, for model types outside the table of families. Collective where forwards are.
+    """ModelError where layers have a state, or a KV cache gives wrong results: logits with a cache are compared with
+    logits without one, once per model, for model types outside the table of families. Collective where forwards are.
     """
     lm, config = model.lm, model.lm.config
-    if not family_of(config.model_type).is_generic or lm in _checked:
+    family = family_of(config.model_type)
+    if not (family.is_generic or family.has_state) or lm in _checked:
         return
     other_kinds = set(getattr(config, "layer_types", None) or ()) - _KEPT
     if other_kinds or getattr(lm, "_is_stateful", False):

@@ -226,7 +226,7 @@ def _attend_to_rows(
     if documents is None and chosen is None:
         return attend(*parts)
     if documents is not None and chosen is None and attend.is_causal and query.device.type == "cpu":
-        batches = _document_batches(documents, shared)
+        batches = document_batches(documents, shared)
         if shared is not None or len(batches[0]) < sum(map(len, documents)):
             return _attend_in_batches(attend, parts, batches)
     assert shared is None, "documents continue others in one call for all of them, or on CPUs"
@@ -256,7 +256,7 @@ def _attend_in_batches(
 
 
 @lru_cache(maxsize=4)
-def _document_batches(documents: tuple[Documents, ...], shared: tuple[Documents, ...] | None) -> _DocumentBatches:
+def document_batches(documents: tuple[Documents, ...], shared: tuple[Documents, ...] | None) -> _DocumentBatches:
     """Batches of documents for `_attend_in_batches`. For each batch: number of documents, tokens of the longest, and
     number of other tokens that each continues. Then three index tensors: queries of all batches among the tokens of the
     flattened rows (padding repeats a document's last token), keys likewise, and for each token of the rows its index

@@ -23,9 +23,11 @@ from ds_finetune.families.table import family_of
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.foreign.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
 from ds_finetune.foreign.hub_access import hub_problem, without_password
+from ds_finetune.foreign.transformers_elementwise import SOFT_CAP, computes
 from ds_finetune.foreign.transformers_models import keep_in_fp32
 from ds_finetune.model.attention.by_document import BY_DOCUMENT, FLASH
 from ds_finetune.model.attention.compressed_attention import install_compressed_attention
+from ds_finetune.model.attention.gated_delta import install_gated_delta
 from ds_finetune.model.attention.indexed_attention import install_indexed_attention
 from ds_finetune.model.build.hub_folder import check_folder
 from ds_finetune.model.build.text_config import check_text_part, text_config
@@ -44,14 +46,17 @@ HUB_FILES = (*TOKENIZER_PATTERNS, "*.safetensors")
 """Files of a hub repository from which a model is read; `*` also matches `/`."""
 IGNORED_HUB_FILES = ("*/*.safetensors",)
 """Weights in subfolders of a repository, which are never read; gpt-oss repeats all weights in `original/`."""
+_SOFT_CAP = "final_logit_softcapping"
 _LOGIT_TRANSFORMS = (
-    "final_logit_softcapping",
+    _SOFT_CAP,
     "logits_scaling",
     "logit_scale",
     "lm_head_multiplier",
     "output_multiplier_scale",
 )
-"""Config keys that change the logits after `lm_head`; the chunked loss does not apply them."""
+"""Config keys that change the logits after `lm_head`; of these the chunked loss applies only the soft cap of models
+whose forward has the usual formula.
+"""
 _BALANCE_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
 """Config keys of the weight of the load balancing loss of experts."""
 _FACTORIES = {"causal_lm": AutoModelForCausalLM, "sequence_classification": AutoModelForSequenceClassification}
@@ -147,6 +152,12 @@ def read_hf_config(path: str, *, files: Sequence[str] = HUB_FILES, task: Task = 
     config = text_config(config)
     _check_task(config, task, f"{folder}/config.json")
     _check_names(config, f"{folder}/config.json")
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        raise ModelError(
+            f"{folder}/config.json: use_bidirectional_attention is {config.use_bidirectional_attention!r}, and tokens "
+            "that see later ones have nothing to predict",
+            hint="train a model whose attention is causal",
+        )
     check_vocabulary(config, f"{folder}/config.json")
     if task == "causal_lm":
         check_logits(config, f"{folder}/config.json")
@@ -200,9 +211,18 @@ def check_vocabulary(config: PretrainedConfig, label: str) -> None:
         )
 
 
+def soft_cap(config: PretrainedConfig) -> float | None:
+    """Soft cap of a causal LM's logits; None without one, or where the model's forward has none or another formula."""
+    cap = getattr(config, _SOFT_CAP, None)
+    if not cap or not has_class(config, "causal_lm") or not computes(model_class(config).forward, SOFT_CAP):
+        return None
+    return float(cap)
+
+
 def check_logits(config: PretrainedConfig, label: str) -> None:
     """ModelError where the config sets a key that changes the logits after the head."""
-    transformed = [key for key in _LOGIT_TRANSFORMS if getattr(config, key, None) not in (None, 1, 1.0)]
+    neutral = {_SOFT_CAP: (None, soft_cap(config))}
+    transformed = [key for key in _LOGIT_TRANSFORMS if getattr(config, key, None) not in neutral.get(key, (None, 1))]
     if transformed:
         raise ModelError(
             f"{label}: `{transformed[0]}` = {getattr(config, transformed[0])} changes the logits after the head, "
@@ -309,10 +329,14 @@ def build_skeleton(  # noqa: PLR0913
         install_grouped_experts()
         spread_ids(model, family.expert_keys.number(hf_config.to_dict()) if family.expert_keys else 0)
     _set_dtypes(model, dtype, device)
-    install_indexed_attention(model)
-    install_compressed_attention(model)
-    install_hyper_connections(model)
-    install_norms(model)
+    for install in (
+        install_indexed_attention,
+        install_compressed_attention,
+        install_gated_delta,
+        install_hyper_connections,
+        install_norms,
+    ):
+        install(model)
     return model.train()
 
 

@@ -1,6 +1,6 @@
 """Replaces norms, rotary embeddings and gated MLPs of a built model by fused kernels."""
 
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import torch
@@ -13,29 +13,29 @@ from ds_finetune.foreign.transformers_elementwise import (
     GATED_MLP,
     JOINED_MLP,
     KEYS_AND_VALUES,
+    NormFormula,
     computes,
     has_plain_gate,
     is_silu,
+    norm_formula,
     returns_complex,
     rotary_functions,
-    rounds_last,
     with_functions,
 )
 from ds_finetune.model.attention.compressed_attention import CompressedAttention, CompressorByDocument
 from ds_finetune.model.attention.indexed_attention import IndexedAttention
 from ds_finetune.model.fused.formulas import Turning
 from ds_finetune.model.fused.operations import Kernels, gate, kernels_of, norm, rotate
-from ds_finetune.plan.kernels import fused_operations
 
 
 def install_fused(lm: PreTrainedModel, name: str) -> None:
     """Make `lm` use the kernels `name` of `model.kernels`, in place; `torch` is transformers' own forward.
 
-    Modules with another formula are unchanged (`fused_operations` names the fused ones).
+    Modules with another formula are unchanged (`Family.fused` names the fused ones).
     """
     if name == "torch":
         return
-    assert fused_operations(family_of(lm.config.model_type))
+    assert family_of(lm.config.model_type).fused
     kernels = kernels_of(name)
     for module in list(lm.modules()):
         kind = type(module)
@@ -45,10 +45,14 @@ def install_fused(lm: PreTrainedModel, name: str) -> None:
 
 def _fused_methods(module: nn.Module, kind: Any, kernels: Kernels) -> dict[str, Any]:  # noqa: ANN401
     """Methods that replace those of `kind`, by name; empty where nothing of `module` is fused."""
-    is_last = rounds_last(kind)
-    if is_last is not None:
-        return {"forward": lambda self, x: norm(kernels, x, self.weight, self.variance_epsilon, is_last)}
+    if (formula := norm_formula(kind)) is not None and module._parameters:
+        return {"forward": partialmethod(_norm, kernels, formula)}
     return _gates(module, kind, kernels) or _rotations(module, kind, kernels)
+
+
+def _norm(module: Any, kernels: Kernels, formula: NormFormula, rows: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+    weight = 1 + module.weight.float() if formula.adds_one else module.weight
+    return norm(kernels, rows, weight, getattr(module, formula.eps), formula.rounds_last)  # type: ignore[no-any-return]
 
 
 def _gates(module: nn.Module, kind: Any, kernels: Kernels) -> dict[str, Any]:  # noqa: ANN401

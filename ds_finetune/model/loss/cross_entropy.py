@@ -12,6 +12,7 @@ from ds_finetune.model.loss.head_chunks import (
     ChunkBlocks,
     HeadGradients,
     NeededGradients,
+    cap_logits,
     softmax_of_chunk,
     subtract_one_hot,
 )
@@ -36,9 +37,9 @@ class LossAndGradients(NamedTuple):
     d_bias: torch.Tensor | None
 
 
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, NeededGradients], LossAndGradients]
+Kernel = Callable[..., LossAndGradients]
 """A function of `hidden` [tokens, width], `weight` [vocabulary, width], `bias` [vocabulary] or None, `targets` int64
-[tokens], and the gradients needed.
+[tokens], the gradients needed, and the keyword `cap`: the soft cap of the logits (`cap_logits`) or None.
 """
 
 
@@ -49,6 +50,7 @@ def chunked_cross_entropy(  # noqa: PLR0913 - a Kernel, its chunk and its group 
     targets: torch.Tensor,
     needed: NeededGradients,
     *,
+    cap: float | None = None,
     chunk: int = CHUNK_TOKENS,
     tp_group: TensorParallelGroup | None = None,
 ) -> LossAndGradients:
@@ -69,11 +71,13 @@ def chunked_cross_entropy(  # noqa: PLR0913 - a Kernel, its chunk and its group 
         products = buffer[: len(part)]
         torch.mm(part, weight.T, out=products)
         for rows, logits in blocks.split(products):
+            slope = cap_logits(logits, cap, needs_slope=any(needed))
             softmax = softmax_of_chunk(logits, labels[rows], tp_group)
             logp[rows] = softmax.logp
             num_correct.add_(softmax.num_correct)
             if any(needed):
                 d_logits = subtract_one_hot(softmax.exps.div_(softmax.norm[:, None]), labels[rows], tp_group)
+                d_logits = d_logits if slope is None else d_logits.mul_(slope)
                 gradients.add_bias(d_logits)
                 blocks.keep(d_logits, products[rows])
         loss_sum.sub_(logp[: len(part)].sum())
@@ -89,6 +93,7 @@ def liger_cross_entropy(  # noqa: PLR0913 - a Kernel and its chunk
     targets: torch.Tensor,
     needed: NeededGradients,
     *,
+    cap: float | None = None,
     chunk: int = CHUNK_TOKENS,
 ) -> LossAndGradients:
     """Summed cross entropy with liger-kernel's kernel (0.8.5, ops/cross_entropy.py), which computes softmax, loss and
@@ -98,6 +103,7 @@ def liger_cross_entropy(  # noqa: PLR0913 - a Kernel and its chunk
     reads the number of supervised tokens, which synchronises host and GPU in every forward, and its chunks of about a
     hundred tokens each cost a pass over `d_weight`.
     """
+    assert cap is None, "Triton's interpreter cannot run the kernel's soft cap, so no test covers it"
     losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
     predicted = torch.empty_like(targets)
     gradients = HeadGradients.zeros(hidden, weight, bias, needed)

@@ -161,6 +161,18 @@ def logits_of_chunk(
     return logits if bias is None else logits.add_(bias)
 
 
+def cap_logits(logits: torch.Tensor, cap: float | None, *, needs_slope: bool) -> torch.Tensor | None:
+    """Replace `logits` z, fp32 [tokens, vocabulary], by cap x tanh(z / cap) in place (Gemma 2, arXiv 2408.00118,
+    section 2). Returns the derivative with respect to z, or None where it is not needed or there is no cap.
+    """
+    if cap is None:
+        return None
+    logits.div_(cap).tanh_()
+    slope = 1 - logits.square() if needs_slope else None
+    logits.mul_(cap)
+    return slope
+
+
 class ChunkBlocks:
     """Converts the matrix products of a chunk to fp32 logits in blocks of rows: on CPUs blocks that fit in the caches,
     elsewhere the whole chunk.

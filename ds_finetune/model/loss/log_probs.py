@@ -15,6 +15,7 @@ from ds_finetune.model.loss.head_chunks import (
     CHUNK_TOKENS,
     HeadGradients,
     NeededGradients,
+    cap_logits,
     logits_of_chunk,
     needed_gradients,
     softmax_of_chunk,
@@ -37,13 +38,15 @@ class HeadInputs(NamedTuple):
     """Inputs of a head that predicts `targets` int64 [tokens]: `hidden` [tokens, width], `weight` [vocabulary, width]
     and `bias` [vocabulary] or None.
 
-    With a tensor parallel group, `weight` and `bias` are this rank's shard of the vocabulary.
+    With a tensor parallel group, `weight` and `bias` are this rank's shard of the vocabulary. `cap` is the soft cap of
+    the logits, or None.
     """
 
     hidden: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
     targets: torch.Tensor
+    cap: float | None = None
 
     def detach(self) -> Self:
         """These tensors without a gradient."""
@@ -79,7 +82,7 @@ class TwoPassHead:
         self._starts = range(0, tokens, chunk)
         self._buffer = inputs.hidden.new_empty(min(chunk, tokens), inputs.weight.shape[0])
         self._log_sum = torch.zeros(tokens, dtype=torch.float32, device=inputs.hidden.device)
-        self._last: torch.Tensor | None = None
+        self._last: _CappedChunk | None = None
         self.entropy = torch.zeros_like(self._log_sum) if with_entropy else None
         """Entropy of the distribution at each token in nats, fp32 [tokens], after the first pass."""
 
@@ -96,20 +99,22 @@ class TwoPassHead:
 
     def gradients(self, d_logp: torch.Tensor, needed: NeededGradients) -> HeadGradients:
         """Second pass: gradients of a loss, from its gradient `d_logp` fp32 [tokens] by the log-probabilities."""
-        hidden, weight, bias, targets = self._inputs
+        hidden, weight, bias, targets, _ = self._inputs
         gradients = HeadGradients.zeros(hidden, weight, bias, needed)
         for start in reversed(self._starts):
             here = slice(start, start + self._chunk)
-            d_logits = subtract_one_hot(self._probabilities(start), targets[here], self._tp_group)
-            gradients.add_chunk(d_logits.mul_(-d_logp[here, None]), hidden[here], weight, start)
+            probabilities, slope = self._probabilities(start)
+            d_logits = subtract_one_hot(probabilities, targets[here], self._tp_group).mul_(-d_logp[here, None])
+            gradients.add_chunk(d_logits if slope is None else d_logits.mul_(slope), hidden[here], weight, start)
         return gradients
 
     def _first_pass(self, directions: torch.Tensor | None) -> torch.Tensor:
-        hidden, weight, _, targets = self._inputs
+        hidden, weight, _, targets, _ = self._inputs
         logp = torch.zeros_like(self._log_sum)
         for start in self._starts:
-            here = slice(start, start + self._chunk)
-            softmax = softmax_of_chunk(self._logits(start), targets[here], self._tp_group)
+            here, is_last = slice(start, start + self._chunk), start == self._starts[-1]
+            logits, slope = self._logits(start, needs_slope=directions is not None or is_last)
+            softmax = softmax_of_chunk(logits, targets[here], self._tp_group)
             logp[here], self._log_sum[here] = softmax.logp, softmax.log_sum
             if self.entropy is not None:
                 # With e = `exps` and their sum n: -sum e/n log(e/n) = log n - 1/n sum e log e.
@@ -118,24 +123,36 @@ class TwoPassHead:
                 self.entropy[here] = softmax.norm.log() + weighted / softmax.norm
             if directions is not None:
                 direction = subtract_one_hot(softmax.exps.div_(softmax.norm[:, None]), targets[here], self._tp_group)
+                direction = direction if slope is None else direction.mul_(slope)
                 torch.mm(direction.neg_().to(hidden.dtype), weight, out=directions[here])
-            elif start == self._starts[-1]:
-                self._last = softmax.exps.div_(softmax.norm[:, None])
+            elif is_last:
+                self._last = _CappedChunk(softmax.exps.div_(softmax.norm[:, None]), slope)
         return logp
 
-    def _probabilities(self, start: int) -> torch.Tensor:
+    def _probabilities(self, start: int) -> "_CappedChunk":
         """Softmax of the chunk that begins at `start`, fp32, in memory that may be overwritten."""
         last, self._last = self._last, None
         if last is not None:
             return last
         log_sum = self._log_sum[start : start + self._chunk, None]
-        return self._logits(start).sub_(log_sum).exp_()
+        logits, slope = self._logits(start, needs_slope=True)
+        return _CappedChunk(logits.sub_(log_sum).exp_(), slope)
 
-    def _logits(self, start: int) -> torch.Tensor:
-        hidden, weight, bias, _ = self._inputs
+    def _logits(self, start: int, *, needs_slope: bool) -> "_CappedChunk":
+        hidden, weight, bias, _, cap = self._inputs
         part = hidden[start : start + self._chunk]
         logits = logits_of_chunk(part, weight, bias, self._buffer[: len(part)])
-        return logits if self._forbidden is None else logits.masked_fill_(self._forbidden, -torch.inf)
+        slope = cap_logits(logits, cap, needs_slope=needs_slope)
+        return _CappedChunk(
+            logits if self._forbidden is None else logits.masked_fill_(self._forbidden, -torch.inf), slope
+        )
+
+
+class _CappedChunk(NamedTuple):
+    """Logits or probabilities of a chunk, fp32 [tokens, vocabulary], and the derivative of the logits' soft cap."""
+
+    values: torch.Tensor
+    slope: torch.Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -316,7 +333,7 @@ def answer_loss(
 
 
 def _loss(inputs: HeadInputs, loss: LossOfDocuments | LossOfAnswers, head: TwoPassHead) -> LossAndSums:
-    hidden, weight, bias, _ = inputs
+    hidden, weight, bias, *_ = inputs
     needed = needed_gradients(hidden, weight, bias)
     return LossAndSums(*_DocumentLoss.apply(hidden, weight, bias, head, loss, needed))
 

@@ -10,7 +10,13 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ds_finetune.model.loss.head_chunks import HeadGradients, NeededGradients, columns_in_shard, logits_of_chunk
+from ds_finetune.model.loss.head_chunks import (
+    HeadGradients,
+    NeededGradients,
+    cap_logits,
+    columns_in_shard,
+    logits_of_chunk,
+)
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.plan.forward import DISTILLATION_TOKENS
 
@@ -86,6 +92,8 @@ class TeacherStates:
     """[vocabulary of the teacher, width of the teacher]."""
     bias: torch.Tensor | None
     temperature: float
+    cap: float | None = None
+    """Soft cap of the teacher's logits."""
 
     def divergence(
         self, log_probs: torch.Tensor, tokens: slice, shard: VocabularyShard
@@ -95,6 +103,7 @@ class TeacherStates:
         logits = (self.hidden[tokens] @ self.weight[columns].T).float()
         if self.bias is not None:
             logits += self.bias[columns]
+        cap_logits(logits, self.cap, needs_slope=False)
         teacher_logits = logits.div_(self.temperature)
         if absent := log_probs.shape[1] - teacher_logits.shape[1]:
             teacher_logits = torch.nn.functional.pad(teacher_logits, (0, absent), value=_NEVER)
@@ -157,6 +166,7 @@ def chunked_mixed_loss(  # noqa: PLR0913 - a head, its targets, and how they are
     needed: NeededGradients,
     *,
     mix: Mix,
+    cap: float | None = None,
     chunk: int = CHUNK_TOKENS,
     tp_group: TensorParallelGroup | None = None,
 ) -> MixedLoss:
@@ -165,7 +175,7 @@ def chunked_mixed_loss(  # noqa: PLR0913 - a head, its targets, and how they are
 
     `labels` are int64 [tokens]. Without `targets` it is the cross entropy of the labels only. Softmax, sums and the
     gradients of the head are at least fp32. With `tp_group`, `weight` and `bias` are this rank's shard of the
-    vocabulary, and `d_hidden` is this rank's partial sum.
+    vocabulary, and `d_hidden` is this rank's partial sum. `cap` is the soft cap of the logits.
     """
     shard = VocabularyShard(0 if tp_group is None else tp_group.group_rank * weight.shape[0], tp_group)
     mix = mix if targets is not None else Mix(label_weight=1.0)
@@ -176,8 +186,10 @@ def chunked_mixed_loss(  # noqa: PLR0913 - a head, its targets, and how they are
         tokens = slice(start, start + chunk)
         part = hidden[tokens]
         logits = logits_of_chunk(part, weight, bias, buffer[: len(part)])
+        slope = cap_logits(logits, cap, needs_slope=any(needed))
         found, d_logits = _chunk_loss(logits, labels[tokens], targets, tokens, shard=shard, mix=mix)
         sums += found
+        d_logits = d_logits if slope is None else d_logits.mul_(slope)
         gradients.add_chunk(d_logits, part, weight, start)
     divergence, label_loss, correct = sums
     loss = mix.label_weight * label_loss + (1 - mix.label_weight) * mix.temperature**2 * divergence
@@ -212,8 +224,14 @@ def _chunk_loss(  # noqa: PLR0913 - the values of one chunk
 
 
 @torch.no_grad()
-def top_log_probs(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, top_k: int, *, chunk: int = CHUNK_TOKENS
+def top_log_probs(  # noqa: PLR0913 - a head and its soft cap
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    *,
+    cap: float | None = None,
+    chunk: int = CHUNK_TOKENS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `top_k` most likely token ids, int32 [tokens, top_k], and fp16 [tokens, top_k + 1]: their log-probabilities
     and, last, that of all other tokens together.
@@ -228,6 +246,7 @@ def top_log_probs(
         tokens = slice(start, start + chunk)
         part = hidden[tokens]
         logits = logits_of_chunk(part, weight, bias, buffer[: len(part)])
+        cap_logits(logits, cap, needs_slope=False)
         top, best = logits.topk(top_k, dim=-1)
         others = logits.scatter_(1, best, float("-inf")).logsumexp(-1, keepdim=True)
         buckets = torch.cat([top, others], dim=-1)

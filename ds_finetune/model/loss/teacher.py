@@ -21,6 +21,7 @@ from ds_finetune.model.build.skeleton import (
     build_skeleton,
     read_hf_config,
     resolve_folder,
+    soft_cap,
     whole,
 )
 from ds_finetune.model.loss.soft_targets import TeacherStates
@@ -86,7 +87,7 @@ class HiddenStates(TrainedModel):
 
     def whole(self) -> "Teacher":
         """A Teacher with this model, whose weights are not sharded."""
-        return Teacher(self, self.head, nullcontext)
+        return Teacher(self, self.head, nullcontext, soft_cap(self.config))
 
 
 def load_teacher(  # noqa: PLR0913 - where and how the model is built
@@ -120,6 +121,8 @@ class Teacher:
     head: nn.Linear
     open_weights: Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
     """Context within which ZeRO-3 parameters are gathered."""
+    cap: float | None
+    """Soft cap of the logits."""
 
     @torch.no_grad()
     def hidden(
@@ -137,4 +140,5 @@ class Teacher:
         """Target distributions from `hidden`, within a context in which the head's weights are gathered."""
         bias: nn.Parameter | None = self.head.bias
         with self.open_weights(list(self.head.parameters())):
-            yield TeacherStates(hidden, self.head.weight.detach(), None if bias is None else bias.detach(), temperature)
+            weight, detached = self.head.weight.detach(), None if bias is None else bias.detach()
+            yield TeacherStates(hidden, weight, detached, temperature, self.cap)

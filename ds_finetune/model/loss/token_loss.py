@@ -20,7 +20,7 @@ from ds_finetune.model.attention.by_document import (
 )
 from ds_finetune.model.attention.kernels import PackedDocuments, pack_documents
 from ds_finetune.model.build.encoder import encoder_inputs, encoder_of
-from ds_finetune.model.build.skeleton import head_of
+from ds_finetune.model.build.skeleton import head_of, soft_cap
 from ds_finetune.model.loss.cross_entropy import Kernel, chunked_cross_entropy
 from ds_finetune.model.loss.extra_loss import ExtraLoss, add_extra_losses, numbers_of_parts
 from ds_finetune.model.loss.forward_rows import ForwardRows, StageOutput, find_supervised
@@ -73,6 +73,8 @@ class LossHead(nn.Linear):
     kernel: Kernel = staticmethod(chunked_cross_entropy)
     objective: Objective = TokenObjective("sft")
     groups = HeadGroups()
+    cap: float | None = None
+    """Soft cap of the logits, which the model applies to logits that this module returns."""
     forbidden: torch.Tensor | None = None
     """Mask of ids that are never sampled, bool [vocabulary] or this rank's shard of it; the softmax over answer tokens
     excludes them.
@@ -112,7 +114,7 @@ class LossHead(nn.Linear):
         bias: torch.Tensor | None = self.bias
         if not is_trained:
             weight, bias = weight.detach(), None if bias is None else bias.detach()
-        inputs = HeadInputs(part, weight, bias, labels.reshape(-1).index_select(0, supervised))
+        inputs = HeadInputs(part, weight, bias, labels.reshape(-1).index_select(0, supervised), self.cap)
         if not wants_log_probs and self.objective.is_per_token:
             return self._cross_entropy(inputs, numbers)
         assert examples is not None, "the batch has no examples; set documents_per_unit in its BatchPlan"
@@ -131,11 +133,11 @@ class LossHead(nn.Linear):
         return document_loss(inputs, LossOfDocuments(self.objective, tokens, numbers), tp_group=self.groups.tp)
 
     def _cross_entropy(self, inputs: HeadInputs, numbers: StepNumbers | None) -> LossAndSums:
-        hidden, weight, bias, targets = inputs
+        hidden, weight, bias, targets, cap = inputs
         needed = needed_gradients(hidden, weight, bias)
 
         def compute(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> LossSumsAndGradients:
-            loss = self.kernel(hidden, weight, bias, targets, needed)
+            loss = self.kernel(hidden, weight, bias, targets, needed, cap=cap)
             sums = torch.stack([loss.loss_sum.double(), loss.num_correct.double()])
             return LossSumsAndGradients(loss.loss_sum, sums, HeadGradients(*loss[2:]))
 
@@ -162,7 +164,7 @@ def install_loss_head(
         )
     head.__class__ = LossHead
     assert isinstance(head, LossHead)
-    head.kernel, head.objective, head.groups = kernel, objective, groups
+    head.kernel, head.objective, head.groups, head.cap = kernel, objective, groups, soft_cap(lm.config)
     return head
 
 
@@ -193,7 +195,7 @@ class TrainedModel(nn.Module):
         """
         family = family_of(self.config.model_type)
         is_told = self.config._attn_implementation == BY_DOCUMENT and (self.packs_documents or device.type == "cpu")
-        return is_told and not family.is_generic and family.indexer is None
+        return is_told and not (family.is_generic or family.indexer or family.has_state)
 
     @property
     def has_head(self) -> bool:

@@ -138,7 +138,10 @@ class VocabParallelEmbedding(nn.Embedding):
         embedded = functional.embedding(
             local_ids.where(is_local, 0), self.weight, pad if 0 <= pad < self.num_embeddings else None
         )
-        return sum_over_ranks(embedded * is_local[..., None], self.tp_group)
+        out = sum_over_ranks(embedded * is_local[..., None], self.tp_group)
+        # Gemma multiplies embeddings by this buffer.
+        scale: torch.Tensor | None = getattr(self, "embed_scale", None)
+        return out if scale is None else out * scale.to(out.dtype)
 
 
 class ReceiveOrEmbed(ReceiveHiddenStates):

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -106,7 +107,10 @@ def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
             results.gradients = first_gradients(engine)
         if step == 1 and has_gradients:
             results.later_gradients = _later_gradients(engine, results.gradients)
-        if step == steps - 1 and engine.objective.head != "scores":
+        # Models whose layers have a state sample no answers.
+        lm: Any = engine.lm
+        is_sampled = engine.objective.head != "scores" and not family_of(lm.config.model_type).has_state
+        if step == steps - 1 and is_sampled:
             answers = engine.generate(PROMPTS, LIMITS)
             assert answers is not None
             results.answers = answers

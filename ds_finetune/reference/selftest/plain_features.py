@@ -184,12 +184,12 @@ class PlainRouters:
 
     def __init__(self, model: nn.Module, plan: RouterPlan) -> None:
         self._plan = plan
-        modules = {layer: model.get_submodule(f"model.layers.{layer}.{plan.kind.module}") for layer in plan.layers}
-        self._modules = list(modules.values())
-        self._balanced = [layer in plan.balanced for layer in modules]
+        self._layers = [model.get_submodule(f"model.layers.{layer}") for layer in plan.layers]
+        self._balanced = [layer in plan.balanced for layer in plan.layers]
         self.counts = torch.zeros(len(plan.layers), plan.experts, dtype=torch.int64)
         self._losses: list[torch.Tensor] = []
-        for number, module in enumerate(self._modules):
+        for number, layer in enumerate(self._layers):
+            module = layer.get_submodule(plan.kind.module)
             module.requires_grad_(plan.section.train)
             module.register_forward_hook(lambda _, __, output, number=number: self._see(number, output))
         if not plan.section.train:
@@ -212,10 +212,10 @@ class PlainRouters:
 
     def update_biases(self, counts: torch.Tensor) -> None:
         """Update each bias against the load of a step."""
-        for module, chosen, is_balanced in zip(self._modules, counts, self._balanced, strict=True):
+        for layer, chosen, is_balanced in zip(self._layers, counts, self._balanced, strict=True):
             if not is_balanced:
                 continue
-            bias: Any = module.get_buffer(str(self._plan.kind.bias))
+            bias: Any = layer.get_buffer(str(self._plan.kind.bias))
             load = chosen.double()
             bias -= self._plan.section.bias_update * torch.sign(load - load.mean()).float()
 

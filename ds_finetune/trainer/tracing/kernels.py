@@ -17,7 +17,7 @@ from transformers.integrations import moe
 from ds_finetune.engine import rank_model
 from ds_finetune.foreign.guard import replaced
 from ds_finetune.model import activation_memory, experts
-from ds_finetune.model.attention import by_document, compressed_layout
+from ds_finetune.model.attention import by_document, compressed_layout, gated_delta
 from ds_finetune.model.fused import install
 from ds_finetune.model.kept_outputs import KeptOutputs
 from ds_finetune.model.loss import cross_entropy, head_chunks
@@ -184,7 +184,7 @@ def stand_ins(device: str, recorder: HeldBytes) -> Iterator[None]:
     """Context in which fake tensors on a CPU allocate as on `device`; decisions that need values are replaced."""
     split = head_chunks.ChunkBlocks.split
     layouts = (compressed_layout.tokens_of, compressed_layout.entries_of, compressed_layout.parts_of)
-    cached = (*layouts, by_document._document_batches)
+    cached = (*layouts, by_document.document_batches, gated_delta._batches_on)
     with ExitStack() as stack:
         for each in cached:
             each.cache_clear()

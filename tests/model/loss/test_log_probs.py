@@ -83,10 +83,11 @@ def numbers_of(objective: DocumentObjective) -> StepNumbers:
     return StepNumbers(weights, torch.tensor(0.3, dtype=torch.float64))
 
 
-def plain_documents(case: Case, given: tuple[torch.Tensor, ...]) -> DocumentLogProbs:
+def plain_documents(case: Case, given: tuple[torch.Tensor, ...], cap: float | None = None) -> DocumentLogProbs:
     """The documents' log-probabilities from whole logits."""
     hidden, weight, *bias = given
     logits = hidden @ weight.T + (bias[0] if bias else 0)
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
     logp = logits.log_softmax(-1).gather(1, case.targets[:, None]).squeeze(1)
     documents = range(len(case.examples.numbers))
     sums = [logp[case.index == document].sum() for document in documents]
@@ -94,10 +95,16 @@ def plain_documents(case: Case, given: tuple[torch.Tensor, ...]) -> DocumentLogP
     return DocumentLogProbs(torch.stack(sums), torch.stack(counts), case.examples.targets, case.examples.reference)
 
 
-def ours(case: Case, given: tuple[torch.Tensor, ...], objective: DocumentObjective, chunk: int) -> LossAndSums:
+def ours(
+    case: Case,
+    given: tuple[torch.Tensor, ...],
+    objective: DocumentObjective,
+    chunk: int,
+    cap: float | None = None,
+) -> LossAndSums:
     hidden, weight, *bias = given
     loss = LossOfDocuments(objective, DocumentTokens(case.index, case.examples), numbers_of(objective))
-    return document_loss(HeadInputs(hidden, weight, bias[0] if bias else None, case.targets), loss, chunk=chunk)
+    return document_loss(HeadInputs(hidden, weight, bias[0] if bias else None, case.targets, cap), loss, chunk=chunk)
 
 
 def relative(found: torch.Tensor | None, wanted: torch.Tensor | None) -> float:
@@ -151,6 +158,20 @@ def test_a_frozen_head_needs_one_pass(chunk: int, monkeypatch: pytest.MonkeyPatc
     assert frozen[1].grad is None
     assert trained[0].grad is not None
     assert relative(frozen[0].grad, trained[0].grad) < 1e-5
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("chunk", [7, 1024])
+def test_a_soft_cap_of_logits_has_the_gradients_of_autograd(chunk: int, is_frozen: bool) -> None:
+    """In one pass with a frozen head, in two with a trained one."""
+    case, cap = case_of(has_bias=True), 0.7
+    exact, given = leaves(case, torch.float64), leaves(case, torch.float32)
+    for tensor in given[1:]:
+        tensor.requires_grad_(not is_frozen)
+    dpo().loss(plain_documents(case, exact, cap), *numbers_of(dpo())).loss.backward()
+    ours(case, given, dpo(), chunk, cap).loss.backward()
+    for mine, theirs in zip(given[: 1 if is_frozen else None], exact, strict=False):
+        assert relative(mine.grad, theirs.grad) < 1e-5
 
 
 def test_a_second_pass_does_not_compute_the_last_chunk_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,14 @@ import torch
 from torch.nn import functional
 
 from ds_finetune.model.loss.head_chunks import NeededGradients
-from ds_finetune.model.loss.soft_targets import Mix, SoftTargets, TeacherStates, TopTargets, chunked_mixed_loss
+from ds_finetune.model.loss.soft_targets import (
+    Mix,
+    SoftTargets,
+    TeacherStates,
+    TopTargets,
+    chunked_mixed_loss,
+    top_log_probs,
+)
 from tests.rounding import rounding
 
 TOKENS, WIDTH, TEACHER_WIDTH, VOCABULARY = 23, 16, 24, 50
@@ -32,9 +39,13 @@ def teacher_states(temperature: float = 1.0) -> TeacherStates:
     return TeacherStates(*head(TEACHER_WIDTH, 1), temperature)
 
 
-def teacher_log_probs(temperature: float = 1.0) -> torch.Tensor:
+def teacher_log_probs(temperature: float = 1.0, cap: float | None = None) -> torch.Tensor:
     hidden, weight, bias = (part.double() for part in head(TEACHER_WIDTH, 1))
-    return torch.log_softmax((hidden @ weight.T + bias) / temperature, dim=-1)
+    return torch.log_softmax(capped(hidden @ weight.T + bias, cap) / temperature, dim=-1)
+
+
+def capped(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def top_targets(k: int, dtype: torch.dtype = torch.float64) -> TopTargets:
@@ -45,11 +56,11 @@ def top_targets(k: int, dtype: torch.dtype = torch.float64) -> TopTargets:
 
 
 def expected(
-    mix: Mix, wanted: torch.Tensor, ids: torch.Tensor | None = None
+    mix: Mix, wanted: torch.Tensor, ids: torch.Tensor | None = None, cap: float | None = None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The loss and its gradients by autograd in fp64; with `ids`, of these tokens and of all others together."""
     hidden, weight, bias = (part.double().requires_grad_() for part in head(WIDTH, 0))
-    logits = hidden @ weight.T + bias
+    logits = capped(hidden @ weight.T + bias, cap)
     log_probs = torch.log_softmax(logits / mix.temperature, dim=-1)
     if ids is not None:
         wanted, log_probs = (_buckets(values, ids) for values in (wanted, log_probs))
@@ -68,9 +79,14 @@ def _buckets(log_probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def assert_equal(
-    targets: SoftTargets, mix: Mix, wanted: tuple[torch.Tensor, list[torch.Tensor]], *, chunk: int = 7
+    targets: SoftTargets,
+    mix: Mix,
+    wanted: tuple[torch.Tensor, list[torch.Tensor]],
+    *,
+    chunk: int = 7,
+    cap: float | None = None,
 ) -> None:
-    found = chunked_mixed_loss(*head(WIDTH, 0), labels(), targets, EVERY, mix=mix, chunk=chunk)
+    found = chunked_mixed_loss(*head(WIDTH, 0), labels(), targets, EVERY, mix=mix, cap=cap, chunk=chunk)
     assert found.loss_sum.item() == pytest.approx(wanted[0].item(), rel=1e-6)
     for mine, theirs in zip(found.gradients, wanted[1], strict=True):
         assert mine is not None
@@ -82,6 +98,18 @@ def assert_equal(
 def test_a_teacher_of_another_width_gives_the_loss_of_autograd(mix: Mix, chunk: int) -> None:
     wanted = expected(mix, teacher_log_probs(mix.temperature))
     assert_equal(teacher_states(mix.temperature), mix, wanted, chunk=chunk)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_soft_caps_of_model_and_teacher(mix: Mix) -> None:
+    wanted = expected(mix, teacher_log_probs(mix.temperature, 2.0), cap=0.7)
+    assert_equal(replace(teacher_states(mix.temperature), cap=2.0), mix, wanted, cap=0.7)
+
+
+def test_stored_scores_have_the_soft_cap_of_the_teacher() -> None:
+    ids, log_probs = top_log_probs(*head(TEACHER_WIDTH, 1), VOCABULARY - 1, cap=2.0)
+    wanted = teacher_log_probs(cap=2.0).gather(1, ids.long())
+    assert float((log_probs[:, :-1] - wanted).abs().max()) < torch.finfo(torch.float16).eps * 8
 
 
 @pytest.mark.parametrize("mix", MIXES)

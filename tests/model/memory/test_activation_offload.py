@@ -146,13 +146,13 @@ def test_what_no_test_covers_is_refused(key: str, section: dict[str, Any], said:
         make_plan(RunSettings.of(RunConfig.model_validate(tree)), world=World(0, 1, 0, 1, "a test"), device="cuda")
 
 
-GEMMA = {"model_type": "gemma3_text"}
+SMOLLM = {"model_type": "smollm3"}
 
 
 def test_types_without_a_comparison_are_refused() -> None:
-    with pytest.raises(ConfigError, match="activation_offload true of model_type gemma3_text is not tested"):
-        check(settings_of(_run(activation_offload=True), model_json=GEMMA), "activations of the model")
-    check(settings_of(_run(), model_json=GEMMA), "activations of the model")
+    with pytest.raises(ConfigError, match="activation_offload true of model_type smollm3 is not tested"):
+        check(settings_of(_run(activation_offload=True), model_json=SMOLLM), "activations of the model")
+    check(settings_of(_run(), model_json=SMOLLM), "activations of the model")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: copies to pinned memory")

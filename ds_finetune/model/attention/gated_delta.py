@@ -1,0 +1,105 @@
+"""Gated delta nets (Yang et al., arXiv 2412.06464) in packed rows: convolution and recurrent state start at zero in
+each document.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ds_finetune.foreign.transformers_elementwise import delta_functions, with_functions
+from ds_finetune.model.attention.by_document import BY_DOCUMENT, document_batches
+from ds_finetune.model.attention.kernels import Documents
+
+_Batches = tuple[tuple[tuple[int, int], ...], torch.Tensor, torch.Tensor]
+
+
+def install_gated_delta(lm: PreTrainedModel) -> None:
+    """Let gated delta nets of a model with attention by document compute each document of a packed row separately, in
+    place.
+
+    They compute documents of similar length in one call, padded at their ends, which earlier tokens do not see.
+    """
+    for module in lm.modules() if lm.config._attn_implementation == BY_DOCUMENT else ():
+        kind: Any = type(module)
+        if plain := delta_functions(kind):
+            functions = {name: partial(_BY_DOCUMENT[name], function) for name, function in plain.items()}
+            module.__class__ = type(kind.__name__, (kind,), {"forward": with_functions(kind.forward, functions)})
+
+
+def _convolve(  # noqa: PLR0913 - transformers' interface
+    convolve: Callable[..., torch.Tensor],
+    mixed: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    activation: str,
+    documents: tuple[Documents, ...] | None = None,
+    **_: Any,  # noqa: ANN401 - arguments of attention
+) -> torch.Tensor:
+    """Causal convolution of `mixed` [rows, channels, tokens] over the tokens of each document; None means that each row
+    is one document.
+    """
+    if documents is None:
+        return convolve(mixed, weight, bias, activation=activation)
+
+    def run(part: torch.Tensor) -> torch.Tensor:
+        return convolve(part.transpose(1, 2), weight, bias, activation=activation).transpose(1, 2)
+
+    return _by_document(run, (mixed.transpose(1, 2),), documents).transpose(1, 2)
+
+
+def _apply_rule(
+    rule: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
+    *parts: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    use_qk_l2norm_in_kernel: bool,
+    documents: tuple[Documents, ...] | None = None,
+    **others: Any,  # noqa: ANN401 - arguments of attention, and of a cache
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gated delta rule over the tokens of each document; `parts` are queries, keys and values [rows, tokens, heads,
+    width]. Without `documents` each row is one, and the last state is returned for a cache.
+    """
+    plain = partial(rule, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    if documents is None:
+        return plain(*parts, g=g, beta=beta, **others)
+    assert not others["output_final_state"], "a cache would need the state of each document"
+
+    def run(*batch: torch.Tensor) -> torch.Tensor:
+        *projected, decay, rate = batch
+        return plain(*projected, g=decay, beta=rate)[0]
+
+    return _by_document(run, (*parts, g, beta), documents), None
+
+
+_BY_DOCUMENT: Mapping[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _convolve,
+    "torch_chunk_gated_delta_rule": _apply_rule,
+}
+"""Functions that take the place of transformers', by name."""
+
+
+def _by_document(
+    run: Callable[..., torch.Tensor], parts: tuple[torch.Tensor, ...], documents: tuple[Documents, ...]
+) -> torch.Tensor:
+    """`run` of `parts` [rows, tokens, ...] for each document."""
+    shapes, order, positions = _batches_on(parts[0].device, documents)
+    sizes = [number * tokens for number, tokens in shapes]
+    batches = zip(*(part.flatten(0, 1).index_select(0, order).split(sizes) for part in parts), strict=True)
+    outs = [
+        run(*(part.unflatten(0, shape) for part in batch)).flatten(0, 1)
+        for shape, batch in zip(shapes, batches, strict=True)
+    ]
+    return torch.cat(outs).index_select(0, positions).unflatten(0, parts[0].shape[:2])
+
+
+@lru_cache(maxsize=4)
+def _batches_on(device: torch.device, documents: tuple[Documents, ...]) -> _Batches:
+    """Number of documents and padded tokens of each batch; and, on `device`, the index of each of their tokens among
+    those of the flattened rows, and for each token of the rows its index in the batches.
+    """
+    shapes, order, _, positions = document_batches(documents, None)
+    return tuple((number, tokens) for number, tokens, _ in shapes), order.to(device), positions.to(device)
