@@ -254,7 +254,7 @@ MUTANTS = (
     Mutant(
         "weights that stay on the device sent to the host too",
         "model/activation_memory.py",
-        "is_input = _place(saved) == place",
+        "is_input = _place(saved) == host_copy",
         "is_input = saved.dim() > 0",
         OFFLOAD,
     ),
@@ -282,8 +282,8 @@ MUTANTS = (
     Mutant(
         "inputs of layers that are sent to the host kept on the device too",
         "model/activation_memory.py",
-        "is_input = _place(saved) == place",
-        "is_input = _place(saved) == place and hidden is not None",
+        "is_input = _place(saved) == host_copy",
+        "is_input = _place(saved) == host_copy and hidden is not None",
         TRACE,
     ),
     Mutant(
@@ -471,8 +471,8 @@ MUTANTS = (
     Mutant(
         "a prediction layer with the indexer of the last layer",
         "model/mtp.py",
-        "[*given[k], *[kind or given[k][-1]] * number]",
-        "[*given[k], *[given[k][-1]] * number]",
+        "[*settings[k], *[kind or settings[k][-1]] * number]",
+        "[*settings[k], *[settings[k][-1]] * number]",
         f"{MTP} -k glm_moe_dsa_sparse",
     ),
     Mutant(
@@ -670,7 +670,7 @@ MUTANTS = (
     Mutant(
         "probability of tokens that are not stored is free",
         "model/loss/soft_targets.py",
-        "return divergence, gradient.sub_(others.add_(wanted[:, -1:] - bucket).exp_())",
+        "return divergence, gradient.sub_(others.add_(teacher_log_probs[:, -1:] - bucket).exp_())",
         "return divergence, gradient",
         SOFT_TARGETS,
     ),
@@ -684,8 +684,8 @@ MUTANTS = (
     Mutant(
         "norm of a teacher's shard of the vocabulary",
         "model/loss/soft_targets.py",
-        "wanted -= shard.log_norm(wanted)",
-        "wanted -= torch.logsumexp(wanted, dim=-1, keepdim=True)",
+        "teacher_logits -= shard.log_norm(teacher_logits)",
+        "teacher_logits -= torch.logsumexp(teacher_logits, dim=-1, keepdim=True)",
         DISTILLATION,
     ),
     Mutant(
