@@ -125,9 +125,9 @@ def read_run(arguments: Arguments) -> RunConfig:
 def exported_folder(path: str) -> Path:
     """The exported folder that `path` names directly or by its run; ExportError for any other, before slow imports."""
     folder = Path(export_of(path))
+    if folder.is_dir():
+        check_model_path(str(folder))
     if not (folder / "config.json").is_file():
-        if folder.is_dir():
-            check_model_path(path)
         raise ExportError(f"`{folder}` holds no config.json", hint="name an exported folder, e.g. runs/r1/export")
     return folder
 

@@ -35,7 +35,7 @@ from ds_finetune.config.sections import (
     short_form,
     short_lora,
 )
-from ds_finetune.config.value_types import Free, InexactNames, Refused, named_files, stage_as_file
+from ds_finetune.config.value_types import FolderText, Free, InexactNames, Refused, named_files, stage_as_file
 from ds_finetune.errors import ConfigError
 
 
@@ -88,7 +88,7 @@ class RunConfig(Section):
     """Watchdog."""
     export: Free[ExportConfig] = ExportConfig()
     """Export."""
-    output_dir: Free[str]
+    output_dir: Free[FolderText]
     """Folder of the run; docs/reference/run-directory.md lists what it holds."""
 
     @field_validator("objective")

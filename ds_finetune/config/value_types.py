@@ -66,6 +66,12 @@ def as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def _check_folder_name(text: str) -> str:
+    if "\0" in text or any(len(part.encode()) > 255 for part in text.split("/")):
+        raise ValueError("no folder can have this name: a part of a path has at most 255 bytes, none of them 0")
+    return text
+
+
 def stage_as_file(value: object) -> object:
     """Convert a ZeRO stage to the name of its configuration file."""
     return f"zero{value}" if type(value) is int and value in range(4) else value
@@ -161,6 +167,7 @@ InexactName = Literal[
 ]
 InexactNames = Annotated[tuple[InexactName, ...], BeforeValidator(as_list)]
 
+FolderText = Annotated[str, AfterValidator(_check_folder_name)]
 SizeText = Annotated[str, AfterValidator(_check_size)]
 TimeText = Annotated[str, checked(seconds_of)]
 LengthText = Annotated[str, BeforeValidator(_check_length)]

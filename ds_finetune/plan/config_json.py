@@ -103,7 +103,7 @@ def check_sizes(file: Path) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_LAYERS:
             raise ModelError(f"{file}: {key} is {value!r}, not a number from {least} to {MAX_LAYERS}", hint=_PUBLISHED)
     for name, dtype in _dtypes(tree):
-        if dtype is not None and str(dtype).removeprefix("torch.") not in _DTYPES:
+        if dtype is not None and str(dtype) not in _DTYPES:
             # transformers 5.23 accepts any attribute of torch.
             raise ModelError(f"{file}: {name} is {dtype!r}, not one of {', '.join(_DTYPES)}", hint=_PUBLISHED)
     if isinstance(tree, Mapping):
@@ -166,6 +166,8 @@ def _said_twice(tree: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 def _check_widths(file: Path, tree: Mapping[str, Any]) -> None:
     """ModelError where a size is no integer of at least 1, or heads cannot share keys and values or be rotated."""
+    if not isinstance(quantised := tree.get("quantization_config") or {}, Mapping):
+        raise ModelError(f"{file}: quantization_config is {quantised!r:.60}, not an object", hint=_PUBLISHED)
     of_v4 = _SIZES_OF_V4 if family_of(str(tree.get("model_type"))).compresses else ()
     for key in (*_SIZES, *of_v4):
         value = tree.get(key)
@@ -242,9 +244,9 @@ def max_positions(model: Mapping[str, Any]) -> int | None:
 
 def _config_file(path: str) -> Path:
     folder = Path(path)
+    check_model_path(path)
     if (folder / _NAME).is_file():
         return folder / _NAME
-    check_model_path(path)
     if folder.is_dir():
         raise ModelError(
             f"model folder `{folder}` has no config.json", hint="name the folder that holds the model's config.json"
@@ -253,9 +255,12 @@ def _config_file(path: str) -> Path:
 
 
 def check_model_path(path: str) -> None:
-    """ModelError for an adapter, and for a path that is neither a folder nor has the form of a hub id."""
+    """ModelError for an adapter, and for a path that is neither a folder nor has the form of a hub id.
+
+    A folder with an adapter and a model is an adapter: transformers reads the base model that the adapter names.
+    """
     folder = Path(path)
-    if (folder / "adapter_config.json").is_file() and not (folder / _NAME).is_file():
+    if (folder / "adapter_config.json").is_file():
         base = "BASE"
         with suppress(OSError, ValueError, LookupError, TypeError):
             base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]

@@ -160,10 +160,16 @@ def test_a_run_is_asked_by_its_folder_or_run_file(tmp_path: Path, capsys: pytest
         assert f"`{export}` holds a config.json and no weights" in printed.err
 
 
+@pytest.mark.parametrize("beside", ["adapter", "adapter and model"])
 @pytest.mark.parametrize("command", ["ask ADAPTER hi", "serve ADAPTER", "eval ADAPTER --data d", "plan RUN"])
-def test_an_adapter_is_to_be_merged_first(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_adapter_is_to_be_merged_first(
+    command: str, beside: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a folder with an adapter and a model, transformers reads the base model that the adapter names."""
     folder = tmp_path / "adapter"
     folder.mkdir()
+    if "model" in beside:
+        (folder / "config.json").write_text('{"model_type": "llama"}')
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "models/base"}')
     (tmp_path / "run.yaml").write_text(f"model: {folder}\ndata: {{train: a.jsonl}}\noutput_dir: o\n")
     words = command.replace("ADAPTER", str(folder)).replace("RUN", str(tmp_path / "run.yaml")).split()

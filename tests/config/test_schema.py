@@ -159,6 +159,13 @@ def test_numbers_are_those_that_people_write(key: str, written: str, expected: o
             assert value == expected
 
 
+@pytest.mark.parametrize("name", ["x" * 256, "runs/" + "\xe9" * 128, '"a\\0b"'])
+def test_a_name_that_no_folder_can_have_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(MINIMAL.replace("runs/x", name), encoding="utf-8")
+    with pytest.raises(ConfigError, match="no folder can have this name"):
+        read_config(tmp_path / "run.yaml")
+
+
 def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.yaml` does not exist"):
         read_config(tmp_path / "none.yaml")

@@ -248,12 +248,15 @@ def test_links_within_the_folder_and_the_hubs_cache_are_followed(tmp_path: Path)
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-@pytest.mark.parametrize("value", ["load", "os.system", "float99", 7, {"": "load"}])
+@pytest.mark.parametrize("value", ["load", "os.system", "torch.float16", "float99", 7, {"": "load"}])
 def test_a_dtype_is_one_of_torch(key: str, value: object, tmp_path: Path) -> None:
     """transformers takes the attribute of torch that it names: `load` is a function."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", key: value}))
     for read in (check_folder, lambda folder: read_config_json(str(folder))):
         with pytest.raises(ModelError, match=f"{key}.* is .*, not one of auto, bfloat16"):
             read(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", key: "torch.bfloat16"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", key: "bfloat16"}))
     check_folder(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": "gptq"}))
+    with pytest.raises(ModelError, match="quantization_config is 'gptq', not an object"):
+        check_folder(tmp_path)
