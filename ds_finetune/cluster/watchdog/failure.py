@@ -24,9 +24,9 @@ def ending_by(error: BaseException) -> RunEnding:
         code = error.code
     line = next((line for line in str(error).splitlines() if line.strip()), "")
     text = "\n".join(lines[-_MAX_LINES:])[-_MAX_TEXT_CHARACTERS:]
-    texts = (f"{type(error).__name__}: {line[:_MAX_LINE_CHARACTERS]}", text)
     # A file name that is no UTF-8 cannot be sent as JSON.
-    return RunEnding((), *(each.encode(errors="backslashreplace").decode() for each in texts), code)
+    line, text = (each.encode(errors="backslashreplace").decode() for each in (line, text))
+    return RunEnding((), f"{type(error).__name__}: {line[:_MAX_LINE_CHARACTERS]}", text, code)
 
 
 def is_secondary(error: BaseException) -> bool:
