@@ -72,8 +72,8 @@ nothing out.
 
 `deepseek_v41` is refused, since transformers has no classes for it.
 
-Gated delta nets (`qwen3_next`, `qwen3_5_text`) start anew at each document of a packed row, with `model.attention: sdpa`
-or the kernels of this program; answers are not sampled from them.
+Gated delta nets (`qwen3_next`, `qwen3_5_text`) start anew at each document of a packed row, with `model.attention:
+sdpa` or the kernels of this program; answers are not sampled from them.
 
 Router biases (`e_score_correction_bias`, `expert_bias`) stay fp32 in every type. A balance loss that a config asks for
 by `output_router_logits: true` is refused; [routers](../how-to/routers.md) says which one is computed.
