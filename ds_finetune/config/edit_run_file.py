@@ -60,14 +60,11 @@ def _with_value(text: str, keys: tuple[str, ...], value: object) -> str:
         depth += 1
         if depth < len(keys) and not isinstance(child, yaml.MappingNode):
             # The section has its short form, such as `model: PATH`.
-            short = {SHORT_FORMS[keys[0]]: parse_yaml(_slice(text, child)), keys[depth]: value}
+            given = parse_yaml(text[child.start_mark.index : child.end_mark.index])
+            short = {SHORT_FORMS[keys[0]]: given, keys[depth]: value}
             return _replace(text, child, short)
         node = child
     return _replace(text, node, value)
-
-
-def _slice(text: str, node: yaml.Node) -> str:
-    return text[node.start_mark.index : node.end_mark.index]
 
 
 def _replace(text: str, node: yaml.Node, value: object) -> str:

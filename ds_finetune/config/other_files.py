@@ -36,7 +36,12 @@ def read_other_file(path: Path) -> OtherFile:
     """Read another trainer's file; ConfigError where it is not recognised as one."""
     text = read_text(path, what="file", hint=_HINT)
     tree = _tree(text)
-    return _from_script(text, path) if tree is None else _from_tree(tree, path)
+    if tree is None:
+        return _from_script(text, path)
+    counts = [len(tree.keys() & set(program.marks.split())) for program in PROGRAMS]
+    if not max(counts):
+        raise ConfigError(f"`{path}` is no file of a trainer that is known here: it has {', '.join(tree)}", hint=_HINT)
+    return OtherFile(PROGRAMS[counts.index(max(counts))], tree)
 
 
 def _tree(text: str) -> dict[str, object] | None:
@@ -45,14 +50,6 @@ def _tree(text: str) -> dict[str, object] | None:
     except yaml.YAMLError:
         return None
     return {str(key): value for key, value in tree.items()} if isinstance(tree, dict) else None
-
-
-def _from_tree(tree: dict[str, object], path: Path) -> OtherFile:
-    counts = {program.name: len(tree.keys() & set(program.marks.split())) for program in PROGRAMS}
-    program = max(PROGRAMS, key=lambda program: counts[program.name])
-    if not counts[program.name]:
-        raise ConfigError(f"`{path}` is no file of a trainer that is known here: it has {', '.join(tree)}", hint=_HINT)
-    return OtherFile(program, tree)
 
 
 def _from_script(text: str, path: Path) -> OtherFile:

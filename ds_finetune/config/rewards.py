@@ -3,13 +3,14 @@
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ds_finetune.config.sections import Section, short_form
 from ds_finetune.config.units import parse_bytes
-from ds_finetune.config.value_types import SET_NAME, as_list
+from ds_finetune.config.value_types import SET_NAME, as_list, checked
 
 OPTIONS: Mapping[str, tuple[str, ...]] = {
     "exact_match": ("column", "ignore_case", "unparsed"),
@@ -29,11 +30,6 @@ _COLUMNS = {"code": "tests", "json": ""}
 _FUNCTION = re.compile(r".+\.py:[A-Za-z_]\w*")
 
 
-def _check_memory(text: str) -> str:
-    parse_bytes(text, name="memory of a reward")
-    return text
-
-
 class RewardConfig(Section):
     """A function that scores an answer; the name of one is short for `{reward: NAME}`."""
 
@@ -47,7 +43,7 @@ class RewardConfig(Section):
     """Seconds for scoring an answer. A longer time ends the run with an error, or with `math` and `code` gives the
     score of `unparsed`.
     """
-    memory: Annotated[str, AfterValidator(_check_memory)] = "4GB"
+    memory: Annotated[str, checked(partial(parse_bytes, name="memory of a reward"))] = "4GB"
     """Memory limit of the reward's process, and of each program of `code`."""
     workers: int = Field(default=0, ge=0)
     """Processes that score answers on each rank, the largest number of all rewards; 0 is one for each core of the rank.

@@ -91,7 +91,11 @@ def apply_override(tree: dict[str, Any], lines: Lines, override: str) -> None:
     name, equals, text = override.partition("=")
     if not equals:
         raise ConfigError(f"override `{override}` is not of the form section.key=value", hint="e.g. optim.lr=1e-5")
-    set_key(tree, lines, name, _scalar(text), source=f"override `{override}`")
+    try:
+        value = parse_yaml(text)
+    except yaml.YAMLError:
+        value = text
+    set_key(tree, lines, name, value, source=f"override `{override}`")
 
 
 def set_key(tree: dict[str, Any], lines: Lines, name: str, value: object, *, source: str) -> None:
@@ -115,10 +119,3 @@ def set_key(tree: dict[str, Any], lines: Lines, name: str, value: object, *, sou
         branch = section
     branch[keys[-1]] = value
     lines.pop(keys, None)
-
-
-def _scalar(text: str) -> object:
-    try:
-        return parse_yaml(text)
-    except yaml.YAMLError:
-        return text

@@ -153,13 +153,9 @@ def seconds_of(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
-def _wsd(progress: float) -> float:
-    return min(1.0, (1 - progress) / WSD_DECAY_SHARE)
-
-
 _SHAPES = {
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
     "linear": lambda progress: 1 - progress,
     "constant": lambda progress: 1.0,
-    "wsd": _wsd,
+    "wsd": lambda progress: min(1.0, (1 - progress) / WSD_DECAY_SHARE),
 }
