@@ -423,12 +423,12 @@ def _swap(parts: list[list[int]], costs: NDArray[np.float64]) -> None:
         gap = float(totals[most] - totals[least])
         if gap <= _NEARLY_EVEN * totals.mean():
             return
-        given, taken = _best_swap(costs[parts[most]], costs[parts[least]], gap)
-        difference = float(costs[parts[most][given]] - costs[parts[least][taken]])
+        given, received = _best_swap(costs[parts[most]], costs[parts[least]], gap)
+        difference = float(costs[parts[most][given]] - costs[parts[least][received]])
         # Swapping rows whose costs differ by d changes the gap to |gap - 2 d|.
         if not 0 < difference < gap:
             return
-        parts[most][given], parts[least][taken] = parts[least][taken], parts[most][given]
+        parts[most][given], parts[least][received] = parts[least][received], parts[most][given]
         totals[most] -= difference
         totals[least] += difference
 

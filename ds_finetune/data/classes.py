@@ -156,10 +156,10 @@ def target_of(label: object, kind: RowKind, column: str, where: str) -> float:
         return float(kind.labels.index(str(label)))
     number = None if is_named else _whole_number(label)
     if number is None:
-        known = (
+        class_names = (
             f"the classes are {', '.join(kind.labels[:_SHOWN_CLASSES])}" if kind.labels else "classes are whole numbers"
         )
-        raise _bad_label(label, column, where, hint=known)
+        raise _bad_label(label, column, where, hint=class_names)
     count = kind.num_labels or 0
     if not 0 <= number < count:
         raise _outside(number, column, where, count)

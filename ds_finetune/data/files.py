@@ -138,13 +138,13 @@ def _guess_encoding(content: bytes) -> tuple[str, str]:
     All bytes are valid in Latin-1, and many pairs of Latin-1 letters are valid in East Asian encodings. An East Asian
     encoding is named only if all bytes are valid in it and most characters are common ones: kana or level-1 ideographs.
     """
-    shares = {("Latin-1", "LATIN1"): 0.5}
+    fractions = {("Latin-1", "LATIN1"): 0.5}
     for name, iconv, standard, last_lead_byte in (("GBK", "GBK", "gb2312", 0xD7), ("Shift-JIS", "CP932", "sjis", 0x97)):
         with suppress(UnicodeDecodeError):
             foreign = [c for c in content.decode(iconv) if not c.isascii()]
             common = [c for c in foreign if 0x80 < (c.encode(standard, "ignore") or b"\0")[0] <= last_lead_byte]
-            shares[name, iconv] = len(common) / len(foreign)
-    return max(shares, key=lambda encoding: shares[encoding])
+            fractions[name, iconv] = len(common) / len(foreign)
+    return max(fractions, key=lambda encoding: fractions[encoding])
 
 
 def _read_jsonl(path: str) -> Iterator[tuple[str, ReadRecord]]:

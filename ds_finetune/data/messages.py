@@ -226,11 +226,11 @@ def _assistant(
 
 def _joined(first: Mapping[str, Any], second: Mapping[str, Any], what: str) -> dict[str, Any]:
     """Join two assistant messages to one turn; DataError where their parts are not in the order of a turn."""
-    begun = [key for key in ("reasoning_content", "content", "tool_calls") if first.get(key)]
+    first_keys = [key for key in ("reasoning_content", "content", "tool_calls") if first.get(key)]
     parts = [key for key in ("reasoning_content", "content", "tool_calls") if second.get(key)]
-    if "tool_calls" in begun and parts != ["tool_calls"]:
+    if "tool_calls" in first_keys and parts != ["tool_calls"]:
         problem = "follows tool calls without a result of a tool between them"
-    elif "reasoning_content" in parts and begun:
+    elif "reasoning_content" in parts and first_keys:
         problem = "has reasoning, and is the rest of the assistant message before it"
     elif first.get("weight", 1) != second.get("weight", 1):
         problem = "is the rest of the assistant message before it, and only one of the two is trained"

@@ -118,10 +118,10 @@ def prepare_rows(
 
 def _choice(config: DataConfig, purpose: str, seed: int) -> RecordChoice:
     """Which records are read for `purpose`: all records of held-out files, else those that `config` selects."""
-    share = config.held_out_share
-    if purpose != "train" and not share:
+    fraction = config.held_out_share
+    if purpose != "train" and not fraction:
         return RecordChoice()
-    return RecordChoice(config.rows, share, seed if share else 0, is_held_out=purpose != "train")
+    return RecordChoice(config.rows, fraction, seed if fraction else 0, is_held_out=purpose != "train")
 
 
 def _choice_notes(choice: RecordChoice, counts: Counts, sources: Sequence[Source]) -> list[str]:
@@ -254,9 +254,9 @@ def _tokenise(
     if not counts.read:
         names = ", ".join(source.path for source in sources)
         if choice.share:
-            purpose, share = "data.eval" if choice.is_held_out else "data.train", f"{float(choice.share * 100):g}%"
+            purpose, percent = "data.eval" if choice.is_held_out else "data.train", f"{float(choice.share * 100):g}%"
             raise DataError(
-                f"{purpose} has no row: {names} have too few to hold out {share} of them",
+                f"{purpose} has no row: {names} have too few to hold out {percent} of them",
                 hint="give more rows, or name a file as data.eval",
             )
         raise DataError(f"data files {names} have 0 rows", hint="write at least one row")

@@ -101,14 +101,14 @@ def published_columns(
     record: Record, columns: Mapping[str, str], layouts: Mapping[str, "LayoutColumns"]
 ) -> dict[str, str]:
     """`columns`, extended by published names of columns with which the record fits one of `layouts`."""
-    found = dict(columns)
+    renamed = dict(columns)
     if "system" not in record and "system_prompt" in record:
-        found = {"system": "system_prompt", **found}
-    if find_layout(record, found, layouts) is None:
-        known = (names for names in _OTHER_NAMES if set(names.values()) <= record.keys())
-        fitting = (names for names in known if find_layout(record, {**names, **found}, layouts))
-        return {**next(fitting, {}), **found}
-    return found
+        renamed = {"system": "system_prompt", **renamed}
+    if find_layout(record, renamed, layouts) is None:
+        candidates = (names for names in _OTHER_NAMES if set(names.values()) <= record.keys())
+        fitting = (names for names in candidates if find_layout(record, {**names, **renamed}, layouts))
+        return {**next(fitting, {}), **renamed}
+    return renamed
 
 
 def default_columns(record: Record, columns: Mapping[str, str]) -> dict[str, str]:
@@ -293,11 +293,11 @@ def _prompt_completion(view: Mapping[str, Any], where: str) -> Sample:
     if isinstance(prompt, list) and isinstance(completion, list):
         check_not_continued(prompt, completion, where)
         dialogue = read_conversation([*prompt, *completion], view.get("tools"), "prompt, completion", where)
-        asked = len(read_conversation(prompt, None, "prompt", where).messages) if prompt else 0
+        num_messages = len(read_conversation(prompt, None, "prompt", where).messages) if prompt else 0
         turns = dialogue.messages
         # TRL trains no token of a prompt, not even its assistant turns.
-        untrained = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in turns[:asked]]
-        return replace(dialogue, messages=(*untrained, *turns[asked:]))
+        untrained = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in turns[:num_messages]]
+        return replace(dialogue, messages=(*untrained, *turns[num_messages:]))
     question, answer = read_text(view, "prompt", where), read_text(view, "completion", where)
     sample = completion_of(question, answer, read_tools(view.get("tools"), where), where)
     history = _history(view, where)

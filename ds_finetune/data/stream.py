@@ -102,11 +102,11 @@ def streaming_batches(
     rank_rows = _my_rows(rows, plan, start)
     rows_of_step = plan.global_batch_size // plan.dp
     for step in range(start_step, steps):
-        taken = list(islice(rank_rows, rows_of_step))
-        of_step, numbers = [row for row, _ in taken], tuple(range(step * rows_of_step, (step + 1) * rows_of_step))
+        step_rows = list(islice(rank_rows, rows_of_step))
+        of_step, numbers = [row for row, _ in step_rows], tuple(range(step * rows_of_step, (step + 1) * rows_of_step))
         if plan.streamed_row_cost is not None:
             of_step.sort(key=plan.streamed_row_cost, reverse=True)
-        yield make_batch(of_step, plan, taken[-1][1], numbers)
+        yield make_batch(of_step, plan, step_rows[-1][1], numbers)
 
 
 def _my_rows(rows: StreamedRows, plan: BatchPlan, start: Position) -> Iterator[tuple[Row, Position]]:

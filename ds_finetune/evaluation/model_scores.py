@@ -160,17 +160,17 @@ class Scores:
         tokens = counts @ self.tokens
         loss = counts @ self.loss / tokens
         metrics = {"loss": loss, "perplexity": np.exp(loss), "token_accuracy": counts @ self.correct / tokens}
-        metrics |= {name: counts @ shares / counts.sum(axis=1) for name, shares in self.answers.items()}
+        metrics |= {name: counts @ fractions / counts.sum(axis=1) for name, fractions in self.answers.items()}
         if self.drafts is not None:
             loss, tokens, correct, accepted = (counts @ self.drafts).T
             predicted = np.maximum(tokens, 1)
-            shares = {"mtp_accuracy": correct / predicted, "mtp_acceptance": accepted / predicted}
-            metrics |= {"mtp_loss": loss / predicted, **shares}
+            fractions = {"mtp_accuracy": correct / predicted, "mtp_acceptance": accepted / predicted}
+            metrics |= {"mtp_loss": loss / predicted, **fractions}
         return metrics
 
     def part(self, documents: slice) -> Self:
         """The scores of a slice of the documents."""
-        answers = {name: shares[documents] for name, shares in self.answers.items()}
+        answers = {name: fractions[documents] for name, fractions in self.answers.items()}
         drafts = None if self.drafts is None else self.drafts[documents]
         return type(self)(self.loss[documents], self.tokens[documents], self.correct[documents], answers, drafts)
 

@@ -45,19 +45,19 @@ class DistillationHead(LossHead):
         supervised = find_supervised(labels) if supervised is None else supervised
         part = hidden.flatten(0, -2).index_select(0, supervised)
         part = part if self.groups.tp is None else copy_to_tensor_parallel_region(part, self.groups.tp)
-        wanted = labels.flatten().index_select(0, supervised)
+        expected = labels.flatten().index_select(0, supervised)
         needed = needed_gradients(part, self.weight, self.bias)
         with open_targets() as targets:
 
             def compute(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> LossSumsAndGradients:
                 loss = chunked_mixed_loss(
-                    hidden, weight, bias, wanted, targets, needed, mix=self.mix, cap=self.cap, tp_group=self.groups.tp
+                    hidden, weight, bias, expected, targets, needed, mix=self.mix, cap=self.cap, tp_group=self.groups.tp
                 )
                 sums = [loss.loss_sum, loss.divergence_sum, loss.label_loss_sum, loss.num_correct]
                 return LossSumsAndGradients(loss.loss_sum.float(), torch.stack(sums), loss.gradients)
 
             loss_sum, sums = loss_with_gradients(part, self.weight, self.bias, compute)
-        sums = torch.cat([sums, sums.new_full((1,), len(wanted) if targets is not None else 0)])
+        sums = torch.cat([sums, sums.new_full((1,), len(expected) if targets is not None else 0)])
         return LossAndSums(loss_sum if numbers is None else loss_sum * numbers.weights[0].to(loss_sum.dtype), sums)
 
 

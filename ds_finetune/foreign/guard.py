@@ -37,9 +37,9 @@ class Foreign:
 
     def parameters(self, function: Callable[..., Any], *names: str) -> None:
         """DependencyError where `function` lacks one of the parameters `names`."""
-        taken = inspect.signature(function).parameters
+        parameters = inspect.signature(function).parameters
         for name in names:
-            if name not in taken:
+            if name not in parameters:
                 self._raise_changed(f"`{function.__qualname__}` takes no `{name}`")
 
     def source(self, function: Callable[..., Any], text: str) -> None:

@@ -195,8 +195,8 @@ def spread_ids(lm: nn.Module, experts: int) -> None:
     """
     for name, table in lm.named_buffers():
         if is_table(name):
-            ids, places = (torch.arange(size, device=table.device) for size in table.shape)
-            table.copy_((ids[:, None] + places) % experts)
+            ids, columns = (torch.arange(size, device=table.device) for size in table.shape)
+            table.copy_((ids[:, None] + columns) % experts)
 
 
 def with_whole_tables(lm: nn.Module, vocabulary: int) -> None:

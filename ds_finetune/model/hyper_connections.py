@@ -56,19 +56,19 @@ class _Mixing(torch.autograd.Function):
         if others:
             of_post, of_mixed = of_others
             of_weights += [of_post, (flat @ of_mixed.mT).float()]
-            found = others[1] @ of_mixed.float()
+            d_streams = others[1] @ of_mixed.float()
         else:
-            found = torch.zeros_like(flat, dtype=torch.float32)
+            d_streams = torch.zeros_like(flat, dtype=torch.float32)
         of_sums = backward(*of_weights)
         of_mixes = of_sums * factors
         of_products = of_mixes * root
         of_root = torch.linalg.vecdot(of_mixes, mixes)[:, None] * root**2
-        found.flatten(1).addmm_(of_products, fn.float()).addcmul_(wide, of_root, value=-1 / wide.shape[1])
-        found.addcmul_(pre[:, :, None], of_one)
+        d_streams.flatten(1).addmm_(of_products, fn.float()).addcmul_(wide, of_root, value=-1 / wide.shape[1])
+        d_streams.addcmul_(pre[:, :, None], of_one)
         of_fn = (of_products.T @ wide).to(fn.dtype) if ctx.needs_input_grad[1] else None
         by_kind = (of_sums * mixes).sum(0).split(_columns(ctx.sizes)[: len(scale)])
         of_scale = torch.stack([part.sum() for part in by_kind])
-        return found.view(streams.shape).to(streams.dtype), of_fn, of_sums.sum(0), of_scale, None
+        return d_streams.view(streams.shape).to(streams.dtype), of_fn, of_sums.sum(0), of_scale, None
 
 
 class _Adding(torch.autograd.Function):

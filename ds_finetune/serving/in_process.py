@@ -131,8 +131,8 @@ class ChatSession:
         """
         from transformers import TextIteratorStreamer
 
-        asked = [*self.messages, {"role": "user", "content": text}]
-        inputs = _inputs(self._tokenizer, asked).to(self._model.device)
+        messages = [*self.messages, {"role": "user", "content": text}]
+        inputs = _inputs(self._tokenizer, messages).to(self._model.device)
         streamer = TextIteratorStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         limit = min(self._max_new_tokens, (self._context or math.inf) - ids.shape[1])
@@ -156,7 +156,7 @@ class ChatSession:
         thread.join()
         if failures:
             raise failures[0]
-        self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+        self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
 
 
 def run_chat(session: ChatSession, *, read: Callable[[], str], write: Callable[[str], None]) -> None:

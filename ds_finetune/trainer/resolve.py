@@ -311,8 +311,8 @@ def freeze_parameters(plan: Plan, model: ModelPlan) -> Plan:
         shared = "all heads share one key and value head, which each tensor parallel rank has whole"
         notes = [f"{shared}, with compressed entries", *notes]
     if names:
-        kept = f"{len(names)} parameters that the loss does not reach, kept as they are: {patterns_of(names)}"
-        plan, notes = replace(plan, frozen=names), [*notes, f"frozen: {kept}"]
+        line = f"{len(names)} parameters that the loss does not reach, kept as they are: {patterns_of(names)}"
+        plan, notes = replace(plan, frozen=names), [*notes, f"frozen: {line}"]
     return complete_features(replace(plan, notes=(*plan.notes, *notes)), model)
 
 

@@ -204,22 +204,25 @@ def _adapt(
     made = []
     for leaf, shape in target.shapes.items():
         weight = module._parameters[leaf]
-        held = shape_of(weight) if is_four_bit(weight) else placement.where(weight).shape
-        of = placement.model_shard.tensor_shard(f"{target.name}.{leaf}", held)
+        local_shape = shape_of(weight) if is_four_bit(weight) else placement.where(weight).shape
+        of = placement.model_shard.tensor_shard(f"{target.name}.{leaf}", local_shape)
         assert of.whole_shape == shape, (target.name, leaf, of.whole_shape, shape)
         if target.kind == ROUTED and module.is_transposed:
-            held, shape = (*held[:-2], held[-1], held[-2]), (*shape[:-2], shape[-1], shape[-2])
+            local_shape, shape = (
+                (*local_shape[:-2], local_shape[-1], local_shape[-2]),
+                (*shape[:-2], shape[-1], shape[-2]),
+            )
         for side, values in initial(f"{target.name}.{leaf}", shape).items():
-            own = f"{'' if leaf == 'weight' else leaf + '_'}lora_{side}"
-            name = f"{target.name}.{own}"
-            *experts, out, width = held
+            leaf_name = f"{'' if leaf == 'weight' else leaf + '_'}lora_{side}"
+            name = f"{target.name}.{leaf_name}"
+            *experts, out, width = local_shape
             local = (*experts, lora.rank, width) if side == "A" else (*experts, out, lora.rank)
             shard = placement.model_shard.tensor_shard(name, local)
             param = nn.Parameter(shard.slice(values).view(local).to(weight.device, dtype_of(weight)))
             placement.prepare(param, shard, of=of)
             if side == "A":
                 module.lora_columns = shard.offsets[-1], shard.global_shape[-1]
-            module.register_parameter(own, param)
+            module.register_parameter(leaf_name, param)
             made.append(param)
     placement.share(made)
 

@@ -108,8 +108,8 @@ def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causa
     targets, names = adapted_targets(all_targets, lora), tensors.by_name
     if lora.dropout:
         _check_droppable(targets, family_of(hf_config.model_type))
-    whole = fully_trained_parameters(names, lora, targets)
-    if tensors.is_tied and EMBEDDING in whole:
+    fully_trained = fully_trained_parameters(names, lora, targets)
+    if tensors.is_tied and EMBEDDING in fully_trained:
         raise ConfigError(
             f"lora.modules_to_save {list(lora.modules_to_save)} of a model whose head is its embedding: peft would "
             "train two of them",
@@ -121,20 +121,20 @@ def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causa
         targets=targets,
         quantised=quantised_targets(all_targets, lora),
         model_params=tensors.numel,
-        whole={name: names[name] for name in whole},
+        whole={name: names[name] for name in fully_trained},
     )
 
 
 def _check_droppable(targets: Sequence[LoraTarget], family: Family) -> None:
     """ConfigError for dropout on modules whose weights peft adapts as parameters, without access to their inputs."""
-    held = {
+    refused = {
         last_part(target.name)
         for target in targets
         if any(is_peft_parameter(f"{target.name}.{leaf}", family) for leaf in target.shapes)
     }
-    if held:
+    if refused:
         raise ConfigError(
-            f"lora.dropout with adapters of {', '.join(sorted(held))}, which peft 0.21 refuses: it adds them to the "
+            f"lora.dropout with adapters of {', '.join(sorted(refused))}, which peft 0.21 refuses: it adds them to the "
             "weights (tuners/lora/layer.py, ParamWrapper)",
             hint="name other modules in lora.target_modules, such as o_proj, or leave dropout out",
         )

@@ -234,7 +234,7 @@ class _EntryWeights(NamedTuple):
         query, entries, log_sum, *chosen = tensors
         entry = torch.arange(part.keys.start, part.keys.stop, device=query.device)
         is_seen = self.seen.sees(part.queries, entry)
-        parts = [whole.queries.start for whole in self.seen.parts(query.shape[1])]
+        parts = [range_of_keys.queries.start for range_of_keys in self.seen.parts(query.shape[1])]
         number = bisect_right(parts, part.queries.start) - 1
         if (of_part := chosen[number]) is not None:
             best = of_part[part.queries.start - parts[number] :][: len(is_seen)] - part.keys.start

@@ -86,8 +86,8 @@ def _attend_to_latents(  # noqa: PLR0913 - transformers' interface
     scores = (projected @ latents.mT + rotated @ rotary.mT) * scaling
     if is_key is not None:
         scores = scores.masked_fill(~is_key[:, 0], float("-inf"))
-    shares = scores.softmax(dim=-1, dtype=torch.float32).to(latents.dtype)
-    return torch.einsum("bhr,rhv->bhv", shares @ latents, to_value)[:, None], None
+    probabilities = scores.softmax(dim=-1, dtype=torch.float32).to(latents.dtype)
+    return torch.einsum("bhr,rhv->bhv", probabilities @ latents, to_value)[:, None], None
 
 
 register_attention(_BY_LATENTS, _attend_to_latents)

@@ -252,12 +252,12 @@ def _check_tensors(
     heads = {key for key in hub.shapes if _LANGUAGE_MODEL_HEAD.match(key)} if has_score_head(model) else set()
     unused = tied.keys() | heads
     layers = model.config.num_hidden_layers
-    left = hub.left_over(
+    remaining = hub.left_over(
         expected, model=type(model).__name__, may_be=lambda key: key in unused or family.may_skip(key, layers=layers)
     )
     if isinstance(hub, GrownFolder):
-        hub.check_left(set(left) - unused)
-    for key in tied.keys() & set(left):
+        hub.check_left(set(remaining) - unused)
+    for key in tied.keys() & set(remaining):
         if not hub.is_same(key, tied[key]):
             raise ModelError(
                 f"{hub.folder}: `{key}` differs from `{tied[key]}`, to which the config ties it",
@@ -270,7 +270,7 @@ def _check_tensors(
                 "trained",
                 hint="leave mtp out: the tensor is then carried to exports",
             )
-    return left
+    return remaining
 
 
 def _check_layout_of_experts(
