@@ -100,11 +100,12 @@ class Monitor(threading.Thread):
             cause = self._report_failure(failure := ending_by(error), is_secondary=is_secondary(error))
             if cause is None:
                 raise
-            text = f"{cause.line}; rank {self._own.rank} then met {failure.line}"
-            record_error(text, cause=cause.line)
+            secondary = RunError(
+                f"{cause.line}; rank {self._own.rank} then met {failure.line}", hint=f"see {self._report} for more"
+            )
+            record_error(secondary.message, cause=cause.line)
             # torchrun reports the rank that exits first as the cause, so let the other rank exit first.
             time.sleep(_GRACE_SECONDS)
-            secondary = RunError(text, hint=f"see {self._report} for more")
             # Every rank exits with the same code, e.g. the one for a user's mistake.
             secondary.exit_code = cause.code or RUN_ERROR_EXIT_CODE
             raise secondary from None
