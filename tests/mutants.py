@@ -163,8 +163,8 @@ MUTANTS = (
     Mutant(
         "a row on two ranks",
         "data/batches.py",
-        "parts[most][given], parts[least][taken] = parts[least][taken], parts[most][given]",
-        "parts[most][given] = parts[least][taken]",
+        "parts[most][given], parts[least][received] = parts[least][received], parts[most][given]",
+        "parts[most][given] = parts[least][received]",
         BALANCE,
     ),
     Mutant(
