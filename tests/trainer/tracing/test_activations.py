@@ -18,6 +18,7 @@ from ds_finetune.plan.kernels import ChosenKernels
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
+from ds_finetune.trainer.resolve import with_chunked_loss
 from ds_finetune.trainer.tracing.activations import trace
 from ds_finetune.trainer.tracing.cache import Traces
 from tests.features.toy_feature import ToyFeature
@@ -70,7 +71,8 @@ def planned(
     }
     config = RunConfig.model_validate(run)
     plan = make_plan(RunSettings.of(config), world=World(0, ranks, 0, ranks, "a test"), device=device)
-    return replace(plan, kernels=ChosenKernels(kernels, "a test")), model_of(config)
+    model = model_of(config)
+    return with_chunked_loss(replace(plan, kernels=ChosenKernels(kernels, "a test")), model), model
 
 
 def tree_of(family: str, **changes: Any) -> dict[str, Any]:
