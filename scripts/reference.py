@@ -94,8 +94,8 @@ parallel: {tp: 4, ep: 8}      # 8 ranks hold the experts, groups of 4 hold each 
 deepspeed: zero1
 ```
 
-Each row is [compared with a plain loop](../explanation/numerical-rules.md#parity-with-a-reference-loop) on a tiny model
-of each type. Data parallelism by itself is tested with all model types and ZeRO stages 0 to 3.
+Each layout is [compared with a reference loop](../explanation/numerical-rules.md#parity-with-a-reference-loop) on a
+tiny model of each type. Data parallelism by itself is tested with all model types and ZeRO stages 0 to 3.
 
 """
 RULES = """

@@ -98,7 +98,7 @@ def add_run_command(
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Add the overrides that follow a run file."""
+    """Add arguments `KEY=VALUE`, which follow the run file on the command line and override its values."""
     text = "values that replace those of the run file"
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help=text)
 

@@ -357,7 +357,7 @@ class Program:
     version: str
     """Commit from which the defaults were read."""
     marks: str
-    """Keys that occur only in this trainer's files, by which they are recognised."""
+    """Keys that occur only in configuration files of the other trainer, by which such a file is recognised."""
     command: str
     """Regular expression that matches the trainer's command in a shell script; group 1 is the objective."""
     defaults: Mapping[str, object]

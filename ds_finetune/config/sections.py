@@ -31,7 +31,9 @@ from ds_finetune.config.value_types import (
 
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
 OWN_ATTENTIONS = ("sdpa", "by_document", "varlen")
-"""Values of `model.attention` that families of the table implement here; transformers implements the others."""
+"""Values of `model.attention` that this program implements for model types in `families/table.py`; transformers
+    implements the other values.
+    """
 
 
 class Section(BaseModel):

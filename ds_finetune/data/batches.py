@@ -311,7 +311,7 @@ def _look_ahead(input_ids: torch.Tensor, labels: torch.Tensor, positions: torch.
 
 
 def _examples(rows: Sequence[Row], length: int, reference: NDArray[np.float64] | None) -> Examples:
-    """Documents of rows that are padded to `length`; empty rows have none."""
+    """Boundaries of the documents in rows that the caller has padded to `length`; empty rows have no documents."""
     parts = [(number, row.documents) for number, row in enumerate(rows) if row.documents is not None]
     index = np.full((len(rows), length), -1, dtype=np.int64)
     starts, done = [np.zeros(0, dtype=np.int64)], 0

@@ -122,7 +122,7 @@ _FAULTS = (TemplateError, TypeError, ValueError, AttributeError, LookupError, Ar
 
 
 class ChatTemplate:
-    """A chat template with the special tokens of a tokenizer; `probes` has the fields that it renders."""
+    """A chat template with the special tokens of a tokenizer. `probes` records which fields of a message it renders."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
         self.source, self._limits = source, TemplateLimits(source)

@@ -100,7 +100,7 @@ class Counts:
     unread: NamedCounts = field(default_factory=NamedCounts)
     """Columns and fields that are not used, with the number of rows that have them."""
     forms: NamedCounts = field(default_factory=NamedCounts)
-    """Completions tokenised without a chat template, by `Tokens.form`."""
+    """Number of completions tokenised without a chat template, by prompt format (`Tokens.form`)."""
     named: NamedCounts = field(default_factory=NamedCounts)
     """Keys of `data.columns`, with the number of rows that have the named column."""
     by_path: NamedCounts = field(default_factory=NamedCounts)

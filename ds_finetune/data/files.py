@@ -288,7 +288,9 @@ class ClassNumber(int):
 
 
 def with_class_names(record: Record, classes: Mapping[str, Sequence[str]]) -> Record:
-    """The record with class indices as `ClassNumber`, for columns in `classes`, which has the class names by column."""
+    """The record with class indices as `ClassNumber`, which has the name of the class. `classes` has the class names of
+    each column.
+    """
     named = dict(record)
     for column, names in classes.items():
         if isinstance(named.get(column), int) and 0 <= named[column] < len(names):

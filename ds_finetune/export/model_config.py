@@ -47,7 +47,7 @@ def served_config(config: Mapping[str, Any], family: Family, keys: Collection[st
             served = {key: value for key, value in served.items() if key not in _KEYS_OF_KINDS}
     numbers = family.expert_keys.number_keys if family.expert_keys is not None else ()
     if given := [served[key] for key in numbers if key in served]:
-        # The published key, which other programs read; transformers writes another key instead.
+        # Published config.json files have this key, and other programs read it; transformers writes another key.
         served.setdefault(numbers[0], given[0])
     if not family.is_generic:
         _add_rope_schemas(served)

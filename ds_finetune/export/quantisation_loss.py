@@ -29,7 +29,7 @@ class QuantisationLoss:
     """Description of the tokens, for messages."""
     tokens: int
     loss_before: float
-    """Mean negative log-likelihood per token, in nats."""
+    """Mean negative log-likelihood per token before quantisation, in nats."""
     loss_after: float
     divergence: float
     """Mean Kullback-Leibler divergence of a token's distribution from that before quantisation, in nats."""

@@ -43,7 +43,9 @@ def recompute_layers(lm: PreTrainedModel, *, is_selective: bool) -> None:
 
 
 def _choosing_modules(lm: PreTrainedModel) -> list[nn.Module]:
-    """Routers of `lm`; for a type without a known router, all children of layers whose experts run `run_experts`."""
+    """Modules of `lm` in which experts are chosen: its routers, or for a type whose router is not known all children of
+    layers with experts.
+    """
     router = family_of(lm.config.model_type).router
     if router is not None:
         return [module for name, module in lm.named_modules() if name.endswith(f".{router.module}")]

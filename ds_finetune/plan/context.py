@@ -100,12 +100,14 @@ def _original_positions(rope: Mapping[str, Any], published: int, context: int) -
         )
     if _rope_type(rope) == "default":
         return published
-    # transformers 5.23 uses the positions where the key is absent (modeling_rope_utils.py:843).
+    # Without this key transformers 5.23 takes max_position_embeddings (modeling_rope_utils.py:843).
     return int(rope.get(_ORIGINAL) or published)
 
 
 def _new_factor(rope: Mapping[str, Any], original: int, context: int) -> float:
-    """Factor context / original; ConfigError if it is less than the model's, or servers would compute another one."""
+    """RoPE scaling factor: context length / original length; ConfigError if the model's own factor is larger, or if
+    servers would compute another factor from config.json.
+    """
     factor, scaled = context / original, round(original * _factor(rope))
     if factor < _factor(rope):
         raise ConfigError(

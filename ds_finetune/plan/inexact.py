@@ -293,7 +293,7 @@ def _why(option: InexactOption, run: RunSettings) -> str:
 
 
 def without_inexact(tree: Tree) -> Tree:
-    """A copy of a DeepSpeed configuration without inexact options."""
+    """A copy of a DeepSpeed configuration without options that change results, such as compressed communication."""
     zero = dict(tree.get("zero_optimization") or {})
     for key in ("zero_quantized_weights", "zero_quantized_gradients", "zero_hpz_partition_size", "zenflow"):
         zero.pop(key, None)

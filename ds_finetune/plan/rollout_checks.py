@@ -152,4 +152,4 @@ ROLLOUT_MODEL: tuple[Refusal[ModelSettings], ...] = (
         "set it to 0 in the model's config.json",
     ),
 )
-"""Refusals that depend on the model's config.json."""
+"""Checks of runs with sampled answers (rollouts) that need the model's config.json."""

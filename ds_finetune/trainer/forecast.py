@@ -1,4 +1,4 @@
-"""Memory forecast of a prepared run: the rank that needs most, and hints when memory runs out."""
+"""Memory forecast of a run with prepared data: the rank that needs most memory, and hints when memory runs out."""
 
 import resource
 from collections.abc import Iterator

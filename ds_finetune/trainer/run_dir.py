@@ -262,7 +262,7 @@ def _write(rows: Rows, name: str, folder: Path) -> str:
 
 
 def _with_classes(rows: Rows) -> bytes:
-    """A `datasets.Dataset` with class names as bytes of a Parquet file, which keeps the names; empty for other rows."""
+    """`rows` as bytes of a Parquet file if they are a `datasets.Dataset` with class names, else empty."""
     features: Any = getattr(rows, "features", None) or {}
     table: Any = rows
     if not any(type(kind).__name__ == "ClassLabel" for kind in features.values()) or not isinstance(rows, Sized):

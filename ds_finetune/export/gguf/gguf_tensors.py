@@ -19,7 +19,7 @@ from ds_finetune.families.family import Family
 from ds_finetune.model.build.hub_folder import HubFolder
 
 KINDS = {"bf16": Kind.BF16, "f16": Kind.F16, "f32": Kind.F32, "q8_0": Kind.Q8_0}
-"""ggml's types by the value of `--quantise` (the same as `--dtype`)."""
+"""ggml's tensor types by the value of `--dtype`."""
 _CHUNK_NUMEL = 2**22
 """Elements that are read, cast and written at a time: 16 MiB of fp32."""
 _EXPERT = re.compile(r"^(model\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight$")

@@ -232,7 +232,7 @@ def _merged_source(
     factors = lru_cache(maxsize=8)(lambda name: adapters.factors(name).as_stored(name, family))
 
     def pieces_of(name: str, shape: tuple[int, ...]) -> list[tuple[str, int, tuple[int, ...]]]:
-        """Key, first element and shape of the base's tensors that make up a tensor of the model."""
+        """Tensors of the base folder that make up the model's tensor `name`: key, first element's index, shape."""
         if name in base.shapes:
             return [(name, 0, shape)]
         return [(piece.key, piece.first_element(shape), piece.shape) for piece in hub_pieces(name, shape, family)]

@@ -60,7 +60,7 @@ class Entries:
     positions: torch.Tensor
     """The position in its document of the first token of each entry's window, int64 [own entries]."""
     order: torch.Tensor
-    """Index of each entry in the result of the all-gather, of `most` entries per rank, int64 [entries]."""
+    """Index of each entry in the all-gathered tensor, which has `most` entries of each rank, int64 [entries]."""
     most: int
     first: torch.Tensor
     """The first entry of each token's document, int64 [tokens]."""

@@ -102,7 +102,7 @@ class Mxfp4Experts:
         return torch.stack(parts) if parts else torch.empty(0, *self.shape[1:])
 
     def _part(self, expert: int, inputs: slice, outputs: slice) -> torch.Tensor:
-        """The given inputs and outputs of one expert, [inputs, outputs]."""
+        """The part of one expert's dequantised weight with these input and output indices, [inputs, outputs]."""
         blocks, scales = self.last.read(self.blocks, self.scales, expert)
         first, last = inputs.start // GROUP, -(-inputs.stop // GROUP)
         values = dequantise(blocks[outputs, first:last], scales[outputs, first:last])

@@ -148,7 +148,7 @@ class RankElements:
 
 
 def rank_elements(plan: Plan, model: DescribedModel, weights: RankWeights) -> RankElements:
-    """Numbers of elements on a rank of one pipeline stage."""
+    """Numbers of parameters, by kind, on a rank of one pipeline stage."""
     lora, adapters, quantised = plan.lora, tuple[TensorKind, ...](), list[tuple[int, ...]]()
     if lora is None:
         freezing = plan_freezing(plan.train, model.tensors.by_name)

@@ -12,7 +12,7 @@ class TracedLayer:
     """Activation bytes of one layer, for the rows of one forward."""
 
     kept: int
-    """Bytes held on the device from its forward to its backward, including its output."""
+    """Bytes that a layer holds on the device from its forward to its backward, including its output."""
     forward: int
     """Peak bytes in its forward, in addition to what earlier layers keep."""
     backward: int

@@ -69,7 +69,7 @@ from ds_finetune.trainer.resolve import complete_features, plan_model
 
 
 def batch_plan(plan: Plan, objective: Objective | None = None) -> BatchPlan:
-    """Distribution of the samples over ranks, for `objective`, or for a loss that is a sum over tokens."""
+    """Distribution of the samples over ranks; `objective` may take several documents per sample, None takes one."""
     is_compared = objective is not None and objective.needs_reference
     return BatchPlan(
         global_batch_size=plan.train.global_batch_size,

@@ -306,7 +306,7 @@ SoftTarget = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def with_teacher(section: DistillObjective, model: Path) -> DistillObjective:
-    """The section with the path of the teacher, or of its stored scores, for the tiny model in the folder `model`."""
+    """The section `objective` of a tiny student in the folder `model`, with its teacher's folder or stored scores."""
     folder = Path(f"{model}-teacher")
     has_scores = section.scores is not None
     paths = {"scores": str(folder / _SCORES), "teacher": None} if has_scores else {"teacher": str(folder / _TEACHER)}

@@ -90,7 +90,7 @@ class ShortRuns:
     folder: Path
 
     def check(self, fewest_steps: int) -> None:
-        """ConfigError for fewer than `fewest_steps` steps, OutputError for a folder that exists."""
+        """ConfigError if a short run has fewer than `fewest_steps` steps; OutputError if its folder exists."""
         if self.steps < fewest_steps:
             raise ConfigError(f"--steps is {self.steps}: too few to measure", hint=f"take {fewest_steps} or more")
         if self.folder.exists():
@@ -129,7 +129,8 @@ class ExperimentRun:
         """Duration in seconds, exit code, and the reason of a failure."""
 
     async def train(self, slot: RunSlot, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Train in `slot`. Each time that new metrics were read, `should_stop` says whether the run saves and ends.
+        """Train a run on the devices of `slot`. Each time that new metrics were read, `should_stop` says whether the run
+        saves and ends.
 
         If this coroutine is cancelled, the run saves and ends first; if it is cancelled again, the run is killed.
         """

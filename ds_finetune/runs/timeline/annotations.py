@@ -42,7 +42,7 @@ class Annotations:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Annotate a phase, unless it is already open or this is another thread."""
+        """Annotate a phase in torch's profile, unless it is already open or the call is on another thread."""
         if phase in self._phases or threading.get_ident() != self._thread:
             yield
             return
