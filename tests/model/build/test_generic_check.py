@@ -120,7 +120,7 @@ def test_pairs_need_documents_of_a_row_that_are_kept_apart() -> None:
     assert "both answers of a pair are in one row" in refused.value.hint
 
 
-@pytest.mark.parametrize("kind", ["bamba", "gemma3n_text", "ernie4_5_moe", "qwen3_5_moe_text", "jamba"])
+@pytest.mark.parametrize("kind", ["bamba", "olmo3", "ernie4_5_moe", "qwen3_5_moe_text", "jamba"])
 def test_a_tiny_copy_has_every_kind_of_layer(kind: str) -> None:
     config = config_of(kind)
     whole = build_meta_model(config)
