@@ -237,11 +237,14 @@ ABSENT: Mapping[str, str] = {
     "weights are in bf16, fp16 or fp32, and with QLoRA in NF4": "fp8 fp8_* gptq gptq_* qat quant_method "
     "quantization_method double_quantization bnb_* model_quantization_config",
     "Unsloth and KTransformers are not supported": "use_unsloth use_kt kt_*",
-    "trackers name a run by its folder": "run_name project_name wandb_entity wandb_run_id wandb_* swanlab_* trackio_*",
-    "`ds-finetune export` writes folders, and uploads none": "push_to_hub hub_model_id hub_token push_dataset_to_hub",
+    "set WANDB_NAME or WANDB_PROJECT for W&B; other trackers name a run by its folder": "run_name project_name "
+    "wandb_entity wandb_run_id wandb_* swanlab_* trackio_*",
+    "upload the export by `ds-finetune export --push-to-hub OWNER/NAME`": "push_to_hub hub_model_id hub_token "
+    "push_dataset_to_hub",
     "no token and no row is left out": "moe_expert_capacity_factor dataloader_drop_last",
     "code of model folders is never run": "trust_remote_code",
-    "code of other trainers is not run": "plugins external_plugins custom_register_path callbacks",
+    "code of other trainers is not run; log.observers names a callback": "plugins external_plugins callbacks "
+    "custom_register_path",
     "a step has rows of all lengths, which data.balance divides by cost": "group_by_length",
     "tokens are those of the tokenizer's files": "special_tokens added_tokens new_special_tokens tokens eot_tokens "
     "eos_token resize_token_embeddings_to_32x",
@@ -249,7 +252,7 @@ ABSENT: Mapping[str, str] = {
     "data parallel ranks are those that other axes leave": "dp_shard_size dp_replicate_size",
     "`deepspeed: zero2_offload` does it": "optimizer_cpu_offload optimizer_offload_fraction",
     "a vLLM server runs by itself": "vllm_* sglang_* sleep_level offload_model offload_optimizer",
-    "a run resumes; checkpoint.resume=never starts from the beginning": "overwrite_output_dir",
+    "name another output_dir: nothing is overwritten": "overwrite_output_dir",
 }
 """Keys of other trainers for options that are not available here, by the reason."""
 NO_KEY = {word: reason for table in (HAPPENS, ABSENT) for reason, words in table.items() for word in words.split()}

@@ -80,22 +80,20 @@ by `output_router_logits: true` is refused; [routers](../how-to/routers.md) says
 
 ## Text parts
 
-A model whose `config.json` has a section `text_config` is trained by its text part, as a model of the type that the
-section names, with what that type allows; only the text part needs memory. Exports have config.json, names and the
-tensors of all other parts as they were, byte for byte, in the dtype that they had, and plain transformers' class of the
-whole is compared with the run on texts. LoRA's merged export is the whole too, and `adapter/` is for peft on the whole.
+A model whose `config.json` has a section `text_config` also processes images, video or audio. Its text part is trained
+as a model of the type that the section names, and only the text part needs memory. An export holds the complete model:
+config.json, names and all other tensors keep their bytes, and plain transformers' class of the complete model is
+compared with the run on texts. With LoRA the merged export is the complete model too, and `adapter/` fits it in peft.
 
 Rows with images, video or audio are refused. So are `model.weights: random`, quantised weights, classifiers, and
-exports to GGUF, ONNX, compressed-tensors and server adapters.
+exports to GGUF, ONNX, compressed-tensors and server adapters. So is a type whose text part has no causal LM in
+transformers, such as `qwen2_vl`.
 
-Tests train gemma3, gemma4, internvl, kimi_k25, mistral3, qwen3_5 and qwen3_vl; of the others the comparison of the
-export decides, so export after a few steps first. With their default text part (your config.json counts):
+Tests train gemma3, gemma4, internvl, kimi_k25, mistral3, qwen3_5 and qwen3_vl. No test trains the others below, but
+their exports are compared as well, so export after a few steps first. The text part of the default configuration is in
+parentheses; your config.json may have another.
 
 {trained}
-
-Refused, since transformers has no causal LM of the text part:
-
-{refused}
 
 ## What each type allows
 
@@ -175,9 +173,9 @@ def generic_types() -> Iterator[str]:
     return (kind for kind in known if TEXT_CONFIG not in CONFIG_MAPPING[kind].sub_configs)
 
 
-def composite_types() -> dict[str, list[str]]:
-    """Composite types by what becomes of their text parts: the type that each is trained as, or a refusal."""
-    found: dict[str, list[str]] = {"trained": [], "refused": []}
+def composite_types() -> list[str]:
+    """Composite types whose text part can be trained, each with the type of its text part."""
+    trained = []
     mapping = AutoModelForMultimodalLM._model_mapping
     kinds = (kind for kind, config in sorted(CONFIG_MAPPING.items()) if config in mapping)
     for kind in (kind for kind in kinds if TEXT_CONFIG in CONFIG_MAPPING[kind].sub_configs):
@@ -185,10 +183,10 @@ def composite_types() -> dict[str, list[str]]:
         part = f"{kind} ({config.text_config.model_type})"
         try:
             check_text_part(config, {TEXT_CONFIG: {}}, "causal_lm", "config.json")
-            found["trained"].append(part)
         except ModelError:
-            found["refused"].append(part)
-    return found
+            continue
+        trained.append(part)
+    return trained
 
 
 def rows() -> list[Row]:
@@ -206,7 +204,7 @@ def page(found: list[Row]) -> str:
         version=transformers.__version__,
         settings=f"{len(SETTINGS)} exceptions",
         row_tokens=ROW_TOKENS,
-        **{what: textwrap.fill(", ".join(kinds), 120) for what, kinds in composite_types().items()},
+        trained=textwrap.fill(", ".join(composite_types()), 120),
     )
     return head + "".join(_section(verdict, heading, found) for verdict, heading in _HEADINGS.items())
 

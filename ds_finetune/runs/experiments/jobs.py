@@ -129,8 +129,8 @@ class ExperimentRun:
         """Duration in seconds, exit code, and the reason of a failure."""
 
     async def train(self, slot: RunSlot, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Train a run on the devices of `slot`. Each time that new metrics were read, `should_stop` says whether the run
-        saves and ends.
+        """Train a run on the devices of `slot`. Each time that new metrics were read, `should_stop` says whether the
+        run saves and ends.
 
         If this coroutine is cancelled, the run saves and ends first; if it is cancelled again, the run is killed.
         """
