@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -25,7 +25,10 @@ def observe_collectives(progress: RankProgress) -> Iterator[None]:
     names: dict[int, str] = {}
 
     def ranks_of(group: dist.ProcessGroup) -> str:
-        return names.get(id(group)) or names.setdefault(id(group), _ranks_text(group))
+        """Empty for a group that torch does not know: memory traces make such groups, which communicate with nobody."""
+        with suppress(KeyError):
+            return names.get(id(group)) or names.setdefault(id(group), _ranks_text(group))
+        return ""
 
     def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return _wrap_wait(progress, function) if name == "wait" else _wrap_call(progress, name, function, ranks_of)
@@ -41,8 +44,11 @@ def _wrap_call(
 
     @functools.wraps(function)
     def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the method takes
+        ranks = POINT_TO_POINT if kind in _SEND_RECEIVE else ranks_of(group)
+        if not ranks:
+            return function(group, *args, **kwargs)
         size = 0 if kind in _SIZES_DIFFER else _num_elements(input_of(name, args))
-        began = progress.enter(kind, size, POINT_TO_POINT if kind in _SEND_RECEIVE else ranks_of(group))
+        began = progress.enter(kind, size, ranks)
         try:
             return function(group, *args, **kwargs)
         finally:

@@ -12,8 +12,10 @@ from ds_finetune.cluster.watchdog.collectives import observe_collectives
 from ds_finetune.cluster.watchdog.progress import RankProgress
 from ds_finetune.config.schedule import seconds_of
 from ds_finetune.config.sections import WatchdogConfig
+from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.trainer.stragglers import straggler
+from ds_finetune.trainer.tracing.kernels import silent_group
 
 
 def _steps(*seconds: float) -> Iterator[StepRecord]:
@@ -124,6 +126,8 @@ def test_collectives_are_seen_by_name_size_and_number() -> None:
         dist.all_gather([torch.zeros(5)], tensor=torch.zeros(5))
         dist.broadcast(torch.zeros(2), src=0, group=dist.new_group([0]), async_op=True).wait()
         dist.all_to_all_single(torch.zeros(4), torch.zeros(4))
+        # A group of a memory trace, which communicates with nobody.
+        silent_group(TensorParallelGroup, 2).all_reduce(torch.zeros(7))
         dist.barrier(dist.group.WORLD)
         dist.destroy_process_group()
     assert [(call.name, call.size, call.number) for call in progress.status().recent] == [
