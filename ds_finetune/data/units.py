@@ -36,6 +36,7 @@ from ds_finetune.data.tokenizer_files import is_encoder_tokenizer
 from ds_finetune.errors import DataError
 
 _MOST_CHARACTERS, _MOST_CHARACTERS_PER_TOKEN = 4_000_000, 8
+_MOST_MESSAGES = 2_000
 ROWS_PER_PART = 2000
 _NOTED_CHARACTERS = {
     "windows_lines": (re.compile(r"\\r\\n"), re.compile("\r\n")),
@@ -123,18 +124,26 @@ def _read_row(
             raise record
         sample, unread = read_row(record, how.kind, layout=how.layout, columns=how.columns, where=where)
         read = {name: value for name, value in record.items() if name not in unread}
-        _check_characters(read, how.limits.max_seq_len, where)
+        _check_size(read, how.limits.max_seq_len, where)
     except DataError as error:
         bad[where] = error
         return None
     return where, sample, unread
 
 
-def _check_characters(record: Record, max_seq_len: int, where: str) -> None:
-    """DataError where a row has so many characters that tokenising it would take gigabytes of memory.
+def _check_size(record: Record, max_seq_len: int, where: str) -> None:
+    """DataError where tokenising a row would take gigabytes of memory or hours.
 
-    A tokenizer takes about 400 bytes per character. A row that may fit into a document is never refused.
+    A tokenizer takes about 400 bytes per character, and a chat template is rendered three times for each answer, with
+    all messages before it. A row that may fit into a document is never refused.
     """
+    conversations = (value for value in record.values() if isinstance(value, list))
+    messages = max((sum(isinstance(each, Mapping) for each in value) for value in conversations), default=0)
+    if messages > max(_MOST_MESSAGES, max_seq_len):
+        raise DataError(
+            f"{where} has {messages:,} messages, and a row may have {max(_MOST_MESSAGES, max_seq_len):,}",
+            hint="divide the conversation into several rows",
+        )
     number, most = sum(map(len, _texts(record))), max(_MOST_CHARACTERS, _MOST_CHARACTERS_PER_TOKEN * max_seq_len)
     if number > most:
         raise DataError(

@@ -260,6 +260,14 @@ def test_the_last_batch_is_filled_with_empty_rows(
     assert sorted(evaluated) == list(range(200))
 
 
+def test_a_row_of_more_messages_than_fit_is_refused(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    """Each answer renders all messages before it, so a row of 40,000 would take hours."""
+    turns = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+    (tmp_path / "eval.jsonl").write_text(json.dumps({"messages": turns * 1_001}) + "\n")
+    with pytest.raises(DataError, match=r"eval.jsonl line 1 has 2,002 messages, and a row may have 2,000"):
+        rows_of(tmp_path, tokenizer, tmp_path / "cache")
+
+
 @pytest.mark.parametrize("form", ["prompt", "text", "messages"])
 def test_a_row_of_megabytes_is_refused_by_name_before_it_is_tokenised(
     form: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
