@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -72,9 +73,13 @@ class ModelSpec:
             piece.key: piece.shape for name, shape in self.shapes.items() for piece in hub_pieces(name, shape, family)
         }
 
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset({*self.shapes, *self.published_shapes()})
+
     def may_skip(self, key: str) -> bool:
-        """Whether the model may ignore the checkpoint tensor `key`, e.g. of a multi-token prediction layer."""
-        return family_of(self.model_type).may_skip(key, layers=self.layers)
+        """Whether the checkpoint tensor `key` is none of the class and may be ignored, such as a prediction layer's."""
+        return key not in self._names and family_of(self.model_type).may_skip(key, layers=self.layers)
 
 
 def read_model_spec(folder: Path) -> ModelSpec:

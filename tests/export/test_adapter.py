@@ -122,7 +122,7 @@ def test_adapters_are_merged_where_the_base_is_what_they_were_trained_on(
     ],
 )
 def test_settings_of_a_wrong_type_are_one_error(changes: dict[str, Any], message: str, folder: Path) -> None:
-    change_json(folder / "adapter" / CONFIG, **changes)
+    change_json(folder / "adapter" / CONFIG, changes)
     with pytest.raises(ExportError, match=message):
         _export(folder)
 

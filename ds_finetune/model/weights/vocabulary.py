@@ -29,9 +29,17 @@ class Growth:
 
 
 def grow_vocabulary(hf_config: PretrainedConfig, ids: int) -> None:
-    """Enlarge the vocabulary to `ids` tokens where it is smaller; ModelError for a negative `pad_token_id`."""
+    """Enlarge the vocabulary to `ids` tokens where it is smaller; ModelError for a negative `pad_token_id`, or a model
+    with token embeddings for each layer.
+    """
     if ids <= hf_config.vocab_size:
         return
+    if getattr(hf_config, "hidden_size_per_layer_input", 0):
+        raise ModelError(
+            f"model.resize_vocabulary: {hf_config.model_type} has token embeddings for each layer "
+            f"(hidden_size_per_layer_input {hf_config.hidden_size_per_layer_input}), which are not enlarged",
+            hint="use the model's own tokenizer",
+        )
     pad = hf_config.pad_token_id
     if pad is not None and pad < 0:
         raise ModelError(

@@ -36,8 +36,10 @@ def test_losses_and_gradients_of_every_family(family: str) -> None:
     assert 3 <= len(tiled) <= 6
     found = results(model)
     assert found.keys() == wanted.keys()
+    # Small gradients are differences of large terms, as those of a gated delta net's dt_bias.
+    rounding = torch.finfo(torch.float32).eps * torch.stack([value.norm() for value in wanted.values()]).norm()
     for name, value in wanted.items():
-        assert (found[name] - value).norm() <= 1e-5 * value.norm() + 1e-9, name
+        assert (found[name] - value).norm() <= 1e-5 * value.norm() + rounding, name
 
 
 def test_what_is_within_an_mlp_is_not_kept() -> None:

@@ -71,6 +71,10 @@ def test_as_transformers_resizes_it(family: str, dtype: torch.dtype, tmp_path: P
     published(family, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     theirs.resize_token_embeddings(AFTER)
+    if getattr(theirs.config, "hidden_size_per_layer_input", 0):
+        with pytest.raises(ModelError, match="has token embeddings for each layer"):
+            grow_vocabulary(theirs.config, AFTER + 1)
+        return
     ours = loaded(tmp_path, dtype=dtype)
     wanted, found = theirs.state_dict(), ours.state_dict()
     assert {key: value.shape for key, value in found.items()} == {key: value.shape for key, value in wanted.items()}
@@ -78,6 +82,9 @@ def test_as_transformers_resizes_it(family: str, dtype: torch.dtype, tmp_path: P
     assert grown == [EMBEDDING, HEAD]
     for key, value in found.items():
         rows = slice(0, BEFORE) if key in grown else slice(None)
+        if key.endswith("e_score_correction_bias"):
+            # In fp32 here; transformers 5.23 casts MiniMax M2's.
+            value = value.to(wanted[key].dtype)
         assert torch.equal(value[rows], wanted[key][rows].to(value.dtype)), key
     assert ours.config.tie_word_embeddings == torch.equal(found[EMBEDDING], found[HEAD])
     for key in grown:
