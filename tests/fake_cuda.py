@@ -7,7 +7,7 @@ so it is told of the one kind of device that runs backward on the CPU's thread.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ds_finetune.foreign.torch_nn import fake_tensors
+from ds_finetune.trainer.tracing.kernels import CACHED_LAYOUTS
 
 DEVICE = torch.device("cuda:0")
 _FOR_AUTOGRAD = torch.device("lazy:0")
@@ -61,5 +62,9 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
         patch.object(FakeTensor, "__torch_dispatch__", classmethod(_dispatch_of_tensor)),
         fake_tensors(_Mode()),
         _WithoutPinning(),
+        ExitStack() as stack,
     ):
+        for each in CACHED_LAYOUTS:
+            each.cache_clear()
+            stack.callback(each.cache_clear)
         yield

@@ -179,14 +179,22 @@ def _add_rounded(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
     total += (left @ right).to(total.dtype)
 
 
+CACHED_LAYOUTS = (
+    compressed_layout.tokens_of,
+    compressed_layout.entries_of,
+    compressed_layout.parts_of,
+    by_document.document_batches,
+    gated_delta._batches_on,
+)
+"""Functions that cache tensors, whose caches must not mix fake and real ones."""
+
+
 @contextmanager
 def stand_ins(device: str, recorder: HeldBytes) -> Iterator[None]:
     """Context in which fake tensors on a CPU allocate as on `device`; decisions that need values are replaced."""
     split = head_chunks.ChunkBlocks.split
-    layouts = (compressed_layout.tokens_of, compressed_layout.entries_of, compressed_layout.parts_of)
-    cached = (*layouts, by_document.document_batches, gated_delta._batches_on)
     with ExitStack() as stack:
-        for each in cached:
+        for each in CACHED_LAYOUTS:
             each.cache_clear()
             stack.callback(each.cache_clear)
         changes: list[tuple[Any, str, Any]] = [

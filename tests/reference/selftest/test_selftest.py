@@ -185,9 +185,9 @@ def test_not_a_number_is_not_equal() -> None:
 
 
 BROKEN_ENGINE = """
-from ds_finetune.engine.engine import Engine
-scaled = Engine._scaled
-Engine._scaled = lambda engine, loss: 2 * scaled(engine, loss)
+from ds_finetune.engine import engine
+scaled = engine.scale_for_deepspeed
+engine.scale_for_deepspeed = lambda loss, **given: 2 * scaled(loss, **given)
 """
 BROKEN_SCALE = """
 from ds_finetune.model.adapters import lora
