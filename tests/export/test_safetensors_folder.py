@@ -18,6 +18,7 @@ from tests.export.cells import types_of
 from tests.json_files import read_json
 from tests.model.tiny import CONFIGS
 from tests.model.weights.test_weights import published
+from tests.rounding import rounding_of_outputs
 
 
 def tensors_of(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -61,7 +62,10 @@ def test_folder_equals_what_transformers_writes(family: str, shard: str, tmp_pat
     again, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not report["missing_keys"] | report["unexpected_keys"]
     ids = torch.arange(3, 20)[None]
-    assert torch.equal(again.eval()(ids).logits, model(ids).logits)
+    # The weights have the same bits; products may depend on where they lie in memory.
+    wanted_logits = model(ids).logits
+    difference = (again.eval()(ids).logits - wanted_logits).abs().max()
+    assert difference <= rounding_of_outputs(model.config, wanted_logits, tokens=ids.shape[1])
     assert (out / "a.txt").read_text() == "b"
     assert not (tmp_path / "out.ds_finetune-partial").exists()
 

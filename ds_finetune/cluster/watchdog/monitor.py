@@ -322,6 +322,9 @@ class Monitor(threading.Thread):
     def _accept(self, ending: RunEnding) -> None:
         if not self._is_failing:
             self._ends_at = time.monotonic() + (0.0 if ending.is_hang else _GRACE_SECONDS)
+        if ending.is_hang:
+            # At once: when another rank leaves, a collective of this one may raise, and its stacks would be those.
+            self._write_stacks()
         self._ending, self._beats.state = ending, ENDED
         self._beats.flush()
         has_no_store = ending is not self._beats.ending
@@ -353,10 +356,10 @@ class Monitor(threading.Thread):
             _print(f"watchdog: {ending.report}\n")
         elif is_first:
             _print(f"watchdog: rank {self._own.rank} ends: {ending.line}\n")
-        if ending.code != USER_ERROR_EXIT_CODE:
-            self._write_stacks()
-        elif self._stacks is not None:
+        if ending.code == USER_ERROR_EXIT_CODE and self._stacks is not None:
             self._stacks.close()
+        elif not ending.is_hang:
+            self._write_stacks()
         for each in self._neighbours if is_first else ():
             if each.rank in ending.silent:
                 kill_process(each, ending.line)
