@@ -114,10 +114,12 @@ def assert_equals_plain_loop(cell: Cell, result: dict[str, Any], models: Path) -
     assert result["losses"][0] == pytest.approx(wanted["losses"][0], abs=LOSS_TOLERANCE)
     assert result["norms"][0] == pytest.approx(wanted["norms"][0], rel=GRADIENT_TOLERANCE)
     assert result["gradients"].keys() == wanted["gradients"].keys()
+    # Some gradients are small differences of terms of the size of the others, as those of a gated delta net's A_log.
+    rounding = torch.finfo(torch.float32).eps * wanted["norms"][0]
     wrong = {
         name: error
         for name, grad in wanted["gradients"].items()
-        if (error := relative(result["gradients"][name], grad)) > GRADIENT_TOLERANCE
+        if (error := relative(result["gradients"][name], grad)) > GRADIENT_TOLERANCE and error * grad.norm() > rounding
     }
     assert not wrong
     assert result["losses"][1:] == pytest.approx(wanted["losses"][1:], rel=1e-4)
