@@ -1,14 +1,13 @@
 """The plan of a run: everything computed from the run file before anything is loaded."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from ds_finetune.config.objectives import ObjectiveConfig
-from ds_finetune.config.sections import (
-    CheckpointConfig,
-)
+from ds_finetune.config.sections import CheckpointConfig
 from ds_finetune.errors import ConfigError
+from ds_finetune.families.table import family_of
 from ds_finetune.plan.batch import AUTO, accumulation_steps, check_auto, rows_of_forward
 from ds_finetune.plan.checks import check
 from ds_finetune.plan.deepspeed_config import (
@@ -22,6 +21,7 @@ from ds_finetune.plan.deepspeed_config import (
     turn_off_wrong_options,
     with_reduction_dtype,
 )
+from ds_finetune.plan.forward import TORCH_ONLY, Arch, attention_lines, experts_lines, head_line, mlp_tiles
 from ds_finetune.plan.inexact import inexact_lines
 from ds_finetune.plan.kernels import ChosenKernels, choose_kernels, triton_problem, version_of
 from ds_finetune.plan.layer_stages import StageLayers
@@ -52,13 +52,17 @@ class Plan(RunSettings):
     loss_kernel: str
     kernels: ChosenKernels
     """Kernels of norms, rotary embeddings and SwiGLU, in families that have them."""
-    activation_checkpointing: Recomputation
-    decisions: tuple[tuple[str, str], ...] = field(default=(), repr=False)
-    """Plan lines: name and text of each decision, also for plan.json."""
+    later_lines: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    """Plan lines, as name and text, of decisions made after `make_plan`, such as those of all ranks together."""
     notes: tuple[str, ...] = ()
     """Notes about decisions that a user might not expect."""
     frozen: tuple[str, ...] = ()
     """Names of untrained parameters, frozen by the run file or not reached by the loss; exports keep them."""
+
+    @property
+    def decisions(self) -> tuple[tuple[str, str], ...]:
+        """Plan lines: name and text of each decision that needs no model, also for plan.json."""
+        return tuple((dict(_decisions(self)) | dict(self.later_lines)).items())
 
     @property
     def saves_asynchronously(self) -> bool:
@@ -66,6 +70,12 @@ class Plan(RunSettings):
         which may be larger than the host's memory.
         """
         return self.checkpoint.asynchronous and self.offload_optimizer != "nvme"
+
+    @property
+    def activation_checkpointing(self) -> Recomputation:
+        """Recomputation of layers in backward; `full`, which needs least memory, while `auto` is undecided."""
+        chosen = self.train.activation_checkpointing
+        return "full" if chosen == "auto" else chosen
 
     @property
     def recomputes(self) -> bool:
@@ -138,15 +148,19 @@ class Plan(RunSettings):
         return self.needs_fused_adam and "torch_adam" not in self.deepspeed_config["optimizer"]["params"]
 
     def with_rows(self, rows: int) -> "Plan":
-        """The plan with micro-batches of `rows` rows; the texts of its decisions do not change."""
+        """The plan with micro-batches of `rows` rows."""
         accumulation = self.train.global_batch_size // (rows * self.dp)
         sizes = {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": accumulation}
-        return replace(
-            self,
-            train=self.train.model_copy(update={"micro_batch_size": rows}),
-            accumulation=accumulation,
-            deepspeed_config=self.deepspeed_config | sizes,
-        )
+        train, tree = self.train.model_copy(update={"micro_batch_size": rows}), self.deepspeed_config | sizes
+        return replace(self, train=train, accumulation=accumulation, deepspeed_config=tree)
+
+    def with_recomputation(self, chosen: Recomputation) -> "Plan":
+        """The plan with another `train.activation_checkpointing`."""
+        return replace(self, train=self.train.model_copy(update={"activation_checkpointing": chosen}))
+
+    def with_lines(self, *lines: tuple[str, str]) -> "Plan":
+        """The plan with further plan lines; a line replaces an earlier line of the same name."""
+        return replace(self, later_lines=(*self.later_lines, *lines))
 
     def with_torch_adam(self, why: str) -> "Plan":
         """The plan with torch's fused AdamW instead of DeepSpeed's FusedAdam, and a note with the reason `why`."""
@@ -154,6 +168,33 @@ class Plan(RunSettings):
         changed = self.deepspeed_config | {"optimizer": optimizer | {"params": optimizer["params"] | TORCH_ADAM}}
         note = f"rewritten: torch's fused AdamW takes the place of DeepSpeed's FusedAdam, with the same numbers. {why}"
         return replace(self, deepspeed_config=changed, notes=(*self.notes, note))
+
+    def model_lines(
+        self,
+        model: Mapping[str, Any],
+        stages: Sequence[StageLayers | None],
+        *,
+        capability: Arch | None = None,
+        flash_3: str | None = None,
+    ) -> list[tuple[str, str]]:
+        """Plan lines about kernels, head, MLPs and pipeline stages of the model with this config.json.
+
+        `capability` is the GPU's compute capability, and `flash_3` says why FlashAttention 3 is not used (empty where
+        it is); both are None without a GPU.
+        """
+        device, precision, has_fused = self.device, self.precision, self.kernels.has_others
+        if capability is not None and not has_fused:
+            flash_3 = TORCH_ONLY
+        has_chunks = device != "cpu" and self.loss_kernel == "chunked" and self.objective.row.is_cross_entropy
+        vocabulary = int(model["vocab_size"]) // self.mesh.tp
+        return [
+            *attention_lines(self.model.attention, model, device=device, precision=precision, flash_3=flash_3),
+            *experts_lines(model, device=device, precision=precision, capability=capability, has_triton=has_fused),
+            *self.kernels.lines(family_of(str(model["model_type"]))),
+            *([head_line(vocabulary, precision=precision, device=device)] if has_chunks else []),
+            *([("MLPs", f"tokens in {mlp_tiles(model)} tiles")] if self.train.tiled_mlp else []),
+            *self.stage_lines(stages),
+        ]
 
     def stage_lines(self, stages: Sequence[StageLayers | None]) -> list[tuple[str, str]]:
         """Plan lines: layers of each pipeline rank, and its idle share of a step if all chunks take equal time."""
@@ -250,16 +291,13 @@ def make_plan(given: RunSettings, *, world: World, device: str, accelerate: Acce
     if optim.lr >= _HIGH_RATE and run.optimizer != "sgd" and optim.lr_scheduler != "exponential_rise":
         notes.append(f"optim.lr {optim.lr:g}: a step changes each weight by up to that; usual are 1e-6 to 1e-3")
     is_cross_entropy = run.objective.row.is_cross_entropy
-    plan = Plan(
+    return Plan(
         **vars(run),
         world=world,
         loss_kernel=loss_kernel(run.model.loss, device=device, tp=mesh.tp, is_cross_entropy=is_cross_entropy),
         kernels=choose_kernels(run.model.kernels, device=device, stage=run.zero_stage),
-        # For auto, the trainer decides later by the device's memory (trainer/micro_batch.py).
-        activation_checkpointing="full" if train.activation_checkpointing == "auto" else train.activation_checkpointing,
         notes=tuple(notes),
     )
-    return replace(plan, decisions=_decisions(plan))
 
 
 def _on_ranks(given: RunSettings, world: World, device: str, accelerate: AccelerateChoices | None) -> RunSettings:
@@ -300,6 +338,7 @@ def _decisions(plan: Plan) -> tuple[tuple[str, str], ...]:
         ("batch", f"{rows}, {tokens}"),
         *_communication(plan, plan.train.reduction_dtype),
         *((("inexact", ", ".join(plan.inexact)),) if plan.inexact else ()),
+        ("recomputation", plan.activation_checkpointing),
         *([("activations", "inputs of recomputed layers in host memory")] if plan.train.activation_offload else []),
         *_objective_lines(plan.objective),
         ("loss", _loss_text(plan.objective, kernel=plan.loss_kernel)),

@@ -12,13 +12,11 @@ from rich.text import Text
 
 from ds_finetune.config.units import GIB
 from ds_finetune.data.row_kind import RowKind
-from ds_finetune.families.table import family_of
 from ds_finetune.features.table import features_of
 from ds_finetune.model.attention.kernels import problem_of_flash_3
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.plan.estimate.rank_weights import TensorKind
 from ds_finetune.plan.estimate.states import RunEstimate
-from ds_finetune.plan.forward import TORCH_ONLY, attention_lines, experts_lines, head_line
 from ds_finetune.plan.mesh import AXES, Mesh
 from ds_finetune.plan.plan import Plan
 from ds_finetune.trainer.resolve import ResolvedRun
@@ -70,7 +68,7 @@ def planned_run(run: ResolvedRun) -> PlannedRun:
         *model_lines(run.model, run.plan),
         *_totals(run.estimate, num_stages=run.plan.mesh.pp),
     )
-    notes, kind = run.notes, RowKind.of(run.config.objective)
+    notes, kind = run.plan.notes, RowKind.of(run.plan.objective)
     if kind.name == "labelled" and not kind.num_labels and not kind.labels:
         notes += ("2 classes are assumed: their number is found in the training rows, which are not read here",)
     return PlannedRun(run.plan, run.tensors, run.estimate, lines, notes)
@@ -140,11 +138,7 @@ def model_lines(model: ModelPlan, plan: Plan, *, capability: tuple[int, int] | N
 
     `capability` is the compute capability of this rank's GPU; None on CPUs and in a dry run.
     """
-    tree = model.hf_config.to_dict()
-    fused = plan.kernels.has_others
-    flash_3 = TORCH_ONLY if not fused else None if capability is None else problem_of_flash_3(model.hf_config)
-    kernel = attention_lines(model.attention, tree, device=plan.device, precision=plan.precision, flash_3=flash_3)
-    experts = experts_lines(tree, device=plan.device, precision=plan.precision, capability=capability, has_triton=fused)
+    flash_3 = None if capability is None else problem_of_flash_3(model.hf_config)
     context = model.context.lines() if model.context is not None else []
     return [
         *context,
@@ -154,12 +148,7 @@ def model_lines(model: ModelPlan, plan: Plan, *, capability: tuple[int, int] | N
             [("dropout", f"off for {model.objective.name}: {', '.join(model.without_noise)}")]
             * bool(model.without_noise)
         ),
-        *kernel,
-        *experts,
-        *plan.kernels.lines(family_of(model.hf_config.model_type)),
-        *_head_lines(model, plan),
-        *([("MLPs", f"tokens in {model.mlp_tiles} tiles")] if model.mlp_tiles > 1 else []),
-        *plan.stage_lines(model.stages),
+        *plan.model_lines(model.hf_config.to_dict(), model.stages, capability=capability, flash_3=flash_3),
         *(line for feature in features_of(model, plan) for line in feature.lines()),
     ]
 
@@ -170,14 +159,6 @@ def _score_lines(model: ModelPlan) -> list[tuple[str, str]]:
     names = model.hf_config.id2label.values()
     text = f"{len(names)}: {', '.join(names)}" if model.objective.name == "classification" else "1, the reward"
     return [("scores", text), *([("padding token", model.padding)] if model.padding else [])]
-
-
-def _head_lines(model: ModelPlan, plan: Plan) -> list[tuple[str, str]]:
-    """Plan line: size of the chunk of logits held at once on a GPU, for heads that this program computes."""
-    if plan.device == "cpu" or plan.loss_kernel != "chunked" or not model.objective.is_per_token:
-        return []
-    rows = int(model.hf_config.vocab_size) // plan.mesh.tp
-    return [head_line(rows, precision=plan.precision, device=plan.device)]
 
 
 def _vocabulary_lines(model: ModelPlan) -> list[tuple[str, str]]:

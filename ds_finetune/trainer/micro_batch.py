@@ -21,20 +21,17 @@ from ds_finetune.plan.estimate.memory import estimate_memory
 from ds_finetune.plan.search.fitting import SPARE, bytes_of, chosen_recomputation, fits, legal_sizes
 from ds_finetune.trainer.forecast import memory_table, what_fits
 from ds_finetune.trainer.prepare import PreparedRun
-from ds_finetune.trainer.resolve import with_train
 
 _TIMEOUT = timedelta(minutes=30)
 
 
-def decide_recomputation(
-    run: PreparedRun, store: dist.Store, monitor: Monitor
-) -> tuple[PreparedRun, list[tuple[str, str]]]:
-    """Resolve `train.activation_checkpointing: auto`, and return its plan line too. With `auto` this is collective:
-    ranks that recompute differently would hang in exchanges. The smallest device of all ranks decides.
+def decide_recomputation(run: PreparedRun, store: dist.Store, monitor: Monitor) -> PreparedRun:
+    """Resolve `train.activation_checkpointing: auto`. With `auto` this is collective: ranks that recompute differently
+    would hang in exchanges. The smallest device of all ranks decides.
     """
     plan = run.plan
-    if run.config.train.activation_checkpointing != AUTO:
-        return run, [("recomputation", plan.activation_checkpointing)]
+    if plan.train.activation_checkpointing != AUTO:
+        return run
     budget = None
     if plan.device != "cpu":
         monitor.wait_until_prepared(store)
@@ -42,9 +39,8 @@ def decide_recomputation(
         sizes = exchange(store, plan.world, "memory of devices", own, timeout=_TIMEOUT)
         budget = min(map(int, sizes)) or None
     recomputation, reason = chosen_recomputation(plan, run.model.described, run.traces, budget=budget)
-    train = run.config.train.model_copy(update={"activation_checkpointing": recomputation})
-    config, plan = run.config.model_copy(update={"train": train}), replace(plan, activation_checkpointing=recomputation)
-    return replace(run, config=config, plan=plan), [("recomputation", f"{recomputation} (auto: {reason})")]
+    line = ("recomputation", f"{recomputation} (auto: {reason})")
+    return replace(run, plan=plan.with_recomputation(recomputation).with_lines(line))
 
 
 def decide_micro_batch(run: PreparedRun, store: dist.Store, monitor: Monitor) -> PreparedRun:
@@ -53,7 +49,7 @@ def decide_micro_batch(run: PreparedRun, store: dist.Store, monitor: Monitor) ->
 
     ConfigError on every rank where no micro-batch fits, or the memory of the device or of the model is not known.
     """
-    if run.config.train.micro_batch_size != AUTO:
+    if run.plan.train.micro_batch_size != AUTO:
         return run
     world = run.plan.world
     monitor.wait_until_prepared(store)
@@ -85,12 +81,8 @@ def failed_size(file: Path) -> int:
 
 
 def _decided(run: PreparedRun, rows: int, how: str) -> PreparedRun:
-    run = with_train(run, run.config.train.model_copy(update={"micro_batch_size": rows}))
-    plan = run.plan
-    after = [name for name, _ in plan.decisions].index("batch") + 1
     line = ("micro batch", f"{rows} (auto: {how})")
-    plan = replace(plan, decisions=(*plan.decisions[:after], line, *plan.decisions[after:]))
-    return replace(run, plan=plan)
+    return replace(run, plan=run.plan.with_rows(rows).with_lines(line))
 
 
 def _nothing_fits(run: PreparedRun, budget: int, too_many: int) -> ConfigError:

@@ -81,7 +81,7 @@ def read_run(resolved: ResolvedRun) -> PreparedRun:
     inputs = read_inputs(resolved.plan, resolved.model)
     check_baseline(resolved.plan, inputs)
     schedule = make_schedule(resolved.plan, inputs.train)
-    return PreparedRun(resolved.config, resolved.plan, resolved.model, resolved.notes, inputs=inputs, schedule=schedule)
+    return PreparedRun(resolved.given, resolved.plan, resolved.model, inputs=inputs, schedule=schedule)
 
 
 def mismatched_answers(plan: Plan, objective: Objective, rows: PreparedRows) -> MismatchedAnswers | None:

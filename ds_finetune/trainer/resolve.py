@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ds_finetune.config.objectives import ObjectiveConfig, is_grpo
 from ds_finetune.config.schema import ConfigSource, RunConfig, dump_config, read_config
-from ds_finetune.config.sections import ModelConfig, TrainConfig
+from ds_finetune.config.sections import ModelConfig
 from ds_finetune.data.classes import find_classes
 from ds_finetune.data.prepare import TokenLimits
 from ds_finetune.data.row_kind import RowKind
@@ -45,7 +45,7 @@ from ds_finetune.plan.model_checks import WITH_MESH, WITHOUT_MESH, check_model
 from ds_finetune.plan.name_patterns import last_part, patterns_of
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.precision import Bf16Support, with_precision
-from ds_finetune.plan.settings import RunSettings
+from ds_finetune.plan.settings import RunSettings, sections_of
 from ds_finetune.system.versions import check_versions
 from ds_finetune.system.world import AccelerateChoices, World, accelerate_choices
 from ds_finetune.trainer.document_lengths import length_notes
@@ -59,14 +59,17 @@ _CONFIG_FILES = {"files": ("*.json",)}
 class ResolvedRun:
     """A run file with all decisions that follow from it and the model's config.json; none is decided again."""
 
-    config: RunConfig
-    """The run file, with number and names of classes filled in."""
+    given: RunConfig
+    """The run file with its overrides, before any decision."""
     plan: Plan
     """Layout, batch and DeepSpeed configuration."""
     model: ModelPlan
     """Model that the engine builds."""
-    notes: tuple[str, ...] = ()
-    """Notes about consequences of the model that a user might not expect."""
+
+    @cached_property
+    def config(self) -> RunConfig:
+        """The run file with the plan's precision, batch and recomputation, and the classes of a classifier."""
+        return self.given.model_copy(update=sections_of(self.plan))
 
     @property
     def output_dir(self) -> Path:
@@ -99,7 +102,6 @@ class ResolvedRun:
         return estimate_run(self.plan, self.model.described)
 
 
-R = TypeVar("R", bound=ResolvedRun)
 S = TypeVar("S", bound=RunSettings)
 
 
@@ -150,10 +152,9 @@ def resolve(  # noqa: PLR0913 - what is decided, and what it is decided from
     lengths = length_notes(model, max_seq_len=plan.train.max_seq_len)
     kinds = f"model_type {tree['model_type']}: text part trained as {model.hf_config.model_type}, without other media"
     parts = (kinds,) if is_composite(tree) else ()
-    notes = (*precision, *parts, *context, *try_generic_type(plan, model), *lengths)
-    config = config.model_copy(update={"train": train, "objective": plan.objective})
-    run = ResolvedRun(config, plan, model, notes)
-    return run if is_config_only else complete_plan(run)
+    notes = (*plan.notes, *precision, *parts, *context, *try_generic_type(plan, model), *lengths)
+    plan = replace(plan, notes=notes)
+    return ResolvedRun(config, plan if is_config_only else freeze_parameters(plan, model), model)
 
 
 def _check_composite(run: RunSettings) -> None:
@@ -178,25 +179,6 @@ def _check_muon(device: str) -> None:
     """
     if os.environ.get("TORCH_COMPILE_DISABLE") != "1" and (problem := kernels_problem("compile", device, stage=0)):
         raise ConfigError(f"optim.name Muon: {problem[0]}", hint=f"{problem[1]}, or set TORCH_COMPILE_DISABLE=1")
-
-
-def with_train(run: R, train: TrainConfig) -> R:
-    """The run with another section `train`; its model does not depend on that section."""
-    old, accelerate = run.plan, accelerate_choices(os.environ)
-    plan = make_plan(replace(old, train=train), world=old.world, device=old.device, accelerate=accelerate)
-    return complete_plan(replace(run, config=run.config.model_copy(update={"train": train}), plan=plan))
-
-
-def complete_plan(run: R) -> R:
-    """Add to the plan what follows from the model: notes, frozen parameters, and the local folder of a live teacher
-    named by a hub id, since estimates read its config.json.
-    """
-    objective = run.config.objective
-    if run.model.teacher is not None:
-        folder = resolve_folder(run.model.teacher.path, files=TOKENIZER_PATTERNS)
-        objective = objective.model_copy(update={"teacher": str(folder)})
-    plan = replace(run.plan, objective=objective, notes=(*run.plan.notes, *run.notes))
-    return replace(run, plan=freeze_parameters(plan, run.model))
 
 
 def make_model_plan(run: RunSettings, *, is_config_only: bool = False) -> ModelPlan:

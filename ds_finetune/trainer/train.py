@@ -278,9 +278,9 @@ def finish_plan(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say)
     """Make the decisions that all ranks must agree on: recomputation and micro-batch where they are `auto`, and the
     optimizer's operators. The memory forecast is added to the plan.
     """
-    run, lines = decide_recomputation(run, store, monitor)
-    run = compile_operators(decide_micro_batch(run, store, monitor), store, monitor, say)
-    return replace(run, plan=replace(run.plan, decisions=(*run.plan.decisions, *lines, *forecast_lines(run))))
+    run = decide_micro_batch(decide_recomputation(run, store, monitor), store, monitor)
+    run = compile_operators(run, store, monitor, say)
+    return replace(run, plan=run.plan.with_lines(*forecast_lines(run)))
 
 
 def compile_operators(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say) -> PreparedRun:

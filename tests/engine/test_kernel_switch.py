@@ -15,7 +15,7 @@ from ds_finetune.model import experts
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.plan import forward
 from ds_finetune.plan.kernels import SINGLE, ChosenKernels
-from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.plan.plan import Plan, Recomputation, make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer import dry_run
@@ -71,8 +71,9 @@ def test_the_plan_names_both(planned: Planned, monkeypatch: pytest.MonkeyPatch) 
 def test_frozen_embeddings_have_gradients_in_pipelines_only(planned: Planned, stages: int) -> None:
     """There the first chunk of layers has a backward, also without adapters."""
     plan, model = planned
-    plan = replace(plan, kernels=SINGLE, mesh=replace(plan.mesh, pp=stages), activation_checkpointing="none")
+    plan = replace(plan, kernels=SINGLE, mesh=replace(plan.mesh, pp=stages)).with_recomputation("none")
     lm = lm_of("qwen3_moe", has_lora=True)
-    for way in ("none", "full"):
-        rank_model.arrange_forward(lm, replace(plan, activation_checkpointing=way), model)
+    ways: tuple[Recomputation, ...] = ("none", "full")
+    for way in ways:
+        rank_model.arrange_forward(lm, plan.with_recomputation(way), model)
         assert lm.get_input_embeddings()(torch.tensor([1])).requires_grad is (stages > 1)

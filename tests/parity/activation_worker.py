@@ -50,7 +50,7 @@ def run(tree: dict[str, Any], launched: Launched) -> tuple[str, dict[str, Any]]:
         # On a CPU the run file's key is refused, and tensors are copied within its memory.
         "offloaded": _run(replace(plan, train=plan.train.model_copy(update={"activation_offload": True})), model),
         "tiled": _run(plan, replace(model, mlp_tiles=tiles)),
-        "selective": _run(replace(plan, activation_checkpointing="selective"), model),
+        "selective": _run(plan.with_recomputation("selective"), model),
         "fused": _run(replace(plan, kernels=FUSED), model),
         "fused and tiled": _run(replace(plan, kernels=FUSED), replace(model, mlp_tiles=tiles)),
     }

@@ -153,7 +153,7 @@ def least_bytes_of_stages(plan: Plan, model: DescribedModel) -> StateBytes:
     merged = replace(plan, parallel=parallel, mesh=replace(plan.mesh, pp=1))
     (weights,) = weights_of_run(merged, model)
     own = rank_elements(merged, model, weights)
-    plans = [replace(merged, activation_checkpointing=each) for each in get_args(Recomputation)]
+    plans = [merged.with_recomputation(each) for each in get_args(Recomputation)]
     rows = [tuple(zero_rows(each, own, weights)) for each in plans]
     # Every stage writes a part of a checkpoint; only the last stage has a teacher.
     others = (*(teacher_rows(plan, model.teacher) if plan.mesh.pp == 1 else ()), *_file_rows(plan, model))
@@ -175,7 +175,7 @@ def _rollout_rows(  # noqa: PLR0913 - what a rank holds, and what it knows of it
     """Rows for sampling answers on a rank, in addition to the rows `others`."""
     if samples_itself(plan):
         # Traced with full recomputation, in which the forward of layers runs without gradients, as in sampling.
-        layers = traces(replace(plan, activation_checkpointing="full")).layers_of(weights.layers)
+        layers = traces(plan.with_recomputation("full")).layers_of(weights.layers)
         forward = max(layer.forward for layer in layers) // (
             plan.micro_batch_size * -(-plan.train.max_seq_len // plan.mesh.sp)
         )

@@ -66,7 +66,7 @@ def chosen_recomputation(
         return "full", "the memory of the GPU is not known; selective where it fits"
     rows = plan.micro_batch_size
     try:
-        need = bytes_of(replace(plan, activation_checkpointing="selective"), model, traces, rows)
+        need = bytes_of(plan.with_recomputation("selective"), model, traces, rows)
     except FinetuneError as unknown:
         return "full", f"its memory is not known: {unknown.message}"
     text = f"{need / GIB:.1f} of {budget / GIB:.1f} GiB by the estimate at micro-batch {rows}"

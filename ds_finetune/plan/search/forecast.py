@@ -1,16 +1,14 @@
 """Plans a run for machines that need not be available: whether it fits, its memory and its layout."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ds_finetune.config.units import GIB
-from ds_finetune.families.table import family_of
 from ds_finetune.plan.batch import AUTO
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.estimate.rank_weights import weights_of_run
 from ds_finetune.plan.estimate.traced import Tracer
-from ds_finetune.plan.forward import attention_lines, head_line, mlp_tiles
 from ds_finetune.plan.freezing import plan_freezing
 from ds_finetune.plan.indexer import plan_indexer
 from ds_finetune.plan.layer_stages import StageLayers
@@ -36,10 +34,6 @@ class Forecast:
     """Layers of each pipeline stage."""
     memory: MemoryEstimate
     target: Target
-    micro_batch: str = ""
-    """Reason for the resolved `train.micro_batch_size: auto`; empty where the run file has a number."""
-    recomputation: str = ""
-    """Reason for the resolved `train.activation_checkpointing: auto`; empty where the run file has another value."""
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Plan lines: name and text of each decision."""
@@ -48,16 +42,7 @@ class Forecast:
             peak = f"{gpu.peak(plan.precision) / 1e12:,.4g} TFLOP/s in {plan.precision}"
             yield "GPU", f"{gpu.name}: {gpu.memory_bytes / GIB:,.1f} GiB, {peak} at most"
         yield from plan.decisions
-        if self.micro_batch:
-            yield "micro batch", self.micro_batch
-        yield "recomputation", self.recomputation or plan.activation_checkpointing
-        yield from attention_lines(plan.model.attention, model, device=plan.device, precision=plan.precision)
-        yield from plan.kernels.lines(family_of(str(model["model_type"])))
-        if plan.device != "cpu" and plan.loss_kernel == "chunked" and plan.objective.row.is_cross_entropy:
-            yield head_line(int(model["vocab_size"]) // plan.mesh.tp, precision=plan.precision, device=plan.device)
-        if plan.train.tiled_mlp:
-            yield "MLPs", f"tokens in {mlp_tiles(model)} tiles"
-        yield from plan.stage_lines(self.stages)
+        yield from plan.model_lines(model, self.stages)
         freezing = plan_freezing(plan.train, model.tensors.by_name)
         for decided in (plan_routers(plan.router, model), plan_indexer(plan.indexer, model), freezing):
             yield from decided.lines() if decided is not None else ()
@@ -122,24 +107,18 @@ def forecast_run(given: RunSettings, target: Target, model: DescribedModel, trac
     plan = make_plan(given, world=target.ranks.world, device=target.ranks.device)
     check_run(given, model)
     # Refuse an illegal layout before tracing it.
-    Candidates(given, model, target.ranks).check(given)
+    stages = Candidates(given, model, target.ranks).check(given).stages
     budget = None if target.budget is None else target.budget.device_bytes
-    micro_batch = recomputation = ""
-    decided: dict[str, Any] = {}
     if given.train.activation_checkpointing == AUTO:
         chosen, reason = chosen_recomputation(plan, model, traces, budget=budget)
-        recomputation = f"{chosen} (auto: {reason})"
-        plan, decided = replace(plan, activation_checkpointing=chosen), {"activation_checkpointing": chosen}
+        plan = plan.with_recomputation(chosen).with_lines(("recomputation", f"{chosen} (auto: {reason})"))
     if given.train.micro_batch_size == AUTO:
-        decided["micro_batch_size"], micro_batch = _largest_rows(plan, model, target, traces)
-    if decided:
-        run = replace(given, train=given.train.model_copy(update=decided))
-        plan = make_plan(run, world=target.ranks.world, device=target.ranks.device)
-    stages = Candidates(plan, model, target.ranks).check(plan).stages
+        rows, text = _largest_rows(plan, model, target, traces)
+        plan = plan.with_rows(rows).with_lines(("micro batch", text))
     kinds = (kind for stage in weights_of_run(plan, model) for kind in stage.kinds)
     check_largest_slice(plan, ((kind.numel // kind.count, kind.name) for kind in kinds))
     memory = estimate_memory(plan, model, traces, budget=budget)
-    return Forecast(model, plan, stages, memory, target, micro_batch, recomputation)
+    return Forecast(model, plan, stages, memory, target)
 
 
 def _largest_rows(plan: Plan, model: DescribedModel, target: Target, traces: Tracer) -> tuple[int, str]:
