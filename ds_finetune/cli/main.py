@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         _check_encoding()
+        _check_given_once(getattr(arguments, "overrides", ()))
         if command_line[0] not in _WITHOUT_MODELS:
             check_versions()
         quiet_packages()
@@ -134,6 +135,17 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         return parser.parse_args(argv)
     arguments.overrides = [*arguments.overrides, *rest]
     return arguments
+
+
+def _check_given_once(overrides: Sequence[str]) -> None:
+    """ConfigError where two overrides give one key different values."""
+    first_values: dict[str, str] = {}
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if first_values.setdefault(key, value) != value:
+            raise ConfigError(
+                f"`{key}` is given twice: {key}={first_values[key]} and {override}", hint=f"give `{key}` once"
+            )
 
 
 def _print_completion(arguments: Arguments) -> None:

@@ -42,6 +42,12 @@ _OFF: tuple[object, ...] = (None, "", False, 0, "none", "no", "false", "full", "
 _COLUMNS = {"field": "text", "field_messages": "messages", "field_chosen": "chosen", "field_rejected": "rejected"}
 """Keys of axolotl's data sets that name a column, each with its key in data.columns."""
 _WIDTH = 60
+_NUMERIC_SECTIONS = (
+    *("train", "optim", "lora", "objective", "eval", "checkpoint", "rollout", "parallel", "router", "indexer", "log"),
+)
+_NUMERIC_KEYS = ("data.rows", "data.workers")
+_MISWRITTEN = re.compile(r"(?P<before>\d+),(?P<after>\d+)|(?P<factor>\d+(\.\d+)?)(?P<unit>[kKmM])|\d+(:\d+)+")
+"""Texts that are meant as numbers, and that YAML and JSON read as texts."""
 
 
 class ConvertedRun:
@@ -58,6 +64,8 @@ class ConvertedRun:
         self.to_fill: dict[str, str] = {}
         """Keys whose values the user has to write, each with the reason."""
         self._take_objective()
+        for word, value in self.words.items():
+            self._check_number(word, value)
         adapters = program.of_lora if self._take_adapters() else {}
         methods = (program.of_objective.get(name) for name in (self.method, self.objective.name))
         self.defaults = {**program.defaults, **adapters, **next(filter(None, methods), {})}
@@ -76,6 +84,20 @@ class ConvertedRun:
                 self.to_fill[key] = f"the file of {program.name} names none"
         assert self.words.keys() <= self.outcomes.keys(), self.words.keys() - self.outcomes.keys()
         self.config = validate_tree(self.tree, {}, "the run file")
+
+    def _check_number(self, word: str, value: object) -> None:
+        """ConfigError for a text such as `3,14`, `5k` or `3:30` where the run-file key has a number."""
+        key, match = self._key(word), _MISWRITTEN.fullmatch(value.strip()) if isinstance(value, str) else None
+        if match is None or (key.partition(".")[0] not in _NUMERIC_SECTIONS and key not in _NUMERIC_KEYS):
+            return
+        before, after = match["before"], match["after"]
+        hint = "write one number"
+        if before:
+            is_thousands = len(after) == 3 and before != "0"
+            hint = f"write {before}.{after}" + f", or {before}{after} for thousands" * is_thousands
+        elif match["unit"]:
+            hint = f"write {float(match['factor']) * (1e3 if match['unit'] in 'kK' else 1e6):.0f}"
+        raise ConfigError(f"`{word}` is `{value}`, which is no number", hint=hint)
 
     def _take_defaults(self) -> None:
         asked = {self._key(word) for word, value in self.words.items() if not _is_off(value)}

@@ -108,7 +108,10 @@ def _options(text: str) -> tuple[dict[str, object], list[str]]:
         name, equals, value = token.partition("=")
         if token.startswith("--") or (equals and name.isidentifier()):
             values = [value] if equals else []
-            options[name.removeprefix("--").replace("-", "_")] = values
+            key = name.removeprefix("--").replace("-", "_")
+            if token.startswith("--") and key in options:
+                raise ConfigError(f"the command gives `{name}` twice", hint=f"keep one `{name}`")
+            options[key] = values
         elif options:
             values.append(token)
         elif token.endswith((".yaml", ".yml", ".json")):

@@ -100,6 +100,8 @@ def _as_sets(value: object) -> object:
     if isinstance(value, int | float):
         percent = f"{value * 100:g}%" if 0 < value < 1 else "5%"
         raise ValueError(f"name files, or a share of data.train such as `{percent}`")  # noqa: TRY004 - for pydantic
+    if isinstance(value, str) and re.fullmatch(r"\d+,\d+\s*%", value):
+        raise ValueError(f"`{value}` is no share of data.train; write `{value.replace(',', '.').replace(' ', '')}`")
     sets = value if isinstance(value, dict) else {"": value}
     sets = {name: as_list(paths) for name, paths in sets.items()}
     if not sets:

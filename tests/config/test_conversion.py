@@ -251,6 +251,11 @@ WRONG = {
     "base_model: m\nrl: ebft\n": "`objective` is 'ebft', which is no objective",
     "stage: ppo\nmodel_name_or_path: m\n": "`objective` is 'ppo', which trains on sampled answers",
     "\x00\x01": "has 0 training commands",
+    "model_name_or_path: m\nlora_r: 8\nlearning_rate: 3,14\n": "`learning_rate` is `3,14`, which is no number\n  hint: write 3.14\n",
+    "model_name_or_path: m\nlora_r: 8\nmax_steps: 5k\n": "`max_steps` is `5k`, which is no number\n  hint: write 5000\n",
+    "model_name_or_path: m\nlora_r: 8\nmax_length: 1,024\n": "hint: write 1.024, or 1024 for thousands\n",
+    "model_name_or_path: m\nlora_r: 8\nwarmup_ratio: 3:30\n": "`warmup_ratio` is `3:30`, which is no number",
+    "trl sft --model_name_or_path m --learning_rate 1 --learning_rate 2\n": "the command gives `--learning_rate` twice",
 }
 
 

@@ -60,7 +60,8 @@ def faulty(
     With `pause_seconds` both are stopped for that time once the fault has begun.
     """
     run_file = tiny_task(folder)
-    given = (f"watchdog.limit={LIMIT_SECONDS} seconds", "train.for=12 steps", *overrides)
+    defaults = (f"watchdog.limit={LIMIT_SECONDS} seconds", "train.for=12 steps")
+    given = {override.partition("=")[0]: override for override in (*defaults, *overrides)}.values()
     with socket.create_server(("", 0)) as probe:
         port = probe.getsockname()[1]
     environ = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
