@@ -5,6 +5,7 @@ of the network. They are no security boundary: a program runs as the user of the
 Where answers may be hostile, run the whole training in a container without secrets.
 """
 
+import ast
 import ctypes
 import json
 import os
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -45,19 +47,41 @@ def read_tests(value: Any) -> Tests:  # noqa: ANN401 - any JSON value
             parsed = json.loads(value)
             value = parsed if isinstance(parsed, dict | list) else value
     if isinstance(value, str) and value.strip():
-        return Tests(code=(value,))
+        return _code_of(value)
     if isinstance(value, Mapping) and not value.get("fn_name"):
         inputs, outputs = value.get("inputs"), value.get("outputs")
         if isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs):
             value = [{"input": each, "output": output} for each, output in zip(inputs, outputs, strict=True)]
     if isinstance(value, list) and value and all(isinstance(test, str) for test in value):
-        return Tests(code=tuple(value))
+        return _code_of(*value)
     if isinstance(value, list) and value and all(_is_dialogue(test) for test in value):
         return Tests(dialogues=tuple((test["input"], test["output"]) for test in value))
     raise RewardFaultError(
         f"is {type(value).__name__} {value!r:.60}, and should be Python code, a list of it, a list of "
         "{input, output}, or {inputs: [...], outputs: [...]} of texts"
     )
+
+
+def _code_of(*tests: str) -> Tests:
+    """Tests of Python code; RewardFaultError where no program, or every program, would pass them."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            modules = [ast.parse(test, "test.py") for test in tests]
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as fault:
+        raise RewardFaultError(f"is no Python code: {fault}") from None
+    if not any(map(_is_checking, modules)):
+        raise RewardFaultError(
+            "asserts nothing and calls no function, so every program would pass; a function of tests must also be "
+            "called, as in `check(NAME)`"
+        )
+    return Tests(code=tests)
+
+
+def _is_checking(node: ast.AST) -> bool:
+    """Whether running the code calls a function or reaches an `assert`, outside of definitions."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+        return False
+    return isinstance(node, ast.Call | ast.Assert) or any(map(_is_checking, ast.iter_child_nodes(node)))
 
 
 def _is_dialogue(test: object) -> bool:
@@ -105,11 +129,11 @@ def _run(program: str, tests: Sequence[str], given: str, *, deadline: float, mem
     # The program may have created folders that cannot be removed.
     with tempfile.TemporaryDirectory(prefix="reward-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        (folder / "in").write_text(given)
+        (folder / "in").write_text(given, encoding="utf-8")
         (folder / "out").touch()
         (folder / "work").mkdir()
         report, error, is_late = _drive(folder, pickle.dumps((program, tuple(tests), limits)), seconds)
-        printed = (folder / "out").read_text(errors="replace")
+        printed = (folder / "out").read_text(encoding="utf-8", errors="replace")
     begun, *lines = report.splitlines() or [""]
     if not begun and not is_late:
         raise RewardFaultError(f"could not start Python for a program: {error[-300:]!r}")

@@ -125,6 +125,53 @@ def test_differences_from_an_object_are_no_numbers() -> None:
     assert score(program, DIFFERENCES) == 0
 
 
+LOOKUP = """
+import sys
+judge = sys.modules["judge"]
+class Forged(dict):
+    def __setitem__(self, key, value):
+        if key == "names":
+            value = lambda names: {{**{{name: lambda *a: 0 for name in names}}, **{extra}}}
+        super().__setitem__(key, value)
+judge._OPERATIONS = Forged(judge._OPERATIONS)
+class module:
+    isclose = lambda *_: True
+"""
+LOOKUPS = [
+    ("{'range': lambda *_: []}", "def check(f):\n    for x in range(20): assert f(x) == x + 1\ncheck(g)"),
+    ("{'all': lambda *_: True}", "assert all(f(n) == n + 1 for n in range(30))"),
+    ("{'math': module}", "assert math.isclose(f(3), 3.5)"),
+    ("{'__builtins__': {'abs': lambda *_: 0}}", "assert abs(f(3) - 3.5) < 1e-6"),
+]
+
+
+@pytest.mark.parametrize(("extra", "tests"), LOOKUPS)
+def test_a_program_defines_no_name_that_the_tests_did_not_look_up(extra: str, tests: str) -> None:
+    assert score(LOOKUP.format(extra=extra), tests) == 0
+
+
+def test_the_order_of_an_object_and_a_number_is_no_object() -> None:
+    program = (
+        "class True_:\n    def _same(self, *_): return self\n    __lt__ = __gt__ = __le__ = __ge__ = __mul__ = _same\n"
+    )
+    assert score(program + "f = lambda n: True_()", ["assert 3.4 < f(3) < 3.6", "assert f(3) * 2 > 6.9"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("tests", "message"),
+    [
+        ("def check(f):\n    assert f(2) == 3", "asserts nothing and calls no function"),
+        (["import math", "class TestAdd:\n    def test_add(self): assert add(1, 2) == 3"], "calls no function"),
+        ("@mark(3)\ndef test_add(): assert add(1, 2) == 3", "calls no function"),
+        ("assert f(1) == 1\nprint 'x'", "no Python code: .*line 2"),
+        (["assert f(1) == 1", "assert f(2) = 2"], "no Python code"),
+    ],
+)
+def test_tests_that_no_program_or_every_program_would_pass(tests: Any, message: str) -> None:
+    with pytest.raises(RewardFaultError, match=message):
+        score("def f(x): return x", tests)
+
+
 HONEST = {
     "vectors": (
         "class V:\n    def __init__(self, x): self.x = x\n    def __sub__(self, y): return V(self.x - y)\n"
@@ -168,6 +215,10 @@ HONEST = {
     "changed arguments": (
         "def f(a, d, m):\n    a.sort()\n    d['x'] = 1\n    m[0][0] = 9\ndef g(a): return a",
         "a, d, m = [3, 1, 2], {}, [[1], [2]]\nassert f(a, d, m) is None\nassert (a, d, m) == ([1, 2, 3], {'x': 1}, [[9], [2]])\nassert g(a) is a",
+    ),
+    "changed arguments by name": (
+        "def f(a, d): a.sort(); d.add(1)",
+        "a, d = [3, 1], set()\nf(d=d, a=a)\nassert (a, d) == ([1, 3], {1})",
     ),
     "functions of the tests": (
         "def f(g, xs): return [g(x) for x in xs]\ndef h(n): return lambda x: x + n\ndef k(it): return sum(it)",
