@@ -58,6 +58,14 @@ CASES = [
     ("json", 'a {brace} and {"x": null}', '{"x": null}'),
     ("json", '{"a": ', None),
     ("json", "12", None),
+    ("json", "[" * 100_000, None),
+    ("json", '{"a": 1' + "0" * 5000 + "}", None),
+    ("choice", "\u7b54\u6848\u662fC\u3002", "C"),
+    ("choice", "\u7b54\u3048\u306fB\u3067\u3059", "B"),
+    ("choice", "\uc815\ub2f5\uc740 D\uc785\ub2c8\ub2e4", "D"),
+    ("choice", "I'd go with B", "B"),
+    ("choice", "E=mc^2", None),
+    ("choice", "A\xe9ro", None),
     ("text", "  a\n b\t", "a b"),
 ]
 

@@ -152,9 +152,10 @@ def _json(answer: AnswerToScore, reference: Any, settings: Settings) -> Outcome:
     """1 where the answer is valid JSON, or with `column` where it equals the reference value."""
     try:
         value = _parsed_json(final_part(answer))
+        text = json.dumps(value)
     except (ValueError, RecursionError):
         return _unparsed(settings)
-    return _compared(json.dumps(value), not settings["column"] or value == reference, settings)
+    return _compared(text, not settings["column"] or value == reference, settings)
 
 
 def _math(answer: AnswerToScore, reference: str, settings: Settings) -> Outcome:

@@ -10,17 +10,22 @@ from ds_finetune.objectives.rewards.answers import last_box
 
 Extractor = Callable[[str], Hashable | None]
 
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_DIGITS = (
+    r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,2}(?:,\d{2}){1,6},\d{3}(?!\d)|\d{1,3}(?: \d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+)
 _NUMBER = re.compile(
     r"(?P<sign>(?:(?<![\w)\]])[-+])?(?:\$[-+]?)?)"
     rf"(?<![\d^])(?<!\d\.)(?<!\^[-+])(?P<digits>(?:{_DIGITS})(?:[eE][-+]?\d+)?)"
     rf"(?: ?\* ?10\^(?P<scale>[-+]?\d+)|\^(?P<power>[-+]?\d+)|/(?P<below>{_DIGITS})| (?P<part>\d+/\d+)(?!\d))?"
 )
-_ARGUMENT = r"\s*(?:\{\s*([-+]?[\d.]+)\s*\}|(\d))"
+_ARGUMENT = r"\s*(?:\{\s*([-+]?[\d.,]+)\s*\}|(\d))"
 _FRACTION = re.compile(rf"(\d\s*)?\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}")
 _OVER = re.compile(r"\{\s*([-+]?[\d.]+)\s*\\over\s*([-+]?[\d.]+)\s*\}")
 _NO_NUMBER = re.compile(r"\\sqrt|\\pi\b|[\u221a\u03c0]")
 """Parts of an expression whose digits are not its value."""
+_UNREAD_BEFORE = re.compile(r"\\sqrt(?:\[[^]]*\])?\{[^{}]*$|\u221a\(?$|\\[dtc]?frac\s*\{[^=\n]*$|(?:\}|\\pi|\u03c0)/$")
+_UNREAD_AFTER = re.compile(r"\s*(?:\\sqrt|\\pi\b|[\u221a\u03c0])")
+"""Text before or after a number that is only a part of an expression that is not evaluated."""
 _POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _LARGE = re.compile(rf"(?<=\d) ?({'|'.join(_POWERS)})\b", re.IGNORECASE)
 _RAISED = re.compile("(?<=[0-9])[\u207b]?[\u00b2\u00b3\u00b9\u2070\u2074-\u2079]+")
@@ -28,7 +33,8 @@ _POINTS = re.compile(r"(?<![\d.,])(\d{1,3})(?:((?:\.\d{3})++),(\d++)|((?:\.\d{3}
 """Numbers with points between thousands, as `1.234,5` and `1.000.000`."""
 _VULGAR = re.compile("(\\d\\s*)?([\u00bc-\u00be\u2150-\u215e])")
 _SPELLINGS = (
-    ("\u2212", "-"),
+    ("\u2212|\uff0d|\ufe63|(?<![^\\s=({])[\u2012\u2013](?=[\\d.$])", "-"),
+    (r"(?<=[=({]) ?([-+]) (?=[\d.$\\])", r"\1"),
     (r"\{,\}", ","),
     (r"\\!", ""),
     (r"\\[,;: ]|[\u00a0\u2009\u202f]", " "),
@@ -47,21 +53,23 @@ _EXACT = decimal.Context(prec=50, traps=[])
 
 _STYLE = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 _MARKS = re.compile(r"\*\*|__|[$`\"\u201c\u201d]|\\[()\[\]]|</?answer>|(?<!\w)'(?=\w\W)|(?<=\W\w)'(?!\w)")
+_EAST = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3"
+"""Characters of Chinese, Japanese and Korean, which write no spaces beside a letter."""
 _LETTER = (
     # `A` and `I` are choice letters only where no ordinary word follows, unlike in `A bird`.
-    r"[(\[{*]*\b(?:([A-Z])(?![\w'\u2019+#/-])"
+    rf"[(\[{{*]*(?<![^\W_{_EAST}])(?:([A-Z])(?![^\W_{_EAST}]|_\w|['\u2019+#/=-])"
     r"(?!(?<=[AI])\s+(?!(?:is|because|since|as|and|or|but|not)\b)\w)(?!\s+(?:or|and)\s+\(?[A-Z]\b(?!\s+(?:is|are)\b))"
     r"|([a-z])(?=\)|[.,;]?\s*(?:\n|$)))"
 )
 _STATED = re.compile(
     r"(?i:\b(?:answer|(?:right|correct|best)\s+(?:option|choice|one)"
     r"|antwort|r[\xe9e]ponse|respuesta|risposta|resposta)\b"
-    r"|\u7b54\u6848|\u6b63\u786e\u9009\u9879|\u043e\u0442\u0432\u0435\u0442"
+    r"|\u7b54(?:\u6848|\u3048)|\uc815\ub2f5|\u6b63\u89e3|\u6b63\u786e\u9009\u9879|\u043e\u0442\u0432\u0435\u0442"
     r"|\b(?:choice|correct|solution|result)\b(?=\s*:))"
-    r"(?:[^.:=\n]{0,60}?(?i:\b(?:is|be|ist|est|es)\b|[:=\u662f\u4e3a]))?"
+    r"(?:[^.:=\n]{0,60}?(?i:\b(?:is|be|ist|est|es)\b|[:=\u662f\u4e3a\u306f]|\uc740))?"
     rf"\s*[:\u2013-]?\s*(?i:(?:option|choice)\s+)?{_LETTER}"
 )
-_FIRST = re.compile(rf"(?i:(?:option|choice)\s+)?{_LETTER}")
+_FIRST = re.compile(rf"(?i:I(?:'d)? (?:choose|pick|select|go with)\s+)?(?i:(?:option|choice)\s+)?{_LETTER}")
 _LONE_LINE = re.compile(r"\W*([A-Za-z])\W*")
 
 
@@ -76,7 +84,8 @@ def last_number(text: str) -> decimal.Decimal | None:
 
 def _read_number(text: str, *, which: int) -> decimal.Decimal | None:
     boxed = last_box(text)
-    text = text if boxed is None else boxed
+    # In a box, as behind an equals sign, `- 5` is a number and no item of a list.
+    text = text if boxed is None else f"={boxed.lstrip()}"
     if boxed is not None and _NO_NUMBER.search(boxed):
         return None
     text = _RAISED.sub(lambda raised: "^" + unicodedata.normalize("NFKC", raised[0]).replace("\u2212", "-"), text)
@@ -86,8 +95,14 @@ def _read_number(text: str, *, which: int) -> decimal.Decimal | None:
     text = _LARGE.sub(lambda large: f"*10^{_POWERS[large[1].lower()]}", text)
     text = _FRACTION.sub(_plain_fraction, _OVER.sub(r"\\frac{\1}{\2}", text))
     text = _VULGAR.sub(lambda f: f"{f[1] or ''}{' ' * bool(f[1])}{unicodedata.normalize('NFKC', f[2])}", text)
-    numbers = list(_NUMBER.finditer(text.replace("\u2044", "/")))
-    number = _value(numbers[which]) if numbers else decimal.Decimal("NaN")
+    text = text.replace("\u2044", "/")
+    numbers = list(_NUMBER.finditer(text))
+    if not numbers:
+        return None
+    begin, end = numbers[which].span()
+    if _UNREAD_BEFORE.search(text, max(0, begin - 100), begin) or _UNREAD_AFTER.match(text, end):
+        return None
+    number = _value(numbers[which])
     return number if number.is_finite() else None
 
 
@@ -104,9 +119,9 @@ def _value(number: re.Match[str]) -> decimal.Decimal:
 
     value = exact(number["digits"])
     if number["scale"]:
-        value = _EXACT.multiply(value, _EXACT.power(10, int(number["scale"])))
+        value = _EXACT.multiply(value, _EXACT.power(10, exact(number["scale"])))
     elif number["power"]:
-        value = _EXACT.power(value, int(number["power"]))
+        value = _EXACT.power(value, exact(number["power"]))
     elif number["below"]:
         value = _EXACT.divide(value, exact(number["below"]))
     elif number["part"]:
@@ -146,9 +161,12 @@ def json_value(text: str) -> str | None:
     for begin in (match.start() for match in re.finditer(r"[{\[]", text)):
         try:
             value, _ = decoder.raw_decode(text, begin)
+            return json.dumps(value, sort_keys=True)
         except json.JSONDecodeError:
             continue
-        return json.dumps(value, sort_keys=True)
+        except (ValueError, RecursionError):
+            # An integer of more than 4,300 digits, or more levels than Python parses.
+            return None
     return None
 
 

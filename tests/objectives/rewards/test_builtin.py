@@ -248,6 +248,16 @@ def test_every_builtin_has_a_case() -> None:
         ("version 1.234", 1.234),
         (r"\boxed{2\sqrt{3}}", None),
         (r"\boxed{\frac{3}{4}\pi}", None),
+        (r"the side is $\sqrt{2}$", None),
+        (r"$\sqrt{16} = 4$", 4),
+        (r"$\frac{\sqrt{3}}{2}$", None),
+        (r"\frac{2}{3}\pi", None),
+        (r"\frac{1,000}{2}", 500),
+        ("x = - 5", -5),
+        (r"\boxed{- 5}", -5),
+        ("\u20135 degrees", -5),
+        ("12,34,567 rupees", 1_234_567),
+        ("10^" + "9" * 5000, None),
     ],
 )
 def test_numbers_as_people_write_them(text: str, value: float | None) -> None:
@@ -258,5 +268,6 @@ def test_numbers_as_people_write_them(text: str, value: float | None) -> None:
 def test_a_number_is_found_in_linear_time() -> None:
     assert last_number("1," * 200_000 + "7") == 7
     assert last_number("1 " * 200_000 + "7") == 7
+    assert last_number("12," * 200_000 + "7") == 7
     assert last_number("1" * 200_000) is not None
     assert last_number("1" + ".000" * 200_000 + ".00") is not None
