@@ -31,7 +31,7 @@ where to begin:
 """Last lines of `--help`."""
 
 
-_OPTION = re.compile(r"--[A-Za-z][\w.-]*")
+_OPTION = re.compile(r"--?[A-Za-z][\w.-]*")
 _RUN_FILES = ("config", "config_file", "cfg", "yaml", "run")
 """Options with which other trainers take their configuration file."""
 
@@ -40,14 +40,16 @@ class CommandParser(argparse.ArgumentParser):
     """A parser that refuses unknown options with their command's usage, and explains how to set keys of the run."""
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def,override]  # noqa: ANN001, ANN201
-        """Like argparse's method, but no remaining argument begins with `--`."""
+        """Like argparse's method, but no remaining argument is an option."""
         words = list(args or ())
         words = words[: words.index("--")] if "--" in words else words
         takes_keys = any(action.dest == "overrides" for action in self._actions)
         lines = []
         for number, word in enumerate(words):
             option, equals, value = word.partition("=")
-            if not _OPTION.fullmatch(option) or option in self._option_string_actions:
+            # `-oFILE` is the option `-o` with its value.
+            name = option if option.startswith("--") else option[:2]
+            if not _OPTION.fullmatch(option) or name in self._option_string_actions:
                 continue
             after = words[number + 1] if number + 1 < len(words) and not words[number + 1].startswith("--") else ""
             near = difflib.get_close_matches(option, self._option_string_actions, n=1, cutoff=0.8)
@@ -61,7 +63,7 @@ class CommandParser(argparse.ArgumentParser):
 
 def _as_override(option: str, value: str, command: str) -> str:
     """Hint what to write for another trainer's option, or for a key of the run file given as an option."""
-    word = option.removeprefix("--").replace("-", "_")
+    word = option.lstrip("-").replace("-", "_")
     if word in _RUN_FILES:
         return f"the run file is given without an option: `{command} {value or 'run.yaml'}`"
     if word.lower() in NOT_AVAILABLE:

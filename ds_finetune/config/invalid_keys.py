@@ -68,7 +68,7 @@ def _instead(path: Sequence[str], section: type[BaseModel], root: type[BaseModel
         return ": not available here"
     if key == ".".join(path):
         return f": a key of {', '.join(objectives_with(word))}"
-    near = difflib.get_close_matches(word, _own_names(section), n=1, cutoff=_NEAR)
+    near = _similar(word, _own_names(section))
     meant = written(word, value, key) if key else ".".join((*path[:-1], near[0])) + "?" if near else ""
     return f" -> {meant}" if meant else ": unknown"
 
@@ -187,8 +187,14 @@ def _suggestion(path: Sequence[str], section: type[BaseModel], root: type[BaseMo
         facts = [f"It is {MEANINGS[key]}"] if key in MEANINGS else []
         facts += [_example(word, value, key)] if value_of(word, value, key) is not None else []
         return f"did you mean `{key}`? {'; '.join(facts)}".strip()
-    near = difflib.get_close_matches(word, names, n=1, cutoff=_NEAR)
+    near = _similar(word, names)
     return f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(names)}"
+
+
+def _similar(word: str, names: Sequence[str]) -> list[str]:
+    """At most one name, which begins with `word`, or else is similar to it."""
+    longer = [name for name in names if len(word) > 2 and name.startswith(word)]
+    return longer[:1] or difflib.get_close_matches(word, names, n=1, cutoff=_NEAR)
 
 
 def _grpo_key(word: str, section: type[BaseModel]) -> str | None:

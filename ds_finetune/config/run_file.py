@@ -103,7 +103,7 @@ def set_key(tree: dict[str, Any], lines: Lines, name: str, value: object, *, sou
 
     ConfigError, which begins with `source`, where `name` has an empty part or goes through a value that is no section.
     """
-    keys = tuple(name.split("."))
+    keys = tuple(name.strip().split("."))
     if not all(keys):
         raise ConfigError(f"{source} is not of the form section.key=value", hint="e.g. optim.lr=1e-5")
     branch = tree

@@ -49,6 +49,8 @@ OPTIONS = {
     "--fsdp full_shard": "`--fsdp`: the key is `deepspeed`: docs/reference/run-file.md describes it",
     "--lora_dropout 0.05": "values are overridden as `lora.dropout=0.05`",
     "--use_dora true": "`--use_dora`: not available here",
+    "-lr 3": "`-lr`: values are overridden as `optim.lr=3`",
+    "-c run.yaml": "`-c`: no option of this command",
     "--foo 1": "`--foo`: no option of this command; values are overridden as `section.key=value`",
 }
 

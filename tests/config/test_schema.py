@@ -45,7 +45,7 @@ def test_files_have_names_or_weights(run_file: Path, tmp_path: Path) -> None:
 
 def test_override_replaces_and_creates(run_file: Path) -> None:
     config = read_config(
-        run_file, ["optim.lr=1e-3", "model.weights=random", "train.for=3 epochs", "data.train=[a.json,b.json]"]
+        run_file, ["optim.lr=1e-3", "model.weights=random", "train.for = 3 epochs", "data.train=[a.json,b.json]"]
     )
     assert (config.optim.lr, config.model.weights, config.model.path) == (1e-3, "random", "some/model")
     assert (config.train.duration, config.data.train) == ("3 epochs", ("a.json", "b.json"))
@@ -59,6 +59,7 @@ def test_override_replaces_and_creates(run_file: Path) -> None:
             "line 4: unknown key `train.micro_batchsize`",
             "did you mean `micro_batch_size`?",
         ),
+        ("lora: {target: all-linear}\n", "unknown key `lora.target`", "did you mean `target_modules`?"),
         (
             "optim: {lr: 0}\n",
             "line 4: `optim.lr` is 0: it should be greater than 0",
