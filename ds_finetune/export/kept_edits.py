@@ -3,7 +3,9 @@
 import filecmp
 import json
 import os
+import re
 import shutil
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
@@ -15,7 +17,7 @@ from ds_finetune.export.verify.record import UNVERIFIED
 
 CARD = "README.md"
 MARK = "<!-- written by ds_finetune"
-"""Mark in generated model cards; a card without it was edited by a person, and is left unchanged."""
+"""Begin of the comment in generated model cards, which ends with a checksum of the card's other text."""
 _WEIGHTS = "*model*.safetensors*"
 """Pattern of weight files and their index."""
 _TEXTS = (".json", ".jinja", ".md", ".txt", "")
@@ -59,6 +61,19 @@ def kept_edits(out: Path, say: Say) -> Iterator[None]:
         shutil.rmtree(edits, ignore_errors=True)
 
 
+def marked_card(card: str) -> str:
+    """The model card with a checksum of its text in its comment."""
+    text = card.encode(errors="backslashreplace")
+    mark = f"\\1, checksum {zlib.crc32(text):08x}; an edited card is kept -->"
+    return re.sub(f"({MARK} [^ ,]+) -->", mark, text.decode(), count=1)
+
+
+def is_generated_card(path: Path) -> bool:
+    """Whether the model card is as `marked_card` returned it, so that nobody has edited it."""
+    text = path.read_bytes().decode(errors="replace")
+    return MARK in text and text == marked_card(re.sub(f"({MARK} [^ ,]+),.*", r"\1 -->", text, count=1))
+
+
 def _not_weights(out: Path) -> Iterator[str]:
     """Names of the files of an export, except weights, records, and a model card that nobody has edited."""
     recorded = {}
@@ -67,6 +82,6 @@ def _not_weights(out: Path) -> Iterator[str]:
     for path in (path for path in sorted(out.rglob("*")) if path.is_file()):
         name = path.relative_to(out).as_posix()
         is_weights = fnmatch(name, _WEIGHTS) or (name in recorded and path.suffix not in _TEXTS)
-        is_own_card = path.name == CARD and MARK in path.read_text(encoding="utf-8", errors="replace")
+        is_own_card = path.name == CARD and is_generated_card(path)
         if not (is_weights or is_own_card or name in (RECORD, UNVERIFIED)):
             yield name

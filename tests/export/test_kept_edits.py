@@ -7,7 +7,7 @@ import pytest
 
 from ds_finetune.errors import OutputError
 from ds_finetune.export.file_record import write_file_record
-from ds_finetune.export.kept_edits import MARK, kept_edits
+from ds_finetune.export.kept_edits import MARK, kept_edits, marked_card
 from ds_finetune.export.output_folder import RECORD, replaced_folder
 
 
@@ -17,7 +17,7 @@ def _export(out: Path, step: int, said: list[str]) -> None:
         (partial / "model.safetensors.index.json").write_text(str(step))
         (partial / "generation_config.json").write_text("{}")
         (partial / RECORD).write_text(json.dumps({"step": step}))
-    (out / "README.md").write_text(f"{MARK} 1 -->\n{step}")
+    (out / "README.md").write_text(marked_card(f"{MARK} 1 -->\n{step}"))
 
 
 def test_an_export_without_edits_is_replaced(tmp_path: Path) -> None:
@@ -41,10 +41,14 @@ def test_added_and_changed_files_are_kept_each_time(tmp_path: Path) -> None:
         f"{tmp_path / name}: README.md, generation_config.json, m.gguf, notes/day 1.txt"
         for name in ("export-edits", "export-edits-2")
     ]
+    card = marked_card(f"{MARK} 1 -->\n3")
+    (out / "README.md").write_text(f"{card}\nLicence: mine")
+    _export(out, 4, said)
+    assert (tmp_path / "export-edits-3" / "README.md").read_text() == f"{card}\nLicence: mine"
     for folder in ("export-edits", "export-edits-2"):
         found = {path for path in (tmp_path / folder).rglob("*") if path.is_file()}
         assert {path.relative_to(tmp_path / folder).as_posix(): path.read_text() for path in found} == edits
-    assert (out / "model.safetensors").read_text() == "3"
+    assert (out / "model.safetensors").read_text() == "4"
 
 
 def test_recorded_files_of_other_formats_are_no_edits(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from ds_finetune import __version__
 from ds_finetune.config.objectives import OBJECTIVES
 from ds_finetune.export.formats import SAFETENSORS, format_of
-from ds_finetune.export.kept_edits import CARD, MARK
+from ds_finetune.export.kept_edits import CARD, MARK, is_generated_card, marked_card
 from ds_finetune.families.table import BUILT_AS
 from ds_finetune.families.text_part import is_composite
 from ds_finetune.runs.folder import RunFolder, base_model, is_run
@@ -62,9 +62,9 @@ def write_card_of_source(source: Path, folder: Path, verified: Sequence[str] = (
 def write_model_card(run: RunFolder, folder: Path, verified: Sequence[str] = ()) -> Path | None:
     """Write `README.md` into an exported folder of a run; None if a person has written one."""
     card = folder / CARD
-    if card.exists() and MARK not in card.read_text(encoding="utf-8", errors="replace"):
+    if card.exists() and not is_generated_card(card):
         return None
-    replace_file(card, model_card(run, folder, verified).encode(errors="backslashreplace"))
+    replace_file(card, model_card(run, folder, verified).encode())
     return card
 
 
@@ -102,7 +102,7 @@ def model_card(run: RunFolder, folder: Path, verified: Sequence[str] = ()) -> st
         pipeline_tag=task,
         tags=["ds_finetune", "deepspeed", objective, *(["lora"] if run.config.get("lora") else [])],
     )
-    return render_template(
+    card = render_template(
         "model_card.md.j2",
         is_escaped=False,
         metadata=data.to_yaml(),
@@ -133,6 +133,7 @@ def model_card(run: RunFolder, folder: Path, verified: Sequence[str] = ()) -> st
         settings=[(key, settings[key]) for key in _HYPERPARAMETERS if settings.get(key, "null") != "null"],
         versions=run.versions,
     )
+    return marked_card(card)
 
 
 def _prompt_lines(run: RunFolder, folder: Path) -> list[str]:

@@ -52,10 +52,25 @@ def test_an_adapter_has_the_card_of_peft_and_an_edited_card_stays(run: Path) -> 
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
     (run / "export" / "README.md").write_text("# mine\n")
+    write_model_cards(RunFolder.read(run))
+    best = run / "export-best" / "README.md"
+    best.write_text(best.read_text() + "\nLicence: mine. It keeps the comment of the generated card.\n")
+    edited = best.read_bytes()
     assert adapter / "README.md" in write_model_cards(RunFolder.read(run))
     data = ModelCard.load(adapter / "README.md").data
     assert (data.library_name, data.base_model_relation) == ("peft", "adapter")
     assert (run / "export" / "README.md").read_text() == "# mine\n"
+    assert best.read_bytes() == edited
+
+
+def test_a_card_that_nobody_edited_is_written_again(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a --> b, <!-- written by ds_finetune 1 -->")
+    write_model_cards(RunFolder.read(run))
+    card = run / "export" / "README.md"
+    for lines in ([{"step": 60, "eval/loss": 0.125}], [{"step": 60, "eval/loss": 0.25}]):
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_model_cards(RunFolder.read(run))
+        assert f"{lines[0]['eval/loss']}" in card.read_text()
 
 
 def test_an_export_of_a_checkpoint_has_the_card_of_its_run(run: Path, tmp_path: Path) -> None:
