@@ -15,7 +15,7 @@ from ds_finetune.export.adapter import AdapterBase, write_adapter
 from ds_finetune.families.table import family_of
 from ds_finetune.model.adapters.lora import AdapterPlacement, factors_of, install_lora
 from ds_finetune.model.adapters.lora_plan import plan_lora
-from ds_finetune.model.build.skeleton import whole
+from ds_finetune.model.build.skeleton import full_fragment
 from ds_finetune.model.experts import spread_ids
 from ds_finetune.model.weights.names import is_adapter
 from ds_finetune.reference.selftest.cells import hf_config
@@ -60,8 +60,8 @@ def set_choices(model: PreTrainedModel) -> None:
 def adapted(model: PreTrainedModel, lora: LoraConfig, *, trained: bool = True) -> PreTrainedModel:
     """`model` with adapters; where `trained`, their B are not zero."""
     planned = plan_lora(model.config, lora)
-    install_lora(model, planned.targets, lora, seed=SEED, placement=AdapterPlacement(whole))
-    for name in planned.whole:
+    install_lora(model, planned.targets, lora, seed=SEED, placement=AdapterPlacement(full_fragment))
+    for name in planned.fully_trained:
         model.get_parameter(name).requires_grad_(True)
     if trained:
         generator = torch.Generator().manual_seed(5)
@@ -74,7 +74,7 @@ def adapted(model: PreTrainedModel, lora: LoraConfig, *, trained: bool = True) -
 def write_adapter_of(model: PreTrainedModel, lora: LoraConfig, out: Path, *, base: Path) -> None:
     """The adapters of a model as an adapter folder."""
     tensors = {name: param.detach() for name, param in model.named_parameters() if is_adapter(name)}
-    kept = {name: model.get_parameter(name).detach() for name in plan_lora(model.config, lora).whole}
+    kept = {name: model.get_parameter(name).detach() for name in plan_lora(model.config, lora).fully_trained}
     adapter_base = AdapterBase(name=str(base), digest="", family=family_of(model.config.model_type), trained=kept)
     write_adapter(factors_of(tensors, lora.scale), lora, out, adapter_base)
 

@@ -254,7 +254,7 @@ MUTANTS = (
     Mutant(
         "weights that stay on the device sent to the host too",
         "model/activation_memory.py",
-        "is_input = _place(saved) == host_copy",
+        "is_input = _identity(saved) == host_copy",
         "is_input = saved.dim() > 0",
         OFFLOAD,
     ),
@@ -282,8 +282,8 @@ MUTANTS = (
     Mutant(
         "inputs of layers that are sent to the host kept on the device too",
         "model/activation_memory.py",
-        "is_input = _place(saved) == host_copy",
-        "is_input = _place(saved) == host_copy and hidden is not None",
+        "is_input = _identity(saved) == host_copy",
+        "is_input = _identity(saved) == host_copy and hidden is not None",
         TRACE,
     ),
     Mutant(

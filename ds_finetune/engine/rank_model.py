@@ -29,7 +29,7 @@ from ds_finetune.model.attention.kernels import choose_flash_attention, packs_do
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.build.encoder import encoder_of
 from ds_finetune.model.build.model_plan import ModelPlan
-from ds_finetune.model.build.skeleton import Where, build_skeleton, model_class, resolve_folder, soft_cap, whole
+from ds_finetune.model.build.skeleton import Where, build_skeleton, full_fragment, model_class, resolve_folder, soft_cap
 from ds_finetune.model.experts import choose_product
 from ds_finetune.model.fused.install import install_fused
 from ds_finetune.model.loss.cross_entropy import Kernel, chunked_cross_entropy, liger_cross_entropy
@@ -103,7 +103,7 @@ def placement_of(lm: PreTrainedModel, plan: Plan, groups: Groups) -> AdapterPlac
     is_partitioned = plan.zero_stage == 3
     partition_like = partial(_partition_like_model, lm) if is_partitioned else None
     placement = AdapterPlacement(
-        four_bit_or(partition if is_partitioned else whole, partition_like),
+        four_bit_or(partition if is_partitioned else full_fragment, partition_like),
         ModelShard.of(plan.mesh, family_of(lm.config.model_type)),
         tp_group=groups.tensor,
         mark_expert=partial(tag_expert, groups=groups),
@@ -273,7 +273,7 @@ def start_teacher(plan: Plan, model: ModelPlan, groups: Groups) -> Iterator[Teac
     device = device_of_rank(plan.device, plan.world.local_rank)
     load = partial(load_teacher, model.teacher, model.attention, plan.precision, device, sp_group=groups.sequence)
     if not is_teacher_partitioned(plan.zero_stage, model.teacher.offload):
-        yield load().whole()
+        yield load().unsharded_teacher()
         return
     import deepspeed
 

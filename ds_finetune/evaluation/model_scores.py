@@ -85,7 +85,7 @@ def _own(hub: HubFolder, copy: str, original: str, weight: torch.Tensor) -> torc
     """The MTP layer's copy of a tensor where it differs from the model's `weight`, else `weight`."""
     if copy not in hub.shapes or hub.is_same(copy, original):
         return weight
-    return hub.whole(copy).to(weight)
+    return hub.full_tensor(copy).to(weight)
 
 
 def _load_layer(hub: HubFolder, model: PreTrainedModel, family: Family, prefix: str) -> torch.nn.Module:
@@ -97,11 +97,11 @@ def _load_layer(hub: HubFolder, model: PreTrainedModel, family: Family, prefix: 
     with torch.no_grad():
         for name, tensor in layer.state_dict().items():
             for piece in hub_pieces(prefix + name, tuple(tensor.shape), family):
-                tensor[piece.index] = hub.whole(piece.key)
+                tensor[piece.index] = hub.full_tensor(piece.key)
         for name, buffer in list(layer.named_buffers()):
             if name.rpartition(".")[2] in family.fp32_buffers:
                 owner = layer.get_submodule(name.rpartition(".")[0])
-                setattr(owner, name.rpartition(".")[2], hub.whole(prefix + name).float().to(buffer.device))
+                setattr(owner, name.rpartition(".")[2], hub.full_tensor(prefix + name).float().to(buffer.device))
     return layer.to(model.device)
 
 

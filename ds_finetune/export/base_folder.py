@@ -155,7 +155,7 @@ def with_stored_weights(
     hub = HubFolder(folder)
     for name, tensor in tensors:
         if tensor is not None and name in names:
-            tensor = hub.whole(published_name(name, family)).to(tensor.dtype)
+            tensor = hub.full_tensor(published_name(name, family)).to(tensor.dtype)
         yield name, tensor
 
 

@@ -208,7 +208,7 @@ def _parts_of(
     columns = math.prod(shape[1:])
     step = max(_CHUNK_NUMEL // columns, 1)
     for first in range(0, shape[0] if shape else 1, step):
-        rows = hub.rows(key, first, min(first + step, shape[0])) if shape else hub.whole(key)
+        rows = hub.rows(key, first, min(first + step, shape[0])) if shape else hub.full_tensor(key)
         check_finite(key, rows, rows, others="w8a16")
         if quantiser is None:
             yield "", first * columns, rows.to(dtype).contiguous()

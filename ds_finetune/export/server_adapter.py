@@ -113,8 +113,10 @@ def check_servable(adapter: PeftAdapter, model_type: str) -> None:
             f"{adapter.folder} adapts {', '.join(sorted(ignored))}, which {VLLM} does not compute for {model_type}",
             hint=f"{_MERGE}, or train without them: of published names, it computes {', '.join(sorted(looked_up))}",
         )
-    if adapter.whole:
-        raise ExportError(f"{adapter.folder} holds fully trained weights: {', '.join(adapter.whole)}", hint=_MERGE)
+    if adapter.fully_trained:
+        raise ExportError(
+            f"{adapter.folder} holds fully trained weights: {', '.join(adapter.fully_trained)}", hint=_MERGE
+        )
     partly = [module for module, leaves in sides.items() if len(leaves) < len(_PROJECTIONS)]
     if partly:
         leaves = ", ".join(sorted(sides[partly[0]]))

@@ -22,7 +22,7 @@ GPT_OSS: Config = {**DENSE, "intermediate_size": 16, "head_dim": 8, "num_local_e
 GPT_OSS |= {"sliding_window": 5, "attention_bias": True, "swiglu_limit": 1.0, "rope_parameters": _YARN}
 """Attention sinks, a sliding window in every other layer, and biased experts whose clamp some activations reach."""
 MISTRAL: Config = {**DENSE, "head_dim": 12, "sliding_window": 5}
-"""A sliding window in every layer."""
+"""Tiny model with a sliding window in every layer."""
 MINISTRAL3: Config = {**DENSE, "head_dim": 12}
 MINISTRAL3 |= {"rope_parameters": {**_YARN, "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.5}}
 """YaRN, and queries that are scaled up with their position in steps of four positions."""
@@ -55,7 +55,7 @@ COMPRESSED |= {"compress_ratios": [0, 4, 128, 4], "compress_rate_hca": 12}
 layer chooses experts by token ids.
 """
 HASHED: Config = {"num_hidden_layers": 5, "compress_ratios": [0, 4, 128, 4, 0], "num_hash_layers": 4}
-"""Changes to a configuration that put layers with experts chosen by token ids into later pipeline stages too."""
+"""Changes to a tiny configuration that put layers with experts chosen by token ids into later pipeline stages too."""
 QWEN3_MOE: Config = {**DENSE, "head_dim": 12, "moe_intermediate_size": 16, "num_experts": 8}
 QWEN3_MOE |= {"num_experts_per_tok": 2, "norm_topk_prob": True, "mlp_only_layers": [0]}
 """Grouped-query attention, and routed experts in all layers after the first."""
@@ -66,26 +66,30 @@ QWEN3_NEXT: Config = {**DELTA, "moe_intermediate_size": 16, "num_experts": 8, "n
 QWEN3_NEXT |= {"shared_expert_intermediate_size": 24}
 """`DELTA` with routed experts and a gated shared expert in every layer."""
 MIXTRAL: Config = {**DENSE, "intermediate_size": 16, "num_local_experts": 8, "num_experts_per_tok": 2}
-"""Grouped-query attention and routed experts in every layer."""
+"""Tiny model with grouped-query attention and routed experts in every layer."""
 OLMOE: Config = {**DENSE, "intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "eos_token_id": None}
-"""Routed experts in every layer, queries and keys normalised over all heads, expert weights with sums other than 1."""
+"""Tiny model with routed experts in every layer, whose routing weights do not sum to 1, and with queries and keys that
+are normalised over all heads.
+"""
 MINIMAX_M2: Config = {**MIXTRAL, "head_dim": 16}
 MINIMAX_M2 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
 """Routed experts in every layer, queries and keys normalised over all heads, rotary embeddings of half of each head."""
 GROUPED_ROUTING: Config = {**LATENT, "n_group": 2, "topk_group": 1}
-"""Latent attention, and routed experts chosen only from some groups."""
+"""Tiny model with latent attention, and routed experts chosen only from some groups."""
 INDEXED: Config = {**GROUPED_ROUTING, "index_topk": 32, "index_n_heads": 2, "index_head_dim": 16}
-"""`GROUPED_ROUTING` with DeepSeek sparse attention: some rows, but no documents, of the samples exceed `index_topk`."""
+"""Tiny model `GROUPED_ROUTING` with DeepSeek sparse attention. Some rows of the test samples are longer than
+`index_topk`, but no documents.
+"""
 SPARSE: Config = {"index_topk": 6, "index_n_heads": 16}
-"""Changes after which most documents of the samples exceed `index_topk`, with distinct scores of tokens: with few heads
-many scores are 0, and among equal ones torch chooses by the length of the row.
+"""Changes to a tiny configuration after which most documents of the test samples are longer than `index_topk`. It has
+more indexer heads, because with few heads many scores are 0, and among equal scores torch chooses by the row's length.
 """
 SHARED_INDEX: Config = {**INDEXED, "n_group": 1, "v_head_dim": 24, "index_topk_freq": 2, "index_skip_topk_offset": 1}
-"""DeepSeek sparse attention with one group of experts and an indexer in every other layer."""
+"""Tiny model with DeepSeek sparse attention, one group of experts, and an indexer in every other layer."""
 ONE_GROUP: Config = {**LATENT, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
-"""Latent attention and a single group of experts, as in Moonlight and Kimi K2."""
+"""Tiny model with latent attention and a single group of experts, as in Moonlight and Kimi K2."""
 WIDE_VALUES: Config = {**ONE_GROUP, "v_head_dim": 24, "routed_scaling_factor": 1.8}
-"""A single group of experts, and values as wide as queries and keys, as in GLM-4.7-Flash."""
+"""Tiny model with a single group of experts, and values as wide as queries and keys, as in GLM-4.7-Flash."""
 GROUPED_QUERY_EXPERTS: Config = {**DENSE, **_EXPERTS, "head_dim": 12, "attention_bias": True}
 GROUPED_QUERY_EXPERTS |= {"n_group": 1, "topk_group": 1}
 """Grouped-query attention with biases, and routed experts in all layers after the first, as in GLM-4.5-Air."""

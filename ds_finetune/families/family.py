@@ -1,4 +1,4 @@
-"""A row of the table of model families."""
+"""What a row of the table of model families says about a model type: its capabilities and the names of its tensors."""
 
 import re
 from collections.abc import Mapping
@@ -22,9 +22,9 @@ class MlpNames:
 
 AS_BUILT = MlpNames()
 MIXTRAL_NAMES = MlpNames(module="block_sparse_moe", gate="w1", up="w3", down="w2")
-"""transformers 5.23, conversion_mapping.py:1270-1296."""
+"""Names of MLPs and experts in Mixtral's checkpoints (transformers 5.23, conversion_mapping.py:1270-1296)."""
 Renames = tuple[tuple[str, str], ...]
-"""Pairs of a regular expression on names and its replacement, applied in this order."""
+"""Renames of tensors: pairs of a regular expression on names and its replacement, applied in order."""
 DEEPSEEK_V4_RENAMES: Renames = (
     (r"^model\.layers\.\d+\.mtp\.", "mtp.0."),
     (r"(mtp\.0)\.hc_head\.", r"\1.hc_head_"),
@@ -53,8 +53,8 @@ DEEPSEEK_V4_RENAMES: Renames = (
     (r"\.shared_experts\.down_proj\.", ".shared_experts.w2."),
     (r"\.mlp\.", ".ffn."),
 )
-"""Renames from transformers 5.23 to the published checkpoint (conversion_mapping.py:649-686), also from names that
-transformers itself writes, with `model.` and with `attn.norm` for `attn.kv_norm`.
+"""Renames of DeepSeek-V4's tensors from transformers 5.23 to the published checkpoint (conversion_mapping.py:649-686).
+They also apply to names that transformers itself writes, with `model.` and with `attn.norm` for `attn.kv_norm`.
 """
 
 
@@ -63,7 +63,9 @@ class OnnxGraph:
     """Kinds of attention, router and rotary embedding in a family's ONNX graph (built by `export/onnx`)."""
 
     attention: Literal["latent", "grouped_query", "post_norm", "pre_norm"]
-    """`post_norm` and `pre_norm` are encoders, normalised after or before attention and MLP; they only classify."""
+    """Kind of attention. `post_norm` and `pre_norm` belong to encoders, which are normalised after or before attention
+    and MLP and only classify.
+    """
     router: Literal["sigmoid", "softmax", "grouped_softmax"] | None = None
     """Scores by which experts are chosen; None for a family without routed experts."""
     is_rotary_interleaved: bool = False
@@ -77,9 +79,11 @@ class Gguf:
     name: str
     """Name of the architecture in GGUF."""
     computes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Supported values of some config.json keys, the usual one first; other keys may have any value."""
+    """Supported values of some config.json keys, the usual value first. Other keys may have any value."""
     rotates_pairs: bool = False
-    """Whether llama.cpp rotates pairs of adjacent columns of queries and keys, with scaling as in Llama 3 possible."""
+    """Whether llama.cpp rotates pairs of adjacent columns of queries and keys. Scaling as in Llama 3 is then
+    possible.
+    """
 
 
 @dataclass(frozen=True)
@@ -92,12 +96,13 @@ class RouterKind:
     """Name of the router's module within a layer."""
     parameters: tuple[str, ...] = ("weight",)
     bias: str | None = None
-    """Name within a layer of the buffer that is added to scores only for choosing experts (arXiv 2408.15664); None
-    without one."""
+    """Name, within a layer, of the buffer that is added to scores only for choosing experts (arXiv 2408.15664); None
+    without one.
+    """
     reads_ids: bool = False
-    """Whether some layers choose experts by token id, from a table that they have instead of a bias."""
+    """Whether some layers choose experts by token id. They have a table of experts instead of a bias."""
     rounds_weights: bool = True
-    """Whether weights from an fp32 softmax are rounded to the dtype of hidden states."""
+    """Whether routing weights from an fp32 softmax are rounded to the dtype of hidden states."""
 
 
 @dataclass(frozen=True)
@@ -106,35 +111,37 @@ class TinyModels:
 
     config: Mapping[str, Any]
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Further configurations by name."""
+    """Further tiny configurations, by name."""
     in_standard_selftest: bool = False
     """Whether `ds-finetune selftest` checks the family when no families are named."""
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Positions and classification of a model with bidirectional attention."""
+    """How an encoder (a model with bidirectional attention) numbers positions and classifies documents."""
 
     head: tuple[str, ...]
     """Modules that turn the vector of a document into scores, in order, by their names in transformers' class for
-    classification. Modules missing in a model folder are randomly initialised."""
+    classification. Modules missing in a model folder are randomly initialised.
+    """
     rotates: bool = False
     """Whether the encoder has a rotary embedding."""
     has_token_types: bool = False
     """Whether tokens of the second text of a pair have another token type than those of the first."""
     positions_follow_padding: bool = False
-    """Whether positions start at the config's `pad_token_id` + 1 instead of 0, which leaves fewer of them."""
+    """Whether positions start at the config's `pad_token_id` + 1 instead of 0, so that fewer positions are left."""
     pooling_key: str | None = None
     """Config key of the pooling that gives the vector of a document: `cls`, the hidden state of the first token, or
-    `mean`, the mean over tokens. None where it is always the first token's."""
+    `mean`, the mean over tokens. None means that it is always the first token's.
+    """
 
 
 @dataclass(frozen=True)
 class Indexer:
     """How an indexer chooses the tokens that a query attends to (DeepSeek sparse attention, DeepSeek-V3.2).
 
-    In documents of at most `index_topk` tokens it chooses all earlier tokens. The choice has no gradient: only a
-    separate loss trains the indexer.
+    In documents of at most `index_topk` tokens it chooses all earlier tokens. The choice has no gradient, so only a
+    loss of its own trains the indexer.
     """
 
     rotates_pairs: bool = False
@@ -146,7 +153,7 @@ class Indexer:
     """Whether the indexer chooses compressed entries of `compress_rates` tokens instead of tokens (DeepSeek-V4)."""
 
     def longest_document(self, config: Mapping[str, Any]) -> int:
-        """Maximum tokens of a document in which the indexer leaves nothing out."""
+        """Maximum number of tokens of a document in which the indexer leaves no token out."""
         chosen = int(config["index_topk"])
         rate = entry_tokens(config) if self.chooses_entries else 1
         return chosen * rate + rate - 1
@@ -157,17 +164,18 @@ FUSED = "RMSNorm, rotary embedding and SwiGLU are one kernel each"
 
 @dataclass(frozen=True)
 class Family:
-    """One model type. A capability that is None, empty or False is not supported."""
+    """A model type and its capabilities. A capability that is None, empty or False is not supported."""
 
     model_type: str
     is_generic: bool = False
-    """Whether the model type has no row of its own."""
+    """Whether the model type has no row of its own in the table of families."""
     built_as: str | None = None
-    """Model type whose classes are used where transformers has none for this one. Configurations and exports keep the
-    name."""
+    """Model type whose classes are used if transformers has none for this model type. Configurations and exports keep
+    the name of this type.
+    """
 
     expert_keys: ExpertKeys | None = None
-    """Keys of config.json for the sizes of routed experts; None for a model without them."""
+    """Keys of config.json for the sizes of routed experts; None for a model without routed experts."""
     fused_experts: bool = False
     """Whether a layer's experts are one 3-D tensor in transformers 5, but one matrix each in published checkpoints.
     They use torch's grouped product."""
@@ -177,7 +185,7 @@ class Family:
     published_mlp: MlpNames = AS_BUILT
     """Names of MLPs and experts in published checkpoints."""
     published_renames: Renames = ()
-    """Renames of all other tensors in published checkpoints."""
+    """Renames from names in transformers to published names, in addition to those of MLPs and experts."""
     drops_layers_beyond: bool = False
     """Whether published multi-token prediction layers, numbered from `num_hidden_layers` on, are not built."""
     has_mtp: bool = False
@@ -187,15 +195,19 @@ class Family:
     may_be_unexpected: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
     """Regular expressions of checkpoint keys that the model does not load."""
     extends_context: bool = True
-    """Whether `model.context` is tested; false where transformers reads another kind of rotary scaling."""
+    """Whether `model.context` is tested with the family. False where transformers reads another kind of rotary
+    scaling.
+    """
     fp32_buffers: tuple[str, ...] = ()
-    """Last parts of the names of untrained tensors that stay in fp32 at any precision."""
+    """Last parts of the names of untrained tensors that stay in fp32 whatever the run's precision is."""
     fp32_weights: str | None = None
-    """Regular expression of parameters that forwards use in fp32 at any precision; it matches the model's names and
-    those of published checkpoints."""
+    """Regular expression of parameters that forwards use in fp32 whatever the run's precision is. It matches the
+    model's names and those of published checkpoints.
+    """
     fp8_linear: str | None = r"\.(self_attn|mlp)\.([\w.]+\.)?\w+_proj(_with_mqa)?\.weight$"
-    """Regular expression of checkpoint keys with weights published in FP8; the default is DeepSeek-V3's: attention,
-    MLPs, shared and routed experts. None where the keys must be read from the base model."""
+    """Regular expression of checkpoint keys with weights published in FP8. The default is DeepSeek-V3's: attention,
+    MLPs, shared and routed experts. None means that the keys must be read from the base model.
+    """
     fp8_scale: str = ".weight_scale_inv"
     """Suffix of a module's name that gives the name of its FP8 or FP4 scales."""
     export_config: Mapping[str, object] = field(default_factory=dict)
@@ -206,29 +218,32 @@ class Family:
     it; transformers' sdpa and FlashAttention 2 do not, and its eager attention does not separate packed documents
     (gpt_oss/modeling_gpt_oss.py:460)."""
     indexer: Indexer | None = None
-    """None where queries attend to all earlier tokens, or to those in a sliding window."""
+    """How an indexer chooses tokens. None where queries attend to all earlier tokens, or to those in a sliding
+    window.
+    """
     window_in_mask: bool = False
     """Whether transformers 5.23 applies the sliding window only in masks, which FlashAttention does not use
     (qwen2_moe/modeling_qwen2_moe.py:254)."""
     has_state: bool = False
     """Whether layers carry a state from token to token (gated delta nets). Attention by document resets it at each
-    document; answers are not sampled."""
+    document. Sampling answers is not supported.
+    """
     normalises_over_heads: bool = False
-    """Whether queries are normalised over the columns of all heads together, and so are keys."""
+    """Whether queries are normalised over the columns of all heads together. Keys are then normalised likewise."""
     parallel_axes: frozenset[str] = frozenset()
     """Axes of `parallel` in the run file that are tested with the family: tp, sp, pp, ep."""
     experts_class: str | None = None
     """Class of the routed experts in transformers, which expert parallelism needs."""
     router: RouterKind | None = None
-    """None where no layer has a router with a trainable and measurable balance."""
+    """How routers score experts. None if no layer has a router whose balance can be trained and measured."""
     has_lora: bool = False
     """Whether LoRA is tested with the family."""
 
     fused: str = FUSED
-    """Which operations `model.kernels` computes by one kernel each, in words; empty where it computes none."""
+    """Which operations fused kernels (`model.kernels`) compute, in words. Empty where they compute none."""
 
     encoder: Encoder | None = None
-    """None for causal models."""
+    """Properties of an encoder; None for causal models."""
 
     onnx: OnnxGraph | None = None
     gguf: Gguf | None = None
@@ -236,7 +251,9 @@ class Family:
 
     @property
     def mtp_module(self) -> str:
-        """Prefix of names within a multi-token prediction layer: a submodule that the model's own forward skips."""
+        """Prefix of the names within a multi-token prediction layer, which is a submodule where the model's own forward
+        skips it.
+        """
         return "mtp." if self.compresses else ""
 
     @property
@@ -249,11 +266,11 @@ class Family:
         return self.indexer is not None and ".self_attn." in name and ".indexer." in name
 
     def is_in_fp32(self, name: str) -> bool:
-        """Whether forwards use the parameter `name` in fp32 at any precision."""
+        """Whether forwards use the parameter `name` in fp32 whatever the run's precision is."""
         return self.fp32_weights is not None and re.search(self.fp32_weights, name) is not None
 
     def may_skip(self, key: str, *, layers: int) -> bool:
-        """Whether a model of `layers` layers may leave the checkpoint tensor `key` unread: it matches
+        """Whether a model of `layers` layers may leave the checkpoint tensor `key` unread: the key matches
         `may_be_unexpected`, or belongs to a layer past the last one.
         """
         if any(re.search(pattern, key) for pattern in self.may_be_unexpected):
@@ -262,6 +279,6 @@ class Family:
 
 
 def layer_of(key: str) -> int:
-    """Layer index in the checkpoint key; -1 for a tensor outside of layers."""
+    """Index of the layer that a checkpoint key names; -1 for a tensor outside of layers."""
     layer = re.match(r"^model\.layers\.(\d+)\.", key)
     return int(layer[1]) if layer else -1

@@ -12,23 +12,25 @@ ModelConfig = Mapping[str, Any]
 
 _SPARSE, _HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 RATES: Mapping[str, int] = {_SPARSE: 4, _HEAVY: 128}
-"""Default tokens per compressed entry by kind of attention; `compress_rates` overrides them."""
+"""Default number of tokens per compressed entry, by kind of attention. `compress_rates` overrides it."""
 OLDER_RATES: Mapping[str, str] = {_SPARSE: "compress_rate_csa", _HEAVY: "compress_rate_hca"}
-"""Keys that transformers prefers to `compress_rates`."""
+"""Keys of config.json that transformers prefers to `compress_rates`, by kind of attention."""
 RATIOS: Mapping[int, str] = {0: "sliding_attention", 4: _SPARSE, 128: _HEAVY}
 """DeepSeek-V4's kinds of attention by published `compress_ratios`; 0 compresses nothing."""
 
 
 def compressed_types(c: ModelConfig) -> tuple[str, ...]:
-    """Kind of attention of each DeepSeek-V4 layer, from `layer_types` or the published `compress_ratios`; KeyError
-    where a ratio is not known.
+    """Kind of attention of each DeepSeek-V4 layer, from `layer_types` or the published `compress_ratios`. KeyError for
+    an unknown ratio.
     """
     kinds = c.get("layer_types") or [RATIOS[ratio] for ratio in c["compress_ratios"]]
     return tuple(kinds[: c["num_hidden_layers"]])
 
 
 def longest_window(c: ModelConfig) -> int:
-    """Tokens of the longest window that a DeepSeek-V4 layer compresses into an entry; 0 if none does."""
+    """Number of tokens of the longest window that a DeepSeek-V4 layer compresses into an entry; 0 if no layer
+    compresses.
+    """
     return max((_rate(c, kind) for kind in compressed_types(c) if kind in RATES), default=0)
 
 
@@ -39,13 +41,13 @@ def hashed_layers(c: ModelConfig) -> tuple[int, ...]:
 
 
 def entry_tokens(c: ModelConfig) -> int:
-    """Tokens per entry that a DeepSeek-V4 indexer chooses from."""
+    """Number of tokens per compressed entry from which a DeepSeek-V4 indexer chooses."""
     return _rate(c, _SPARSE)
 
 
 def published_layers(c: ModelConfig) -> dict[str, Any]:
-    """Published DeepSeek-V4 keys for those of transformers 5.23 that are in `c`: kinds of layers as numbers, number of
-    hash routers, and rotary scaling of compressing layers.
+    """Translate layer settings from transformers 5.23's keys in `c` to DeepSeek-V4's published keys: kinds of layers as
+    numbers, number of hash routers, and rotary scaling of compressing layers.
     """
     kinds, rope = c.get("layer_types"), c.get("rope_parameters") or {}
     layers: dict[str, Any] = {}
@@ -63,7 +65,9 @@ def published_layers(c: ModelConfig) -> dict[str, Any]:
 
 
 def _rate(c: ModelConfig, kind: str) -> int:
-    """Tokens per entry, from the keys that transformers prefers, else from `compress_rates`, else the default."""
+    """Number of tokens per compressed entry, from the keys that transformers prefers, else from `compress_rates`, else
+    the default.
+    """
     return int(c.get(OLDER_RATES[kind]) or (c.get("compress_rates") or RATES)[kind])
 
 
@@ -80,23 +84,23 @@ def indexed_layers(c: ModelConfig) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ExpertKeys:
-    """Keys of config.json for the sizes of routed experts; the defaults are DeepSeek's.
+    """Keys of config.json for the sizes of routed experts. The defaults are DeepSeek's keys.
 
-    The methods read a config.json as published or as transformers 5.23 writes it. KeyError where a key is absent.
+    The methods read a config.json as published or as transformers 5.23 writes it. KeyError if a key is absent.
     """
 
     number_keys: tuple[str, ...] = ("n_routed_experts",)
-    """Keys of the number of experts per layer: the published one, then those that transformers writes instead."""
+    """Keys for the number of experts per layer: the published one, then those that transformers writes instead."""
     per_token_key: str = "num_experts_per_tok"
     width_key: str = "moe_intermediate_size"
     """Key of an expert's inner width."""
 
     def number(self, config: Mapping[str, Any]) -> int:
-        """Experts per layer."""
+        """Number of experts per layer."""
         return int(config[self.number_key(config)])
 
     def per_token(self, config: Mapping[str, Any]) -> int:
-        """Experts per token."""
+        """Number of experts that a router chooses for each token."""
         return int(config[self.per_token_key])
 
     def width(self, config: Mapping[str, Any]) -> int:
@@ -104,9 +108,13 @@ class ExpertKeys:
         return int(config[self.width_key])
 
     def number_key(self, config: Mapping[str, Any]) -> str:
-        """The first of `number_keys` in `config`; the published key if there is none."""
+        """Key that `config` has for the number of experts, out of `number_keys`. Without any it is the published
+        key.
+        """
         return next((key for key in self.number_keys if key in config), self.number_keys[0])
 
 
 QWEN_EXPERTS = ExpertKeys(number_keys=("num_experts", "num_local_experts"))
-"""Published configurations have the first key; transformers 5.23 writes the second."""
+"""Keys of Qwen's experts. Published configurations have the first key for the number of experts, and transformers 5.23
+writes the second.
+"""

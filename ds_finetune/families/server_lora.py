@@ -14,11 +14,14 @@ _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 _DENSE = _MLP | {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MIXTURE = _DENSE | {"gate"}
 _LATENT = _MLP | {"gate", "q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"}
-"""Without `kv_b_proj`: decoding multiplies by its initial weight
-(vllm/model_executor/layers/attention/mla_attention.py:1248), so its adapter would count in prefill only."""
+"""Modules with adapters in vLLM for latent attention. `kv_b_proj` is missing, because decoding multiplies by its
+initial weight (vllm/model_executor/layers/attention/mla_attention.py:1248), so its adapter would count in prefill only.
+"""
 _COMPRESSED = frozenset({"attn.wq_a", "attn.wkv", "attn.wq_b", "attn.wo_b", "w1", "w2", "w3"})
-"""Without layers whose weights kernels read directly: compressors (vllm/models/deepseek_v4/attention.py:695, 712),
-`wo_a` and, with fused experts, the router (vllm/models/deepseek_v4/nvidia/model.py:964)."""
+"""Modules with adapters in vLLM for DeepSeek-V4. Layers whose weights kernels read directly are missing: compressors
+(vllm/models/deepseek_v4/attention.py:695, 712), `wo_a` and, with fused experts, the router
+(vllm/models/deepseek_v4/nvidia/model.py:964).
+"""
 VLLM_LORA: Mapping[str, frozenset[str]] = {
     "llama": _DENSE,  # vllm/model_executor/models/llama.py:475
     "qwen2": _DENSE,  # vllm/model_executor/models/qwen2.py:462
@@ -37,5 +40,6 @@ VLLM_LORA: Mapping[str, frozenset[str]] = {
     "qwen2_moe": _MIXTURE,  # vllm/model_executor/models/qwen2_moe.py:423
     "gpt_oss": _DENSE - _MLP,  # vllm/model_executor/models/gpt_oss.py:1411
 }
-"""Last parts of the published names of modules whose adapters vLLM computes on NVIDIA GPUs. Missing model types have a
-class without `SupportsLoRA`, or one that has not been read."""
+"""Last parts of the published names of modules whose adapters vLLM computes on NVIDIA GPUs, by model type. A missing
+model type has a class without `SupportsLoRA`, or one that has not been read.
+"""

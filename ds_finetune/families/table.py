@@ -52,9 +52,11 @@ from ds_finetune.families.layer_rules import (
 _DENSE_AXES = frozenset({"tp", "sp", "pp"})
 _ALL_AXES = _DENSE_AXES | {"ep"}
 _ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
-"""Buffers added to expert scores for choosing: published values differ by less than bf16 can represent."""
+"""Buffers that are added to expert scores for choosing experts. They need fp32, because published values differ by less
+than bf16 can represent.
+"""
 _POSITION_IDS = r"(^|\.)embeddings\.position_ids$"
-"""A constant that older versions of transformers saved in checkpoints."""
+"""Pattern of a constant that older versions of transformers saved in checkpoints."""
 
 _SHARED: dict[str, tuple[object, ...]] = {"n_shared_experts": tuple(range(1, 65))}
 _ALL_SPARSE: dict[str, tuple[object, ...]] = {
@@ -67,14 +69,16 @@ _DEEP = {"num_hidden_layers": 4}
 
 
 def _tiny(name: str, config: ModelConfig, *, in_standard_selftest: bool = False, **changes: ModelConfig) -> TinyModels:
-    """Tiny models of family `name`: the configuration, and a variant with changes for each keyword."""
+    """Tiny models of family `name`: the configuration `config`, and a variant of it with the changes of each
+    keyword.
+    """
     variants = {f"{name}_{variant}": {**config, **changed} for variant, changed in changes.items()}
     return TinyModels(config, variants, in_standard_selftest=in_standard_selftest)
 
 
 _DENSE = Family("", parallel_axes=_DENSE_AXES, has_lora=True, onnx=OnnxGraph("grouped_query"))
 _TRAINED = replace(_DENSE, onnx=None, fp8_linear=None)
-"""Dense types that export only to Hugging Face folders in 16 or 32 bits."""
+"""Row of dense model types that are exported only as Hugging Face folders in 16 or 32 bits."""
 _MIXTURE = Family(
     "",
     fused_experts=True,
@@ -164,7 +168,7 @@ _ROWS = (
     replace(
         _DEEPSEEK_V3,
         model_type="deepseek_v32",
-        # DeepSeek-V3.2-Exp, inference/model.py:441-444: weights_proj is not quantised.
+        # DeepSeek-V3.2-Exp does not quantise weights_proj (inference/model.py:441-444).
         fp8_linear=(
             r"\.(self_attn|mlp)\.((?!indexer\.)[\w.]+\.)?\w+_proj(_with_mqa)?\.weight$"
             r"|\.indexer\.(wq_b|wk)\.weight$"
@@ -247,7 +251,7 @@ _ROWS = (
         extends_context=False,
         fp32_buffers=_ROUTER_BIASES,
         fp8_linear=None,
-        # A rank of tp has the weights of these norms for its own heads only.
+        # A tensor parallel rank has the weights of these norms for its own heads only, so tp is not supported.
         normalises_over_heads=True,
         parallel_axes=_ALL_AXES - {"tp"},
         experts_class="MiniMaxM2Experts",
@@ -304,7 +308,8 @@ _ROWS = (
         fp8_linear=None,
         fp8_scale=".scale",
         fp32_buffers=_ROUTER_BIASES,
-        # transformers 5.23, deepseek_v4/modeling_deepseek_v4.py:1242-1254.
+        # transformers keeps these parameters in fp32 (transformers 5.23,
+        # deepseek_v4/modeling_deepseek_v4.py:1242-1254).
         fp32_weights=r"^(?!mtp\.).*(norm\.weight|hc(_head)?[._]\w+|\.(sinks|attn_sink|position_bias|ape))$",
         has_sinks=True,
         fused=f"{FUSED}, but for norms without weights and the clamps before SwiGLU",
@@ -339,11 +344,11 @@ _ROWS = (
     replace(
         _TRAINED,
         model_type="gemma4_text",
-        # Checkpoints have keys and values of layers that share those of another.
+        # Checkpoints also have keys and values of layers that use those of another layer.
         may_be_unexpected=(r"\.self_attn\.([kv]_proj|[kv]_norm)\.weight$",),
         extends_context=False,
         fused="RMSNorm is one kernel, and rotary embedding and GELU are not",
-        # Other stages and shards would need embeddings, keys and values of the first.
+        # With other axes, later stages and shards would need embeddings, keys and values of the first.
         parallel_axes=frozenset({"sp"}),
         tiny_models=TinyModels(GEMMA4, {"gemma4_text_inputs": GEMMA4_INPUTS, "gemma4_text_experts": GEMMA4_EXPERTS}),
     ),
@@ -373,12 +378,13 @@ _ROWS = (
     ),
 )
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ROWS}
-"""Families by model type; R1 and Moonlight are deepseek_v3, R1's distills are qwen2, qwen3 and llama."""
+"""Families by model type. R1 and Moonlight are deepseek_v3; R1's distills are qwen2, qwen3 and llama."""
 BUILT_AS: Mapping[str, str] = {name: family.built_as for name, family in FAMILIES.items() if family.built_as}
-"""Model types without classes in transformers, with the types whose classes are used."""
+"""Model types for which transformers has no classes, with the types whose classes are used instead."""
 TEXT_PARTS: Mapping[str, str] = {"qwen3_vl_text": "qwen3"}
-"""Text parts of composite models without a causal LM in transformers, with types that compute the same on texts, where
-rotary sections for time, height and width have equal positions."""
+"""Text parts of composite models for which transformers has no causal LM, with types that compute the same on texts,
+where rotary sections for time, height and width have equal positions.
+"""
 WITH_TINY_MODELS = tuple(name for name, family in FAMILIES.items() if family.tiny_models is not None)
 """Model types whose tiny models are compared with transformers."""
 FULLY_TESTED = tuple(name for name in WITH_TINY_MODELS if not FAMILIES[name].compresses)
@@ -392,8 +398,8 @@ STANDARD_SELFTEST = tuple(
 
 
 def family_of(model_type: str) -> Family:
-    """Row of a model type, or a generic row: equal tensor names in checkpoint and model, nothing skipped, no further
-    capability.
+    """Row of a model type in the table of families. Other types get a generic row: checkpoint and model have equal
+    tensor names, no tensor is skipped, and there is no further capability.
     """
     family = FAMILIES.get(model_type)
     return family or Family(model_type, fp32_buffers=_ROUTER_BIASES, fp8_linear=None, is_generic=True, fused="")

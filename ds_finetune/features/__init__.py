@@ -1,1 +1,3 @@
-"""Features: optional parts of a model: adapters, routers, indexers, multi-token prediction, teacher."""
+"""Features, the optional parts of a model or its training: adapters, frozen parameters, routers, indexers, multi-token
+prediction and a teacher.
+"""

@@ -1,4 +1,4 @@
-"""LoRA adapters as a feature; `model/adapters/` has the modules."""
+"""LoRA adapters as a feature. `model/adapters/` has the adapters' modules."""
 
 from collections.abc import Collection
 from math import isclose
@@ -22,7 +22,7 @@ _SHOWN = 3
 
 
 class AdapterFeature(Feature):
-    """Freezes the model and trains adapters, and the whole classification head if there is one."""
+    """Freezes the model and trains adapters, and the full classification head if there is one."""
 
     name = "adapters"
     saves_frozen = False
@@ -31,7 +31,7 @@ class AdapterFeature(Feature):
 
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> LoraPlan | None:
-        """On with the section `lora`."""
+        """Plan the adapters if the run file has a section `lora`, else None."""
         if run.lora is None:
             return None
         lora = plan_lora(hf_config, run.lora, task_of(run.objective))
@@ -42,7 +42,7 @@ class AdapterFeature(Feature):
         return lora
 
     def lines(self) -> list[tuple[str, str]]:
-        """The adapted modules by kind, for the plan."""
+        """Lines of the plan on adapted modules, by kind."""
         return self.settings.lines()
 
     def install(self, lm: PreTrainedModel, placement: AdapterPlacement) -> None:
@@ -58,25 +58,25 @@ class AdapterFeature(Feature):
             start=None if start is None else start.initial,
         )
         for name, param in lm.named_parameters():
-            if name in lora.whole:
+            if name in lora.fully_trained:
                 param.requires_grad_(True)
                 if start is not None:
                     placement.set_full(name, param, start.full_tensor(name))
 
 
 def _check_start(folder: Path, lora: LoraPlan, family: Family) -> None:
-    """ConfigError where the adapter in `folder` has other modules, ranks, scales or weights that are trained whole than
-    `lora`, or other shapes.
+    """ConfigError if the adapter in `folder` differs from `lora` in its modules, ranks, scales, shapes or fully trained
+    weights.
     """
     try:
         adapter = PeftAdapter.open(folder)
     except ExportError as refused:
         raise ConfigError(f"lora.start: {refused.message}", hint=refused.hint) from refused
     shapes = {f"{target.name}.{leaf}": shape for target in lora.targets for leaf, shape in target.shapes.items()}
-    section, both = lora.section, sorted(shapes.keys() & set(adapter.names))
+    section, common_names = lora.section, sorted(shapes.keys() & set(adapter.names))
     differ = _differences("adapters", set(adapter.names), shapes.keys())
-    differ += _differences("weights trained whole", adapter.whole.keys(), lora.whole.keys())
-    for name in both:
+    differ += _differences("weights trained whole", adapter.fully_trained.keys(), lora.fully_trained.keys())
+    for name in common_names:
         rank, scale = adapter.rank_and_scale(name)
         differ += [f"rank {rank} of {name}, lora.rank {section.rank}"] if rank != section.rank else []
         differ += [f"scale {scale:g} of {name}, lora {section.scale:g}"] if not isclose(scale, section.scale) else []
@@ -87,11 +87,11 @@ def _check_start(folder: Path, lora: LoraPlan, family: Family) -> None:
         more = f", and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
         raise ConfigError(
             f"lora.start {folder} does not fit: {'; '.join(differ[:_SHOWN])}{more}",
-            hint="set lora to what the adapter has, in its adapter_config.json, or take another adapter",
+            hint="set lora to the values in the adapter's adapter_config.json, or take another adapter",
         )
 
 
 def _differences(what: str, theirs: Collection[str], ours: Collection[str]) -> list[str]:
-    """Texts on names that only one of both has."""
+    """Describe the names that only the adapter (`theirs`) or only the run's `lora` section (`ours`) has."""
     only = {"there": sorted(set(theirs) - set(ours)), "in lora": sorted(set(ours) - set(theirs))}
     return [f"{what} only {where}: {', '.join(names[:_SHOWN])}" for where, names in only.items() if names]

@@ -31,26 +31,30 @@ class RankParts:
 
 
 class Feature:
-    """A part of a model or of its training; each engine has its own instance."""
+    """Base class of features: parts of a model or of its training that a run file turns on. Each engine has its own
+    instance.
+    """
 
     name: ClassVar[str]
-    """Key in `ModelPlan.features`; for features of other packages also in `features` of the run file."""
+    """Key of the feature in `ModelPlan.features`, and for features of other packages also in `features` of the run
+    file.
+    """
     saves_frozen: bool = True
-    """Whether checkpoints hold frozen parameters; false where the model's folder has all of them."""
+    """Whether checkpoints hold frozen parameters. False if the model's folder has all of them."""
 
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> object | None:
-        """Settings of the feature from the run file and the model's configuration, for `ModelPlan.features`; None where
-        it is off. ConfigError or ModelError where its settings are wrong.
+        """Settings of the feature from the run file and the model's configuration, for `ModelPlan.features`. None if
+        the feature is off. ConfigError or ModelError if its settings are wrong.
 
-        May change `hf_config`, from which models are built afterwards. The default is `features.NAME` of the run file,
-        unchanged.
+        The method may change `hf_config`, from which models are built afterwards. The default is `features.NAME` of the
+        run file, unchanged.
         """
         return run.features.get(cls.name)
 
     @classmethod
     def of(cls, model: ModelPlan, plan: Plan) -> Self | None:
-        """The feature's instance for an engine; None where it is off."""
+        """Make the feature's instance for an engine, or None if the feature is off."""
         settings = model.features.get(cls.name)
         return None if settings is None else cls(settings, model, plan)
 
@@ -59,30 +63,30 @@ class Feature:
 
     @property
     def own_loss(self) -> str:
-        """Name of the auxiliary loss that alone trains the parameters that the feature `owns`; empty for none. These
-        parameters are clipped by their own gradient norm.
+        """Name of the auxiliary loss that alone trains the parameters that the feature `owns`; empty without such a
+        loss. These parameters are clipped by a gradient norm of their own.
         """
         return ""
 
     def complete(self, plan: Plan) -> Plan:
-        """The run's plan with the consequences of the feature: parameters that it freezes, and notes."""
+        """Add the feature's consequences to the run's plan: parameters that it freezes, and notes."""
         return plan
 
     def lines(self) -> list[tuple[str, str]]:
-        """Lines of the plan about the feature, as name and text."""
+        """Lines of the plan about the feature, as (name, text)."""
         return []
 
     def open(self, parts: RankParts) -> AbstractContextManager[object]:
-        """Context in which the engine runs; entered before the model is built."""
+        """Context in which the engine runs. It is entered before the model is built."""
         return nullcontext()
 
     def install(self, lm: PreTrainedModel, placement: AdapterPlacement) -> None:
         """Change this rank's shard of the model in place, after its weights are loaded. `placement` shards new
-        parameters; they are trained if they require a gradient.
+        parameters, which are trained if they require a gradient.
         """
 
     def owns(self, name: str) -> bool:
-        """Whether the loss `own_loss` alone trains the parameter `name`."""
+        """Whether only the loss `own_loss` trains the parameter `name`."""
         return False
 
     def wrap(self, trained: TrainedModel) -> TrainedModel:
@@ -91,6 +95,6 @@ class Feature:
 
     def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss | None:
         """The feature's auxiliary loss with its metrics, or None. It may register hooks in `trained`, which run after
-        those of DeepSpeed.
+        DeepSpeed's hooks.
         """
         return None

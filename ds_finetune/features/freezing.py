@@ -1,4 +1,4 @@
-"""Parameters that `train.only` and `train.freeze` leave as they are, as a feature."""
+"""Parameters that `train.only` and `train.freeze` keep from being trained, as a feature."""
 
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -15,8 +15,8 @@ from ds_finetune.plan.settings import RunSettings
 
 
 class FreezeFeature(Feature):
-    """Keeps parameters out of optimizer, weight decay, gradient norm and checkpoints; exports have them as they are in
-    the model's folder.
+    """Keeps frozen parameters out of optimizer, weight decay, gradient norm and checkpoints. Exports take them from the
+    model's folder.
     """
 
     name = "freezing"
@@ -26,8 +26,8 @@ class FreezeFeature(Feature):
 
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> FreezePlan | None:
-        """With `train.only` or `train.freeze`; ConfigError where they leave nothing to train, or a score head, whose
-        weights are not in the model's folder.
+        """Plan which parameters `train.only` or `train.freeze` freezes; None without these keys. ConfigError if they
+        leave nothing to train, or freeze a score head, whose weights are not in the model's folder.
         """
         task, family = task_of(run.objective), family_of(hf_config.model_type)
         freezing = plan_freezing(run.train, read_tensors(hf_config, task).by_name)
@@ -35,7 +35,7 @@ class FreezeFeature(Feature):
             return None
         key = "train.freeze" if run.train.freeze else "train.only"
         if not any(not family.is_of_indexer(name) for name in freezing.trained):
-            raise ConfigError(f"{key} leaves no parameter to train", hint="name fewer, or leave it out")
+            raise ConfigError(f"{key} leaves no parameter to train", hint=f"name fewer parameters, or leave {key} out")
         is_scored = run.objective.row.head == "scores"
         heads = freezing.frozen.keys() & {*head_parameters(build_meta_model(hf_config, task))} if is_scored else ()
         if heads:
@@ -47,11 +47,11 @@ class FreezeFeature(Feature):
         return freezing
 
     def lines(self) -> list[tuple[str, str]]:
-        """What is trained and what is not."""
+        """Lines of the plan on trained and frozen parameters."""
         return self.settings.lines()
 
     def install(self, lm: PreTrainedModel, placement: AdapterPlacement) -> None:
-        """Let the parameters require no gradient."""
+        """Freeze the planned parameters: they require no gradient."""
         for name, param in lm.named_parameters():
             if name in self.settings.frozen:
                 param.requires_grad_(False)

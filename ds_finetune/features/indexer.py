@@ -21,8 +21,8 @@ class IndexerLoss(ExtraLoss):
     """The divergence D_KL(p || softmax(I)) of a query, summed over indexers and averaged over all tokens.
 
     I are an indexer's scores of the tokens, or compressed entries, that the query may attend to. p are the attention
-    weights of these, summed over heads and normalised; they get no gradient. An indexer whose choice several layers
-    share gets the mean over those layers (arXiv 2603.12201).
+    weights of these tokens or entries, summed over heads and normalised, without a gradient. An indexer whose choice
+    several layers share gets the mean over these layers (arXiv 2603.12201).
     """
 
     name = "indexer"
@@ -40,7 +40,7 @@ class IndexerLoss(ExtraLoss):
 
     @contextmanager
     def listen(self, rows: ForwardRows, *, is_counting: bool, is_first: bool) -> Iterator[None]:
-        """Collect the divergences of the forward that runs within the context."""
+        """Context that collects the divergences of the forward within."""
         self._collector.is_listening = True
         try:
             yield
@@ -48,9 +48,11 @@ class IndexerLoss(ExtraLoss):
             self._collector.is_listening = False
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
-        """The contribution of the tokens of `rows` without padding; sequence parallel ranks contribute theirs."""
-        losses = dict(self._collector.found)
-        self._collector.found.clear()
+        """Contribution of the tokens of `rows` without padding. Each sequence parallel rank contributes its own
+        tokens.
+        """
+        losses = dict(self._collector.divergences)
+        self._collector.divergences.clear()
         if not losses:
             return None
         assert losses.keys() == self._shares.keys(), (losses.keys(), self._shares.keys())
@@ -78,25 +80,26 @@ class IndexerFeature(Feature):
 
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> IndexerPlan | None:
-        """On with `indexer.train`."""
+        """Plan the training of indexers if `indexer.train` is set."""
         return plan_indexer(run.indexer, hf_config.to_dict())
 
     @property
     def own_loss(self) -> str:
-        """The indexer loss, where other parameters are trained too."""
+        """Name of the indexer loss if other parameters are trained too, else empty."""
         return "" if self.settings.trains_only_indexers else IndexerLoss.name
 
     def lines(self) -> list[tuple[str, str]]:
-        """Number of trained indexers and their settings, for the plan."""
+        """Lines of the plan on the number of trained indexers and their settings."""
         return self.settings.lines()
 
     def owns(self, name: str) -> bool:
-        """The indexers' parameters, where other parameters are trained too."""
+        """Whether `name` is a parameter of an indexer, while other parameters are trained too."""
         return bool(self.own_loss) and family_of(self.model.hf_config.model_type).is_of_indexer(name)
 
     def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss:
-        """The divergence of the indexers' scores from attention."""
-        # With compressed entries, sequence parallel ranks hold all heads of their own tokens.
+        """Make the loss from the divergence between the indexers' scores and attention weights."""
+        # With compressed entries, a sequence parallel rank holds all heads of its own tokens, so these ranks do not sum
+        # weights.
         others = None if family_of(self.model.hf_config.model_type).compresses else parts.groups.sp
         ranks = tuple(group for group in (parts.groups.tp, others) if group is not None)
         collector = DivergenceCollector(ranks, attends_to_all=self.settings.trains_only_indexers)

@@ -1,5 +1,5 @@
-"""Multi-token prediction as a feature: selects the layer to train from config.json and the model's tensors, and
-computes its loss with the layer that `model/mtp.py` builds.
+"""Multi-token prediction as a feature. It selects the layer to train from config.json and the model's tensors, and
+computes the loss of the layer that `model/mtp.py` builds.
 """
 
 import json
@@ -40,14 +40,16 @@ from ds_finetune.objectives.objective import LossAndSums, Term
 from ds_finetune.plan.settings import RunSettings
 
 _UNKNOWN = re.compile(r"^mtp\.0\.(.*\.)?(compressor|indexer|tid2eid)\b|^mtp\.(?!0\.)")
-"""Tensors of DeepSeek-V4's prediction layers that this program does not support."""
+"""Pattern of tensors of DeepSeek-V4's prediction layers that this program does not support."""
 DocumentArguments = Callable[[tuple[Documents, ...] | None, torch.device], dict[str, Any]]
-"""Arguments by which attention knows where documents begin, from the lengths of each row's documents."""
+"""Function from the lengths of each row's documents and a device to the arguments that tell attention where documents
+begin.
+"""
 
 
 class MtpLoss(ExtraLoss):
     """Cross entropy of the token after the next, at each position where that token is in the same document and
-    supervised; with `detach` its gradient reaches only the prediction layer.
+    supervised. With `detach` its gradient reaches only the prediction layer.
 
     The sum is divided by the number of supervised tokens, as in DeepSeek-V3's report (arXiv 2412.19437, eq. 24), not by
     the smaller number of predictions: a document of n supervised tokens has n - 1 predictions, or n after a prompt.
@@ -63,7 +65,7 @@ class MtpLoss(ExtraLoss):
         self._streams: torch.Tensor | None = None
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """Mean loss in nats over the predictions, and the share of predictions that equal the text's token.
+        """Mean loss in nats over the predictions, and the fraction of predictions that equal the text's token.
 
         In speculative decoding, a server accepts predictions that equal the model's own choice, which may differ from
         the text.
@@ -73,7 +75,9 @@ class MtpLoss(ExtraLoss):
 
     @contextmanager
     def listen(self, rows: ForwardRows, *, is_counting: bool, is_first: bool) -> Iterator[None]:
-        """Record the residual streams after the last layer, where there are several, before the head merges them."""
+        """Context that records the residual streams after the last layer, before the head merges them, in models with
+        several streams.
+        """
         if not family_of(self._lm.config.model_type).compresses:
             yield
             return
@@ -88,7 +92,9 @@ class MtpLoss(ExtraLoss):
             hook.remove()
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
-        """This forward's part of the auxiliary loss; `hidden` [rows, tokens, width] are states after the final norm."""
+        """Contribution of a forward to the auxiliary loss. `hidden` [rows, tokens, width] are the states after the
+        final norm.
+        """
         (number,) = mtp_layers(self._lm.config)
         layer = self._lm.base_model.layers[number]
         streams, self._streams = self._streams, None
@@ -127,40 +133,42 @@ class MtpFeature(Feature):
 
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> MtpConfig | None:
-        """On with `mtp.train`."""
+        """Plan the training of the multi-token prediction layer if `mtp.train` is set, else None."""
         return plan_mtp(hf_config, run.model, run.mtp)
 
     @property
     def own_loss(self) -> str:
-        """The loss of the layer, with `mtp.detach`."""
+        """Name of the prediction layer's loss with `mtp.detach`, else empty."""
         return MtpLoss.name if self.settings.detach else ""
 
     def lines(self) -> list[tuple[str, str]]:
-        """The trained layer, and what its loss trains, for the plan."""
+        """Line of the plan on the trained prediction layer, and on what its loss trains."""
         trained = "only this layer" if self.settings.detach else "all that is trained"
         layer = f"layer {self.model.hf_config.num_hidden_layers} is trained with weight {self.settings.weight:g}"
         return [("mtp", f"{layer}; its loss trains {trained}")]
 
     def owns(self, name: str) -> bool:
-        """The layer's parameters, with `mtp.detach`."""
+        """Whether `name` is a parameter of the prediction layer that, with `mtp.detach`, only the layer's loss
+        trains.
+        """
         return bool(self.own_loss) and is_mtp_tensor(name, self.model.hf_config)
 
     def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss:
-        """The loss on the token after the next."""
+        """Make the loss on the token after the next."""
         weight, detach = self.settings.weight, self.settings.detach
         return MtpLoss(trained.lm, trained.document_arguments, weight=weight, detach=detach)
 
 
 def plan_mtp(hf_config: PretrainedConfig, model: ModelConfig, section: MtpConfig) -> MtpConfig | None:
-    """Settings of the layer's training; None without it. `hf_config` is changed so that models are built with the
-    layer.
+    """Settings for training the multi-token prediction layer; None if it is not trained. `hf_config` is changed so
+    that models are built with the layer.
 
-    ModelError where the model has no such layer, or more than one. The number is read from the published config.json,
-    because transformers' configurations have 1 as their default.
+    ModelError if the model has no such layer, or more than one. Their number is read from the published config.json,
+    because transformers' configurations have 1 as default.
     """
     if not section.train:
         return None
-    # Only config.json is needed where weights are random, or have not been downloaded yet.
+    # config.json is enough where weights are random, or have not been downloaded yet.
     folder = resolve_folder(model.path, files=TOKENIZER_PATTERNS)
     tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     _check_config(tree, hf_config, f"mtp.train true: {folder}/config.json")
@@ -171,8 +179,8 @@ def plan_mtp(hf_config: PretrainedConfig, model: ModelConfig, section: MtpConfig
 
 
 def check_adapted(hf_config: PretrainedConfig, mtp: MtpConfig, lora: LoraPlan) -> None:
-    """ConfigError where no adapter is in the prediction layer, so that nothing of it would be trained; and with
-    `mtp.detach` where all are, so that the objective would train nothing.
+    """ConfigError if no adapter is in the prediction layer, so that nothing of the layer would be trained. With
+    `mtp.detach` also if all adapters are in it, so that the objective would train nothing.
     """
     is_inside = {is_mtp_tensor(target.name, hf_config) for target in lora.targets}
     (number,) = mtp_layers(hf_config)
@@ -180,7 +188,7 @@ def check_adapted(hf_config: PretrainedConfig, mtp: MtpConfig, lora: LoraPlan) -
     if True not in is_inside:
         raise ConfigError(
             f"{setting}, which name no module of the layer, model.layers.{number}",
-            hint="name modules of it too, such as eh_proj, or leave mtp out",
+            hint="name modules of this layer too, such as eh_proj, or leave mtp out",
         )
     if mtp.detach and False not in is_inside:
         raise ConfigError(
@@ -199,7 +207,7 @@ def _check_config(tree: dict[str, Any], hf_config: PretrainedConfig, label: str)
     layers = tree.get(PREDICTION_LAYERS) or 0
     if layers != 1:
         raise ModelError(
-            f"{label} has {PREDICTION_LAYERS} {layers}, and a model with 1 layer can be trained",
+            f"{label} has {PREDICTION_LAYERS} {layers}, but only models with 1 such layer can be trained",
             hint="leave mtp out: tensors of such layers are carried to exports",
         )
     if hf_config.tie_word_embeddings:
@@ -211,8 +219,8 @@ def _check_config(tree: dict[str, Any], hf_config: PretrainedConfig, label: str)
     further = (tree.get("compress_ratios") or ())[hf_config.num_hidden_layers :]
     if any(further):
         raise ModelError(
-            f"{label}: in compress_ratios its prediction layer has {further[0]}, and layers that compress nothing are "
-            "known, which have 0",
+            f"{label}: compress_ratios has {further[0]} for the prediction layer, but only a prediction layer that "
+            "compresses nothing (0) is supported",
             hint="leave mtp out: its tensors are carried to exports",
         )
 
@@ -226,8 +234,8 @@ def _check_tensors(folder: Path, hf_config: PretrainedConfig) -> None:
     others = [name for name in keys if name.startswith("mtp.") and _UNKNOWN.search(name)] if is_apart else []
     if others:
         raise ModelError(
-            f"mtp.train true: {folder} has `{others[0]}`; known is one prediction layer, without compressed entries "
-            "and tables of token ids",
+            f"mtp.train true: {folder} has `{others[0]}`, but only one prediction layer is supported, without "
+            "compressed entries and tables of token ids",
             hint="leave mtp out: the tensors are carried to exports",
         )
     if key not in keys:

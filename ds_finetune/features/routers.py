@@ -37,11 +37,11 @@ from ds_finetune.plan.settings import RunSettings
 
 
 class BalanceLoss(ExtraLoss):
-    """Balance loss: `sum_i f_i P_i` of a document, summed over layers and averaged over documents, if it has a weight.
-    It also counts the routers' choices in a step, from which biases are updated.
+    """Counts the routers' choices in a step, from which biases are updated, and computes a balance loss if it has a
+    weight. The loss is `sum_i f_i P_i` of a document, summed over layers and averaged over documents.
 
-    f_i is the share of the document's choices that fall on expert i, times the number of experts; P_i is the mean share
-    of expert i in its scores. With an even load the sum over experts is 1 for each layer.
+    f_i is the fraction of the document's choices that fall on expert i, times the number of experts. P_i is the mean
+    share of expert i in the document's scores. With an even load the sum over experts is 1 for each layer.
     """
 
     name = "routers"
@@ -53,19 +53,19 @@ class BalanceLoss(ExtraLoss):
         routers.keeps_outputs = bool(weight)
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """`balance_loss`: the unweighted mean over documents and layers; empty without a weight."""
+        """The metric `balance_loss`: the unweighted mean over documents and layers. Empty if the loss has no weight."""
         if not self.terms:
             return {}
         return {"balance_loss": sums["balance"] / max(counts["documents"], 1) / len(self.routers.plan.balanced)}
 
     def listen(self, rows: ForwardRows, *, is_counting: bool, is_first: bool) -> AbstractContextManager[None]:
-        """Collect the routers' outputs in the forward of `rows` that runs within the context."""
+        """Context that collects the routers' outputs in the forward of `rows` within."""
         if not is_counting and not self.routers.keeps_outputs:
             return nullcontext()
         return self.routers.listen(rows, is_counting=is_counting, counts_tokens=is_first)
 
     def counted(self, mesh: Mesh) -> torch.Tensor:
-        """Counts of the choices of this rank's routers."""
+        """Take the counts of the choices of this rank's routers, and reset them."""
         table = table_of_choices(self.routers, mesh)
         self.routers.clear()
         return table
@@ -73,13 +73,15 @@ class BalanceLoss(ExtraLoss):
     def finish_step(
         self, here: torch.Tensor, on_host: torch.Tensor, *, num_tokens: int, is_skipped: bool
     ) -> RouterChoices:
-        """Update biases from the choices of all routers, and return these choices."""
+        """Update router biases from the choices of all routers, and return these choices."""
         choices = choices_of(on_host, self.routers.plan)
         finish_step(self.routers, choices, here, num_tokens=num_tokens, is_skipped=is_skipped)
         return choices
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
-        """The contribution of the documents of `rows`; sequence parallel ranks contribute their own tokens."""
+        """Contribution of the documents of `rows` to the balance loss. Each sequence parallel rank contributes its own
+        tokens.
+        """
         outputs = self.routers.outputs
         loss = self._balance(outputs, weights) if outputs else None
         self.routers.release()
@@ -91,7 +93,7 @@ class BalanceLoss(ExtraLoss):
             counts = self._sp_group.all_reduce(counts)
         documents, lengths = self.routers.tokens
         per_token, experts = outputs[0].chosen.shape[1], counts.shape[-1]
-        # f_i / T for each document of T tokens, because P_i is a mean over tokens.
+        # The factor of a document of T tokens is f_i / T, because P_i is a mean over tokens.
         factors = counts * (experts / per_token / lengths.double().square()[:, None])
         total = torch.stack(
             [
@@ -107,7 +109,7 @@ class BalanceLoss(ExtraLoss):
         logits, chosen = output
         documents, lengths = self.routers.tokens
         if self.routers.plan.kind.scores != "softmax":
-            # The choice by scores alone, without biases and groups (DeepSeek-V3, eq. 18).
+            # f_i counts choices by scores alone, without biases and groups (DeepSeek-V3, eq. 18).
             chosen = logits.float().topk(chosen.shape[1], dim=-1).indices
         experts = logits.shape[-1]
         counts = torch.zeros((len(lengths) + 1) * experts, dtype=torch.int64, device=logits.device)
@@ -145,7 +147,9 @@ class _SumOfLayer(torch.autograd.Function):
 
 
 class RouterFeature(Feature):
-    """Counts routers' choices, for metrics and bias updates, and balances them where the run file says so."""
+    """Counts routers' choices, for metrics and bias updates, and balances the load of experts if the run file
+    says so.
+    """
 
     name = "routers"
 
@@ -153,11 +157,11 @@ class RouterFeature(Feature):
 
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> RouterPlan | None:
-        """On where the model has routers."""
+        """Plan the model's routers; None for a model without routers."""
         return plan_routers(run.router, described(hf_config))
 
     def complete(self, plan: Plan) -> Plan:
-        """Freeze the routers' weights where the run file says so, with a note."""
+        """Freeze the routers' weights if the run file says so, and add a note to the plan."""
         if self.settings.section.train:
             return plan
         hf_config = self.model.hf_config
@@ -166,9 +170,9 @@ class RouterFeature(Feature):
         return replace(plan, frozen=(*plan.frozen, *names), notes=(*plan.notes, note))
 
     def lines(self) -> list[tuple[str, str]]:
-        """Settings of the routers' training for the plan; empty where they are trained like other weights."""
+        """Lines of the plan on the training of routers. Empty if they are trained like other weights."""
         return self.settings.lines()
 
     def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss:
-        """The balance loss, if it has a weight, and the counts."""
+        """Make the loss that balances the load of experts, if it has a weight, and counts choices."""
         return BalanceLoss(RouterCollector(trained.lm, self.settings, device=parts.device), parts.groups.sp)

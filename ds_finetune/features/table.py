@@ -26,21 +26,21 @@ FEATURES: list[type[Feature]] = [
     FreezeFeature,
     TeacherFeature,
 ]
-"""All features, in the order of planning, installation and addition of their losses."""
+"""All features, in the order in which they are planned and installed and their losses are added."""
 _BUILT_IN = len(FEATURES)
 ENTRY_POINTS = "ds_finetune.features"
 """Entry-point group in which an installed package registers its features."""
 
 
 def register_feature(feature: type[Feature]) -> None:
-    """Register a feature of another package; its settings are `features.NAME` of the run file."""
+    """Register a feature of another package. Its settings are `features.NAME` of the run file."""
     assert feature.name not in {other.name for other in FEATURES}, feature.name
     FEATURES.append(feature)
 
 
 def plan_features(run: RunSettings, hf_config: PretrainedConfig) -> dict[str, Any]:
-    """Settings of the features that are on, by name; errors as in `Feature.planned`, and ConfigError where the run file
-    has settings of an unknown feature.
+    """Settings of the features that are on, by name. Errors are those of `Feature.planned`, and ConfigError if the run
+    file has settings of an unknown feature.
     """
     _load_entry_points()
     added = [feature.name for feature in FEATURES[_BUILT_IN:]]
@@ -50,8 +50,8 @@ def plan_features(run: RunSettings, hf_config: PretrainedConfig) -> dict[str, An
                 f"features.{name} is {dict(settings)}, and no package has registered a feature of this name",
                 hint=f"registered: {', '.join(added) or 'none'}; install the package that adds it",
             )
-    every = ((feature.name, feature.planned(run, hf_config)) for feature in FEATURES)
-    return {name: planned for name, planned in every if planned is not None}
+    settings_by_name = ((feature.name, feature.planned(run, hf_config)) for feature in FEATURES)
+    return {name: planned for name, planned in settings_by_name if planned is not None}
 
 
 def features_of(model: ModelPlan, plan: Plan) -> tuple[Feature, ...]:

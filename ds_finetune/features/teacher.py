@@ -1,4 +1,6 @@
-"""Distillation as a feature: the teacher model, and the loss towards its distributions, live or stored."""
+"""Distillation as a feature: the teacher model, and the loss towards the teacher's distributions, which are computed in
+the run or stored.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -37,8 +39,9 @@ class DistillationHead(LossHead):
         *,
         supervised: torch.Tensor | None = None,
     ) -> Any:  # noqa: ANN401 - logits or LossAndSums
-        """Maps `hidden` [..., width] to logits [..., vocabulary], or with `labels` [...] (already shifted, int64) and
-        `open_targets` to LossAndSums. `supervised` as in `LossHead`.
+        """Map `hidden` [..., width] to logits [..., vocabulary] or, with `labels` [...] (already shifted, int64) and
+        `open_targets`, to LossAndSums. `supervised` are the positions of supervised labels; None derives them from
+        `labels`.
         """
         if labels is None or open_targets is None:
             return super().forward(hidden)
@@ -74,7 +77,9 @@ class DistilledModel(TrainedModel):
             head.mix = Mix(objective.section.temperature, objective.section.label_weight)
 
     def head_inputs(self, rows: ForwardRows) -> dict[str, Any]:
-        """A function that opens the targets of the supervised tokens; the teacher runs before the model."""
+        """Arguments of the head: a function that opens the targets of the supervised tokens. The teacher runs before
+        the model.
+        """
         return {"open_targets": self._targets(rows), "supervised": rows.supervised} if self.has_head else {}
 
     def _targets(self, rows: ForwardRows) -> Callable[[], AbstractContextManager[SoftTargets | None]]:
@@ -87,7 +92,7 @@ class DistilledModel(TrainedModel):
         return partial(teacher.targets, hidden, self.temperature)
 
     def _stored(self, examples: Examples, supervised: torch.Tensor) -> TopTargets | None:
-        """Stored targets at the `supervised` positions of this rank's tokens."""
+        """Stored target distributions at the `supervised` positions of this rank's tokens."""
         if examples.top is None:
             return None
         ids, log_probs = (
@@ -98,7 +103,7 @@ class DistilledModel(TrainedModel):
 
 
 class TeacherFeature(Feature):
-    """Trains towards the distributions of a teacher, computed in the run or stored."""
+    """Trains a model towards a teacher's distributions, which are computed in the run or stored."""
 
     name = "teacher"
     settings: TeacherPlan | None
@@ -106,7 +111,7 @@ class TeacherFeature(Feature):
 
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> TeacherPlan | None:
-        """On with the objective `distill`; the settings are those of a running teacher, if any."""
+        """Plan the running teacher of the objective `distill`, or None without one."""
         teacher = plan_teacher(run.objective)
         if teacher is not None:
             check_model(run.with_model(teacher.hf_config.to_dict()), "attention of the model")
@@ -114,11 +119,11 @@ class TeacherFeature(Feature):
 
     @classmethod
     def of(cls, model: ModelPlan, plan: Plan) -> Self | None:
-        """The feature's instance, with the objective `distill`."""
+        """Make the feature's instance if the objective is `distill`, else None."""
         return cls(model.teacher, model, plan) if isinstance(model.objective, Distillation) else None
 
     def lines(self) -> list[tuple[str, str]]:
-        """The running teacher's model, and where its weights are held, for the plan."""
+        """Line of the plan on the running teacher's model, and on where its weights are held."""
         if self.settings is None:
             return []
         plan, offload = self.plan, self.settings.offload
@@ -133,7 +138,7 @@ class TeacherFeature(Feature):
 
     @contextmanager
     def open(self, parts: RankParts) -> Iterator[None]:
-        """Start the teacher, and end it with the engine."""
+        """Context in which the teacher runs. It ends with the engine."""
         with parts.start_teacher() as self._teacher:
             yield
 

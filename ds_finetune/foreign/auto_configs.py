@@ -19,7 +19,8 @@ _CONVERSIONS = Foreign("transformers", "conversion_mapping.py:2560-2592")
 
 
 def register_config(name: str, *, built_as: str) -> None:
-    """Let `AutoConfig` and `AutoTokenizer` read the model type `name`, unknown to transformers, as its type `built_as`.
+    """Make `AutoConfig` and `AutoTokenizer` read the model type `name`, unknown to transformers, as its type
+    `built_as`.
 
     Configurations keep the name.
     """
@@ -29,7 +30,7 @@ def register_config(name: str, *, built_as: str) -> None:
 
 
 def register_models(name: str, *, built_as: str) -> None:
-    """Let the Auto classes for models, causal LMs and classifiers build and load the model type `name` as `built_as`.
+    """Make the Auto classes for models, causal LMs and classifiers build and load the model type `name` as `built_as`.
 
     transformers looks up the renaming of checkpoint tensors by model type (conversion_mapping.py:2606).
     """
@@ -44,7 +45,7 @@ def register_models(name: str, *, built_as: str) -> None:
     if _CONVERSIONS.attribute(conversion_mapping, "_checkpoint_conversion_mapping_cache") is not None:
         _add_conversions(conversion_mapping, name, built_as)
         return
-    # Runs do not read the mapping, and building it compiles 900 expressions.
+    # The mapping is built when it is first read: runs do not read it, and building it compiles 900 expressions.
     build = _CONVERSIONS.attribute(conversion_mapping, "_build_checkpoint_conversion_mapping")
 
     @wraps(build)
@@ -58,8 +59,9 @@ def register_models(name: str, *, built_as: str) -> None:
 
 @cache
 def renamings(model_type: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """transformers' renaming rules for the tensors of a causal LM's checkpoint, for loading and for saving: objects
-    whose `rename_source_key` returns the new name. Both empty if transformers also merges or splits tensors.
+    """transformers' rules for renaming tensors of a causal LM's checkpoint, for loading and for saving. Each rule has a
+    method `rename_source_key`, which returns the new name. Both are empty if transformers also merges or splits
+    tensors.
     """
     from transformers import conversion_mapping
     from transformers.core_model_loading import WeightRenaming

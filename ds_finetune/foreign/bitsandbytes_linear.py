@@ -1,4 +1,4 @@
-"""bitsandbytes' 4-bit linear modules on CPUs."""
+"""A change to bitsandbytes' 4-bit linear modules on CPUs."""
 
 from typing import Any
 

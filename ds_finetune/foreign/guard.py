@@ -1,4 +1,4 @@
-"""Foreign code that patches change: its location, checks of a patch's assumptions, and temporary replacements."""
+"""Foreign code that patches change: its location, checks of what a patch assumes, and temporary replacements."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -17,33 +17,33 @@ TESTED = {
     "torch": "2.13.0",
     "transformers": "5.23.0",
 }
-"""By package: the version for whose source the patches were written, and with which the tests run."""
+"""Version of each package for whose source the patches were written, and with which the tests run."""
 Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]
-"""From a function and its name to a function that wraps it."""
+"""Function that wraps another function. Its arguments are the function's name and the function."""
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """Code of `package` at `location`: file and lines in the tested version."""
+    """Code of `package` that a patch changes. `location` is its file and lines in the tested version."""
 
     package: str
     location: str
 
     def attribute(self, owner: object, name: str) -> Any:  # noqa: ANN401 - whatever it is
-        """The attribute `name` of `owner`; DependencyError where there is none."""
+        """The attribute `name` of `owner`. DependencyError if there is none."""
         if not hasattr(owner, name):
             self._raise_changed(f"`{getattr(owner, '__name__', type(owner).__name__)}` has no `{name}`")
         return getattr(owner, name)
 
     def parameters(self, function: Callable[..., Any], *names: str) -> None:
-        """DependencyError where `function` lacks one of the parameters `names`."""
+        """DependencyError if `function` lacks one of the parameters `names`."""
         parameters = inspect.signature(function).parameters
         for name in names:
             if name not in parameters:
                 self._raise_changed(f"`{function.__qualname__}` takes no `{name}`")
 
     def source(self, function: Callable[..., Any], text: str) -> None:
-        """DependencyError where the source of `function` does not contain `text`."""
+        """DependencyError if the source of `function` does not contain `text`."""
         if text not in inspect.getsource(function):
             self._raise_changed(f"`{function.__qualname__}` no longer contains `{text}`")
 
@@ -57,7 +57,7 @@ class Foreign:
 
 
 def installed_version(package: str) -> str:
-    """Version of an installed package without its local part; `unknown` where it has no metadata."""
+    """Version of an installed package without its local part; `unknown` if it has no metadata."""
     try:
         return version(package).partition("+")[0]
     except PackageNotFoundError:
@@ -66,7 +66,9 @@ def installed_version(package: str) -> str:
 
 @contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """While open, the attribute `name` of `owner` (a module, class or object) is `value`; restored after errors too."""
+    """Context in which the attribute `name` of `owner` (a module, class or object) is `value`. It is restored after
+    errors too.
+    """
     is_own = name in vars(owner)
     before = vars(owner).get(name)
     setattr(owner, name, value)

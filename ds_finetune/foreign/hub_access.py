@@ -13,11 +13,12 @@ from ds_finetune.foreign.guard import Foreign, replaced
 
 _REQUEST_SECONDS = 5.0
 _PROBE_SECONDS = 8.0
-"""Time limit of the probe; the timeout of a request does not limit the lookup of a host name."""
+"""Time limit of the probe in seconds. The timeout of a request does not limit the lookup of a host name."""
 
 
 def hub_problem() -> str:
-    """Why the hub cannot be used (HF_HUB_OFFLINE is set, or it does not answer); empty where it can.
+    """Reason why the Hugging Face hub cannot be used: HF_HUB_OFFLINE is set, or it does not answer. Empty if it can be
+    used.
 
     huggingface_hub 2.4 has no timeout on its client (utils/_http.py:341-350) and datasets 5.2 repeats a request for 23
     seconds where the host name is unknown, longer where nothing answers.
@@ -34,7 +35,7 @@ def without_password(error: object) -> str:
 
 @lru_cache(maxsize=4)
 def _probe(endpoint: str) -> str:
-    """Why `endpoint` cannot be reached; empty where it answers with any status."""
+    """Reason why `endpoint` cannot be reached. Empty if it answers with any status."""
     problem = [f"{endpoint} did not answer within {_PROBE_SECONDS:g} seconds"]
 
     def probe() -> None:
@@ -59,7 +60,7 @@ _OFFLINE = Foreign("datasets", "config.py (HF_HUB_OFFLINE), load.py")
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """While open, datasets uses only its cache and does not contact the hub; datasets has no argument for that."""
+    """Context in which datasets uses only its cache and does not contact the hub. datasets has no argument for that."""
     from datasets import config
 
     _OFFLINE.attribute(config, "HF_HUB_OFFLINE")

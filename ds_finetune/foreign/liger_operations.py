@@ -20,13 +20,15 @@ _ROPE.parameters(rope.rope_backward, "rotary_dim")
 _GATE.parameters(swiglu.swiglu_fused_gate_up_backward, "in_place")
 
 _LLAMA, _GEMMA = 0, 1
-"""Casting modes: the normalised row is rounded before the product with the weight, or after it (liger-kernel 0.8.5,
-ops/rms_norm.py:62-64).
+"""Liger's casting modes of RMSNorm: the normalised row is rounded before the product with the weight, or after it
+(liger-kernel 0.8.5, ops/rms_norm.py:62-64).
 """
 
 
 def norm(rows: torch.Tensor, weight: torch.Tensor, eps: float, rounds_last: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm as in formulas.py; saves the reciprocal root mean square, fp32 [rows], for backward."""
+    """Compute RMSNorm like `norm` in model/fused/formulas.py. Also returns the inverse root mean square, fp32 [rows],
+    for backward.
+    """
     out, _, scale, *_ = rms_norm.rms_norm_forward(rows, weight, eps, 0.0, _GEMMA if rounds_last else _LLAMA, None)
     return out, scale
 
@@ -34,7 +36,7 @@ def norm(rows: torch.Tensor, weight: torch.Tensor, eps: float, rounds_last: bool
 def norm_backward(
     grad: torch.Tensor, saved: tuple[torch.Tensor, ...], rounds_last: bool, needs_weight: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Backward of `norm`. Does not overwrite `grad`, which residual connections read too."""
+    """Compute the gradients of RMSNorm. `grad` is not overwritten, because residual connections read it too."""
     mode, (block, warps) = _GEMMA if rounds_last else _LLAMA, calculate_settings(grad.shape[-1])
     return rms_norm.rms_norm_backward(  # type: ignore[no-any-return]
         grad, *saved, 0.0, mode, block, warps, in_place=False, row_mode=None, needs_dw=needs_weight
@@ -47,7 +49,7 @@ def rotate(
     turn: Any,  # noqa: ANN401 - that of the formula, which this package cannot import
     is_backward: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Rotary embedding as in formulas.py; the kernel rotates copies in place."""
+    """Apply rotary embedding like `rotate` in model/fused/formulas.py. The kernel rotates copies in place."""
     width, in_pairs, _ = turn
     run = rope.rope_backward if is_backward else rope.rope_forward
     copies = (_copy(each, width, in_pairs=in_pairs and not is_backward) for each in tensors)
@@ -58,14 +60,16 @@ def rotate(
 
 
 def _copy(x: torch.Tensor, width: int, *, in_pairs: bool) -> torch.Tensor:
-    """A copy of [rows, heads, tokens, columns], contiguous as [rows, tokens, heads, columns], as kernels expect."""
+    """Copy [rows, heads, tokens, columns] so that it is contiguous as [rows, tokens, heads, columns], as kernels
+    expect.
+    """
     x = x.transpose(1, 2)
     x = _regrouped(x, width, (-1, 2)) if in_pairs else x.clone(memory_format=torch.contiguous_format)
     return x.transpose(1, 2)
 
 
 def _regrouped(x: torch.Tensor, width: int, shape: tuple[int, int]) -> torch.Tensor:
-    """A contiguous copy whose first `width` columns are viewed as `shape` and transposed."""
+    """Make a contiguous copy whose first `width` columns are viewed as `shape` and transposed."""
     turned = x[..., :width].unflatten(-1, shape).mT
     if width == x.shape[-1]:
         return turned.clone(memory_format=torch.contiguous_format).flatten(-2)
@@ -73,13 +77,13 @@ def _regrouped(x: torch.Tensor, width: int, shape: tuple[int, int]) -> torch.Ten
 
 
 def gate(*parts: torch.Tensor) -> torch.Tensor:
-    """The gated product as in formulas.py."""
+    """Compute silu(gate) x up like `gate` in model/fused/formulas.py."""
     forward = swiglu.swiglu_forward if len(parts) > 1 else swiglu.swiglu_fused_gate_up_forward
     return forward(*parts)[-1]  # type: ignore[no-any-return]
 
 
 def gate_backward(grad: torch.Tensor, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Backward of `gate`; the gradients overwrite `parts`."""
+    """Compute the gradients of SwiGLU, which overwrite its inputs `parts`."""
     if len(parts) > 1:
         return swiglu.swiglu_backward(*parts, grad)  # type: ignore[no-any-return]
     return (swiglu.swiglu_fused_gate_up_backward(*parts, grad, in_place=True),)

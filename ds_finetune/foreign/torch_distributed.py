@@ -17,7 +17,7 @@ _GROUP = Foreign("torch", "_C/_distributed_c10d.pyi:381-640")
 
 @contextmanager
 def default_timeout(timeout: timedelta) -> Iterator[None]:
-    """While open, every new process group has `timeout` unless its creator passes one.
+    """Context in which every new process group has `timeout` unless its creator passes one.
 
     DeepSpeed passes none (0.19.8, comm/torch.py:539). torch then takes its own default, not the first group's timeout:
     10 minutes with NCCL, 30 with gloo. Device meshes call the same function.
@@ -37,10 +37,11 @@ def abort_groups() -> None:
 
 @contextmanager
 def wrapped_group_calls(names: Sequence[str], wrap: Wrap) -> Iterator[None]:
-    """While open, `wrap(name, function)` replaces the methods of process groups in `names`, and `Work.wait`.
+    """Context in which the methods `names` of process groups, and `Work.wait`, are replaced by `wrap(name, function)`.
 
     torch has no hook that runs before and after collectives on every backend. Every function of torch.distributed ends
-    in one of these methods, even if called by a saved reference: also `isend`, `irecv` and collectives of objects.
+    in one of these methods, even if it is called by a saved reference, and so do `isend`, `irecv` and collectives of
+    objects.
     """
     group, work = dist.ProcessGroup, dist.Work
     _GROUP.attribute(group, "allreduce")
@@ -53,7 +54,7 @@ def wrapped_group_calls(names: Sequence[str], wrap: Wrap) -> Iterator[None]:
 
 def flight_record() -> bytes:
     """The last collectives of this process (2,000 by default) from NCCL's flight recorder, in the format of
-    `torchfrtrace`; empty if torch is built without NCCL.
+    `torchfrtrace`. Empty if torch is built without NCCL.
     """
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
     return b"" if dump is None else dump()

@@ -16,10 +16,10 @@ _LINEAR = Foreign("torch", "nn/modules/linear.py")
 
 @contextmanager
 def linears_without_memory() -> Iterator[None]:
-    """While open, linear modules are constructed on the meta device.
+    """Context in which linear modules are constructed on the meta device.
 
-    So a model whose linear modules are quantised one by one is never on the device in full precision. Its other modules
-    are constructed on the device that `torch.device` sets.
+    A model whose linear modules are quantised one by one is thus never on the device in full precision. Its other
+    modules are constructed on the device that `torch.device` sets.
     """
     constructor = nn.Linear.__init__
     _LINEAR.parameters(constructor, "in_features", "out_features", "bias", "device", "dtype")
@@ -33,9 +33,9 @@ def linears_without_memory() -> Iterator[None]:
 
 @contextmanager
 def fake_tensors(mode: FakeTensorMode | None = None) -> Iterator[None]:
-    """While open, tensors are fake, without memory or values, and `Module.to` can change dtypes of parameters, as
-    transformers 5.24 does when it constructs some models. torch would swap fake tensors, which fails for those that
-    their mode tracks.
+    """Context in which tensors are fake, without memory or values, and `Module.to` can change dtypes of parameters.
+    transformers 5.24 changes dtypes when it constructs some models. torch would swap fake tensors, which fails for
+    tensors that their mode tracks.
     """
     _CONVERSION.source(nn.Module._apply, "torch.utils.swap_tensors(param, param_applied)")
 

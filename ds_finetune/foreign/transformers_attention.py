@@ -24,7 +24,7 @@ _LATENT = Foreign("transformers", "models/deepseek_v3/modeling_deepseek_v3.py:31
 _INDEXED = Foreign("transformers", "models/deepseek_v32/modeling_deepseek_v32.py:296-478")
 _COMPRESSED = Foreign("transformers", "models/deepseek_v4/modeling_deepseek_v4.py:361-872")
 _ORIGINAL = SimpleNamespace(**vars(modeling_deepseek_v4))
-"""DeepSeek-V4's module as imported: while models are built, its class of layers is replaced."""
+"""transformers' module of DeepSeek-V4 as it was imported. While models are built, its class of layers is replaced."""
 _PROJECTIONS = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
 _CACHE_NAMES = ("cache", "past_key_values")
 CACHE: str = next(
@@ -34,7 +34,7 @@ CACHE: str = next(
 
 
 def take_cache(arguments: dict[str, Any]) -> Cache | None:
-    """Remove the cache from a forward's keyword arguments, under either keyword; returns it, or None."""
+    """Remove the cache from a forward's keyword arguments, whichever keyword it has. Returns the cache, or None."""
     names = [name for name, value in arguments.items() if isinstance(value, Cache) or name in _CACHE_NAMES]
     caches = [cache for cache in map(arguments.pop, names) if cache is not None]
     assert len(caches) <= 1, names
@@ -44,7 +44,8 @@ def take_cache(arguments: dict[str, Any]) -> Cache | None:
 def register_attention(name: str, attend: Callable[..., Any]) -> None:
     """Register `attend` as the attention implementation `name`, for the life of the process.
 
-    It gets masks like FlashAttention: none for rows without masked tokens, otherwise the attention mask itself.
+    The implementation gets masks like FlashAttention: none for rows without masked tokens, else the attention mask
+    itself.
     """
     _REGISTRY.parameters(flash_attention_mask, "attention_mask")
     for registry, function in ((AttentionInterface, attend), (AttentionMaskInterface, flash_attention_mask)):
@@ -52,14 +53,15 @@ def register_attention(name: str, attend: Callable[..., Any]) -> None:
 
 
 def wrap_attention(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace transformers' attention implementation `name` by `wrap` of it, for the life of the process."""
+    """Wrap transformers' attention implementation `name` with `wrap`, for the life of the process."""
     _REGISTRY.attribute(AttentionInterface, "register")(name, wrap(ALL_ATTENTION_FUNCTIONS[name]))
 
 
 @contextmanager
 def without_search_for_documents() -> Iterator[None]:
-    """While open, transformers does not search positions for packed documents when it makes masks, which makes the host
-    wait for the device; a row counts as one document. For attention that gets document boundaries itself.
+    """Context in which transformers does not search positions for packed documents when it makes masks. The search
+    makes the host wait for the device, and attention that gets document boundaries itself does not need it. A row then
+    counts as one document.
     """
     _MASKS.attribute(masking_utils, "find_packed_sequence_indices")
     _check_masks()
@@ -69,12 +71,14 @@ def without_search_for_documents() -> Iterator[None]:
 
 @cache
 def _check_masks() -> None:
-    """Check transformers' source once: reading it takes milliseconds, and masks are made in every forward."""
+    """Check transformers' source only once, because reading it takes milliseconds and masks are made in every
+    forward.
+    """
     _MASKS.source(masking_utils._preprocess_mask_arguments, "= find_packed_sequence_indices(position_ids)")
 
 
 def attention_function(name: str) -> Callable[..., Any]:
-    """The attention implementation `name` (or `eager`) for latent attention."""
+    """transformers' attention implementation `name` (or `eager`) for latent attention."""
     eager = _LATENT.attribute(modeling_deepseek_v3, "eager_attention_forward")
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)  # type: ignore[no-any-return]
 
@@ -88,7 +92,7 @@ def rotate(turn: str, *arguments: Any) -> Any:  # noqa: ANN401 - untyped
 
 
 def replace_forward(attention: nn.Module, mixin: type[nn.Module]) -> None:
-    """Let a latent attention module with an indexer run the forward of `mixin` instead of its own, in place."""
+    """Make a latent attention module with an indexer run the forward of `mixin` instead of its own, in place."""
     kind = type(attention)
     _INDEXED.parameters(kind.forward, "hidden_states", "position_embeddings", "attention_mask", CACHE)
     for name in (*_PROJECTIONS, "expand_kv", "scaling", "layer_idx"):
@@ -97,18 +101,20 @@ def replace_forward(attention: nn.Module, mixin: type[nn.Module]) -> None:
 
 
 def compressed_classes() -> tuple[type[nn.Module], ...]:
-    """Classes of DeepSeek-V4: attention, compressors (sparse and heavy), indexer."""
+    """transformers' classes of DeepSeek-V4's attention, compressors (sparse and heavy) and indexer."""
     names = ("Attention", "CSACompressor", "HCACompressor", "Indexer")
     return tuple(_COMPRESSED.attribute(modeling_deepseek_v4, f"DeepseekV4{name}") for name in names)
 
 
 def hyper_head(config: Any) -> nn.Module:  # noqa: ANN401 - a configuration of DeepSeek-V4
-    """DeepSeek-V4's module that merges all residual streams into one."""
+    """Make DeepSeek-V4's module that merges all residual streams into one."""
     return _COMPRESSED.attribute(modeling_deepseek_v4, "DeepseekV4HyperHead")(config)  # type: ignore[no-any-return]
 
 
 def stream_classes() -> tuple[type[nn.Module], ...]:
-    """DeepSeek-V4's hyper-connection, its head that merges all residual streams after the last layer, and its layer."""
+    """transformers' classes of DeepSeek-V4's hyper-connection, of the head that merges all residual streams after the
+    last layer, and of the decoder layer.
+    """
     names = ("HyperConnection", "HyperHead", "DecoderLayer")
     mixing, last, layer = (_COMPRESSED.attribute(_ORIGINAL, f"DeepseekV4{name}") for name in names)
     _COMPRESSED.source(mixing.forward, "post = 2 * torch.sigmoid(post_w * post_scale + post_b)")
@@ -118,7 +124,9 @@ def stream_classes() -> tuple[type[nn.Module], ...]:
 
 
 def replace_compressed(module: nn.Module, mixin: type[nn.Module]) -> None:
-    """Let a module of DeepSeek-V4's attention run the forward of `mixin`, which may call its own, in place."""
+    """Make a module of DeepSeek-V4's attention run the forward of `mixin`, which may call the module's own, in
+    place.
+    """
     kind = type(module)
     _COMPRESSED.parameters(kind.forward, "hidden_states", "position_ids", CACHE)
     module.__class__ = type(f"{mixin.__name__}{kind.__name__}", (mixin, kind), {})

@@ -26,7 +26,7 @@ SOFT_CAP = (
     "logits = torch.tanh(logits)",
     "logits = logits * self.config.final_logit_softcapping",
 )
-"""Source text of a causal LM's forward whose logits have a soft cap."""
+"""Source text in the forward of a causal LM whose logits have a soft cap."""
 CLAMPED_GATE = "clamp(max=self.limit)", "clamp(min=-self.limit, max=self.limit)", "self.act_fn(gate) * up"
 KEYS_AND_VALUES = "self.kv_b_proj(kv_nope).view(key_shape)", "key_states = kv_nope.new_empty("
 _ROTARY = {
@@ -38,21 +38,23 @@ _ROTARY = {
     "torch.view_as_complex(xq.float()": "complex pairs",
     "(rotate_half(x) * sin)": "",
 }
-"""Source text of rotary functions, and the kind of rotation: columns half the width apart, with cosines as wide, half
-as wide (short) or in fp32 (wide); or neighbouring pairs, by cosines and sines or by complex numbers. Empty for
-functions of one tensor, which have no kernel.
+"""Source text of rotary functions, and their kind of rotation. `halves` rotates columns half the width apart, by
+cosines as wide, half as wide (short) or in fp32 (wide). `pairs` rotates neighbouring columns, by cosines and sines or
+by complex numbers. The kind is empty for functions of one tensor, which have no kernel.
 """
 
 
 class NormFormula(NamedTuple):
-    """Formula of an RMSNorm."""
+    """Formula by which a transformers module computes RMSNorm."""
 
     rounds_last: bool
-    """Whether the product with the weight is computed in fp32 and then rounded (gpt_oss), or rounded before it."""
+    """Whether the product with the weight is computed in fp32 and then rounded (gpt_oss). Otherwise rows are rounded
+    before it.
+    """
     adds_one: bool
     """Whether rows are multiplied by 1 + weight (Gemma)."""
     eps: str
-    """Attribute with the number that is added to the mean square."""
+    """Name of the attribute with the number that is added to the mean square."""
 
 
 @cache
@@ -75,7 +77,7 @@ def norm_formula(kind: type[nn.Module]) -> NormFormula | None:
 
 
 def norm_classes() -> tuple[type[nn.Module], type[nn.Module]]:
-    """DeepSeek-V4's classes of norms with a weight and without."""
+    """transformers' classes of DeepSeek-V4's norms, with a weight and without."""
     weighted, plain = (
         _NORMS.attribute(modeling_deepseek_v4, f"DeepseekV4{name}") for name in ("RMSNorm", "UnweightedRMSNorm")
     )
@@ -104,8 +106,8 @@ def has_plain_gate(experts: Any) -> bool:  # noqa: ANN401 - routed experts of an
 
 @cache
 def rotary_functions(kind: type[nn.Module]) -> dict[str, str]:
-    """The rotary functions of queries and keys that the forward of class `kind` calls, by name, and their kind of
-    rotation; empty for a class other than attention. DependencyError if attention calls no known function.
+    """The rotary functions that the forward of attention class `kind` calls for queries and keys, and their kind of
+    rotation, by name. Empty for a class other than attention. DependencyError if attention calls no known function.
     """
     if not kind.__name__.endswith("Attention"):
         return {}
@@ -121,7 +123,7 @@ def rotary_functions(kind: type[nn.Module]) -> dict[str, str]:
 
 @cache
 def delta_functions(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
-    """The functions that the forward of the gated delta net `kind` calls without a cache, by name: causal convolution,
+    """The functions that the forward of the gated delta net `kind` calls without a cache, by name: causal convolution
     and gated delta rule. Empty for other classes.
     """
     if not kind.__name__.endswith("GatedDeltaNet"):
@@ -139,7 +141,7 @@ def returns_complex(kind: type[nn.Module]) -> bool:
 
 
 def with_functions(forward: Any, functions: Mapping[str, Callable[..., Any]]) -> Any:  # noqa: ANN401
-    """A copy of the function `forward`, without decorators for renamed keywords, that sees `functions` as globals by
+    """Copy the function `forward`, without decorators for renamed keywords, so that it sees `functions` as globals by
     name. The original module is unchanged, for reference models in the same process.
     """
     forward = inspect.unwrap(forward)

@@ -15,16 +15,18 @@ _EXPERTS = Foreign("transformers", "the experts class of each model file")
 _KEPT = Foreign("transformers", "modeling_utils.py:1112, 1303")
 
 LayerFactory = Callable[[type[nn.Module], PretrainedConfig, int], nn.Module]
-"""From the class of decoder layers, the configuration and a layer index to a layer, or a module in its place."""
+"""Function that makes a decoder layer, or a module in its place, from the layer class, the configuration and the
+layer's index.
+"""
 ConfigChange = Callable[[Any], Any]
-"""From a configuration to the configuration with which experts are constructed."""
+"""Function that changes the configuration with which experts are constructed."""
 
 
 @contextmanager
 def replaced_layers(model_class: type[PreTrainedModel], factory: LayerFactory) -> Iterator[None]:
-    """While open, models of `model_class` get their decoder layers from `factory`.
+    """Context in which models of `model_class` get their decoder layers from `factory`.
 
-    transformers builds every layer; a pipeline stage holds only some, and would need memory for all.
+    transformers builds every layer. A pipeline stage holds only some layers, and would need memory for all.
     """
     module = sys.modules[model_class.__module__]
     names = [name for name in model_class._no_split_modules or () if name.endswith("DecoderLayer")]
@@ -42,10 +44,10 @@ def replaced_layers(model_class: type[PreTrainedModel], factory: LayerFactory) -
 def changed_experts(
     model_class: type[PreTrainedModel], name: str, change: ConfigChange, *, after: Callable[[nn.Module], None]
 ) -> Iterator[None]:
-    """While open, experts modules (class `name`) of `model_class` are constructed with a changed configuration and then
-    passed to `after`.
+    """Context in which experts modules (class `name`) of `model_class` are constructed with a changed configuration
+    and then passed to `after`.
 
-    transformers builds all experts of a layer; under expert parallelism a rank holds only some.
+    transformers builds all experts of a layer. Under expert parallelism a rank holds only some of them.
     """
     experts_class = _EXPERTS.attribute(sys.modules[model_class.__module__], name)
     constructor = experts_class.__init__

@@ -1,8 +1,7 @@
-"""Less memory for activations: inputs of recomputed layers in host memory, and MLPs that compute tokens in tiles.
+"""Saves memory of activations: inputs of recomputed layers go to host memory, and MLPs compute tokens in tiles.
 
-With recomputation, layer inputs [rows, tokens, width] are all that a forward saves of its layers. They move to host
-memory in forward and return in backward. Weights and other tensors stay on the device. Copies are bit-exact, so results
-do not change.
+With recomputation, a forward saves only the inputs [rows, tokens, width] of its layers. These inputs move to host
+memory in forward and return in backward. Copies are bit-exact, so results do not change.
 
 MLPs compute the tokens of a forward tile by tile, so that intermediate activations exist for one tile only. Forward
 saves only the inputs. Backward recomputes each tile, and sums the tiles' weight gradients in fp32. Under ZeRO-3 all
@@ -26,25 +25,25 @@ from ds_finetune.model.parallel.expert import ExpertParallelExperts
 
 
 def recompute_layers(lm: PreTrainedModel, *, is_selective: bool) -> None:
-    """Recompute the layers of `lm` in backward, in place, with the experts chosen in forward; with `is_selective`, some
-    outputs are saved too (kept_outputs.py).
+    """Recompute the layers of `lm` in backward, in place, with the experts chosen in forward. With `is_selective`, the
+    outputs of some operations are saved too (kept_outputs.py).
 
-    Without dropout nothing in a layer is random, and the random state is not saved: torch would read it from the device
-    for each layer, and the host would wait.
+    The random state is saved only where layers use random numbers. torch would read it from the device for each layer,
+    and the host would wait.
     """
     drops = is_random(lm.config) or any(getattr(module, "lora_dropout", 0) for module in lm.modules())
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": drops}
     lm.gradient_checkpointing_enable(options | {"context_fn": partial(layer_contexts, is_selective=is_selective)})
     for module in _choosing_modules(lm):
         keep_choices(module)
-    # transformers makes outputs of frozen embeddings require a gradient, so layers before the first adapter would be
-    # recomputed; only reentrant checkpointing needs that.
+    # transformers makes outputs of frozen embeddings require a gradient, which only reentrant checkpointing needs. This
+    # is undone, because layers before the first adapter would be recomputed.
     lm.disable_input_require_grads()
 
 
 def _choosing_modules(lm: PreTrainedModel) -> list[nn.Module]:
-    """Modules of `lm` in which experts are chosen: its routers, or for a type whose router is not known all children of
-    layers with experts.
+    """Modules of `lm` in which experts are chosen. These are its routers or, for a model type whose router is not
+    known, all children of layers with experts.
     """
     router = family_of(lm.config.model_type).router
     if router is not None:
@@ -55,14 +54,14 @@ def _choosing_modules(lm: PreTrainedModel) -> list[nn.Module]:
 
 
 def is_random(hf_config: PretrainedConfig) -> bool:
-    """Whether layers of a model use random numbers in training: dropout of any kind, or noise in routers."""
+    """Whether layers of a model use random numbers in training, for dropout of any kind or noise in routers."""
     values = {key: value for key, value in hf_config.to_dict().items() if "drop" in key or "jitter" in key}
     return family_of(hf_config.model_type).is_generic or any(values.values())
 
 
 def offload_layer_inputs(lm: PreTrainedModel) -> None:
-    """Store the inputs of all layers of `lm` in pinned host memory, except the last layer's, which backward needs
-    first. Recomputation must be on for all layers.
+    """Store the inputs of all layers of `lm` in pinned host memory, except those of the last layer, which backward
+    needs first. All layers must be recomputed.
     """
     layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
     assert layers
@@ -77,15 +76,16 @@ def _checkpoint_on_host(
     hidden: torch.Tensor,
     *others: Any,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
-    """torch's `checkpoint` of a layer, whose input `hidden` alone is saved by torch's `save_on_cpu`. Copies to and from
-    pinned memory are enqueued in the compute stream, so nothing is read before it has arrived.
+    """Recompute a layer with torch's `checkpoint`, and move its input `hidden` to host memory with torch's
+    `save_on_cpu`. Copies to and from pinned memory are enqueued in the compute stream, so nothing is read before it has
+    arrived.
     """
     copies = save_on_cpu(pin_memory=True)
-    # Autograd keeps the hooks until backward, so they must not reference the input.
-    host_copy = _place(hidden)
+    # Autograd keeps these hooks until backward. They must not reference the input, which would then stay on the device.
+    host_copy = _identity(hidden)
 
     def pack(saved: torch.Tensor) -> Any:  # noqa: ANN401
-        is_input = _place(saved) == host_copy
+        is_input = _identity(saved) == host_copy
         return copies.pack_hook(saved) if is_input else saved
 
     def unpack(packed: Any) -> torch.Tensor:  # noqa: ANN401
@@ -95,7 +95,7 @@ def _checkpoint_on_host(
         return recompute(forward, hidden, *others)
 
 
-def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape
 
 
@@ -104,7 +104,7 @@ _SHARED = (".shared_experts", ".shared_expert")
 
 
 class _TokensInTiles(torch.autograd.Function):
-    """`forward(*tensors)` over tiles of the first dimension, which all tensors and the result share."""
+    """Computes `forward(*tensors)` in tiles of the first dimension, which all tensors and the result share."""
 
     @staticmethod
     def forward(
@@ -116,7 +116,7 @@ class _TokensInTiles(torch.autograd.Function):
     ) -> torch.Tensor:
         tensors = tensors_and_weights[:num_tensors]
         ctx.forward, ctx.tiles = forward, tiles
-        # Under ZeRO-3 a weight is gathered again for backward: autograd must not compare its version.
+        # autograd must not compare the versions of weights, because under ZeRO-3 they are gathered again for backward.
         ctx.weights = tensors_and_weights[num_tensors:]
         ctx.save_for_backward(*tensors)
         out: torch.Tensor | None = None
@@ -157,7 +157,7 @@ def _tiles(tensors: Sequence[torch.Tensor], tiles: int) -> Iterator[tuple[torch.
 
 
 def _run_in_tiles(module: nn.Module, tiles: int, *tensors: torch.Tensor) -> torch.Tensor:
-    """The forward of an MLP [..., width] or of routed experts, whose tensors have a row for each token.
+    """Run an MLP [..., width] or routed experts, whose tensors have a row for each token, in tiles of tokens.
 
     Without gradients no activations are saved, so all tokens are computed at once.
     """
@@ -165,7 +165,7 @@ def _run_in_tiles(module: nn.Module, tiles: int, *tensors: torch.Tensor) -> torc
     if not torch.is_grad_enabled():
         return forward(*tensors)
     rows = [tensor.flatten(0, -2) for tensor in tensors]
-    # Expert parallel ranks communicate in each tile, so ranks with few tokens have empty tiles.
+    # Expert parallel ranks communicate in each tile, so all have the same number of tiles, of which some may be empty.
     number = tiles if isinstance(module, ExpertParallelExperts) else min(tiles, len(rows[0]))
     out: torch.Tensor = _TokensInTiles.apply(forward, number, len(rows), *rows, *module.parameters())
     return out.view(*tensors[0].shape[:-1], out.shape[-1])
@@ -182,7 +182,7 @@ def tiled_modules(lm: PreTrainedModel) -> list[nn.Module]:
 
 
 def install_tiled_mlps(lm: PreTrainedModel, *, tiles: int) -> list[nn.Module]:
-    """Let the MLPs of `lm` compute tokens in this number of tiles, in place; returns the MLPs.
+    """Make the MLPs of `lm` compute tokens in this number of tiles, in place. Returns the MLPs.
 
     The number must be the same on all ranks, since tensor and expert parallel ranks communicate in each tile.
     """

@@ -23,21 +23,27 @@ from ds_finetune.model.weights.names import is_table
 from ds_finetune.plan.forward import product_of_experts
 
 Project = Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
-"""From rows [rows, in] sorted by expert, ends of the experts' rows and a fused weight's name to [rows, out]."""
+"""Function that multiplies rows [rows, in] with a fused weight of experts: [rows, out]. Its arguments are rows sorted
+by expert, the end of each expert's rows, and the weight's name.
+"""
 
 
 _options = {"has_triton": True}
 
 
 def choose_product(*, has_triton: bool) -> None:
-    """Use this program's Triton kernel where possible, or torch's kernel and the loop, for the whole process."""
+    """Choose for the whole process whether grouped products may use this program's Triton kernel. Otherwise torch's
+    kernel or a loop computes them.
+    """
     _options["has_triton"] = has_triton
     _is_own_kernel.cache_clear()
 
 
 @cache
 def _is_own_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this program's kernel computes grouped products on this device, not torch's kernel or a loop."""
+    """Whether this program's Triton kernel computes grouped products on this device, instead of torch's kernel or a
+    loop.
+    """
     if device.type != "cuda":
         return False
     precision = next((name for name, of_name in PRECISION_DTYPES.items() if of_name == dtype), "")
@@ -45,8 +51,8 @@ def _is_own_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def multiply(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, is_transposed: bool = False) -> Any:  # noqa: ANN401 - untyped
-    """Grouped product of `rows` [rows, in], sorted by expert and ending at `ends`, with `weight` [experts, out, in]:
-    [rows, out]. With `is_transposed`, `weight` is [experts, in, out].
+    """Grouped product of `rows` [rows, in] with `weight` [experts, out, in]: [rows, out]. Rows are sorted by expert,
+    and `ends` has the end of each expert's rows. With `is_transposed`, `weight` is [experts, in, out].
     """
     if not _is_own_kernel(weight.device, weight.dtype):
         return _grouped_linear(rows, weight, ends, is_transposed=is_transposed)
@@ -59,7 +65,8 @@ _kept_multiply = kept(multiply)
 
 
 def rows_up_to(experts: torch.Tensor, number: int) -> torch.Tensor:
-    """Number of the sorted `experts` int64 [rows] that are at most expert 0, 1, ..., int32 [number].
+    """End of the rows of each of `number` experts, int32 [number]. `experts`, int64 [rows], is the sorted expert of
+    each row.
 
     Unlike `torch.bincount`, this does not make the host wait for the largest value.
     """
@@ -67,9 +74,10 @@ def rows_up_to(experts: torch.Tensor, number: int) -> torch.Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Sums of `k` rows each of `source[index]`; backward sums `k_back` rows each of the gradient at `back`.
+    """Gathers the rows `source[index]` and sums each `k` consecutive ones. Backward gathers the rows of the gradient
+    at `back` and sums each `k_back` of them.
 
-    With `is_last` the autograd node holds `back`. As a saved tensor it would be the layer's last one, and
+    With `is_last` the autograd node itself holds `back`. As a saved tensor it would be the layer's last one, and
     recomputation, which stops at the last saved tensor, would compute the down projection only to reach it.
     """
 
@@ -91,8 +99,8 @@ def _sums(rows: torch.Tensor, k: int) -> torch.Tensor:
 
 
 class _Weigh(torch.autograd.Function):
-    """`rows` times one weight per row, which is fp32 where rows are 16 bits. The product is rounded in the kernel,
-    without an fp32 copy of all rows.
+    """Multiplies each of `rows` by its weight, which is fp32 where rows are 16 bits. The product is rounded in the
+    kernel, without an fp32 copy of all rows.
     """
 
     @staticmethod
@@ -108,50 +116,52 @@ class _Weigh(torch.autograd.Function):
 
 
 class SortedRows(NamedTuple):
-    """The rows of tokens, one for each chosen expert, sorted by expert."""
+    """Copies of hidden states, one for each chosen expert of each token, sorted by expert."""
 
     experts: torch.Tensor
     """The expert of each row, int64 [tokens x k]."""
     choices: torch.Tensor
     """Index of each row in the flattened choices [tokens, k], int64 [tokens x k]."""
-    places: torch.Tensor
-    """Inverse of `choices`: the row of each choice."""
+    choice_rows: torch.Tensor
+    """Index of the row of each flattened choice, int64 [tokens x k]."""
     tokens: torch.Tensor
     """The token of each row, int32."""
     k: int
 
     @classmethod
     def of(cls, top_k_index: torch.Tensor) -> "SortedRows":
-        """The sorted rows for the chosen experts `top_k_index` [tokens, k]."""
+        """Sort the rows of the chosen experts `top_k_index` [tokens, k]."""
         experts, choices = top_k_index.reshape(-1).sort(stable=True)
-        places = torch.empty_like(choices)
-        places[choices] = torch.arange(len(choices), device=choices.device)
+        choice_rows = torch.empty_like(choices)
+        choice_rows[choices] = torch.arange(len(choices), device=choices.device)
         k = top_k_index.shape[1]
         tokens = torch.floor_divide(choices, k, out=torch.empty_like(choices, dtype=torch.int32))
-        return cls(experts, choices, places, tokens, k)
+        return cls(experts, choices, choice_rows, tokens, k)
 
     def rows_of(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[tokens, width] -> the row of each token for each of its experts [tokens x k, width]."""
-        return _Gather.apply(hidden, self.tokens, self.places, 1, self.k, False)  # type: ignore[no-any-return]
+        """Copy hidden states [tokens, width] to one row for each expert of each token, [tokens x k, width]."""
+        return _Gather.apply(hidden, self.tokens, self.choice_rows, 1, self.k, False)  # type: ignore[no-any-return]
 
     def weights_of(self, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """[tokens, k] -> the weight of each row [tokens x k, 1]."""
-        return _Gather.apply(top_k_weights.reshape(-1, 1), self.choices, self.places, 1, 1, False)  # type: ignore[no-any-return]
+        """Order routing weights [tokens, k] like the rows, [tokens x k, 1]."""
+        return _Gather.apply(top_k_weights.reshape(-1, 1), self.choices, self.choice_rows, 1, 1, False)  # type: ignore[no-any-return]
 
     def sums_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """[tokens x k, width] -> the sum of each token's rows [tokens, width]."""
-        return _Gather.apply(rows, self.places, self.tokens, self.k, 1, True)  # type: ignore[no-any-return]
+        """Sum the rows [tokens x k, width] of each token, [tokens, width]."""
+        return _Gather.apply(rows, self.choice_rows, self.tokens, self.k, 1, True)  # type: ignore[no-any-return]
 
 
 def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, leaf: str, **options: bool) -> Any:  # noqa: ANN401 - untyped
     """Grouped product of `rows` [rows, in] with the fused `weight` named `leaf`. Selective recomputation saves the
-    output of the first projection; no gradient needs that of the second.
+    output of the first projection only, because no gradient needs the output of the second.
     """
     return (_kept_multiply if leaf == "gate_up_proj" else multiply)(rows, weight, ends, **options)
 
 
 def project(module: Any, rows: torch.Tensor, ends: torch.Tensor, leaf: str) -> torch.Tensor:  # noqa: ANN401 - a module of any family
-    """`rows` [rows, in], sorted by expert and ending at `ends`, times the weights `leaf` of the experts in `module`."""
+    """Multiply `rows` [rows, in], sorted by expert and ending at `ends`, with the weights `leaf` of the experts in
+    `module`.
+    """
     weight = getattr(module, leaf)
     return grouped_product(rows, weight, ends, leaf=leaf, is_transposed=module.is_transposed)  # type: ignore[no-any-return]
 
@@ -163,8 +173,9 @@ def run_experts(
     top_k_weights: torch.Tensor,
     product: Project | None = None,
 ) -> torch.Tensor:
-    """[tokens, width], chosen experts [tokens, k] and their weights -> [tokens, width]; `product` multiplies rows by
-    adapted weights of `module`, and by default by its own.
+    """Run the routed experts `module` on tokens [tokens, width], with chosen experts [tokens, k] and their weights.
+    Returns [tokens, width]. By default `product` multiplies rows with the weights of `module`; adapters pass another
+    function.
     """
     if not module.has_gate or module.has_post_expert_norm or module._is_expert_parallel:
         return grouped_mm_experts_forward(module, hidden, top_k_index, top_k_weights)  # type: ignore[no-any-return]
@@ -176,22 +187,22 @@ def run_experts(
     rows = product(chosen.rows_of(hidden), ends, "gate_up_proj")
     if module.has_bias:
         of_row = (chosen.experts[:, None] == torch.arange(module.num_experts, device=rows.device)).to(rows.dtype)
-        # A local variable would keep the biases of all rows alive until the end.
+        # A local variable would keep the biases of all rows in memory until the end.
         if current_outputs() is None:
             rows.add_(of_row @ module.gate_up_proj_bias)
         else:
             rows = rows + of_row @ module.gate_up_proj_bias
     inner = module._apply_gate(rows)
     weighted = inner * weights if weights.dtype == inner.dtype else _Weigh.apply(inner, weights)
-    # Before the down projection, where recomputation stops: gradients need the factor of the bias.
+    # The bias is computed before the down projection, where recomputation stops, because gradients need its factor.
     added = chosen.sums_of((of_row * weights).to(inner.dtype)) @ module.down_proj_bias if module.has_bias else None
     out = chosen.sums_of(product(weighted, ends, "down_proj"))
     return out if added is None else out + added
 
 
 def spread_ids(lm: nn.Module, experts: int) -> None:
-    """Let tables of token ids name all `experts` in turn, in place. In a model without weights tables are zeros: they
-    would name one expert k times for each token.
+    """Fill the tables that map token ids to experts, in place, so that they name all `experts` in turn. In a model
+    without weights these tables are zeros, which would name one expert k times for each token.
     """
     for name, table in lm.named_buffers():
         if is_table(name):
@@ -199,8 +210,10 @@ def spread_ids(lm: nn.Module, experts: int) -> None:
             table.copy_((ids[:, None] + columns) % experts)
 
 
-def with_whole_tables(lm: nn.Module, vocabulary: int) -> None:
-    """Replace tables of token ids that were built for a shard of the vocabulary by tables of all ids, in place."""
+def restore_full_tables(lm: nn.Module, vocabulary: int) -> None:
+    """Replace tables of experts by token id that were built for a shard of the vocabulary by tables of all ids, in
+    place.
+    """
     for name, table in list(lm.named_buffers()):
         if is_table(name):
             module, _, leaf = name.rpartition(".")
@@ -210,5 +223,5 @@ def with_whole_tables(lm: nn.Module, vocabulary: int) -> None:
 
 
 def install_grouped_experts() -> None:
-    """Let transformers call `run_experts` for `experts_implementation: grouped_mm`, for the life of the process."""
+    """Make transformers call `run_experts` for `experts_implementation: grouped_mm`, for the life of the process."""
     ALL_EXPERTS_FUNCTIONS.register("grouped_mm", run_experts)

@@ -1,8 +1,10 @@
-"""Grouped product of rows sorted by expert with experts' weights, as Triton kernels, for GPUs and dtypes for which
-torch has none: torch would multiply expert by expert, and the host would wait for the numbers of rows.
+"""Triton kernels for the grouped product of rows, sorted by expert, with the experts' weights. They serve GPUs and
+dtypes for which torch has no such kernel: torch would multiply expert by expert, and the host would wait for the
+numbers of rows.
 
-The ends of experts' rows stay on the device. The grid has as many programs as row tiles could be needed; each finds its
-expert from the ends, and those beyond the last tile return. Products are summed in fp32. The import needs triton.
+The ends of experts' rows stay on the device. The grid has as many programs as tiles of rows could be needed. Each
+program finds its expert from the ends, and programs beyond the last tile return. Products are summed in fp32. Importing
+this module needs triton.
 """
 
 # ruff: noqa: ANN001, ANN202, N803, PLR0913 - kernels of Triton
@@ -21,7 +23,9 @@ stages fit into the shared memory of any GPU with compute capability 8.x.
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _tile(ends, number, experts, PADDED: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The expert of a row tile, its first row, and the end of the expert's rows; PADDED if there is no such tile."""
+    """Find the expert of a tile of rows, the tile's first row, and the end of the expert's rows. The expert is PADDED
+    if there is no such tile.
+    """
     index = tl.arange(0, PADDED)
     is_expert = index < experts
     stop = tl.load(ends + index, mask=is_expert, other=0)
@@ -50,7 +54,7 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """A tile of [rows, depth] @ [experts, depth, columns]."""
+    """Multiply a tile of `rows` [rows, depth] with its expert's matrix in `weight` [experts, depth, columns]."""
     expert, first, end = _tile(ends, tl.program_id(0), experts, PADDED, ROWS)
     if expert < PADDED:
         row = (first + tl.arange(0, ROWS)).to(tl.int64)
@@ -84,7 +88,9 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """A tile of [rows, depth].T @ [rows, columns] over the rows of one expert; zeros for an expert without rows."""
+    """Compute a tile of an expert's weight gradient: [rows, depth].T @ [rows, columns] over the expert's rows, or zeros
+    without rows.
+    """
     expert = tl.program_id(2)
     end = tl.load(ends + expert)
     start = tl.load(ends + expert - 1, expert > 0, 0)
@@ -106,11 +112,11 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
 def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Grouped product of `rows` [rows, in], sorted by expert, with `weight` [experts, in, out]: [rows, out].
 
-    `ends` int32 [experts] are the ends of experts' rows, on the same device; the last is the number of rows.
+    `ends`, int32 [experts] on the same device, are the ends of experts' rows. The last one is the number of rows.
     """
     (number, depth), (experts, _, columns) = rows.shape, weight.shape
     rows, out = rows.contiguous(), rows.new_empty(number, columns)
-    # Each expert has at most one partial tile.
+    # Each expert adds at most one partial tile of rows.
     grid = (triton.cdiv(number, _ROWS) + experts, triton.cdiv(columns, _COLUMNS))
     tiles = {"PADDED": triton.next_power_of_2(experts), "ROWS": _ROWS, "COLUMNS": _COLUMNS, "DEPTH": _DEPTH}
     _product_kernel[grid](rows, weight, out, ends, experts, depth, columns, *weight.stride(), **tiles)
@@ -119,7 +125,7 @@ def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
 
 @torch.library.custom_op("ds_finetune::grouped_gradient", mutates_args=())
 def _gradient(rows: torch.Tensor, grad: torch.Tensor, ends: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The gradient of `weight`, with its strides."""
+    """Gradient of the experts' `weight`, with the weight's strides."""
     rows, grad, out = rows.contiguous(), grad.contiguous(), torch.empty_like(weight)
     experts, depth, columns = weight.shape
     grid = (triton.cdiv(depth, _ROWS), triton.cdiv(columns, _COLUMNS), experts)
@@ -141,7 +147,7 @@ def _(_: torch.Tensor, __: torch.Tensor, ___: torch.Tensor, weight: torch.Tensor
 def _keep(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:  # noqa: ANN401
     rows, weight, ends = inputs
     of_rows, of_weight = ctx.needs_input_grad[:2]
-    # With frozen experts rows are not needed. The gradient of rows or weight needs the weight's shape and strides.
+    # Backward needs rows only if experts are trained, and the weight's shape and strides for either gradient.
     ctx.save_for_backward(rows if of_weight else None, weight if of_rows or of_weight else None, ends)
 
 

@@ -1,8 +1,8 @@
 """Hyper-connections of DeepSeek-V4 (arXiv 2512.24880): weights that merge a token's residual streams into one hidden
 state, and distribute a sublayer's output to the streams.
 
-Autograd would save an fp32 copy of all streams, and a small matrix per token for each of some forty divisions. Here
-only the streams, which the layer saves anyway, and the products of a token are saved.
+Autograd would save an fp32 copy of all streams, and a small matrix per token for each of some forty divisions. The
+functions here save only the streams, which the layer saves anyway, and one row of products per token.
 """
 
 from collections.abc import Callable
@@ -19,14 +19,14 @@ _Backward = Callable[..., torch.Tensor]
 class _StreamSizes(NamedTuple):
     streams: int
     times: int
-    """Divisions of `comb` by its column sums; there is one less by its row sums."""
+    """Number of divisions of `comb` by its column sums. There is one division less by its row sums."""
     eps: float
     norm_eps: float
 
 
 class _Mixing(torch.autograd.Function):
-    """Streams [batch, tokens, streams, width] to one hidden state. If `fn` has columns for them, also the weights
-    `post`, and the streams mixed by the transposed `comb`.
+    """Merges streams [batch, tokens, streams, width] into one hidden state. If `fn` has columns for `post` and `comb`,
+    the weights `post` and the streams mixed by the transposed `comb` are returned too.
     """
 
     @staticmethod
@@ -72,8 +72,8 @@ class _Mixing(torch.autograd.Function):
 
 
 class _Adding(torch.autograd.Function):
-    """The streams after a sublayer, [batch, tokens, streams, width]: mixed streams plus the sublayer's output [batch,
-    tokens, width] times the weights `post`. Overwrites the mixed streams.
+    """Computes the streams after a sublayer, [batch, tokens, streams, width]: mixed streams plus the sublayer's output
+    [batch, tokens, width] times the weights `post`. The mixed streams are overwritten.
     """
 
     @staticmethod
@@ -90,18 +90,18 @@ class _Adding(torch.autograd.Function):
 
 
 def _columns(sizes: _StreamSizes) -> list[int]:
-    """Number of columns of `pre`, `post` and `comb`."""
+    """Number of columns of each kind of mixing weight: `pre`, `post` and `comb`."""
     return [sizes.streams, sizes.streams, sizes.streams**2]
 
 
 def _by_column(scale: torch.Tensor, sizes: _StreamSizes) -> torch.Tensor:
-    """The scale of each column, expanded from one scale per kind of weight."""
+    """Scale of each column, expanded from one scale for each kind of mixing weight."""
     return torch.cat([factor.expand(columns) for factor, columns in zip(scale, _columns(sizes), strict=False)])
 
 
 def _weights(sums: torch.Tensor, sizes: _StreamSizes) -> tuple[tuple[torch.Tensor, ...], _Backward]:
-    """`pre` and `post` [tokens, streams] and `comb` [tokens, streams, streams] of transformers 5.23
-    (deepseek_v4/modeling_deepseek_v4.py:966-994), or `pre` alone; and a function for the gradient of `sums`.
+    """Mixing weights `pre` and `post` [tokens, streams] and `comb` [tokens, streams, streams] of transformers 5.23
+    (deepseek_v4/modeling_deepseek_v4.py:966-994), or `pre` only. Also returns a function for the gradient of `sums`.
     """
     number, eps = sizes.streams, sizes.eps
     pre = sums[:, :number].sigmoid()
@@ -121,9 +121,11 @@ def _weights(sums: torch.Tensor, sizes: _StreamSizes) -> tuple[tuple[torch.Tenso
 
 
 def _balanced(matrices: torch.Tensor, sizes: _StreamSizes) -> tuple[torch.Tensor, _Backward]:
-    """Matrices [rows, columns, tokens] divided alternately by their column and row sums, beginning and ending with
-    columns; and a function that computes their gradient once. Both change matrices in place: backward multiplies by the
-    sums again, so that all data fits into CPU caches. With tokens last, each operation reads memory in order.
+    """Divide matrices [rows, columns, tokens] alternately by their column and row sums, beginning and ending with
+    columns. Also returns a function that computes their gradient once.
+
+    Both change matrices in place: backward multiplies by the sums again, so that all data fits into CPU caches. With
+    tokens last, each operation reads memory in order.
     """
     sums = []
     for number in range(2 * sizes.times - 1):
@@ -140,7 +142,7 @@ def _balanced(matrices: torch.Tensor, sizes: _StreamSizes) -> tuple[torch.Tensor
 
 
 class MixedStreams(nn.Module):
-    """Mixin of transformers' hyper-connections."""
+    """Mixin of transformers' hyper-connections, which merge residual streams before a sublayer."""
 
     fn: nn.Parameter
     base: nn.Parameter
@@ -151,13 +153,13 @@ class MixedStreams(nn.Module):
     input_norm: Any
 
     def forward(self, hidden_streams: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """One hidden state of all streams, the weights `post`, and the streams mixed by `comb`."""
+        """Return one hidden state made of all streams, the weights `post`, and the streams mixed by `comb`."""
         sizes = _StreamSizes(self.hc_mult, self.hc_sinkhorn_iters, self.hc_eps, self.input_norm.eps)
         return _Mixing.apply(hidden_streams, self.fn, self.base, self.scale, sizes)  # type: ignore[no-any-return]
 
 
 class LastStreams(nn.Module):
-    """Mixin of transformers' module that merges the streams after the last layer."""
+    """Mixin of the transformers module that merges the residual streams after the last layer."""
 
     hc_fn: nn.Parameter
     hc_base: nn.Parameter
@@ -167,13 +169,13 @@ class LastStreams(nn.Module):
     input_norm: Any
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The merged hidden state, as in transformers."""
+        """Merge the residual streams into one hidden state, as transformers does."""
         sizes = _StreamSizes(self.hc_mult, 0, self.eps, self.input_norm.eps)
         return _Mixing.apply(x, self.hc_fn, self.hc_base, self.hc_scale, sizes)[0]  # type: ignore[no-any-return]
 
 
 class StreamLayer(nn.Module):
-    """Mixin of transformers' decoder layers of DeepSeek-V4."""
+    """Mixin of transformers' decoder layers of DeepSeek-V4, which work on several residual streams."""
 
     attn_hc: nn.Module
     self_attn: nn.Module
@@ -188,7 +190,9 @@ class StreamLayer(nn.Module):
         input_ids: torch.Tensor | None = None,
         **options: Any,  # noqa: ANN401
     ) -> torch.Tensor:
-        """The streams after the layer, as in transformers (5.23, deepseek_v4/modeling_deepseek_v4.py:1175-1199)."""
+        """Return the residual streams after the layer, as transformers 5.23
+        (deepseek_v4/modeling_deepseek_v4.py:1175-1199).
+        """
         one, post, mixed = self.attn_hc(hidden_states)
         out, _ = self.self_attn(self.input_layernorm(one), **options)
         one, post, mixed = self.ffn_hc(_Adding.apply(mixed, out, post))
@@ -197,7 +201,7 @@ class StreamLayer(nn.Module):
 
 
 def install_hyper_connections(lm: nn.Module) -> None:
-    """Let the hyper-connections of a model save only their inputs, in place."""
+    """Make the hyper-connections of a model save only their inputs for backward, in place."""
     mixins = dict(zip(stream_classes(), (MixedStreams, LastStreams, StreamLayer), strict=True))
     for module in lm.modules():
         kind = type(module)

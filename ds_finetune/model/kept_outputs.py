@@ -1,5 +1,5 @@
-"""Outputs that a recomputed layer saves in forward: the experts chosen by its router and, with selective recomputation,
-the outputs of some operations.
+"""Outputs that a recomputed layer saves in forward: the experts chosen by its router and, with selective
+recomputation, the outputs of some operations.
 
 Recomputation need not be bit-identical to forward: NCCL on NVLink switches may sum in another order each time, which
 changes hidden states by a rounding, and the experts of some tokens. Backward would then combine rows, outputs and
@@ -9,10 +9,10 @@ from the recomputed scores of the chosen experts.
 Attention and the products of routed experts take most time per byte of output, and the exchange of rows between ranks
 makes ranks wait for each other. So the outputs of these operations are saved.
 
-torch has such contexts (torch 2.13, utils/checkpoint.py:1470, create_selective_checkpoint_contexts), but requires that
-recomputation runs the same operations as forward, in the same order. Under ZeRO-3 it does not: hooks gather weights,
-and whether a gather is needed depends on what was fetched before. Here operations are intercepted only where they are
-called by name, and others are not seen.
+torch's contexts for selective checkpointing (torch 2.13, utils/checkpoint.py:1470,
+create_selective_checkpoint_contexts) require that recomputation runs the same operations as forward, in the same order.
+Under ZeRO-3 it does not: hooks gather weights, and whether a gather is needed depends on what was fetched before. So
+operations are intercepted only where this program calls them by name.
 """
 
 import threading
@@ -44,8 +44,8 @@ KEPT_OPERATIONS = frozenset(
         "ds_finetune::grouped_product",
     }
 )
-"""Operations whose outputs are saved. Attention made of several operations, which torch uses where no kernel fits, is
-not among them: its backward needs all of their outputs.
+"""Operations whose outputs selective recomputation saves. Attention made of several operations, which torch uses where
+no kernel fits, is not among them, because its backward needs the outputs of all these operations.
 """
 
 
@@ -67,7 +67,9 @@ class KeptOutputs(TorchDispatchMode):
         return self.keep(compute) if func.name() in KEPT_OPERATIONS else compute()
 
     def keep(self, compute: Callable[[], T]) -> T:
-        """The result of `compute`, or when recomputing its saved result. Its tensors have no autograd history."""
+        """Return the result of `compute` and save it in forward; in recomputation return the saved result. Its tensors
+        have no autograd history.
+        """
         if self._is_recomputing:
             return tree_map_only(_Kept, _Kept.unchanged, self._outputs.popleft())  # type: ignore[no-any-return]
         result = compute()
@@ -76,7 +78,7 @@ class KeptOutputs(TorchDispatchMode):
 
 
 class _KeptChoices(TorchDispatchMode):
-    """Lets `topk` choose only in forward; recomputation gathers the values at the saved choices."""
+    """Makes `topk` choose only in forward. In recomputation it gathers the values at the choices that forward saved."""
 
     def __init__(self, outputs: KeptOutputs) -> None:
         super().__init__()
@@ -89,17 +91,18 @@ class _KeptChoices(TorchDispatchMode):
             return func(*args, **options)
         scores, dim = args[0], args[2] if len(args) > 2 else options.get("dim", -1)
         small = torch.int16 if scores.shape[dim] <= 2**15 else torch.int32
-        # This runs below autograd: as in forward, the gradient of the values flows to the scores at `chosen`.
+        # This runs below autograd, which, as in forward, sends the gradient of the values to the scores at `chosen`.
         chosen = self._kept.keep(lambda: func(*args, **options)[1].to(small)).long()
         return scores.gather(dim, chosen), chosen
 
 
 class _Kept:
-    """A tensor with its version: the number of its in-place changes."""
+    """A saved tensor with its version, which counts its in-place changes."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # Autograd attaches a history to the tensor itself, which would keep this object alive. Below autograd, where
-        # modes run, only this key makes both share a version (torch 2.13, utils/checkpoint.py, `_maybe_detach`).
+        # Autograd attaches a history to the tensor itself, which would keep this object alive, so a detached tensor is
+        # saved. Dispatch modes run below autograd, where both share a version only if this key is not excluded (torch
+        # 2.13, utils/checkpoint.py, `_maybe_detach`).
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             self._tensor, self._version = tensor.detach(), tensor._version
 
@@ -109,7 +112,7 @@ class _Kept:
 
 
 class _Current(threading.local):
-    """The current layer's saved outputs, per thread: backward has threads of its own."""
+    """The saved outputs of the current layer, one per thread since backward has threads of its own."""
 
     kept: KeptOutputs | None = None
 
@@ -129,7 +132,9 @@ class _InLayer(AbstractContextManager[None]):
 
 
 def layer_contexts(*, is_selective: bool) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of a layer's forward and of its recomputation, for `context_fn` of torch's `checkpoint`."""
+    """Contexts for a layer's forward and for its recomputation, as `context_fn` of torch's `checkpoint` returns
+    them.
+    """
     outputs: deque[Any] = deque()
     forward, again = (
         KeptOutputs(outputs, is_recomputing=is_again, is_selective=is_selective) for is_again in (False, True)
@@ -138,15 +143,15 @@ def layer_contexts(*, is_selective: bool) -> tuple[AbstractContextManager[None],
 
 
 def current_outputs() -> KeptOutputs | None:
-    """The saved outputs of the current layer if it is recomputed selectively; None elsewhere, and without gradients, as
-    in a tile of an MLP, which is recomputed in full.
+    """The saved outputs of the current layer if it is recomputed selectively. None in other layers and where gradients
+    are off, as in a tile of an MLP, which is recomputed in full.
     """
     outputs = _current.kept
     return outputs if outputs is not None and outputs.is_selective and torch.is_grad_enabled() else None
 
 
 def keep_choices(module: nn.Module) -> None:
-    """Let `topk` within `module`, a router or a parent of one, choose only in forward, in recomputed layers."""
+    """Make `topk` choose experts only in forward, not in recomputation. `module` is a router, or a parent of one."""
     forward = module.forward
 
     @wraps(forward)

@@ -22,23 +22,27 @@ from ds_finetune.foreign.transformers_attention import hyper_head
 from ds_finetune.foreign.transformers_models import replaced_layers
 
 _BUILT = "ds_finetune_mtp_layers"
-"""Attribute of a configuration with the number of such layers to build; never written to a config.json."""
+"""Attribute of a transformers configuration: the number of multi-token prediction layers to build. It is never written
+to a config.json.
+"""
 PREDICTION_LAYERS = "num_nextn_predict_layers"
-"""Key of the number of multi-token prediction layers after the last layer (DeepSeek-V3's config.json)."""
+"""Key of config.json for the number of multi-token prediction layers after the last layer (DeepSeek-V3)."""
 _PER_LAYER: Mapping[str, str | None] = {"layer_types": None, "mlp_layer_types": None, "indexer_types": "full"}
-"""Per-layer lists of a config.json, with the entry of a multi-token prediction layer; None repeats the last layer's
-entry. In published checkpoints the layer has its own indexer, even if the last layer has none.
+"""Per-layer lists of a config.json, and their entry for a multi-token prediction layer. None repeats the last layer's
+entry. In published checkpoints a multi-token prediction layer has its own indexer, even if the last layer has none.
 """
 _COMPRESSED: Mapping[str, str | int] = {
     "layer_types": "sliding_attention",
     "mlp_layer_types": "moe",
     "compress_ratios": 0,
 }
-"""Entries of a multi-token prediction layer of DeepSeek-V4, which has no compressor and no table of token ids."""
+"""Per-layer entries of a multi-token prediction layer of DeepSeek-V4, which has no compressor and no table of token
+ids.
+"""
 
 
 def set_mtp_layers(hf_config: PretrainedConfig, layers: int) -> None:
-    """Let models of `hf_config` be built with `layers` multi-token prediction layers."""
+    """Set how many multi-token prediction layers models of `hf_config` are built with."""
     setattr(hf_config, _BUILT, layers)
 
 
@@ -47,7 +51,7 @@ def mtp_layers(hf_config: PretrainedConfig) -> range:
 
     `num_mtp_layers` of transformers' configurations cannot be used: it is 1 if config.json does not set it.
     """
-    # Some types without such layers name their number of layers otherwise (transformers 5.23, BltConfig).
+    # Some model types without such layers use another key for their depth (transformers 5.23, BltConfig).
     first = getattr(hf_config, "num_hidden_layers", 0)
     return range(first, first + getattr(hf_config, _BUILT, 0))
 
@@ -58,8 +62,8 @@ def is_mtp_tensor(name: str, hf_config: PretrainedConfig) -> bool:
 
 
 def published_copies(hf_config: PretrainedConfig) -> dict[str, str]:
-    """Published tensors of multi-token prediction layers that copy the model's embedding and head, by name, each with
-    the name of the original, which the layers use here.
+    """Published tensors of multi-token prediction layers that copy the model's embedding and head. Each name is mapped
+    to the original, which the layers use here.
     """
     return {
         f"model.layers.{layer}.{copy}": original
@@ -73,7 +77,9 @@ def published_copies(hf_config: PretrainedConfig) -> dict[str, str]:
 
 @contextmanager
 def more_layers(hf_config: PretrainedConfig, number: int) -> Iterator[None]:
-    """While open, `hf_config` has `number` more layers, which are like the last one but have their own indexers."""
+    """Context in which `hf_config` has `number` more layers. They are like the last layer but have their own
+    indexers.
+    """
     layers, settings = hf_config.num_hidden_layers, vars(hf_config)
     if family_of(hf_config.model_type).compresses:
         longer = {k: [*settings[k][:layers], *[kind] * number] for k, kind in _COMPRESSED.items() if settings.get(k)}
@@ -93,7 +99,7 @@ def more_layers(hf_config: PretrainedConfig, number: int) -> Iterator[None]:
 
 @contextmanager
 def build_mtp_layers(model_class: type[PreTrainedModel], hf_config: PretrainedConfig) -> Iterator[None]:
-    """While open, a model of `hf_config` is built with its multi-token prediction layers."""
+    """Context in which a model of `hf_config` is built with its multi-token prediction layers."""
     layers = mtp_layers(hf_config)
     if not layers:
         yield
@@ -111,7 +117,7 @@ def build_mtp_layers(model_class: type[PreTrainedModel], hf_config: PretrainedCo
 
 
 class PassedLayer(nn.Module):
-    """Holds the multi-token prediction layer `mtp` of a model whose own forward runs all layers, and skips it."""
+    """Holds the multi-token prediction layer `mtp` in a model whose own forward runs all layers, and skips it there."""
 
     def __init__(self, mtp: nn.Module) -> None:
         super().__init__()
@@ -128,7 +134,7 @@ def add_mtp_modules(layer: Any, config: PretrainedConfig) -> None:  # noqa: ANN4
     layer.enorm = norm_class(width, eps=config.rms_norm_eps)
     layer.hnorm = norm_class(width, eps=config.rms_norm_eps)
     if family_of(config.model_type).compresses:
-        # The names of DeepSeek-V4's checkpoint (vLLM 0.32, models/deepseek_v4/nvidia/mtp.py).
+        # DeepSeek-V4's checkpoint uses these names (vLLM 0.32, models/deepseek_v4/nvidia/mtp.py).
         layer.e_proj, layer.h_proj = (nn.Linear(width, width, bias=False) for _ in range(2))
         layer.hc_head, layer.norm = hyper_head(config), norm_class(width, eps=config.rms_norm_eps)
         return
@@ -138,9 +144,10 @@ def add_mtp_modules(layer: Any, config: PretrainedConfig) -> None:  # noqa: ANN4
 
 
 def mtp_layer_inputs(layer: Any, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-    """The input [rows, tokens, width] of the decoder layer, from embeddings of the next tokens and the model's hidden
-    states after the final norm, [rows, tokens, width] each. With several residual streams per token, the input has
-    streams too, and `hidden` are the streams after the last layer, [rows, tokens, streams, width].
+    """Compute the input [rows, tokens, width] of a multi-token prediction layer, from embeddings of the next tokens
+    and the model's hidden states after the final norm, [rows, tokens, width] each. With several residual streams
+    per token, the input has streams too, and `hidden` are the streams after the last layer, [rows, tokens, streams,
+    width].
 
     The published weights take the embedding first (transformers 5.23, modeling_layers.py:357; vLLM and SGLang too),
     though the paper writes the hidden state first (eq. 21).
@@ -159,8 +166,8 @@ def run_mtp_layer(
     position_ids: torch.Tensor,
     **arguments: Any,  # noqa: ANN401 - what attention takes
 ) -> torch.Tensor:
-    """Hidden states [rows, tokens, width] of a multi-token prediction layer of `lm` before the head, from its input;
-    the layer runs like the model's own layers.
+    """Run a multi-token prediction layer of `lm` on its input, like the model's own layers. Returns hidden states
+    [rows, tokens, width] before the head.
     """
     if family_of(lm.config.model_type).compresses:
         return _run_compressed_layer(lm, layer, joined, position_ids, arguments)
@@ -170,7 +177,7 @@ def run_mtp_layer(
         None,
         None,
         position_ids=position_ids,
-        # transformers' indexer reads the mask (deepseek_v32/modeling_deepseek_v32.py:729).
+        # transformers' indexer reads this mask (deepseek_v32/modeling_deepseek_v32.py:729).
         allow_is_causal_skip=family_of(lm.config.model_type).indexer is None,
     )
     states = layer(
@@ -193,7 +200,7 @@ def _run_compressed_layer(
     position_ids: torch.Tensor,
     arguments: dict[str, Any],
 ) -> torch.Tensor:
-    """Hidden states of a multi-token prediction layer of DeepSeek-V4; only attention by document is supported."""
+    """Run a multi-token prediction layer of DeepSeek-V4, for which only attention by document is supported."""
     rotary: Any = lm.base_model.rotary_emb
     states = layer(
         joined,

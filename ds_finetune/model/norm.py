@@ -1,4 +1,4 @@
-"""RMSNorm of DeepSeek-V4, with or without a weight, that saves only its input and one number per row."""
+"""RMSNorm of DeepSeek-V4, with or without a weight. For backward it saves only its input and one number per row."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ds_finetune.foreign.transformers_elementwise import norm_classes
 
 
 class _WideNorm(torch.autograd.Function):
-    """RMSNorm of rows [..., width] with a weight [width] or none; in fp32, rounded at the end."""
+    """RMSNorm of rows [..., width] with a weight [width] or none. It is computed in fp32 and rounded at the end."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:  # noqa: ANN401
@@ -38,7 +38,7 @@ class _WideNorm(torch.autograd.Function):
 
 
 def install_norms(lm: nn.Module) -> None:
-    """Let norms of DeepSeek-V4 save little more than their inputs for backward, in place."""
+    """Make the norms of DeepSeek-V4 save little more than their inputs for backward, in place."""
     weighted, plain = norm_classes()
     forwards = {
         weighted: lambda self, x: _WideNorm.apply(x, self.weight, self.variance_epsilon),

@@ -20,7 +20,7 @@ from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.routers import RouterPlan
 
 _MARKS = 2**15
-"""Marks, which are hashes of sets of experts, are less than this number."""
+"""Upper bound of marks, which are hashes of sets of experts."""
 
 
 class RouterOutput(NamedTuple):
@@ -39,17 +39,19 @@ class RouterCollector:
     """
 
     counts: torch.Tensor
-    """Choices of each expert since `clear`, without padding, int64 [layers, experts]."""
+    """How often each expert was chosen since `clear`, without padding, int64 [layers, experts]."""
     entropy: torch.Tensor
-    """Sum over these tokens of the entropy (nats) of score shares, fp64 [layers]."""
+    """Sum over tokens since `clear` of the entropy (nats) of experts' shares of the scores, fp64 [layers]."""
     keeps_outputs: bool = False
-    """Whether outputs stay available after a forward: they take [tokens, experts] numbers per layer."""
+    """Whether router outputs stay available after a forward. They take [tokens, experts] numbers per layer."""
     num_tokens: torch.Tensor
     """Number of tokens since `clear`, without padding, int64 scalar."""
     compared: torch.Tensor
-    """Tokens of sampled answers whose experts differ from those of sampling, and tokens compared, int64 [layers, 2]."""
+    """Two numbers of tokens of sampled answers, int64 [layers, 2]: tokens whose experts differ from those of sampling,
+    and all compared tokens.
+    """
     marks: NDArray[np.int16]
-    """Marks of the experts of the tokens passed to `watch`, [tokens, layers]."""
+    """Hash of the set of experts of each token and layer, for the tokens passed to `watch`, [tokens, layers]."""
 
     def __init__(self, lm: nn.Module, plan: RouterPlan, *, device: torch.device) -> None:
         self.plan, self._device = plan, device
@@ -73,17 +75,17 @@ class RouterCollector:
 
     @property
     def outputs(self) -> tuple[RouterOutput, ...]:
-        """Outputs of balanced routers in the latest forward, in the order of `layers`; dropped by `release`."""
+        """Outputs of balanced routers in the latest forward, in the order of `layers`. `release` drops them."""
         return tuple(self._outputs[layer] for layer in self.modules if layer in self._outputs)
 
     @property
     def tokens(self) -> RealTokens:
-        """The documents of the latest forward."""
+        """Tokens of the latest forward without padding, and the documents to which they belong."""
         assert self._tokens is not None, "no forward was listened to"
         return self._tokens
 
     def clear(self) -> None:
-        """Reset all counts."""
+        """Reset all counts to zero."""
         size = (len(self.modules), self.plan.experts)
         self.counts = torch.zeros(size, dtype=torch.int64, device=self._device)
         self.entropy = torch.zeros(size[0], dtype=torch.float64, device=self._device)
@@ -92,7 +94,7 @@ class RouterCollector:
 
     @contextmanager
     def watch(self, tokens: torch.Tensor | None) -> Iterator[None]:
-        """Set `marks` for the given (or all) tokens of the flattened rows of the forward inside."""
+        """Context of a forward that sets `marks` for the given tokens of the flattened rows (None for all tokens)."""
         keeps, self.keeps_outputs, self._is_listening, self._is_counting = self.keeps_outputs, True, True, False
         try:
             yield
@@ -103,17 +105,18 @@ class RouterCollector:
         self._outputs.clear()
 
     def _mark(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Hash each set of experts, given as indices int64 [..., chosen], to int16 [...]; two sets collide in 1 of
+        """Hash each set of experts, given as indices int64 [..., chosen], to int16 [...]. Two sets collide in 1 of
         32,768 cases.
         """
         return (self._marks[chosen].sum(-1) % _MARKS).to(torch.int16)
 
     @contextmanager
     def listen(self, rows: ForwardRows, *, is_counting: bool, counts_tokens: bool = True) -> Iterator[None]:
-        """Collect the outputs of the forward of `rows` that runs inside. `is_counting` adds its choices to `counts`,
-        and `counts_tokens` its tokens to `num_tokens`; tokens count once if several forwards run parts of a model.
+        """Context that collects router outputs of the forward of `rows`. `is_counting` adds its choices to `counts`,
+        and `counts_tokens` its tokens to `num_tokens`. If several forwards run parts of a model, only one counts
+        tokens.
 
-        Backward runs outside, so recomputed forwards are not collected.
+        Backward runs outside of this context, so recomputed forwards are not collected.
         """
         assert rows.real is not None, "the rows do not say where padding begins"
         self._tokens = rows.real
@@ -128,7 +131,7 @@ class RouterCollector:
             self._is_listening = False
 
     def release(self) -> None:
-        """Drop the outputs of the latest forward."""
+        """Drop the router outputs of the latest forward."""
         self._outputs.clear()
         self._tokens = None
 
@@ -167,7 +170,7 @@ def score_shares(logits: torch.Tensor, scores: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RouterChoices:
-    """Choices of all routers of the model for the tokens of a global batch, the same on every rank.
+    """Choices of all routers of the model for the tokens of a global batch, identical on every rank.
 
     Tensors are on the CPU.
     """
@@ -175,19 +178,20 @@ class RouterChoices:
     layers: tuple[int, ...]
     """Indices of the layers with a router."""
     counts: torch.Tensor
-    """Choices of each expert, without padding, int64 [layers, experts]."""
+    """How often each expert was chosen, without padding, int64 [layers, experts]."""
     entropy: torch.Tensor
-    """Mean over tokens of the entropy (nats) of score shares, fp64 [layers]."""
+    """Mean over tokens of the entropy (nats) of experts' shares of the scores, fp64 [layers]."""
     num_tokens: int
     mismatch: float | None = None
-    """Share of sampled answers' tokens whose set of experts differs from that of sampling, as a mean over layers; None
-    if none were compared.
+    """Fraction of the tokens of sampled answers whose set of experts differs from that of sampling, as a mean over
+    layers. None if no tokens were compared.
     """
 
 
 def table_of_choices(routers: RouterCollector, mesh: Mesh) -> torch.Tensor:
-    """Counts of this rank's routers, fp64 [layers of the model, experts + 4]: choices of experts, tokens that differ
-    from sampling and tokens compared, sum of the entropy, and tokens. The sum over all ranks has every choice once.
+    """Table of this rank's counts, fp64 [layers of the model, experts + 4]. Its columns are the choices of each expert,
+    tokens that differ from sampling, tokens compared, sum of the entropy, and tokens. The sum over all ranks has every
+    choice once.
     """
     plan = routers.plan
     # Counts are exact in fp64 up to 2**53.
@@ -202,7 +206,7 @@ def table_of_choices(routers: RouterCollector, mesh: Mesh) -> torch.Tensor:
 
 
 def choices_of(table: torch.Tensor, plan: RouterPlan) -> RouterChoices:
-    """The choices in the `table_of_choices` summed over all ranks, which is on the CPU."""
+    """Read the choices of all routers from a `table_of_choices` that was summed over all ranks and is on the CPU."""
     counts, tokens, (differing, compared) = (
         table[:, :-4].long(),
         table[:, -1].long(),
@@ -225,8 +229,8 @@ def check_each_counted(choices: RouterChoices, plan: RouterPlan, *, num_tokens: 
 def finish_step(
     routers: RouterCollector, choices: RouterChoices, table: torch.Tensor, *, num_tokens: int, is_skipped: bool
 ) -> None:
-    """Check `choices` for the `num_tokens` tokens of the global batch, and update biases unless the step was skipped.
-    `table` has the same counts on the device.
+    """Check that `choices` cover all `num_tokens` tokens of the global batch, and update router biases unless the step
+    was skipped. `table` has the counts of `choices` on the device.
     """
     check_each_counted(choices, routers.plan, num_tokens=num_tokens)
     if routers.plan.section.bias_update and not is_skipped:
@@ -235,15 +239,15 @@ def finish_step(
 
 @torch.no_grad()
 def update_biases(routers: RouterCollector, table: torch.Tensor) -> None:
-    """Lower the bias of experts with more choices than their layer's mean by `router.bias_update`, and raise that of
-    experts with fewer (arXiv 2408.15664, algorithm 1), in fp32. `table` has the counts of all ranks, on the device of
-    the biases.
+    """Lower the bias of experts with more choices than their layer's mean by `router.bias_update`, and raise the bias
+    of experts with fewer (arXiv 2408.15664, algorithm 1), in fp32. `table` has the counts of all ranks, on the device
+    of the biases.
     """
     kind, rate = routers.plan.kind, routers.plan.section.bias_update
     assert kind.bias is not None
     for layer in (layer for layer in routers.plan.balanced if layer in routers.modules):
         counts = table[routers.plan.layers.index(layer), :-4].long()
-        # In integers, so that the sign is exactly 0 for a load equal to the mean.
+        # The sign is computed in integers, so that it is exactly 0 for a load equal to the mean.
         above = torch.sign(counts * len(counts) - counts.sum())
         bias = routers.decoder_layers[layer].get_buffer(kind.bias)
         assert bias.dtype == torch.float32, (layer, bias.dtype)

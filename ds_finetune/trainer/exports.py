@@ -226,7 +226,7 @@ def _write_adapters(run: PreparedRun, engine: Engine, out: Path | None, parts: F
     adapters = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
     factors = factors_of(adapters, lora.scale)
     assert run.model.lora is not None
-    trained = engine.named_tensors(run.model.lora.whole)
+    trained = engine.named_tensors(run.model.lora.fully_trained)
     full_weights = {name: tensor.clone() for name, tensor in trained if tensor is not None}
     if engine.is_rank_zero and out is not None:
         base = AdapterBase(

@@ -204,7 +204,7 @@ def untrained_tokens(
     """A note where adapters are trained on rows with tokens that the base model in `folder` seems not to know: tokens
     missing in its own tokenizer, and added tokens whose embeddings look untrained.
     """
-    if model.lora is None or EMBEDDING in model.lora.whole or isinstance(rows, StreamedRows):
+    if model.lora is None or EMBEDDING in model.lora.fully_trained or isinstance(rows, StreamedRows):
         return
     own, seen, ids = tokenizer, np.zeros(model.hf_config.vocab_size, dtype=bool), rows.documents.ids
     if tokenizer.name_or_path != str(folder) and has_vocabulary(folder):

@@ -137,7 +137,7 @@ def _plan_lesson(run: RunSettings, model: ModelPlan, inputs: RunInputs, out: Pat
 def _write_shards(lesson: Lesson, model: ModelPlan, shards: Sequence[int], world: World) -> None:
     assert model.teacher is not None
     device = device_of_rank(choose_device(), world.local_rank)
-    teacher = load_teacher(model.teacher, model.attention, lesson.run.train.precision, device).whole()
+    teacher = load_teacher(model.teacher, model.attention, lesson.run.train.precision, device).unsharded_teacher()
     documents = sum(len(lesson.documents_of(shard)) for shard in shards)
     with PhaseLine("scoring documents", documents, is_rank_zero=world.rank == 0) as line:
         for shard in shards:

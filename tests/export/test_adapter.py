@@ -209,7 +209,7 @@ SPOILED: dict[str, tuple[Any, str]] = {
         "does not fit the base",
     ),
     "torn adapter": (lambda f: _tear(f, f"adapter/{WEIGHTS}"), "cannot be read as an adapter"),
-    "torn base": (lambda f: _tear(f, "base/model.safetensors"), "is not a whole safetensors file"),
+    "torn base": (lambda f: _tear(f, "base/model.safetensors"), "is not a complete safetensors file"),
     "no base weights": (lambda f: (f / "base" / "model.safetensors").unlink(), "no safetensors weights"),
     "file outside": (_index, "names files outside its folder: ../base"),
     "another family": (lambda f: base_model("llama").save_pretrained(f / "base"), "does not fit the base"),

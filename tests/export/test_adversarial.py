@@ -140,17 +140,17 @@ def _config(model: Path, **values: Any) -> None:
 
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "a shard is missing": (lambda m: _shard(m).unlink(), "names 1 files that are not there: model-0000"),
-    "a shard is cut short": (_cut, "is not a whole safetensors file: its tensors end at byte"),
-    "a shard ends in its header": (_cut_header, "is not a whole safetensors file"),
+    "a shard is cut short": (_cut, "is not a complete safetensors file: its tensors end at byte"),
+    "a shard ends in its header": (_cut_header, "is not a complete safetensors file"),
     "the index names a file above": (_outside, "names files outside its folder: ../secret.safetensors"),
     "the index names an absolute file": (_elsewhere, "/secret.safetensors"),
     "a weight holds integers": (
         lambda m: _change(m, EMBEDDING, lambda t: t.int()),
-        f"holds 1 tensors of another kind: `{EMBEDDING}` is torch.int32",
+        f"holds 1 tensors with a dtype not of weights: `{EMBEDDING}` is torch.int32",
     ),
     "a weight is FP8 of another kind": (
         lambda m: _change(m, EMBEDDING, lambda t: t.to(torch.float8_e5m2)),
-        f"holds 1 tensors of another kind: `{EMBEDDING}` is torch.float8_e5m2",
+        f"holds 1 tensors with a dtype not of weights: `{EMBEDDING}` is torch.float8_e5m2",
     ),
     "a head that the config ties is another": (
         lambda m: _config(m, tie_word_embeddings=True),

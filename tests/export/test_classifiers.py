@@ -28,7 +28,7 @@ from ds_finetune.export.verify.verify import VerificationResult, verify_exports
 from ds_finetune.families.table import family_of
 from ds_finetune.model.adapters.lora import AdapterPlacement, factors_of, install_lora
 from ds_finetune.model.adapters.lora_plan import plan_lora
-from ds_finetune.model.build.skeleton import whole
+from ds_finetune.model.build.skeleton import full_fragment
 from ds_finetune.model.loss.score_config import set_padding_token
 from ds_finetune.model.weights.names import is_adapter
 from tests.export.classifiers import BOS, CLASSES, EOS, PAD, TEXTS, classifier, write_tokenizer
@@ -157,7 +157,7 @@ def test_a_folder_that_classifies_otherwise_is_found(
 
 
 def _adapted(model: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:
-    install_lora(model, plan_lora(model.config, lora).targets, lora, seed=0, placement=AdapterPlacement(whole))
+    install_lora(model, plan_lora(model.config, lora).targets, lora, seed=0, placement=AdapterPlacement(full_fragment))
     generator = torch.Generator().manual_seed(5)
     for name, param in model.named_parameters():
         if is_adapter(name) and name.endswith("lora_B"):

@@ -57,7 +57,7 @@ def test_every_tensor_by_its_published_name(v4: Path, tmp_path: Path) -> None:
 
 def test_parts_of_a_matrix(v4: Path) -> None:
     key, hub = "layers.0.ffn.experts.1.w2.weight", HubFolder(v4)
-    whole = hub.whole(key)
+    whole = hub.full_tensor(key)
     assert (hub.shapes[key], hub.dtype(key), hub.is_quantised(key)) == ((128, 64), torch.float32, True)
     assert torch.equal(hub.read(key, 70, 200), whole.view(-1)[70:270])
     assert torch.equal(hub.rows(key, 3, 9, (slice(33, 60),)), whole[3:9, 33:60])

@@ -79,7 +79,7 @@ def _config(folder: Path, **changes: object) -> None:
     ("damage", "said"),
     [
         (lambda f: _shard(f).unlink(), "names 1 files that are not there: model-00002-of-000003.safetensors"),
-        (_truncate, "model-00002-of-000003.safetensors is not a whole safetensors file: its tensors end at byte"),
+        (_truncate, "model-00002-of-000003.safetensors is not a complete safetensors file: its tensors end at byte"),
         (_outside, "names files outside its folder: ../secret.safetensors"),
         (lambda f: (f / "config.json").write_text("{"), "config.json is not that of a model"),
         (lambda f: _config(f, model_type="none"), "none"),

@@ -17,7 +17,7 @@ from ds_finetune.model.activation_memory import install_tiled_mlps
 from ds_finetune.model.adapters.lora import AdapterPlacement, install_lora
 from ds_finetune.model.adapters.lora_plan import plan_lora
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
-from ds_finetune.model.build.skeleton import build_skeleton, whole
+from ds_finetune.model.build.skeleton import build_skeleton, full_fragment
 from ds_finetune.model.loss.cross_entropy import chunked_cross_entropy
 from ds_finetune.model.loss.forward_rows import ForwardRows
 from ds_finetune.model.loss.token_loss import TrainedModel, install_loss_head
@@ -40,7 +40,7 @@ def _model(
     config = AutoConfig.for_model(**tree)
     lm = build_skeleton(config, attention="sdpa", dtype=PRECISION_DTYPES[precision], device="cuda:0")
     if lora is not None:
-        install_lora(lm, plan_lora(config, lora).targets, lora, seed=0, placement=AdapterPlacement(whole))
+        install_lora(lm, plan_lora(config, lora).targets, lora, seed=0, placement=AdapterPlacement(full_fragment))
     install_loss_head(lm, kernel=partial(chunked_cross_entropy, chunk=16))
     lm.train()
     if recomputes:

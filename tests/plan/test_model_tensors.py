@@ -19,7 +19,7 @@ from ds_finetune.foreign.auto_models import AutoModelForCausalLM
 from ds_finetune.foreign.torch_nn import fake_tensors
 from ds_finetune.model.adapters.lora import AdapterPlacement, install_lora
 from ds_finetune.model.adapters.lora_plan import plan_lora
-from ds_finetune.model.build.skeleton import build_skeleton, whole
+from ds_finetune.model.build.skeleton import build_skeleton, full_fragment
 from ds_finetune.plan.estimate.rank_weights import lora_targets
 from tests.described import described_tree
 from tests.model.tiny import CONFIGS
@@ -100,7 +100,7 @@ def test_adapters_by_a_pattern_are_those_that_are_installed(pattern: str, traine
     hf_config, lora = AutoConfig.for_model(**tree), LoraConfig(rank=16, target_modules=(pattern,))
     with fake_tensors():
         lm = build_skeleton(hf_config, attention="sdpa", dtype=torch.bfloat16, device="cpu")
-        install_lora(lm, plan_lora(hf_config, lora).targets, lora, seed=0, placement=AdapterPlacement(whole))
+        install_lora(lm, plan_lora(hf_config, lora).targets, lora, seed=0, placement=AdapterPlacement(full_fragment))
     assert sum(param.numel() for param in lm.parameters() if param.requires_grad) == trained
     planned = lora_targets(described_tree(tree), lora)
     assert sum(target.num_params(lora.rank) for target in planned) == trained

@@ -262,8 +262,8 @@ def test_its_prediction_layer_is_trained_and_exported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("mtp.0.attn.compressor.ape", "known is one prediction layer, without compressed entries"),
-        ("mtp.1.norm.weight", "known is one prediction layer"),
+        ("mtp.0.attn.compressor.ape", "only one prediction layer is supported, without compressed entries"),
+        ("mtp.1.norm.weight", "only one prediction layer is supported"),
         ("", "has no tensor `mtp.0.e_proj.weight`"),
     ],
 )

@@ -174,7 +174,7 @@ def test_other_rows_and_vocabularies_are_refused_with_both_values(task: Path, tm
     with pytest.raises(FinetuneError, match=r"are of another training rows: \w{16} there, \w{16} in this run"):
         _prepared(longer)
     write_teacher(tmp_path / "small", task / "model", vocab_size=20)
-    with pytest.raises(FinetuneError, match=r"has a vocabulary of 20 tokens, and its tokenizer ids up to \d+"):
+    with pytest.raises(FinetuneError, match=r"has a vocabulary of 20 tokens, but its tokenizer has ids up to \d+"):
         _prepared(_run_file(task, "small", {"teacher": str(tmp_path / "small")}))
     write_teacher(tmp_path / "renamed", task / "model")
     file = tmp_path / "renamed" / "tokenizer.json"

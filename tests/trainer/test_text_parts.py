@@ -187,7 +187,7 @@ def test_a_text_part_has_the_layouts_of_its_row(tmp_path: Path) -> None:
     [
         ({"model_type": "qwen2_vl", "text_config": {}}, "has no causal LM of its text part `qwen2_vl_text`"),
         ({"model_type": "glm4v_moe", "text_config": {}}, "has no causal LM of its text part `glm4v_moe_text`"),
-        ({"model_type": "gemma3"}, "of whose text part `gemma3_text` no export can be made"),
+        ({"model_type": "gemma3"}, "whose text part `gemma3_text` cannot be exported"),
         (
             {**CONFIGS["mistral3"], "quantization_config": {"quant_method": "fp8"}},
             "weights of models of text and other",

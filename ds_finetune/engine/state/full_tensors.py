@@ -13,7 +13,7 @@ from torch import nn
 from ds_finetune.engine.groups.process_groups import Groups
 from ds_finetune.engine.state.parameter_tags import is_copy, local_shape
 from ds_finetune.families.table import family_of
-from ds_finetune.model.build.skeleton import Fragment, in_memory, whole
+from ds_finetune.model.build.skeleton import Fragment, full_fragment, in_memory
 from ds_finetune.model.parallel.expert import ExpertParallelGroup
 from ds_finetune.model.parallel.sharding import ModelShard
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
@@ -38,7 +38,7 @@ class FullTensors:
         for name, param in named_parameters(self._module):
             if not is_copy(param):
                 shape = shape_of(param) if is_four_bit(param) else local_shape(param)
-                whole_shape = self._model_shard.tensor_shard(name, shape).whole_shape
+                whole_shape = self._model_shard.tensor_shard(name, shape).full_shape
                 dtype = torch.float32 if name in self._in_fp32 else dtype_of(param)
                 specs[name] = torch.empty(whole_shape, dtype=dtype, device="meta")
         own = specs | {name: buffer.to("meta") for name, buffer in persistent_buffers(self._module)}
@@ -79,7 +79,7 @@ class FullTensors:
             box = _gather_on_first(box.to(self._device), self._groups.tensor, dim=shard.dim, end=end)
         if experts is not None:
             box = _gather_on_first(box.to(self._device), experts, dim=0, end=torch.device("cpu"))
-        return box.reshape(shard.whole_shape) if mesh.rank == mesh.leader else box
+        return box.reshape(shard.full_shape) if mesh.rank == mesh.leader else box
 
     def _send_to_rank_zero(self, tensor: torch.Tensor | None, spec: torch.Tensor, stage: int) -> torch.Tensor | None:
         """The full tensor of stage number `stage`, on rank zero's CPU; None on other ranks."""
@@ -139,7 +139,7 @@ def partition(param: torch.Tensor) -> Fragment:
     from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
     if not hasattr(param, "ds_tensor"):
-        return whole(param)
+        return full_fragment(param)
     zero_param: Any = param
     numel, shape = int(zero_param.ds_tensor.ds_numel), tuple(zero_param.ds_shape)
     start = dist.get_rank(zero_param.ds_process_group) * numel

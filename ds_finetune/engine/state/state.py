@@ -353,7 +353,7 @@ class EngineState:
             # Optimizers with such state train whole parameters on every rank.
             return Slice(key, part.shape, 0, part.numel, dtype, is_replicated=True)
         shard = self._model_shard.tensor_shard(part.name, part.shape)
-        is_replicated = self._plan.zero_stage == 0 and shard.is_whole and self._plan.mesh.pp == 1
+        is_replicated = self._plan.zero_stage == 0 and shard.is_full and self._plan.mesh.pp == 1
         return Slice(
             key, shard.global_shape, part.start, part.numel, dtype, is_replicated, shard.offsets, shard.local_shape
         )

@@ -152,9 +152,9 @@ def _write_graph(model: PreTrainedModel, hub: HubFolder, out: Path, options: Exp
     numbers = np.dtype(_NUMBERS[options.dtype])
     if is_classifier(model.config):
         build = encoder_graph if family_of(model.config.model_type).encoder else scoring_graph
-        graph, ends = build(model, hub.whole, dtype=numbers)
+        graph, ends = build(model, hub.full_tensor, dtype=numbers)
     else:
-        graph, ends = decoder_graph(model, hub.whole, dtype=numbers, with_cache=options.with_cache)
+        graph, ends = decoder_graph(model, hub.full_tensor, dtype=numbers, with_cache=options.with_cache)
     check_free_space(out, sum(weight.num_bytes for weight in graph.weights.values()))
     write_model(graph, ends, out, inline_bytes=INLINE_BYTES)
     copy_settings(hub.folder, out)

@@ -184,9 +184,11 @@ def open_adapter(path: Path, base: Path | None) -> OpenedSource:
             hint="put the config.json of the trained classifier there (peft: model.config.save_pretrained)",
         )
     trained = None
-    if adapter.whole:
+    if adapter.fully_trained:
         source = hub_source(HubFolder(path), family_of(read_model_spec(base_folder).model_type))
-        trained = source.select({name: source.shapes[key] for name, key in adapter.whole.items()}, adapter.whole)
+        trained = source.select(
+            {name: source.shapes[key] for name, key in adapter.fully_trained.items()}, adapter.fully_trained
+        )
     return _open_merged(base_folder, _Adapters(adapter.names, adapter.factors, trained), beside=path, label=str(path))
 
 

@@ -35,7 +35,7 @@ def read_tensor_table(folder: Path) -> dict[str, StoredTensor]:
     for path in sorted(folder.glob("*.safetensors")):
         file = SafetensorsFile(path)
         try:
-            for key, entry in read_header(path, is_whole=False).tensors.items():
+            for key, entry in read_header(path, is_complete=False).tensors.items():
                 table[key] = StoredTensor(file, entry.dtype, entry.shape, entry.begin)
         except (OSError, ValueError) as damaged:
             raise ExportError(

@@ -50,8 +50,8 @@ class _LowRankLinear(_Adapted):
         return functional.linear(functional.linear(hidden, self.lora_A), self.lora_B).mul_(self.lora_scale)
 
     def _mask(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Dropout factors of inputs, 0 or 1 / (1 - dropout). Tensor parallel ranks sample all columns, so that each
-        takes its part of the same mask.
+        """Sample dropout factors of inputs, 0 or 1 / (1 - dropout). Tensor parallel ranks sample all columns, so that
+        each takes its part of the same mask.
         """
         start, columns = self.lora_columns
         mask = functional.dropout(hidden.new_ones(*hidden.shape[:-1], columns), self.lora_dropout)
@@ -60,7 +60,6 @@ class _LowRankLinear(_Adapted):
 
 class _AdaptedLinear(_LowRankLinear):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out]."""
         return self._low_rank(hidden).add_(super().forward(hidden))  # type: ignore[no-any-return]
 
 
@@ -68,7 +67,7 @@ class _AdaptedParallelLinear(_LowRankLinear):
     """A `ParallelLinear` with an adapter: its communication surrounds the sum of weight and adapter."""
 
     def multiply(self, hidden: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the product, without communication."""
+        """Compute this rank's part of the product with weight and adapter, without communication."""
         return self._low_rank(hidden).add_(super().multiply(hidden))  # type: ignore[misc]
 
 
@@ -78,9 +77,10 @@ class _AdaptedRouter(_Adapted):
     lora_B: torch.Tensor  # noqa: N815
 
     def forward(self, *args: Any) -> Any:  # noqa: ANN401 - the family's own
-        """The family's own forward with the merged weight, which is small enough to merge in each forward."""
+        """Run the family's own forward with the merged weight, which is small enough to merge in each forward."""
         merged = self.weight + (self.lora_B @ self.lora_A) * self.lora_scale
-        # Python finds this attribute before it asks nn.Module.__getattr__, which returns the parameter.
+        # This attribute hides the parameter `weight`: Python looks into `__dict__` before it calls
+        # nn.Module.__getattr__, which returns parameters.
         self.__dict__["weight"] = merged
         try:
             return super().forward(*args)
@@ -93,23 +93,25 @@ class _LowRankExperts(_Adapted):
     _apply_gate: Callable[[torch.Tensor], torch.Tensor]
 
     def _run(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """[tokens, width], chosen experts [tokens, k] and their weights -> [tokens, width].
+        """Run experts with adapters on [tokens, width], with chosen experts [tokens, k] and their weights.
 
-        peft instead merges adapters into a copy of all experts in each forward, and needs a gradient of that size.
+        peft instead merges adapters into a copy of all experts in each forward, and needs a gradient as large as this
+        copy.
         """
         return run_experts(self, hidden, top_k_index, top_k_weights, self._project)
 
     def _project(self, rows: torch.Tensor, ends: torch.Tensor, leaf: str) -> torch.Tensor:
-        """`rows` [rows, in], sorted by expert and ending at `ends`, times each expert's weight `leaf` and adapter."""
+        """Multiply `rows` [rows, in], sorted by expert and ending at `ends`, with each expert's weight `leaf` and its
+        adapter.
+        """
         low = multiply(rows, getattr(self, f"{leaf}_lora_A"), ends)
         low = multiply(low, getattr(self, f"{leaf}_lora_B"), ends)
-        # In place: at most two products as wide as gate and up exist at a time.
+        # The sum is computed in place, so that at most two tensors as wide as gate and up exist at a time.
         return low.mul_(self.lora_scale).add_(project(self, rows, ends, leaf))  # type: ignore[no-any-return]
 
 
 class _AdaptedExperts(_LowRankExperts):
     def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """[tokens, width], chosen experts [tokens, k] and their weights -> [tokens, width]."""
         return self._run(hidden, top_k_index, top_k_weights)
 
 
@@ -117,7 +119,6 @@ class _AdaptedLocalExperts(_LowRankExperts):
     """`ExpertParallelExperts` with adapters, which sends tokens to their experts' ranks and back."""
 
     def run_experts(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """The experts of this rank, without communication."""
         return self._run(hidden, top_k_index, top_k_weights)
 
 
@@ -136,14 +137,16 @@ class AdapterPlacement:
     where: Where
     model_shard: ModelShard = UNSHARDED
     tp_group: RankGroup | None = None
-    """Tensor parallel ranks; None for a single rank."""
+    """Tensor parallel group; None without tensor parallelism."""
     mark_expert: MarkParameter | None = None
     """Called with each parameter of experts that only some ranks hold."""
     share: Callable[[list[nn.Parameter]], None] = lambda _: None
-    """Partitions the new parameters of one module; below ZeRO stage 3 they stay full tensors."""
+    """Called with the new parameters of a module, to partition them under ZeRO-3. The default leaves them full tensors.
+    """
 
     def prepare(self, param: nn.Parameter, shard: TensorShard, *, of: TensorShard) -> None:
-        """Let an adapter parameter's gradient be summed over the right ranks, and count once in the gradient norm.
+        """Mark an adapter parameter, so that its gradient is summed over the right ranks and counts once in the
+        gradient norm.
 
         `shard` is this rank's part of the parameter, and `of` its part of the adapted weight.
         """
@@ -152,7 +155,7 @@ class AdapterPlacement:
         if shard.is_expert_parallel and self.mark_expert is not None:
             self.mark_expert(param)
         if self.tp_group is not None and of.dim is not None and shard.dim is None:
-            # Each rank computes the gradient of the full side from its shard of the other side.
+            # The unsharded factor of the adapter gets its gradient from this rank's shard of the other factor.
             param.register_hook(self.tp_group.all_reduce)
 
     def set_full(self, name: str, param: nn.Parameter, values: torch.Tensor) -> None:
@@ -176,11 +179,12 @@ def install_lora(  # noqa: PLR0913
     placement: AdapterPlacement,
     start: Initial | None = None,
 ) -> None:
-    """Freeze `lm` and add adapters to each of `targets` that it has, in the dtype of the weight: those of `start`, else
-    random A and zero B. A pipeline stage has only targets of its own layers.
+    """Freeze `lm` and add adapters to each of `targets`, in the dtype of the adapted weight. A pipeline stage skips
+    targets in layers of other stages.
 
-    A is uniform within 1 / sqrt(in), as kaiming_uniform with a = sqrt(5) (peft 0.21, tuners/lora/layer.py,
-    reset_lora_parameters). Its seed depends on `seed` and the weight's name.
+    Initial values come from `start`. Without it B is zero and A uniform within 1 / sqrt(in), as kaiming_uniform with a
+    = sqrt(5) (peft 0.21, tuners/lora/layer.py, reset_lora_parameters). The seed of A depends on `seed` and the weight's
+    name.
     """
     lm.requires_grad_(False)
     here, initial = dict(lm.named_modules()), start or partial(initial_factors, rank=lora.rank, seed=seed)
@@ -206,7 +210,7 @@ def _adapt(
         weight = module._parameters[leaf]
         local_shape = shape_of(weight) if is_four_bit(weight) else placement.where(weight).shape
         of = placement.model_shard.tensor_shard(f"{target.name}.{leaf}", local_shape)
-        assert of.whole_shape == shape, (target.name, leaf, of.whole_shape, shape)
+        assert of.full_shape == shape, (target.name, leaf, of.full_shape, shape)
         if target.kind == ROUTED and module.is_transposed:
             local_shape, shape = (
                 (*local_shape[:-2], local_shape[-1], local_shape[-2]),
@@ -240,9 +244,9 @@ def initial_factors(name: str, shape: Shape, rank: int, seed: int) -> dict[str, 
 
 @contextmanager
 def adapters_off(lm: nn.Module) -> Iterator[None]:
-    """While open, `lm` computes exactly what it would compute without its adapters.
+    """Context in which `lm` computes exactly what it would compute without its adapters.
 
-    Their scale is 0. All modules still run, so ZeRO-3 fetches the same parameters in the same order.
+    The adapters' scale is 0. All modules still run, so that ZeRO-3 fetches the same parameters in the same order.
     """
     adapted = [module for module in lm.modules() if isinstance(module, _Adapted)]
     assert adapted, "the model has no adapters"
@@ -274,8 +278,8 @@ class Factors:
         return replace(self, a=self.b.mT, b=self.a.mT) if is_transposed(name, family) else self
 
     def delta(self, start: int, numel: int) -> torch.Tensor:
-        """Elements `start` to `start + numel` of the flattened scale x B A, fp32 [numel]; computes only the rows
-        needed.
+        """Elements `start` to `start + numel` of the flattened product scale x B A, fp32 [numel]. Only the needed rows
+        are computed.
         """
         rows, width = self.b.shape[-2], self.a.shape[-1]
         first, last = start // width, -(-(start + numel) // width)
@@ -289,7 +293,7 @@ class Factors:
 
 
 def factors_of(adapters: Mapping[str, torch.Tensor], scale: float) -> dict[str, Factors]:
-    """Adapters by name of the adapted weight, from the adapters' parameters by name."""
+    """Pair the adapters' parameters, given by name, to one `Factors` per adapted weight, by name of the weight."""
     sides = {weight_of(name): tensor for name, tensor in adapters.items()}
     return {
         weight: Factors(tensor, sides[weight, "B"], scale) for (weight, side), tensor in sides.items() if side == "A"
@@ -299,8 +303,8 @@ def factors_of(adapters: Mapping[str, torch.Tensor], scale: float) -> dict[str, 
 def merge_adapters(
     tensors: Iterator[tuple[str, torch.Tensor | None]], factors: Mapping[str, Factors], family: Family
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield `tensors` (full, on the CPU, by name) with their adapters added in fp32 and cast back. Copies one tensor at
-    a time.
+    """Yield `tensors` (full, on the CPU, by name) with their adapters added in fp32, cast back to the tensor's dtype.
+    One tensor at a time is copied.
     """
     for name, tensor in tensors:
         adapter = factors.get(name)

@@ -34,28 +34,28 @@ from ds_finetune.plan.name_patterns import last_part
 
 @dataclass(frozen=True)
 class LoraPlan:
-    """The `lora` section of the run file applied to a model; a `LoraTarget` is an adaptable module."""
+    """Which modules of a model the run file's `lora` section adapts, and which weights it quantises."""
 
     section: LoraConfig
     adaptable: tuple[LoraTarget, ...]
-    """Every adaptable module, in the model's order."""
+    """All adaptable modules, in the model's order."""
     targets: tuple[LoraTarget, ...]
     """The modules that are adapted."""
     quantised: tuple[LoraTarget, ...]
-    """The modules whose frozen weights are stored in four bits, adapted or not; empty without `lora.quantize`."""
+    """Modules whose frozen weights are stored in four bits, adapted or not. Empty without `lora.quantize`."""
     model_params: int
     """Number of parameters of the model without adapters."""
-    whole: Mapping[str, FullTensor] = field(default_factory=dict)
-    """Fully trained parameters, besides adapters, by name."""
+    fully_trained: Mapping[str, FullTensor] = field(default_factory=dict)
+    """Tensors that are fully trained besides the adapters (`lora.modules_to_save`), by name."""
 
     @property
     def num_params(self) -> int:
-        """Number of trained parameters: of adapters and of fully trained tensors."""
+        """Number of trained parameters, of adapters and of fully trained tensors."""
         return sum(target.num_params(self.section.rank) for target in self.targets) + self._whole_params
 
     @property
     def _whole_params(self) -> int:
-        return sum(tensor.numel for tensor in self.whole.values())
+        return sum(tensor.numel for tensor in self.fully_trained.values())
 
     @property
     def quantised_shapes(self) -> tuple[Shape, ...]:
@@ -63,7 +63,7 @@ class LoraPlan:
         return tuple(shape for target in self.quantised for shape in target.shapes.values())
 
     def lines(self) -> list[tuple[str, str]]:
-        """Name and text of the plan's lines on adapted modules, kind by kind."""
+        """Lines of the plan about adapters as (name, text), with a line for each kind of module."""
         lora = self.section
         modules = Counter(target.kind for target in self.adaptable)
         text = f"rank {lora.rank}, alpha {lora.alpha:g}{', rslora' if lora.rslora else ''}"
@@ -76,12 +76,11 @@ class LoraPlan:
             numel = sum(target.num_params(lora.rank) for target in chosen)
             text = f"{len(chosen)} of {number} modules, {numel:,} parameters: {', '.join(names)}"
             rows.append((f"  {kind}", text if names else f"none of {number} modules"))
-        if self.whole:
-            rows.append(("  trained whole", f"{self._whole_params:,} parameters: {', '.join(self.whole)}"))
+        if self.fully_trained:
+            rows.append(("  trained whole", f"{self._whole_params:,} parameters: {', '.join(self.fully_trained)}"))
         return rows if lora.quantize is None else [*rows, self._quantised_line()]
 
     def _quantised_line(self) -> tuple[str, str]:
-        """The plan's line on weights in four bits: which, their bytes, and which are not quantised."""
         shapes = self.quantised_shapes
         numel, size = sum(map(prod, shapes)), sum(map(nf4_bytes, shapes))
         experts = [target for target in self.adaptable if target.kind == ROUTED]
@@ -96,10 +95,11 @@ class LoraPlan:
 
 
 def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causal_lm") -> LoraPlan:
-    """The modules that `lora` adapts (those that its patterns match, or all but routers) and quantises.
+    """Decide which modules the section `lora` adapts (those that its patterns match, or all but routers) and
+    quantises.
 
-    ConfigError where a pattern matches no module (with the legal names) or one that cannot be adapted, experts get a
-    rank that grouped products do not support, or no weight fits four bits.
+    ConfigError if a pattern matches no module or one that cannot be adapted, if experts get a rank that grouped
+    products do not support, or if no weight can be stored in four bits.
     """
     tensors = read_tensors(hf_config, task)
     all_targets = targets_of(tensors)
@@ -121,12 +121,14 @@ def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causa
         targets=targets,
         quantised=quantised_targets(all_targets, lora),
         model_params=tensors.numel,
-        whole={name: names[name] for name in fully_trained},
+        fully_trained={name: names[name] for name in fully_trained},
     )
 
 
 def _check_droppable(targets: Sequence[LoraTarget], family: Family) -> None:
-    """ConfigError for dropout on modules whose weights peft adapts as parameters, without access to their inputs."""
+    """ConfigError for dropout on modules whose weights peft adapts as parameters, since it has no access to their
+    inputs.
+    """
     refused = {
         last_part(target.name)
         for target in targets
@@ -166,4 +168,4 @@ def check_stages(lora: LoraPlan, stages: Sequence[StageLayers | None], *, ep_siz
     sides = {f"{each.name}.weight": FullTensor((1, 1), is_routed=each.kind == ROUTED) for each in lora.targets}
     setting = f"lora.target_modules {list(lora.section.target_modules or ())}"
     setting += f" and modules_to_save {list(lora.section.modules_to_save)}" if lora.section.modules_to_save else ""
-    check_trained_stages({**sides, **lora.whole}, stages, ep_size=ep_size, given=setting)
+    check_trained_stages({**sides, **lora.fully_trained}, stages, ep_size=ep_size, given=setting)

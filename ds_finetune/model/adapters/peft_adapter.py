@@ -1,4 +1,4 @@
-"""Reads an adapter folder in peft's format; `export/adapter.py` writes such folders and documents the tensors."""
+"""Reads LoRA adapters in peft's format. `export/adapter.py` writes adapters and documents their tensors."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ KEY_PREFIX = "base_model.model."
 BASE_DIGEST = "base_weights"
 """Metadata key of the adapter's file: the digest of the weights on which the adapter was trained."""
 DOWN, GATE_UP = "down_proj", "gate_up_proj"
-"""The two weights of fused experts."""
+"""Names of the two weights of fused experts."""
 _KEY = re.compile(rf"^{re.escape(KEY_PREFIX)}(?P<module>.+?)(?P<inner>\.base_layer)?\.lora_(?P<side>[AB])\.weight$")
 _READ = {
     *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
@@ -31,33 +31,33 @@ _READ = {
     *("exclude_modules", "target_parameters", "modules_to_save", "layers_to_transform", "layers_pattern"),
     *("lora_dropout", "runtime_config", "eva_config", "megatron_core", "qalora_group_size"),
 }
-"""Settings of peft's LoraConfig that are read here, or that do not change the base's weights."""
+"""Settings of peft's LoraConfig that are read here, or that do not change the base model's weights."""
 _ONLY_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
 }
-"""Settings that leave the base unchanged only with these values: PiSSA, OLoRA, CorDA, LoRA-GA and LoftQ subtract the
-initial adapter or a rounding error from the base's weights. A setting neither here nor in `_READ` must be empty, as new
-settings of peft are by default.
+"""Settings of peft's LoraConfig that are allowed only with these values. Other values, such as PiSSA, OLoRA, CorDA,
+LoRA-GA and LoftQ, subtract the initial adapter or a rounding error from the base model's weights. Settings neither here
+nor in `_READ` must be empty, as new settings of peft are by default.
 """
 
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """A folder with an adapter in peft's format; checked when opened, with tensors read later."""
+    """A folder with an adapter in peft's format. It is checked when opened, and its tensors are read later."""
 
     folder: Path
     config: Mapping[str, Any]
     keys: Mapping[tuple[str, str], str]
-    """Key in the file, by name of the weight and side (`A`, `B`)."""
+    """Name of each adapter tensor in the safetensors file, by adapted weight and side (`A`, `B`)."""
     base: str
-    """Digest of the weights on which the adapter was trained; empty if another program trained it."""
-    whole: Mapping[str, str]
-    """Key in the file, by name of a fully trained weight (`modules_to_save`), such as a classifier's head."""
+    """Digest of the base weights on which the adapter was trained. Empty if another program trained it."""
+    fully_trained: Mapping[str, str]
+    """Name in the safetensors file of each fully trained weight (`modules_to_save`), such as a classifier's head."""
 
     @classmethod
     def open(cls, folder: Path) -> "PeftAdapter":
-        """Open and check `folder`; ExportError where it is damaged, is not LoRA, or has unsupported settings."""
+        """Open and check `folder`. ExportError if it is damaged, is not LoRA, or has unsupported settings."""
         try:
             config = dict(json.loads((folder / CONFIG).read_text(encoding="utf-8")))
             for pattern in {**(config.get("rank_pattern") or {}), **(config.get("alpha_pattern") or {})}:
@@ -82,7 +82,7 @@ class PeftAdapter:
         if refused:
             raise ExportError(
                 f"{folder} holds {', '.join(refused)}, which is not supported here",
-                hint="merge it with peft's merge_and_unload (aLoRA adapters cannot be merged)",
+                hint="merge the adapter into its model with peft's merge_and_unload (aLoRA adapters cannot be merged)",
             )
         fused_experts = {str(name).rpartition(".")[2] for name in config.get("target_parameters") or ()} & {
             GATE_UP,
@@ -110,8 +110,8 @@ class PeftAdapter:
 
     def rank_and_scale(self, name: str) -> tuple[int, float]:
         """Rank of a weight's adapter, and the scale of its product B A."""
-        # peft looks patterns up by the weight's name for parameters, by the module's for modules
-        # (tuners/tuners_utils.py).
+        # peft matches patterns with the name of the weight for adapted parameters, and of the module for adapted
+        # modules (tuners/tuners_utils.py).
         rank, alpha = self._value("rank_pattern", "r", name), self._value("alpha_pattern", "lora_alpha", name)
         if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
             raise ExportError(
@@ -121,13 +121,13 @@ class PeftAdapter:
         return rank, alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def shape(self, name: str) -> Shape:
-        """Shape of a weight, for fused experts of each expert's: rows and columns."""
+        """Shape (rows, columns) of an adapted weight. For fused experts it is the shape of one expert."""
         with safe_open(self.folder / WEIGHTS, framework="pt") as file:
             a, b = (file.get_slice(self.keys[name, side]).get_shape() for side in "AB")
         return (b[0], a[-1])
 
     def factors(self, name: str) -> Factors:
-        """The adapter of a weight, read in full."""
+        """Read both factors of the adapter of a weight."""
         with safe_open(self.folder / WEIGHTS, framework="pt") as file:
             a, b = (file.get_tensor(self.keys[name, side]) for side in "AB")
         is_fused, (rank, scale) = not name.endswith(".weight"), self.rank_and_scale(name)
@@ -147,23 +147,23 @@ class PeftAdapter:
         return Factors(a, b, scale)
 
     def digest(self) -> str:
-        """A digest of the adapter's file."""
+        """SHA-256 digest of the adapter's file."""
         with (self.folder / WEIGHTS).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def initial(self, name: str, shape: Shape) -> dict[str, torch.Tensor]:
-        """Both sides of the adapter of a weight of `shape`, as initial values of training."""
+        """Both factors of the adapter of a weight of `shape`, as initial values of training."""
         factors = self.factors(name)
         assert factors.shape == shape, (name, factors.shape, shape)
         return {"A": factors.a, "B": factors.b}
 
     def full_tensor(self, name: str) -> torch.Tensor:
-        """A fully trained weight."""
+        """Read a fully trained weight."""
         with safe_open(self.folder / WEIGHTS, framework="pt") as file:
-            return file.get_tensor(self.whole[name])
+            return file.get_tensor(self.fully_trained[name])
 
     def _value(self, patterns: str, default: str, name: str) -> Any:  # noqa: ANN401 - a number of the file
-        # peft matches patterns with its own name of the weight, which is longer for the text part of a composite model.
+        # Patterns are matched with peft's name of the weight, which is longer for the text part of a composite model.
         match = _KEY.match(self.keys[name, "A"])
         assert match is not None
         name = f"{match['module']}{'' if name.endswith('.weight') else '.' + name.rpartition('.')[2]}"
@@ -175,16 +175,16 @@ class PeftAdapter:
 
 
 def _is_whole(key: str, modules: Sequence[str]) -> bool:
-    """Whether `key` belongs to one of `modules`, given by suffixes of module names as in peft."""
+    """Whether the tensor `key` belongs to one of `modules`, which peft gives as suffixes of module names."""
     module = key.removeprefix(KEY_PREFIX).rpartition(".")[0]
     parts = [module[: match.start()] for match in re.finditer(r"\.|$", module)]
     return any(part == name or part.endswith(f".{name}") for part in parts for name in modules)
 
 
 def _weight(module: str, inner: str | None, outer: str) -> str:
-    """Name of the weight that a key adapts, in the text part of a composite model.
+    """Name of the weight that an adapter tensor adapts, in the text part of a composite model.
 
-    This is the module's `weight`, except for the two weights of fused experts: a key with `base_layer` (`inner`) adapts
+    It is the module's `weight`, except for the two weights of fused experts: a key with `base_layer` (`inner`) adapts
     the first weight, any other key the weight named `outer`.
     """
     leaf = GATE_UP if inner else outer if module.endswith(".experts") else "weight"

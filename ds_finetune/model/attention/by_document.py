@@ -1,4 +1,4 @@
-"""Attention restricted to each document of a packed row, causal or bidirectional, without a mask over the whole row."""
+"""Attention within each document of a packed row, causal or bidirectional. It needs no mask over the whole row."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -29,37 +29,37 @@ from ds_finetune.model.kept_outputs import kept
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 
 BY_DOCUMENT = "ds_finetune_by_document"
-"""Name of this attention implementation in a model's configuration."""
+"""Name under which attention by document is registered with transformers."""
 
 FLASH = "flash_attention_2"
-"""transformers' name of FlashAttention."""
+"""transformers' name of FlashAttention 2."""
 BY_LENGTHS = "ds_finetune_by_lengths"
 """Name of a slow attention for tests on CPUs, which takes the same arguments as FlashAttention."""
 
 KNOWS_DOCUMENTS = (BY_DOCUMENT, BY_LENGTHS, FLASH)
-"""Attention implementations that are passed the document boundaries, instead of deriving them from positions."""
+"""Attention implementations that get document boundaries as arguments and need not derive them from position ids."""
 
 _DocumentBatches = tuple[list[tuple[int, int, int]], torch.Tensor, torch.Tensor, torch.Tensor]
 ChosenTokens = tuple[tuple[torch.Tensor | None, ...], ...]
-"""The keys that each query attends to, by row and document: bool [queries, keys], never later than the query; None
-means all earlier keys.
+"""Masks of the keys that each query attends to, by row and document: bool [queries, keys], never of keys after the
+query. A mask of None means all earlier keys.
 """
 
 _WINDOW_BLOCK = 512
-"""Minimum number of queries per block where a document is longer than a model's sliding window."""
+"""Minimum number of queries per block of sliding-window attention."""
 _SHORT = 128
-"""Number of tokens up to which documents share a call on CPUs; longer ones have enough work for a call of their own."""
+"""Documents of at most this many tokens share a call on CPUs; longer ones have enough work for a call of their own."""
 _SINK_COLUMNS = 8
-"""Columns added to queries and keys for attention sinks."""
+"""Number of columns added to queries and keys to represent attention sinks."""
 _WITHOUT_EFFECT = ("position_ids", "cache_position")
-"""Tensors that models pass to every attention and that do not change attention within documents."""
+"""Tensor arguments that models pass to attention and that do not change attention within documents."""
 
 
 @dataclass(frozen=True)
 class _DocumentAttention:
     scaling: float
     window: int | None
-    """Size of the sliding window: a query attends to tokens fewer than this number of positions away; None for all."""
+    """Size of the sliding window: a query attends to keys fewer than this many positions away. None means no window."""
     dropout: float
     is_causal: bool = True
     """Whether a query attends only to itself and earlier tokens."""
@@ -69,8 +69,8 @@ class _DocumentAttention:
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chosen: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Attention within one document. The queries are its last tokens, or all of its tokens where attention is not
-        causal. With `chosen` the queries attend only to these keys.
+        """Compute attention within one document. Queries are the document's last tokens, or all of its tokens in
+        bidirectional attention. `chosen` is a mask of the keys that queries attend to.
         """
         assert chosen is None or self.window is None
         queries, keys, width = query.shape[2], key.shape[2], value.shape[3]
@@ -88,7 +88,7 @@ class _DocumentAttention:
             mask = None if mask is None else functional.pad(mask, (1, 0), value=True)
             query, key, value = _with_sinks(query, key, value, self.sinks / self.scaling)
             if mask is None and is_whole:
-                # Add a query for the sink, so that the kernel's causal mask is that of a document one token longer.
+                # Add a query for the sink, since the kernel's causal mask is then that of a document one token longer.
                 query = functional.pad(query, (0, 0, 1, 0))
         out = attend_document(
             query,
@@ -105,16 +105,16 @@ class _DocumentAttention:
     def of_last_token(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_key: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attention of the last token of each row: query [rows, heads, 1, width], key and value [rows, key heads,
-        tokens, width]. With `is_key`, bool [rows, 1, 1, tokens], the query attends only to the marked tokens.
+        """Compute attention of the last token of each row: query [rows, heads, 1, width], key and value [rows, key
+        heads, tokens, width]. `is_key`, bool [rows, 1, 1, tokens], masks the keys that the query attends to.
         """
         if self.window is not None:
             key, value = key[:, :, -self.window :], value[:, :, -self.window :]
             is_key = None if is_key is None else is_key[..., -self.window :]
         rows, heads, _, _ = query.shape
         if self.sinks is None:
-            # Query heads that share a key head are handled as further queries of it, so that keys are not copied for
-            # each.
+            # In grouped-query attention the query heads of a key head become further queries of this head, so that keys
+            # need not be copied for each query head.
             query = query.reshape(rows, key.shape[1], -1, query.shape[3])
             out = attend_document(
                 query, key, value, is_padded=False, scale=self.scaling, mask=is_key, dropout=self.dropout
@@ -130,8 +130,8 @@ class _DocumentAttention:
         return out[..., :width]
 
     def _in_blocks(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, size: int) -> torch.Tensor:
-        """Sliding-window attention in blocks of `size` queries and the keys in their windows, which needs no mask of
-        tokens x tokens.
+        """Compute sliding-window attention in blocks of `size` queries, each with the keys in its window. This avoids a
+        mask of tokens x tokens.
         """
         assert self.window is not None
         earlier, outs = key.shape[2] - query.shape[2], []
@@ -145,11 +145,11 @@ class _DocumentAttention:
 def _with_sinks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, logits: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Adds attention sinks to queries, keys and values: a first key whose product with each query of head h is
-    `logits[h]` and whose value is zero.
+    """Represent attention sinks by an additional first key with a zero value. The product of this key with each query
+    of head h is `logits[h]`.
 
-    The product comes from one more column, in which queries are one and all other keys zero. So kernels without masks
-    can compute attention with sinks and its gradients. Eight columns are added, because GPU kernels need multiples of
+    The product comes from an added column, which is 1 in queries and 0 in all other keys. So kernels without sinks
+    compute attention with sinks, and its gradients. Eight columns are added, because GPU kernels need multiples of
     eight.
     """
     columns = _SINK_COLUMNS
@@ -178,27 +178,33 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
     is_key: torch.Tensor | None = None,
     **others: Any,  # noqa: ANN401 - what other implementations take
 ) -> tuple[torch.Tensor, None]:
-    """Attention with transformers' interface: query [rows, heads, tokens, width], key and value [rows, key heads,
-    tokens, width]. Returns [rows, tokens, heads, value width].
+    """Compute attention within documents, with the interface of transformers' attention implementations.
 
-    `documents`: lengths of the documents of each row. With None each row is one document, and with fewer queries than
-    keys the queries are its last tokens (decoding with a cache). `shared`: number of tokens of an earlier document that
-    each document continues and also attends to (`MicroBatch.shared`). `sp_group`: the tensors hold this rank's tokens,
-    and `documents` describes whole rows. `sliding_window`: the module's own where None; in encoders it reaches as far
-    in both directions. `s_aux` [heads]: attention sinks, an additional logit in the softmax of each head
-    (gpt_oss/modeling_gpt_oss.py:244). `chosen`: keys to which queries attend. `packed`: the same documents in the form
-    of a kernel that attends to all of them in one call; sinks, dropout and chosen keys still need a call per document.
-    `is_key`, bool [rows, 1, 1, keys]: keys to which the single query of each row attends. A module whose `is_causal` is
-    false attends in both directions, as in transformers 5.23 (integrations/sdpa_attention.py:143). ModelError where
-    another argument would change the result.
+    Query is [rows, heads, tokens, width], key and value [rows, key heads, tokens, width]; the result is [rows, tokens,
+    heads, value width]. A module whose `is_causal` is false attends in both directions, as in transformers 5.23
+    (integrations/sdpa_attention.py:143).
+
+    - `documents`: lengths of the documents of each row. None means one document per row. With fewer queries than keys
+      the queries are its last tokens (decoding with a cache).
+    - `shared`: number of tokens of an earlier document that each document continues and also attends to.
+    - `sp_group`: sequence parallel group. Tensors hold this rank's tokens, while `documents` describes full rows.
+    - `sliding_window`: None means the module's own window. In encoders it reaches as far in both directions.
+    - `s_aux`: attention sinks [heads], an additional logit in each head's softmax (gpt_oss/modeling_gpt_oss.py:244).
+    - `chosen`: masks of the keys that queries attend to.
+    - `packed`: `documents` in the form of a kernel that computes all of them in one call. Attention with sinks, dropout
+      or chosen keys still needs a call per document.
+    - `is_key`: mask of the keys that the single query of each row attends to, bool [rows, 1, 1, keys].
+
+    ModelError where another argument would change the result.
     """
     check_arguments(module, others)
     assert attention_mask is None, "attention by document does not support masked tokens inside a row"
     if sp_group is not None:
         query, key, value = sp_group.gather_tokens_scatter_heads(query, key, value)
-        # Each rank computes the gradient of the sinks of its own heads; the sum over ranks is the whole gradient.
+        # Each rank computes the gradient of the sinks of its own heads, so the sum over ranks is the full gradient.
         s_aux = None if s_aux is None else s_aux.chunk(sp_group.size)[sp_group.group_rank]
-    # transformers 5.23, qwen2_moe/modeling_qwen2_moe.py:226,254: the model applies its sliding window only in the mask.
+    # Some models apply their sliding window only in the mask (transformers 5.23,
+    # qwen2_moe/modeling_qwen2_moe.py:226,254).
     window, is_causal = sliding_window or getattr(module, "sliding_window", None), getattr(module, "is_causal", True)
     if packed is not None and s_aux is None and chosen is None and not dropout:
         out = attend_packed((query, key, value), packed, scaling=scaling, window=window, is_causal=is_causal)
@@ -220,7 +226,7 @@ def _attend_to_rows(
     shared: tuple[Documents, ...] | None,
     chosen: ChosenTokens | None,
 ) -> torch.Tensor:
-    """Attention of query, key and value [rows, heads, tokens, width], within the documents of each row."""
+    """Compute attention of query, key and value [rows, heads, tokens, width] within the documents of each row."""
     query, groups = parts[0], parts[0].shape[1] // parts[1].shape[1]
     parts = (query, repeat_kv(parts[1], groups), repeat_kv(parts[2], groups))
     if documents is None and chosen is None:
@@ -238,9 +244,9 @@ def _attend_to_rows(
 def _attend_in_batches(
     attend: _DocumentAttention, parts: Sequence[torch.Tensor], batches: _DocumentBatches
 ) -> torch.Tensor:
-    """Attention by document, where short documents of similar length share a call. They are padded at their ends, which
-    is invisible to earlier tokens because attention is causal. The keys of a document start with the tokens that it
-    continues.
+    """Compute attention by document, with short documents of similar length in one call. They are padded at their ends,
+    which earlier tokens cannot see because attention is causal. The keys of a document that continues another one start
+    with the tokens that it continues.
     """
     shapes, order, of_keys, token_rows = batches
     sizes = [[rows * tokens, *[rows * (continued + tokens)] * 2] for rows, tokens, continued in shapes]
@@ -257,10 +263,13 @@ def _attend_in_batches(
 
 @lru_cache(maxsize=4)
 def document_batches(documents: tuple[Documents, ...], shared: tuple[Documents, ...] | None) -> _DocumentBatches:
-    """Batches of documents for `_attend_in_batches`. For each batch: number of documents, tokens of the longest, and
-    number of other tokens that each continues. Then three index tensors: queries of all batches among the tokens of the
-    flattened rows (padding repeats a document's last token), keys likewise, and for each token of the rows its index
-    among the queries.
+    """Group documents into batches for `_attend_in_batches`.
+
+    Returns for each batch the number of documents, the tokens of the longest one, and the number of tokens of another
+    document that each one continues. Three int64 index tensors follow:
+    - the token of the flattened rows of each batched query; padding repeats a document's last token,
+    - the token of the flattened rows of each batched key,
+    - the batched query of each token of the flattened rows.
     """
     lengths = np.array([length for row in documents for length in row])
     begins, origins, continued = find_origins(documents, shared or [(0,) * len(row) for row in documents])
@@ -283,7 +292,9 @@ def document_batches(documents: tuple[Documents, ...], shared: tuple[Documents, 
 
 
 def check_arguments(module: nn.Module, others: Mapping[str, Any]) -> None:
-    """ModelError where `others`, arguments that attention by document ignores, would change the result."""
+    """Raise ModelError if one of the arguments `others`, which attention by document ignores, would change the
+    result.
+    """
     if unknown := _unknown(others):
         raise ModelError(
             f"{type(module).__name__} passes `{unknown[0]}` to its attention, "
@@ -293,14 +304,16 @@ def check_arguments(module: nn.Module, others: Mapping[str, Any]) -> None:
 
 
 def _unknown(others: Mapping[str, Any]) -> list[str]:
-    """Names of arguments that would change the result: tensors such as a position bias, softcap, `is_causal` false."""
+    """Names of arguments that would change attention's result: tensors such as a position bias, softcap, `is_causal`
+    false.
+    """
     tensors = {name for name, value in others.items() if isinstance(value, torch.Tensor)} - set(_WITHOUT_EFFECT)
     plain = {"softcap": (None,), "is_causal": (None, True)}
     return sorted(tensors) + [name for name, values in plain.items() if others.get(name) not in values]
 
 
 def mask_context(lm: PreTrainedModel) -> AbstractContextManager[None]:
-    """Context within which `lm` makes its attention masks for rows without padding."""
+    """Context in which `lm` makes its attention masks for rows without padding."""
     is_told = lm.config._attn_implementation in KNOWS_DOCUMENTS
     return without_search_for_documents() if is_told else nullcontext()
 
@@ -308,8 +321,8 @@ def mask_context(lm: PreTrainedModel) -> AbstractContextManager[None]:
 def flash_arguments(documents: Sequence[Documents], device: torch.device) -> dict[str, Any]:
     """Arguments that tell FlashAttention where documents begin in the concatenated rows of a batch.
 
-    transformers 5.23 derives them only for batches of one row (modeling_flash_attention_utils.py:574). The bounds are
-    int32, and the maximum lengths Python numbers, as torch's kernels need them.
+    transformers 5.23 derives these arguments only for batches of one row (modeling_flash_attention_utils.py:574).
+    torch's kernels need boundaries in int32 and maximum lengths as Python numbers.
     """
     packed = pack_documents(documents, device)
     bounds, longest = packed.bounds, packed.longest
@@ -328,7 +341,9 @@ def attend_by_lengths(  # noqa: PLR0913 - transformers' interface
     sliding_window: int | None = None,
     **others: Any,  # noqa: ANN401 - what other implementations take
 ) -> tuple[torch.Tensor, None]:
-    """Attention that reads the documents from `flash_arguments`, as FlashAttention does; else each row is one."""
+    """A slow attention for tests on CPUs, which gets documents as FlashAttention does (`flash_arguments`). Without
+    these arguments each row is one document.
+    """
     assert attention_mask is None, "this attention does not support masked tokens inside a row"
     rows, _, tokens, width = query.shape
     lengths = [tokens] * rows if cu_seq_lens_q is None else cu_seq_lens_q.diff().tolist()
@@ -348,7 +363,7 @@ def _row(
     lengths: Documents | None,
     chosen: Sequence[torch.Tensor | None] | None = None,
 ) -> torch.Tensor:
-    """Attention within the documents of one row; the row is a single document where `lengths` is None."""
+    """Compute attention within the documents of one row. `lengths` None means that the row is one document."""
     split = [[tensor] if lengths is None else tensor.split(lengths, dim=2) for tensor in parts]
     documents = zip(*split, chosen or [None] * len(split[0]), strict=True)
     return torch.cat([attend(*document) for document in documents], dim=2)

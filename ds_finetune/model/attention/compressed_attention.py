@@ -1,11 +1,12 @@
-"""Attention of DeepSeek-V4 within documents. Queries attend to a window of earlier tokens, and to compressed entries.
+"""Attention of DeepSeek-V4 within documents. A query attends to a sliding window of earlier tokens and to compressed
+entries.
 
-An entry is a weighted mean of the keys of `compress_rate` consecutive tokens (a window), or of this window and the one
-before where windows overlap. A document's last tokens that fill no window belong to no entry. An indexer chooses
-`index_topk` entries for each query.
+An entry is a weighted mean of the keys of `compress_rate` consecutive tokens. In layers with overlap the mean includes
+as many tokens before them. Tokens at the end of a document that are too few for an entry belong to none. An indexer
+chooses `index_topk` entries for each query.
 
-A sequence parallel rank holds the queries of its tokens, the window of tokens before them, and all entries. Each rank
-computes the entries whose last token it holds, from its own tokens and those received from earlier ranks.
+A sequence parallel rank holds the queries of its own tokens, the sliding window of tokens before them, and all entries.
+It computes the entries whose last token it holds and receives the other entries from their ranks.
 """
 
 import math
@@ -49,8 +50,8 @@ PRODUCTS_AT_ONCE = 2**26
 _SCORES_AT_ONCE = 2**24
 """Bound on an indexer's query-key products in memory at once, over all its heads: 64 MiB."""
 _QUERIES = 72
-"""Maximum number of queries per block. In larger blocks each query is multiplied with more keys that only other queries
-see; smaller blocks need more operations.
+"""Maximum number of queries per block. In larger blocks each query is multiplied with more keys that it does not see;
+smaller blocks need more operations.
 """
 _LOG2_E = 1 / math.log(2)
 
@@ -68,13 +69,13 @@ class _Seen(NamedTuple):
     """Factor of the indexer's query-key products."""
 
     def parts(self, heads: int) -> tuple[QueryPart, ...]:
-        """All queries of the forward, in blocks."""
+        """Split all queries of the forward into blocks."""
         return parts_of(self.tokens, self.entries, self.topk, _QUERIES, PRODUCTS_AT_ONCE // heads)
 
     def choose(self, part: QueryPart) -> torch.Tensor | None:
-        """The entries with the highest scores for each query of `part`, int64 [queries, chosen]; some of them may be
-        invisible to the query. None where each query sees at most `topk` entries. Scores are computed in blocks of
-        entries, keeping the best so far.
+        """Choose the entries with the highest scores for each query of `part`: int64 [queries, chosen]. Some of them
+        may be invisible to the query. Returns None where each query sees at most `topk` entries. Scores are computed in
+        blocks of entries, of which the best so far are kept.
         """
         if self.scored is None or self.entries is None:
             return None
@@ -114,7 +115,9 @@ class _Seen(NamedTuple):
         return torch.cat([seen, self.sees(part.queries, entry)], dim=1)
 
     def sees(self, queries: slice, entry: torch.Tensor) -> torch.Tensor:
-        """Whether each of `queries` may attend to entries; `entry` is common to queries, or has a row for each."""
+        """Mask of the entries that each of `queries` may attend to. `entry` lists indices of entries, either once for
+        all queries or in a row for each query.
+        """
         assert self.entries is not None
         return (entry >= self.entries.first[queries, None]) & (entry < self.entries.end[queries, None])
 
@@ -122,10 +125,10 @@ class _Seen(NamedTuple):
 class _Attention(torch.autograd.Function):
     """Attention whose values are its keys and whose softmax has a sink.
 
-    Inputs: query [tokens, heads, width], tokens [tokens, width], entries [entries, width] and sinks [heads]. Outputs:
-    [tokens, heads, width]; base-2 logarithms of the softmax's sums, [tokens, heads]; the chosen entries of each block
-    (`_Seen.choose`). Products of queries and keys are computed in blocks of queries, and recomputed in backward. On a
-    CPU, powers of 2 are several times faster than those of e where many are 0.
+    Inputs are query [tokens, heads, width], tokens [tokens, width], entries [entries, width] and sinks [heads]. Outputs
+    are [tokens, heads, width]; base-2 logarithms of the softmax's sums, [tokens, heads]; and the chosen entries of each
+    block of queries. Products of queries and keys are computed in these blocks, and recomputed in backward. Base 2 is
+    used because on CPUs exp2 is several times faster than exp where many results are 0.
     """
 
     @staticmethod
@@ -177,7 +180,9 @@ class _Attention(torch.autograd.Function):
 
 
 class _Keys:
-    """The tokens and entries that a block of queries sees: a range of entries, or chosen entries for each query."""
+    """Keys of a block of queries: tokens, and either a range of entries for all queries or chosen entries for each
+    query.
+    """
 
     def __init__(self, tokens: torch.Tensor, entries: torch.Tensor, among: slice, chosen: torch.Tensor | None) -> None:
         self._among, self._chosen, self._number = among, chosen, len(tokens)
@@ -198,7 +203,7 @@ class _Keys:
     def add_gradients(
         self, weights: torch.Tensor, query: torch.Tensor, of_tokens: torch.Tensor, of_entries: torch.Tensor
     ) -> None:
-        """Add the gradients of tokens and entries: for each key the sum of `query` vectors times `weights`."""
+        """Add the gradient of each key to `of_tokens` or `of_entries`: the sum of `query` vectors times `weights`."""
         if self._chosen is None:
             grad = weights.flatten(0, 1).T @ query.flatten(0, 1)
             of_tokens += grad[: self._number]
@@ -210,9 +215,11 @@ class _Keys:
 
 
 class _EntryWeights(NamedTuple):
-    """Target distribution of the indexer of compressed entries: attention weights of entries within the softmax over
-    tokens, entries and sink. The tensors that it reads are query [tokens, heads, width], entries [entries, width],
-    base-2 logarithms of the softmax's sums [tokens, heads], and the chosen entries of each block.
+    """Target distribution of an indexer of compressed entries: the attention weights of entries, from a softmax over
+    tokens, entries and sink.
+
+    Its methods read query [tokens, heads, width], entries [entries, width], base-2 logarithms of the softmax's sums
+    [tokens, heads], and the chosen entries of each block of queries.
     """
 
     scale: float
@@ -221,7 +228,7 @@ class _EntryWeights(NamedTuple):
     seen: _Seen
 
     def parts(self, index: ScoreInputs, tensors: Sequence[Any]) -> Iterator[KeyPart]:
-        """The blocks of queries of the attention, split further where products with all entries need more memory."""
+        """Split the attention's blocks of queries further where products with all entries need more memory."""
         heads = max(index.query.shape[1], tensors[0].shape[1])
         for part in self.seen.parts(tensors[0].shape[1]):
             entries = part.entries.stop - part.entries.start
@@ -251,7 +258,7 @@ def _wide(tensor: torch.Tensor) -> torch.dtype:
 def _attend(
     query: torch.Tensor, keys: _Keys, sinks: torch.Tensor, bias: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output of queries, and the base-2 logarithms of their softmax's sums."""
+    """Attention output of queries, and the base-2 logarithms of their softmax's sums."""
     logits = torch.add(bias, keys.products(query), alpha=scaling * _LOG2_E)
     sinks = sinks.to(logits.dtype) * _LOG2_E
     most = torch.maximum(logits.amax(-1), sinks)
@@ -261,8 +268,8 @@ def _attend(
 
 
 def rotate_last_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_back: bool = False) -> torch.Tensor:
-    """Rotary embedding of pairs of the last columns of `x` [rows, tokens, heads, width]; `is_back` rotates back
-    (transformers 5.23, deepseek_v4/modeling_deepseek_v4.py:335-357).
+    """Apply the rotary embedding to pairs of the last columns of `x` [rows, tokens, heads, width]. `is_back` rotates in
+    the opposite direction (transformers 5.23, deepseek_v4/modeling_deepseek_v4.py:335-357).
     """
     angles = torch.complex(cos.float(), (-sin if is_back else sin).float())[:, :, None]
     plain, turned = x.split([x.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]], -1)
@@ -271,8 +278,8 @@ def rotate_last_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, 
 
 
 class CompressorByDocument(nn.Module):
-    """Mixed into transformers' compressors and indexer: computes the entries of each document, [entries, width],
-    identical on every sequence parallel rank.
+    """Mixin for transformers' compressors and indexer. It computes the entries of each document, [entries, width],
+    which are identical on every sequence parallel rank.
     """
 
     compress_rate: int
@@ -285,12 +292,14 @@ class CompressorByDocument(nn.Module):
     rotate = staticmethod(rotate_last_pairs)
     indexer: "IndexerByDocument"
     chooses = False
-    """Whether documents may have more entries than the indexer chooses. Under ZeRO-3 every rank must gather the
-    indexer's parameters equally often, so this does not depend on the documents of a forward.
+    """Whether the indexer runs, because documents may have more entries than it chooses. This does not depend on the
+    documents of one forward, since under ZeRO-3 every rank must gather the indexer's parameters equally often.
     """
 
     def forward(self, hidden: torch.Tensor, *others: Any, rows: RowShards | None = None, sp_group: Any = None) -> Any:  # noqa: ANN401
-        """transformers' own result; with `rows`, their entries and the inputs of the indexer's scores."""
+        """Return the entries of `rows` and the inputs of the indexer's scores; without `rows` what transformers' module
+        returns.
+        """
         if rows is None:
             return super().forward(hidden, *others)
         is_scored = self.chooses and hasattr(self, "indexer")
@@ -299,24 +308,26 @@ class CompressorByDocument(nn.Module):
 
     @property
     def series(self) -> int:
-        """Number of windows that an entry is a mean of: 2 where windows overlap, else 1."""
+        """Number of windows of tokens that an entry averages: 2 where windows overlap, else 1."""
         return int(self.kv_proj.out_features) // self.head_dim
 
     def layout(self, rows: RowShards, device: torch.device) -> Entries:
-        """Positions and visibility of the entries of `rows`."""
+        """Which tokens each entry of `rows` averages, and which entries each token may attend to."""
         return entries_of(rows, self.compress_rate, self.series * self.compress_rate - 1, device)
 
     def entries(
         self, hidden: torch.Tensor, rows: RowShards, sp_group: SequenceParallelGroup | None = None
     ) -> torch.Tensor:
-        """transformers 5.23, deepseek_v4/modeling_deepseek_v4.py:411-433, 646-686."""
+        """Compute the entries of all documents, as transformers 5.23
+        (deepseek_v4/modeling_deepseek_v4.py:411-433, 646-686).
+        """
         layout = self.layout(rows, hidden.device)
         value, gate = self.kv_proj(hidden), self.gate_proj(hidden)
         if sp_group is not None:
             before = self.series * self.compress_rate - 1
             value, gate = sp_group.with_tokens_before(torch.cat([value, gate], dim=-1), before).chunk(2, dim=-1)
         value, gate = (_in_windows(part.flatten(0, 1), layout, self.series) for part in (value, gate))
-        # The position bias stays in fp32, as in transformers, and so does the sum.
+        # The position bias and its sum with the gate stay in fp32, as in transformers.
         bias = torch.cat(self.position_bias.chunk(self.series, dim=-1))
         gate = gate + bias.to(torch.promote_types(gate.dtype, torch.float32))
         if self.series > 1:
@@ -333,9 +344,9 @@ class CompressorByDocument(nn.Module):
 
 
 def _in_windows(tokens: torch.Tensor, layout: Entries, series: int) -> torch.Tensor:
-    """Tokens of each entry, [entries, series x rate, width], from [tokens, series x width]. With two series, the first
-    columns of the preceding window come before the last columns of the entry's own window. For a document's first
-    window the preceding one is arbitrary, and masked later.
+    """Gather the tokens of each entry: [entries, series x rate, width] from [tokens, series x width]. With two series,
+    the first columns of the preceding window come before the last columns of the entry's own window. The window before
+    a document's first one is arbitrary, and masked later.
     """
     windows = layout.windows
     of_series = [(windows - windows.shape[1]).clamp_min(0), windows][-series:]
@@ -343,14 +354,18 @@ def _in_windows(tokens: torch.Tensor, layout: Entries, series: int) -> torch.Ten
 
 
 class IndexerByDocument(CompressorByDocument):
-    """Mixed into transformers' indexer, which only its own loss may train; no gradient flows from it to the model."""
+    """Mixin for transformers' indexer. Only the indexer's own loss trains it, and no gradient flows from it to the
+    model.
+    """
 
     q_b_proj: nn.Linear
     scorer: Any
     is_trained = False
 
     def forward(self, hidden: torch.Tensor, *others: Any, rows: RowShards | None = None, sp_group: Any = None) -> Any:  # noqa: ANN401
-        """transformers' own result; with `rows`, the inputs of the scores of entries of the flattened rows."""
+        """Return the inputs of the scores of entries of the flattened `rows`; without `rows` what transformers' indexer
+        returns.
+        """
         if rows is None:
             return super().forward(hidden, *others)
         low_rank, positions = others[:2]
@@ -373,7 +388,7 @@ class IndexerByDocument(CompressorByDocument):
 
 
 class CompressedAttention(nn.Module):
-    """Mixed into transformers' attention of DeepSeek-V4: attention within documents, and training of indexers."""
+    """Mixin for transformers' attention of DeepSeek-V4. It adds attention within documents and training of indexers."""
 
     config: PretrainedConfig
     by_document: bool
@@ -394,9 +409,11 @@ class CompressedAttention(nn.Module):
     compressor: CompressorByDocument | None
     rotate = staticmethod(rotate_last_pairs)
     collector: DivergenceCollector | None = None
-    """Collects the loss of a trained indexer; None where the layer's indexer is not trained, or there is none."""
+    """Collects the loss of the layer's indexer. None where the layer has no indexer or does not train it."""
     for_heads: Callable[[torch.Tensor], torch.Tensor] = staticmethod(lambda shared: shared)
-    """Applied to keys that heads of all tensor parallel ranks share; sums their gradients over ranks."""
+    """Applied to the keys, which the heads of all tensor parallel ranks share. In backward it sums gradients over
+    ranks.
+    """
 
     def forward(  # noqa: PLR0913 - transformers' interface
         self,
@@ -408,9 +425,10 @@ class CompressedAttention(nn.Module):
         sp_group: SequenceParallelGroup | None = None,
         **others: Any,  # noqa: ANN401 - a cache, and what other implementations take
     ) -> tuple[torch.Tensor, None]:
-        """Maps hidden states [batch, tokens, width]; returns None in place of attention weights.
+        """Map hidden states [batch, tokens, width] to hidden states and, in place of attention weights, None.
 
-        With a cache, transformers' own attention runs, and gets the mask that BY_DOCUMENT leaves out.
+        With a cache, transformers' own attention runs. It needs a mask, which is made here, since models with
+        BY_DOCUMENT make none.
         """
         cached = take_cache(others)
         if not self.by_document or cached is not None:
@@ -444,8 +462,8 @@ class CompressedAttention(nn.Module):
         return self.o_b_proj(self.o_a_proj(out).flatten(2)), None
 
     def _attend(self, query: torch.Tensor, tokens: torch.Tensor, entries: torch.Tensor, seen: _Seen) -> torch.Tensor:
-        """The outputs of heads, [tokens, heads, width]. The collector gets the divergence of the indexer's scores from
-        the attention weights of entries.
+        """Attention outputs of heads, [tokens, heads, width]. Where the layer's indexer is trained, the collector gets
+        the divergence of the indexer's scores from the attention weights of entries.
         """
         scored, collector = seen.scored, self.collector
         if collector is not None and collector.attends_to_all:
@@ -470,7 +488,7 @@ class CompressedAttention(nn.Module):
 
 
 def _choice_of(compressor: CompressorByDocument) -> tuple[int, float]:
-    """Number of entries that the compressor's indexer chooses, and the factor of its products."""
+    """Number of entries that the compressor's indexer chooses, and the factor of its query-key products."""
     indexer: Any = getattr(compressor, "indexer", None)
     return (0, 1.0) if indexer is None else (indexer.index_topk, indexer.scorer.softmax_scale)
 
@@ -483,7 +501,7 @@ def _mixins() -> dict[type[nn.Module], type[nn.Module]]:
 
 
 def install_compressed_attention(lm: PreTrainedModel) -> None:
-    """Make DeepSeek-V4's attention work by document, in place; other models are unchanged."""
+    """Make DeepSeek-V4's attention work by document, in place. Other models are unchanged."""
     if not family_of(lm.config.model_type).compresses:
         return
     if lm.config.attention_dropout:
@@ -497,7 +515,7 @@ def install_compressed_attention(lm: PreTrainedModel) -> None:
         if mixin is not None:
             replace_compressed(module, mixin)
         if mixin is CompressedAttention:
-            # With a cache, transformers' own attention runs, which is `eager`.
+            # With a cache, transformers' own attention runs, whose implementation is `eager`.
             module.config, module.by_document = copy(module.config), by_document
             if by_document:
                 module.config._attn_implementation = "eager"

@@ -16,13 +16,15 @@ import torch
 from ds_finetune.model.attention.by_document import Documents
 
 _LAYOUTS = 8
-"""Size of the caches of layouts: the layers of a forward share one layout per compression rate."""
+"""Number of cached layouts: all layers of a forward with the same compression rate share one layout."""
 _KEPT_PAIRS = 2**20
-"""Maximum number of query-key pairs for which a layout keeps its boolean mask (1 MiB); others are recomputed."""
+"""Layouts with at most this many query-key pairs keep their boolean mask (1 MiB); larger masks are recomputed."""
 
 
 class RowShards(NamedTuple):
-    """The lengths of the documents of each row, the number of equal shards of a row, and this rank's shard."""
+    """Lengths of the documents of each row, number of equal shards of a row under sequence parallelism, and this rank's
+    shard.
+    """
 
     documents: tuple[Documents, ...]
     sp: int = 1
@@ -34,13 +36,13 @@ class RowShards(NamedTuple):
         return sum(self.documents[0]) // self.sp
 
     def own(self, of_tokens: np.ndarray) -> np.ndarray:
-        """The elements of this rank's tokens, from an array with one element per token of the flattened rows."""
+        """Select the elements of this rank's tokens from an array with one element per token of the flattened rows."""
         begin = self.rank * self.tokens
         return of_tokens.reshape(len(self.documents), -1)[:, begin : begin + self.tokens].reshape(-1)
 
-    def places(self, tokens: np.ndarray, before: int) -> np.ndarray:
-        """Indices of tokens of the flattened rows within this rank's shards. Each shard is preceded by `before` tokens
-        of earlier ranks, or all of them where there are fewer.
+    def local_indices(self, tokens: np.ndarray, before: int) -> np.ndarray:
+        """Convert token indices of the flattened rows to indices into this rank's shards. Each shard is preceded by
+        `before` tokens of earlier ranks, or by all earlier tokens where there are fewer.
         """
         begin, (row, in_row) = self.rank * self.tokens, np.divmod(tokens, self.tokens * self.sp)
         before = min(before, begin)
@@ -49,64 +51,69 @@ class RowShards(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """The entries of the documents of flattened rows, and the entries that each token of this rank may attend to."""
+    """Layout of compressed entries: the tokens that each entry averages, and the entries that each token may
+    attend to.
+    """
 
     windows: torch.Tensor
-    """Indices of the tokens of each entry that this rank computes, int64 [own entries, rate]; the preceding window is
-    `rate` tokens earlier.
+    """Indices of the tokens of each entry that this rank computes, int64 [own entries, rate]. Where windows overlap,
+    the preceding window is `rate` tokens earlier.
     """
     is_first: torch.Tensor
     """Whether an entry is the first of its document, bool [own entries]."""
     positions: torch.Tensor
     """The position in its document of the first token of each entry's window, int64 [own entries]."""
     order: torch.Tensor
-    """Index of each entry in the all-gathered tensor, which has `most` entries of each rank, int64 [entries]."""
+    """Index of each entry in the all-gathered tensor, where each rank has `most` entries, int64 [entries]."""
     most: int
     first: torch.Tensor
-    """The first entry of each token's document, int64 [tokens]."""
+    """Index of the first entry of each token's document, int64 [tokens]."""
     end: torch.Tensor
-    """One past the last entry whose window ends at the token or before, int64 [tokens]."""
+    """One past the last entry that a token may attend to, whose tokens end at this token or before it, int64 [tokens].
+    """
     ranges: tuple[np.ndarray, np.ndarray]
-    """`first` and `end` as numpy arrays in host memory."""
+    """First entry and end of the entries of each token, as numpy arrays in host memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class SeenTokens:
-    """For each token of this rank, the range of tokens that it attends to within the window, as indices into its shards
-    with their preceding tokens.
+    """Range of tokens that each token of this rank attends to within the sliding window. Tokens are given as indices
+    into this rank's shards with their preceding tokens.
     """
 
     own: torch.Tensor
-    """Index of the token itself, which is the last it attends to, int64 [tokens]."""
+    """Index of the token itself, which is the last that it attends to, int64 [tokens]."""
     first: torch.Tensor
-    """First token that it attends to: the start of the window or of the document, int64 [tokens]."""
-    places: np.ndarray
-    """`own` as a numpy array in host memory."""
-    begins: np.ndarray
-    """`first` as a numpy array in host memory."""
+    """First token that a token attends to: the start of the window or of the document, int64 [tokens]."""
+    own_array: np.ndarray
+    """The tensor `own` as a numpy array in host memory."""
+    first_array: np.ndarray
+    """The tensor `first` as a numpy array in host memory."""
     starts: np.ndarray
     """Where each document begins among this rank's tokens, and last the number of these tokens."""
 
 
 def _begins(documents: tuple[Documents, ...]) -> np.ndarray:
-    """Index of the first token of its document, for each token of the flattened rows."""
+    """For each token of the flattened rows, index of the first token of its document."""
     lengths = [length for row in documents for length in row]
     return np.repeat(np.cumsum([0, *lengths])[:-1], lengths)
 
 
 @lru_cache(_LAYOUTS)
 def tokens_of(shards: RowShards, window: int, device: torch.device) -> SeenTokens:
-    """The range of up to `window` tokens that each token attends to."""
+    """Range of tokens that each token attends to: at most the last `window` tokens of its document."""
     begins = _begins(shards.documents)
     first = np.maximum(begins, np.arange(len(begins)) - window + 1)
-    own, seen = (shards.places(shards.own(of), window - 1) for of in (np.arange(len(begins)), first))
+    own, seen = (shards.local_indices(shards.own(of), window - 1) for of in (np.arange(len(begins)), first))
     starts = np.flatnonzero(np.diff(shards.own(begins), prepend=-1, append=-1))
     return SeenTokens(torch.from_numpy(own).to(device), torch.from_numpy(seen).to(device), own, seen, starts)
 
 
 @lru_cache(_LAYOUTS)
 def entries_of(shards: RowShards, rate: int, before: int, device: torch.device) -> Entries:
-    """The entries of documents, each for `rate` tokens; `before` is the number of preceding tokens on each rank."""
+    """Layout of the entries of all documents, each of `rate` tokens. `before` is the number of tokens of earlier ranks
+    that precede this rank's own.
+    """
     sizes = np.array([length for row in shards.documents for length in row], dtype=np.int64)
     begins, number = np.cumsum(sizes) - sizes, sizes // rate
     first_entries = np.cumsum(number) - number
@@ -120,7 +127,7 @@ def entries_of(shards: RowShards, rate: int, before: int, device: torch.device) 
     is_own = maker == shards.rank
     first, positions = np.repeat(first_entries, sizes), np.arange(sizes.sum()) - _begins(shards.documents)
     ranges = shards.own(first), shards.own(first + (positions + 1) // rate)
-    parts = (shards.places(windows[is_own], before), in_document[is_own] == 0, in_document[is_own] * rate, order)
+    parts = (shards.local_indices(windows[is_own], before), in_document[is_own] == 0, in_document[is_own] * rate, order)
     at, is_first, places, order_of, first_of, end = (torch.from_numpy(part).to(device) for part in (*parts, *ranges))
     return Entries(at, is_first, places, order_of, int(made.max()), first_of, end, ranges)
 
@@ -134,16 +141,18 @@ class QueryPart:
     entries: slice
     keeps_seen: bool = False
     seen: torch.Tensor | None = None
-    """Mask of `tokens` and `entries` by query, bool [queries, keys], once computed and where it is kept."""
+    """Mask of the tokens and entries that each query sees, bool [queries, keys]. None until computed, or where it is
+    not kept.
+    """
 
 
 @lru_cache(_LAYOUTS)
 def parts_of(tokens: SeenTokens, entries: Entries | None, topk: int, queries: int, pairs: int) -> tuple[QueryPart, ...]:
-    """Blocks of queries: at most `queries` of one document, or several whole documents, and fewer where a block would
-    have more than `pairs` query-key products. The tokens of a block start with the first that one of its queries
-    attends to.
+    """Split queries into blocks of at most `queries`, each from one document or of several complete documents. Blocks
+    with more than `pairs` query-key products are split further. A block's tokens start with the first that one of its
+    queries attends to.
     """
-    own, seen, stops = tokens.places, tokens.begins, [0]
+    own, seen, stops = tokens.own_array, tokens.first_array, [0]
     for begin, stop in pairwise(tokens.starts.tolist()):
         if len(stops) > 1 and stop - stops[-2] <= queries:
             stops[-1] = stop

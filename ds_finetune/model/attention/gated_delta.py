@@ -17,10 +17,10 @@ _Batches = tuple[tuple[tuple[int, int], ...], torch.Tensor, torch.Tensor]
 
 
 def install_gated_delta(lm: PreTrainedModel) -> None:
-    """Let gated delta nets of a model with attention by document compute each document of a packed row separately, in
-    place.
+    """Make gated delta nets of a model with attention by document compute each document separately, in place.
 
-    They compute documents of similar length in one call, padded at their ends, which earlier tokens do not see.
+    Documents of similar length are computed in one call. They are padded at their ends, which earlier tokens do not
+    see.
     """
     for module in lm.modules() if lm.config._attn_implementation == BY_DOCUMENT else ():
         kind: Any = type(module)
@@ -39,8 +39,8 @@ def _convolve(  # noqa: PLR0913 - transformers' interface
     documents: tuple[Documents, ...] | None = None,
     **_: Any,  # noqa: ANN401 - arguments of attention
 ) -> torch.Tensor:
-    """Causal convolution of `mixed` [rows, channels, tokens] over the tokens of each document; None means that each row
-    is one document.
+    """Compute the causal convolution of `mixed` [rows, channels, tokens] over the tokens of each document. `documents`
+    None means one document per row.
     """
     if documents is None:
         return convolve(mixed, weight, bias, activation=activation)
@@ -60,8 +60,8 @@ def _apply_rule(
     documents: tuple[Documents, ...] | None = None,
     **others: Any,  # noqa: ANN401 - arguments of attention, and of a cache
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gated delta rule over the tokens of each document; `parts` are queries, keys and values [rows, tokens, heads,
-    width]. Without `documents` each row is one, and the last state is returned for a cache.
+    """Apply the gated delta rule to the tokens of each document; `parts` are queries, keys and values [rows, tokens,
+    heads, width]. Without `documents` each row is one document, and the last state is returned for a cache.
     """
     plain = partial(rule, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     if documents is None:
@@ -79,13 +79,13 @@ _BY_DOCUMENT: Mapping[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolve,
     "torch_chunk_gated_delta_rule": _apply_rule,
 }
-"""Functions that take the place of transformers', by name."""
+"""Functions by document that replace transformers' functions, by name."""
 
 
 def _by_document(
     run: Callable[..., torch.Tensor], parts: tuple[torch.Tensor, ...], documents: tuple[Documents, ...]
 ) -> torch.Tensor:
-    """`run` of `parts` [rows, tokens, ...] for each document."""
+    """Apply `run` to each document of the tensors `parts` [rows, tokens, ...]."""
     shapes, order, positions = _batches_on(parts[0].device, documents)
     sizes = [number * tokens for number, tokens in shapes]
     batches = zip(*(part.flatten(0, 1).index_select(0, order).split(sizes) for part in parts), strict=True)
@@ -98,8 +98,8 @@ def _by_document(
 
 @lru_cache(maxsize=4)
 def _batches_on(device: torch.device, documents: tuple[Documents, ...]) -> _Batches:
-    """Number of documents and padded tokens of each batch; and, on `device`, the index of each of their tokens among
-    those of the flattened rows, and for each token of the rows its index in the batches.
+    """Batches of documents as (number of documents, padded tokens), and two index tensors on `device`: the token of the
+    flattened rows of each batched token, and the batched token of each token of the rows.
     """
     shapes, order, _, positions = document_batches(documents, None)
     return tuple((number, tokens) for number, tokens, _ in shapes), order.to(device), positions.to(device)

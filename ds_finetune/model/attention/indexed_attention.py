@@ -25,7 +25,7 @@ SCORES_AT_ONCE = 2**27
 
 
 class ScoreInputs(NamedTuple):
-    """Inputs of an indexer's scores; for a single document without the batch dimension."""
+    """Inputs of an indexer's scores. The tensors of a single document have no batch dimension."""
 
     query: torch.Tensor
     """Indexer queries [batch, tokens, heads, width]."""
@@ -37,7 +37,9 @@ class ScoreInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Attended:
-    """A layer's attention, whose weights are the target of its indexer."""
+    """Queries and keys of a layer's attention, whose attention weights are the target distribution of the layer's
+    indexer.
+    """
 
     query: torch.Tensor
     """Queries of this rank's heads, [batch, heads, tokens, width]."""
@@ -45,7 +47,7 @@ class Attended:
     """Keys of this rank's heads, [batch, heads, tokens, width]."""
     scaling: float
     groups: tuple[RankGroup, ...]
-    """Groups of ranks that hold the other heads, over which weights are summed."""
+    """Groups of ranks that hold the layer's other heads. Attention weights are summed over these groups."""
 
 
 class KeyPart(NamedTuple):
@@ -56,7 +58,9 @@ class KeyPart(NamedTuple):
 
 
 class FollowedWeights(Protocol):
-    """Attention whose weights are the target distribution of an indexer. Its methods get the tensors."""
+    """Interface of an attention whose weights are the target distribution of an indexer. Its methods get the
+    attention's tensors, such as queries and keys.
+    """
 
     @property
     def scale(self) -> float:
@@ -64,10 +68,10 @@ class FollowedWeights(Protocol):
 
     @property
     def groups(self) -> tuple[RankGroup, ...]:
-        """Groups of ranks that hold the other heads."""
+        """Groups of ranks that hold the layer's other heads."""
 
     def parts(self, index: ScoreInputs, tensors: Sequence[Any]) -> Iterator[KeyPart]:
-        """All queries, in blocks."""
+        """Split all queries into blocks."""
 
     def weights(self, part: KeyPart, tensors: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention weights of the keys of a block, summed over this rank's heads, fp32 [queries, keys], and a mask of
@@ -91,11 +95,11 @@ def divergences(
     documents: Sequence[Sequence[int]],
     chosen: Sequence[Sequence[torch.Tensor | None]] | None,
 ) -> torch.Tensor:
-    """D_KL(p || softmax(I)) of each query in nats, fp32 [batch, tokens], of indexer scores I from attention weights p;
-    only `scored` gets a gradient.
+    """KL divergence D_KL(p || softmax(I)) of each query in nats, fp32 [batch, tokens], with attention weights p and
+    indexer scores I. Only `scored` gets a gradient.
 
-    `documents` are the lengths of the documents of each row. `chosen` are the keys that queries attend to, bool
-    [queries, keys] for each document; None, for all documents or for one, means all earlier tokens.
+    `documents` are the lengths of the documents of each row. `chosen` are masks of the keys that queries attend to,
+    bool [queries, keys] for each document. None, for one document or for all, means all earlier tokens.
     """
     followed = _DocumentWeights(scale, attended.groups, attended.scaling)
     rows = []
@@ -109,14 +113,15 @@ def divergences(
 
 
 def divergence_from(followed: FollowedWeights, scored: ScoreInputs, *tensors: torch.Tensor | None) -> torch.Tensor:
-    """D_KL(p || softmax(I)) of each query in nats, fp32 [queries]; only the inputs `scored` of the indexer's scores I
-    get a gradient. p are the attention weights computed from `tensors`, normalised over keys.
+    """KL divergence D_KL(p || softmax(I)) of each query in nats, fp32 [queries]. p are the attention weights computed
+    from `tensors`, normalised over keys, and I the indexer's scores. Only the inputs `scored` of the scores get a
+    gradient.
     """
     return _Divergence.apply(followed, *scored, *tensors)  # type: ignore[no-any-return]
 
 
 class _Divergence(torch.autograd.Function):
-    """Divergences in blocks of queries; the products of queries and keys are recomputed in backward."""
+    """Computes divergences in blocks of queries. Products of queries and keys are recomputed in backward."""
 
     @staticmethod
     def forward(
@@ -135,7 +140,7 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        # Read once, because activation checkpointing allows saved tensors to be read only once.
+        # Saved tensors are read only once, because activation checkpointing allows no second read.
         saved, followed = ctx.saved_tensors, ctx.followed
         index, tensors = ScoreInputs(*saved[:3]), saved[3:]
         found = ScoreInputs(*(torch.zeros_like(tensor, dtype=torch.float32) for tensor in index))
@@ -157,23 +162,24 @@ def _of_part(index: ScoreInputs, part: KeyPart) -> ScoreInputs:
 def _divergence(
     index: ScoreInputs, followed: FollowedWeights, part: KeyPart, tensors: tuple[torch.Tensor | None, ...]
 ) -> torch.Tensor:
-    """The divergence of a block's queries, fp32 [queries]; `index` holds only the block's queries and keys."""
+    """Divergence of each query of a block, fp32 [queries]. `index` holds only the block's queries and keys."""
     with torch.no_grad():
         weights, is_seen = followed.weights(part, tensors)
         for group in followed.groups:
             weights = group.all_reduce(weights)
-        # A query without any visible key has no weights.
+        # A query without any visible key has weights that sum to 0, by which they must not be divided.
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
     scores = index_scores(index, followed.scale).masked_fill(~is_seen, float("-inf"))
-    # For invisible keys the logarithm is -inf and the weight 0; a logarithm of 0 avoids NaN.
+    # An invisible key has weight 0 and log-probability -inf. Their product would be NaN, so the log-probability is set
+    # to 0.
     logs = scores.log_softmax(dim=-1).masked_fill(~is_seen, 0.0)
     return (torch.xlogy(weights, weights) - weights * logs).sum(dim=-1)
 
 
 @dataclass(frozen=True)
 class _DocumentWeights:
-    """Attention of one document to its own earlier tokens. Tensors: query and key [heads, tokens, width], and a mask of
-    chosen tokens, bool [tokens, tokens], or None for all earlier ones.
+    """Attention weights within one document, as the target of an indexer. The tensors are query and key [heads, tokens,
+    width] and a mask of chosen tokens, bool [tokens, tokens], or None for all earlier tokens.
     """
 
     scale: float
@@ -199,7 +205,7 @@ class _DocumentWeights:
 
 
 class Choice(NamedTuple):
-    """Result of an indexer, for its layer and for later layers that share its choice."""
+    """Tokens that a layer's indexer chose, which later layers without an indexer may use too."""
 
     tokens: ChosenTokens | None
     """The chosen tokens; None where queries attend to all earlier tokens."""
@@ -215,11 +221,11 @@ class DivergenceCollector:
         self.attends_to_all = attends_to_all
         """Whether queries attend to all earlier tokens instead of the chosen ones."""
         self.is_listening = False
-        self.found: dict[int, torch.Tensor] = {}
-        """The divergence of each query in nats, fp32 [rows, tokens], by layer."""
+        self.divergences: dict[int, torch.Tensor] = {}
+        """Divergence of each query in nats, fp32 [rows, tokens], by number of the layer."""
 
     def is_needed(self, *, in_training: bool) -> bool:
-        """Whether a layer has to compute its divergence: in forwards of the loss, and where activation checkpointing
+        """Whether a layer must compute its divergence: in forwards of the loss, and where activation checkpointing
         recomputes such a forward in backward, since recomputation must save the same tensors.
         """
         return self.is_listening or (in_training and torch.is_grad_enabled())
@@ -227,12 +233,13 @@ class DivergenceCollector:
     def add(self, layer: int, values: torch.Tensor) -> None:
         """Store the divergences of a layer, except during recomputation."""
         if self.is_listening:
-            self.found[layer] = values
+            self.divergences[layer] = values
 
 
 class IndexedAttention(nn.Module):
-    """Mixed into a family's attention: that of transformers 5.23 (deepseek_v32/modeling_deepseek_v32.py:410-480) with
-    tokens chosen within each document instead of a mask over the row.
+    """Mixin for a family's latent attention. It computes what transformers 5.23 does
+    (deepseek_v32/modeling_deepseek_v32.py:410-480), but chooses tokens within each document instead of using a mask
+    over the row.
     """
 
     config: PretrainedConfig
@@ -247,11 +254,11 @@ class IndexedAttention(nn.Module):
     rotates_pairs: bool
     """Whether the indexer's rotary embedding rotates pairs of neighbouring columns instead of the two halves."""
     chooses = False
-    """Whether documents may be longer than `index_topk`, or indexers are trained. Under ZeRO-3 every rank must gather
-    the indexer's parameters equally often, so this does not depend on the documents of a forward.
+    """Whether indexers run, because they are trained or documents may be longer than `index_topk`. This does not depend
+    on the documents of one forward, since under ZeRO-3 every rank must gather the indexer's parameters equally often.
     """
     collector: DivergenceCollector | None = None
-    """Collects the loss of trained indexers; None where they are not trained."""
+    """Collects the loss of trained indexers. None where indexers are not trained."""
 
     def forward(
         self,
@@ -260,7 +267,7 @@ class IndexedAttention(nn.Module):
         attention_mask: torch.Tensor | None,
         **others: Any,  # noqa: ANN401 - a cache, and what attention implementations take
     ) -> tuple[Any, ...]:
-        """Maps hidden states [batch, tokens, width]; returns None in place of attention weights."""
+        """Map hidden states [batch, tokens, width] to hidden states and, in place of attention weights, None."""
         out, _ = self._attend(hidden_states, position_embeddings, attention_mask, None, others)
         return out, None
 
@@ -272,7 +279,9 @@ class IndexedAttention(nn.Module):
         choice: Choice | None,
         others: dict[str, Any],
     ) -> tuple[torch.Tensor, Choice | None]:
-        """Hidden states after attention, and the choice; a layer without an indexer reuses the previous one."""
+        """Return hidden states after attention, and the choice of tokens. A layer without an indexer uses `choice`,
+        which comes from an earlier layer.
+        """
         cache: Any = take_cache(others)
         low_rank, query, latent, rotary_key = _project(self, hidden, position_embeddings)
         if cache is not None:
@@ -340,7 +349,9 @@ class IndexedAttentionWithChoice(IndexedAttention):
         prev_topk_indices: Choice | None = None,
         **others: Any,  # noqa: ANN401
     ) -> tuple[Any, ...]:
-        """As `IndexedAttention.forward`, and third the choice; None where no indexer runs."""
+        """Return hidden states, None in place of attention weights, and the choice of tokens (None where no indexer
+        runs).
+        """
         out, choice = self._attend(hidden_states, position_embeddings, attention_mask, prev_topk_indices, others)
         return out, None, choice
 
@@ -350,8 +361,8 @@ def _project(
     hidden: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """From hidden states [batch, tokens, width]: low-rank queries [batch, tokens, rank], queries [batch, heads, tokens,
-    width], latents [batch, 1, tokens, rank] and rotated keys [batch, 1, tokens, rotary width].
+    """Project hidden states [batch, tokens, width] to low-rank queries [batch, tokens, rank], queries [batch, heads,
+    tokens, width], latents [batch, 1, tokens, rank] and rotated keys [batch, 1, tokens, rotary width].
     """
     nope, rope = attention.qk_nope_head_dim, attention.qk_rope_head_dim
     low_rank = attention.q_a_layernorm(attention.q_a_proj(hidden))
@@ -368,7 +379,7 @@ def _score_inputs(
     low_rank: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
 ) -> ScoreInputs:
-    """Inputs of the indexer's scores, without a gradient to the model (DeepSeek-V3.2's report)."""
+    """Compute the inputs of the indexer's scores, without a gradient to the model (DeepSeek-V3.2's report)."""
     with torch.set_grad_enabled(torch.is_grad_enabled() and attention.collector is not None):
         return _inputs_of_scores(attention, hidden.detach(), low_rank.detach(), position_embeddings)
 
@@ -379,8 +390,8 @@ def _inputs_of_scores(
     low_rank: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
 ) -> ScoreInputs:
-    """Indexer queries, keys and head weights, as in transformers 5.23, deepseek_v32/modeling_deepseek_v32.py:212-235;
-    glm_moe_dsa rotates pairs.
+    """Compute queries, keys and head weights of the indexer as transformers 5.23,
+    deepseek_v32/modeling_deepseek_v32.py:212-235. In glm_moe_dsa the rotary embedding rotates pairs.
     """
     indexer, rope = attention.indexer, attention.indexer.qk_rope_head_dim
     query = indexer.wq_b(low_rank).unflatten(-1, (indexer.n_heads, indexer.head_dim))
@@ -399,8 +410,8 @@ def _inputs_of_scores(
 def _choose(
     attention: IndexedAttention, scored: ScoreInputs, documents: tuple[Documents, ...] | None
 ) -> ChosenTokens | None:
-    """The tokens that each query attends to, by row and document. None for a document of at most `index_topk` tokens,
-    and None altogether where all documents are that short.
+    """Masks of the tokens that each query attends to, by row and document. The mask is None for a document of at most
+    `index_topk` tokens; the result is None if all documents are that short.
     """
     if documents is None:
         documents = ((scored.key.shape[1],),) * len(scored.key)
@@ -422,7 +433,9 @@ def _choose(
 
 
 def _best(document: ScoreInputs, limit: int, scale: float) -> torch.Tensor:
-    """The `limit` best keys of each query of a document, among earlier tokens and itself, bool [queries, keys]."""
+    """Mask of the `limit` best keys of each query of a document, among the query itself and earlier tokens, bool
+    [queries, keys].
+    """
     queries, keys = len(document.query), len(document.key)
     positions = torch.arange(keys, device=document.key.device)
     is_chosen = torch.zeros(queries, keys, dtype=torch.bool, device=document.key.device)
@@ -457,7 +470,9 @@ def install_indexed_attention(lm: PreTrainedModel) -> None:
 
 
 def expect_documents(lm: PreTrainedModel, *, longest: int) -> None:
-    """Enable the model's indexers, in place, where documents of `longest` tokens are longer than what they choose."""
+    """Enable the model's indexers, in place, if documents of `longest` tokens have more tokens than an indexer
+    chooses.
+    """
     limit = longest_document(lm.config)
     if limit is None or longest <= limit:
         return
@@ -476,7 +491,7 @@ def train_indexers(lm: PreTrainedModel, collector: DivergenceCollector) -> list[
             module.chooses, module.collector = True, collector
             trained.append((module.layer_idx, module.indexer is not None))
         elif (indexer := getattr(getattr(module, "compressor", None), "indexer", None)) is not None:
-            # DeepSeek-V4's attention (model/attention/compressed_attention.py).
+            # The module is the attention of DeepSeek-V4 (model/attention/compressed_attention.py).
             module.collector, module.compressor.chooses, indexer.is_trained = collector, True, True
             trained.append((module.layer_idx, True))
     return trained

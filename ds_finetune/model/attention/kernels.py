@@ -1,5 +1,6 @@
-"""Attention kernels: torch's for a single document, with values that may be narrower than keys (128 and 192 columns in
-multi-head latent attention), and FlashAttention's variable-length kernel for all documents of a forward.
+"""Attention kernels. torch's scaled_dot_product_attention computes one document, also with values narrower than keys
+(128 and 192 columns in multi-head latent attention). FlashAttention's variable-length kernel computes all documents of
+a forward in one call.
 """
 
 import inspect
@@ -26,13 +27,15 @@ Documents = tuple[int, ...]
 Places = NDArray[np.int64]
 
 _COLUMNS = 8
-"""The columns of a head must be a multiple of this (torch 2.13, flash_attn/flash_api.cpp, mha_varlen_fwd)."""
+"""The variable-length kernel needs heads whose width is a multiple of this (torch 2.13, flash_attn/flash_api.cpp,
+mha_varlen_fwd).
+"""
 
 
 def packs_documents(attention: str, hf_config: PretrainedConfig, *, device: str, precision: str) -> bool:
     """Whether this rank's `device` (`cpu` or `cuda`) computes the attention of all documents of a forward in one call.
 
-    ModelError where the run file selects that kernel and this GPU does not have it.
+    ModelError if the run file selects the kernel for this (`model.attention: varlen`) and the GPU does not support it.
     """
     if attention not in OWN_ATTENTIONS or attention == "by_document":
         return False
@@ -62,10 +65,10 @@ def problem_of_flash_3(hf_config: PretrainedConfig) -> str:
 
 
 def choose_flash_attention(hf_config: PretrainedConfig, *, is_wanted: bool) -> None:
-    """Select FlashAttention 3 for torch's attention in this process where it `is_wanted` (for models with packed
-    documents) and this GPU supports it; else torch's own kernels.
+    """Select FlashAttention 3 for torch's attention in this process if it `is_wanted` and this GPU supports it, else
+    torch's own kernels. It is wanted for models with packed documents.
 
-    DependencyError where the package of FlashAttention 3 cannot be loaded.
+    DependencyError if the package of FlashAttention 3 cannot be loaded.
     """
     if not hasattr(attention, "activate_flash_attention_impl"):
         return
@@ -79,7 +82,7 @@ def choose_flash_attention(hf_config: PretrainedConfig, *, is_wanted: bool) -> N
         except (ImportError, RuntimeError, OSError) as error:
             raise DependencyError(
                 f"FlashAttention 3 is installed and cannot be loaded: {error}",
-                hint=f"install one that was built for torch {torch.__version__}, or remove it",
+                hint=f"install a FlashAttention 3 that was built for torch {torch.__version__}, or uninstall it",
             ) from error
 
 
@@ -92,11 +95,13 @@ class PackedDocuments:
     longest: int
     """Number of tokens of the longest document."""
     keys: torch.Tensor | None = None
-    """Indices of the keys of each document, first the tokens of the document that it continues and then its own: int64
-    [keys]; None where no document continues another.
+    """Indices of the keys of each document, int64 [keys]. A document that continues another one has the keys of that
+    document first and then its own. None where no document continues another.
     """
     key_bounds: torch.Tensor | None = None
-    """Index of each document's first key, and last the number of keys: int32 [documents + 1]; None where `keys` is."""
+    """Index of each document's first key, and last the number of keys: int32 [documents + 1]. None where `keys` is
+    None.
+    """
     most_keys: int = 0
 
 
@@ -139,8 +144,8 @@ def varlen_attn(*parts: Any, **options: Any) -> object:  # noqa: ANN401 - what t
 
 @cache
 def _grouped_queries() -> dict[str, Any]:
-    """Argument for grouped-query attention: torch 2.11 needs none, and 2.13 refuses fewer key heads without it
-    (nn/attention/varlen.py:419).
+    """Argument for grouped-query attention. torch 2.11 needs none; torch 2.13 refuses fewer key heads than query heads
+    without it (nn/attention/varlen.py:419).
     """
     from torch.nn.attention import varlen
 
@@ -155,12 +160,12 @@ def attend_packed(
     window: int | None = None,
     is_causal: bool = True,
 ) -> torch.Tensor:
-    """Attention of `parts`: query [rows, heads, tokens, width], key [rows, key heads, tokens, width] and value [rows,
-    key heads, tokens, value width], in fp16 or bf16 on a GPU. Returns [rows, tokens, heads, value width].
+    """Compute attention of `parts`: query [rows, heads, tokens, width], key [rows, key heads, tokens, width] and value
+    [rows, key heads, tokens, value width], in fp16 or bf16 on a GPU. Returns [rows, tokens, heads, value width].
 
     A query attends to tokens fewer than `window` positions away, and only to earlier ones where attention is causal.
     Heads are padded with columns of zeros to the width that the kernel needs, which does not change the result. The
-    queries of a document that continues another are the last of its keys, as the kernel aligns them.
+    kernel aligns the queries of a document with its last keys, as documents that continue another one need.
     """
     rows, _, tokens, value_width = parts[2].shape
     widest = max(part.shape[3] for part in parts)
@@ -187,23 +192,24 @@ def attend_packed(
 
 
 def _flatten(part: torch.Tensor, *, width: int) -> torch.Tensor:
-    """[rows, heads, tokens, columns] -> [rows * tokens, heads, width]."""
+    """Reshape [rows, heads, tokens, columns] to [rows * tokens, heads, width] and pad with columns of zeros."""
     flat = part.transpose(1, 2).flatten(0, 1)
     return functional.pad(flat, (0, width - flat.shape[2])) if flat.shape[2] < width else flat
 
 
 _PAD_FROM = 1024
-"""Number of tokens from which values are padded to the width of keys on the CPU, where torch 2.13's fused kernel needs
-equal widths. Measured 0.26 to 0.5 of the unfused time from 1,024 tokens on, no gain at 512.
+"""On CPUs, values of documents with at least this many tokens are padded to the width of keys, since torch 2.13's fused
+kernel needs equal widths. The fused kernel took 0.26 to 0.5 of the unfused time from 1,024 tokens on, and all of it at
+512.
 """
 
 
 def pads_values(query: torch.Tensor, value: torch.Tensor, *, is_masked: bool) -> bool:
-    """Whether values [rows, heads, tokens, value width] are padded to the width of queries [rows, heads, tokens,
-    width], which depends on the device.
+    """Whether to pad values [rows, heads, tokens, value width] to the width of queries [rows, heads, tokens, width].
 
-    On GPUs FlashAttention computes 1.2 times as much with padded values, and is expected to be faster all the same. It
-    supports neither fp32 nor masks; there torch's memory-efficient kernel takes unequal widths. Not measured on a GPU.
+    On GPUs FlashAttention needs equal widths. It is expected to be faster although it computes 1.2 times as much with
+    padded values (not measured on a GPU). With fp32 or a mask torch uses its memory-efficient kernel, which takes
+    unequal widths.
     """
     if value.shape[3] >= query.shape[3]:
         return False
@@ -226,10 +232,9 @@ def attend_document(  # noqa: PLR0913 - the arguments of torch's attention
     dropout: float = 0.0,
     is_causal: bool = False,
 ) -> torch.Tensor:
-    """torch's scaled_dot_product_attention; shapes as in torch, returns [rows, heads, tokens, value width].
+    """Call torch's scaled_dot_product_attention, with shapes as in torch. Returns [rows, heads, tokens, value width].
 
-    With `is_padded`, values are padded with zeros to the width of keys, for kernels such as FlashAttention that need
-    equal widths.
+    `is_padded` pads values with zeros to the width of keys, for kernels such as FlashAttention that need equal widths.
     """
     width = value.shape[3]
     out = _attend(

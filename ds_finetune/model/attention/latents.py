@@ -1,8 +1,8 @@
 """Decoding with multi-head latent attention directly on the cached latents, without expanding them to keys and values
 (DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
 
-The up-projection of latents is applied to the query and to the weighted sum of latents instead. So a new token costs a
-few products with its weight, not one for each token of the cache.
+The up-projection is applied to the query and to the weighted sum of latents instead of each latent. So a new token does
+not pay for an up-projection of the whole cache.
 """
 
 from collections.abc import Iterator
@@ -22,14 +22,16 @@ _Weights = tuple[torch.Tensor, torch.Tensor]
 
 
 class _LatentWeights:
-    """The up-projection of one layer, split into keys [rank, heads, width] and values [rank, heads, width]."""
+    """Up-projection of one layer's latents, split into keys [rank, heads, width] and values [rank, heads, width]."""
 
     def __init__(self, attention: Any, *, is_kept: bool) -> None:  # noqa: ANN401 - latent attention of transformers
         self._attention, self._is_kept = attention, is_kept
         self._parts: _Weights | None = None
 
     def parts(self, like: torch.Tensor) -> _Weights:
-        """The two weights. Read by calling the module, which may have LoRA adapters, 4-bit weights or ZeRO-3 shards."""
+        """Return the weights for keys and for values. They are read by calling the module on an identity matrix, since
+        it may have LoRA adapters, 4-bit weights or ZeRO-3 shards.
+        """
         if self._parts is not None:
             return self._parts
         attention = self._attention
@@ -42,10 +44,10 @@ class _LatentWeights:
 
 @contextmanager
 def attending_to_latents(lm: PreTrainedModel, *, keeps_weights: bool) -> Iterator[None]:
-    """Within this context, forwards of `lm` with a cache take one token per row and attend to latents. Models without
+    """Context in which forwards of `lm` with a cache take one token per row and attend to latents. Models without
     multi-head latent attention are unchanged.
 
-    `keeps_weights` means that the weights do not change within the context, so that they are split once.
+    `keeps_weights` says that weights do not change within the context, so that each up-projection is split only once.
     """
     family = family_of(lm.config.model_type)
     layers = (
@@ -74,8 +76,9 @@ def _attend_to_latents(  # noqa: PLR0913 - transformers' interface
     is_key: torch.Tensor | None = None,
     **_: Any,  # noqa: ANN401 - what other implementations take
 ) -> tuple[torch.Tensor, None]:
-    """Attention of query [rows, heads, 1, width] to latents, `key` [rows, 1, tokens, rank], and rotary keys, `value`
-    [rows, 1, tokens, rotary width]; with `is_key` only to the marked tokens. Returns [rows, 1, heads, value width].
+    """Attend from query [rows, heads, 1, width] to latents, passed as `key` [rows, 1, tokens, rank], and rotary keys,
+    passed as `value` [rows, 1, tokens, rotary width]. `is_key` masks the tokens to attend to. Returns [rows, 1, heads,
+    value width].
     """
     assert attention_mask is None
     latents, rotary = key[:, 0], value[:, 0]

@@ -1,4 +1,4 @@
-"""Names of dtypes: those of run files, of safetensors and of config.json."""
+"""Names of dtypes in run files, in safetensors files and in config.json."""
 
 import torch
 

@@ -13,7 +13,7 @@ from ds_finetune.objectives.objective import Examples
 
 
 def encoder_of(hf_config: PretrainedConfig) -> Encoder | None:
-    """Properties of the encoder of a configuration; None for causal models."""
+    """Properties of the encoder that a configuration describes. None for causal models."""
     return family_of(hf_config.model_type).encoder
 
 
@@ -21,8 +21,8 @@ def check_encoder(hf_config: PretrainedConfig, *, attention: str, objective: str
     """ModelError where an encoder would not be trained as one: with an `objective` other than classification, an
     `attention` that does not separate documents and padding, or causal attention.
 
-    transformers 5.23 makes masks of encoders without positions (masking_utils.py:1076), so with its own attention
-    packed documents would attend to each other.
+    transformers 5.23 makes masks of encoders without looking at positions (masking_utils.py:1076), so with its own
+    attention packed documents would attend to each other.
     """
     if encoder_of(hf_config) is None:
         return
@@ -33,7 +33,7 @@ def check_encoder(hf_config: PretrainedConfig, *, attention: str, objective: str
         (
             "is_decoder true in config.json",
             getattr(hf_config, "is_decoder", False),
-            "set it to false, or train a causal model type",
+            "set is_decoder to false, or train a causal model type",
         ),
     ):
         if is_set:
@@ -47,16 +47,16 @@ def first_position(hf_config: PretrainedConfig) -> int:
 
 
 def max_positions(hf_config: PretrainedConfig) -> int | None:
-    """Maximum number of tokens of a document; None where the configuration names none."""
+    """Maximum number of tokens of a document. None where the configuration names none."""
     positions = getattr(hf_config, "max_position_embeddings", None)
     return positions - first_position(hf_config) if positions else None
 
 
 def published_name(key: str, expected: Collection[str], prefix: str) -> str:
-    """The model's name for the checkpoint tensor `key`, as transformers 5.23 determines it.
+    """The model's name of the checkpoint tensor `key`, as transformers 5.23 determines it.
 
-    `prefix` is missing in a checkpoint saved without a head (core_model_loading.py:1567), and old checkpoints name the
-    parameters of norms gamma and beta (conversion_mapping.py:1777). `expected` are the model's names.
+    A checkpoint saved without a head lacks `prefix` in its names (core_model_loading.py:1567), and old checkpoints call
+    the parameters of norms gamma and beta (conversion_mapping.py:1777). `expected` are the model's names.
     """
     name = key.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
     full_name = f"{prefix}.{name}"
@@ -96,7 +96,8 @@ def encoder_scores(lm: PreTrainedModel, hidden: torch.Tensor, examples: Examples
 def _mean_states(hidden: torch.Tensor, examples: Examples) -> torch.Tensor:
     """Mean hidden state of each document, [documents, width], summed in fp32."""
     index = examples.index.flatten()
-    # Padding is summed into an additional last row, so that a GPU need not wait for the number of other tokens.
+    # Padding is summed into an additional row, which is dropped. A GPU would have to wait for the number of other
+    # tokens to select them.
     documents = index.where(index >= 0, len(examples.starts))
     zeros = hidden.new_zeros(len(examples.starts) + 1, hidden.shape[-1], dtype=torch.float32)
     sums = zeros.index_add(0, documents, hidden.flatten(0, 1).float())[:-1]

@@ -1,7 +1,9 @@
-"""Tests a model type outside the table of families on a tiny copy before it is trained.
+"""Tests whether a model type outside the table of families is trained correctly, on a tiny copy, before training
+starts.
 
-Three pairs of results are compared: two documents in one row and each alone, a padded and an unpadded row, and the loss
-here and from the model's own logits. Each difference is relative, and about 1e-6 in fp32 for equal results.
+Two documents in one row are compared with each document in a row of its own, a padded row with an unpadded one, and
+this program's loss with the loss of the model's own logits. Differences are relative. Equal results differ by about
+1e-6 in fp32.
 """
 
 import copy
@@ -25,7 +27,7 @@ from ds_finetune.model.adapters.lora import AdapterPlacement, factors_of, instal
 from ds_finetune.model.attention.by_document import BY_LENGTHS, FLASH
 from ds_finetune.model.build.meta_model import linear_weights
 from ds_finetune.model.build.model_plan import task_of
-from ds_finetune.model.build.skeleton import Task, build_skeleton, check_attention, whole
+from ds_finetune.model.build.skeleton import Task, build_skeleton, check_attention, full_fragment
 from ds_finetune.model.build.tiny_config import Size, layer_kinds, layers_of_each_kind, tiny_config
 from ds_finetune.model.loss.forward_rows import ForwardRows
 from ds_finetune.model.loss.score_head import install_score_head
@@ -45,18 +47,20 @@ LIMIT = 1e-4
 _NO_PACKING = "set data.packing: false"
 _NO_PAIRS = "both answers of a pair are in one row; train pairs with a model of another type"
 _LENGTHS = (27, 21)
-"""Tokens of the two documents; more than a tiny model's attention window."""
+"""Numbers of tokens of the two documents of the test. Both exceed a tiny model's attention window."""
 _PADDING, _LAST = 11, 4
 _SEEN = 1e-3
 """Minimum relative difference of hidden states when earlier tokens differ."""
 _SEED = 5
 _HEADS = (4, 2, 1, 8)
-"""Numbers of attention heads that a tiny model may have; the likeliest to fit come first."""
+"""Numbers of attention heads tried for a tiny model. The likeliest to fit come first."""
 _MORE_LAYERS = (1, 3)
-"""Multiples of the layers that include one of each kind; models that share weights may need more layers."""
+"""Factors tried for the depth of a tiny model. A model that shares weights between layers may need more layers than one
+of each kind.
+"""
 _NOISE, _HEAD_GAIN = 0.1, 8.0
 _MAX_PARAMETERS = 60_000_000
-"""Maximum parameters of a tiny model; with more, the test takes too long."""
+"""Maximum number of parameters of a tiny model. With more, the test takes too long."""
 _EXPERTS = re.compile(r"\.experts\.(gate_up_proj|up_proj|gate_proj|down_proj)$")
 _FAILURES = (
     RuntimeError,
@@ -68,16 +72,18 @@ _FAILURES = (
     ArithmeticError,
     ImportError,
 )
-"""Errors of models that are built or run in an unsupported way."""
+"""Errors raised by models that are built or run in an unsupported way."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Relative differences (fp32) between results that should be equal, or why there are none.
+    """Relative differences (fp32) between results that should be equal.
 
-    `packed`: two documents in a row and each alone. `padded`: a document with and without padding after it. `loss`: the
-    loss here and from the model's own logits. `adapters`: loss, gradients and logits with adapters and with merged
-    weights.
+    - `packed`: two documents in one row, and each document in a row of its own.
+    - `padded`: a document with and without padding after it.
+    - `loss`: this program's loss, and the loss of the model's own logits.
+    - `adapters`: loss, gradients and logits with adapters, and with merged weights.
+    - `untried`: why nothing could be compared, else empty.
     """
 
     packed: float = 0.0
@@ -97,10 +103,11 @@ def check_generic_type(  # noqa: PLR0913
     objective: Objective = _LANGUAGE_MODEL,
     adapted: Collection[str] = (),
 ) -> tuple[str, ...]:
-    """ModelError where a generic model type would be trained wrongly on such rows; otherwise lines on what was tested.
+    """Raise ModelError if a generic model type would be trained wrongly on such rows; otherwise return lines on what
+    was tested.
 
-    Without packing, a pair is still two documents of one row. `adapted` are last parts of the names of modules with
-    adapters or weights in four bits.
+    Without packing, a preference pair is still two documents of one row. `adapted` are last parts of the names of
+    modules with adapters or weights in four bits.
 
     Families of the table are not tested here: the test suite compares their steps with reference loops.
     """
@@ -126,7 +133,9 @@ def check_generic_type(  # noqa: PLR0913
 
 
 def _check_expert_widths(hf_config: PretrainedConfig, precision: str, task: Task) -> None:
-    """ModelError for expert widths that torch's grouped product rejects; `plan.tested_layouts` checks the families."""
+    """ModelError for expert widths that torch's grouped product rejects. `plan.tested_layouts` checks families of the
+    table.
+    """
     lm = build_meta_model(hf_config, task)
     if lm.config._experts_implementation != "grouped_mm":
         return
@@ -140,18 +149,18 @@ def _check_expert_widths(hf_config: PretrainedConfig, precision: str, task: Task
 
 
 def check_trial(kind: str, trial: Trial, *, packing: bool, hint: str = _NO_PACKING) -> None:
-    """ModelError where `trial` shows that packed or padded rows are trained wrongly, or could not test packed rows;
-    `hint` is that of errors on packed rows.
+    """ModelError if `trial` shows that packed or padded rows are trained wrongly, or if packed rows could not be
+    tested. `hint` is the hint of errors about packed rows.
     """
     subject = f"model_type `{kind}`"
     if trial.loss > LIMIT:
         raise ModelError(
             f"{subject}: the loss is not that of the model's own logits, {_difference_text(trial.loss)}",
-            hint="it changes logits after its head, which the chunked loss does not see; train a model of another type",
+            hint="the model changes logits after its head, which the chunked loss does not see; train another model",
         )
     if trial.adapters > LIMIT:
         raise ModelError(
-            f"{subject}: adapters compute something else than weights they are added to, "
+            f"{subject}: adapters compute something else than weights into which they are merged, "
             f"{_difference_text(trial.adapters)}",
             hint="name other modules in lora.target_modules (with lora.quantize none may be affected), or train all "
             "weights",
@@ -188,11 +197,11 @@ def try_model_type(
 ) -> Trial:
     """Build a small model with a layer of each kind in the configured model, and compare results that should be equal.
 
-    ModelError where transformers cannot build the configured model.
+    ModelError if transformers cannot build the configured model.
     """
     task = task_of(objective)
     check_attention(hf_config, attention, task)
-    # FlashAttention does not run on CPUs.
+    # FlashAttention does not run on CPUs, so the trial uses a slow attention with the same arguments.
     attention = BY_LENGTHS if attention == FLASH else attention
     try:
         full = _build(hf_config, attention, task, device="meta")
@@ -232,7 +241,7 @@ def _build(config: PretrainedConfig, attention: str, task: Task, *, device: str)
 
 
 def _build_initialised(config: PretrainedConfig, attention: str, task: Task) -> PreTrainedModel:
-    """A model with initial weights, enlarged so that differences show: many initial values are small or zero."""
+    """Build a model whose initial weights are enlarged, because small or zero weights would hide differences."""
     lm = _build(config, attention, task, device="cpu")
     initialise_weights(lm, seed=_SEED)
     generator = torch.Generator().manual_seed(_SEED)
@@ -250,9 +259,10 @@ def _build_initialised(config: PretrainedConfig, attention: str, task: Task) -> 
 
 @torch.no_grad()
 def _compare(lm: PreTrainedModel, eager: PreTrainedModel, objective: Objective) -> Trial:
-    """Compare results of `lm`, and its loss with the loss of the same model's logits with eager attention.
+    """Compare results of `lm` with each other, and its loss with the loss of the same model's logits with eager
+    attention.
 
-    ModelError where `lm` does not run in the way it is trained.
+    ModelError if `lm` does not run in the way it is trained.
     """
     first, second = _documents(lm)
     logits = eager(input_ids=first, position_ids=_positions(first), use_cache=False).logits[0].float()
@@ -279,8 +289,9 @@ def _compare(lm: PreTrainedModel, eager: PreTrainedModel, objective: Objective) 
 
 
 def _adapter_difference(lm: PreTrainedModel, names: Collection[str]) -> float:
-    """Largest relative difference of loss, gradients and logits between a model with adapters on modules with these
-    last names and the same model with merged weights, which reach any code that reads a weight.
+    """Largest relative difference of loss, gradients and logits between a model with adapters on the modules `names`
+    (last parts of their names) and the same model with merged weights. Merged weights reach any code that reads a
+    weight.
     """
     shapes = ((name, tuple(param.shape)) for name, param in lm.named_parameters())
     targets = [each for each in linear_targets(shapes, linear_weights(lm)) if last_part(each.name) in names]
@@ -291,7 +302,7 @@ def _adapter_difference(lm: PreTrainedModel, names: Collection[str]) -> float:
         return {"A": a * shape[1] ** -0.5, "B": b * _NOISE}
 
     ours, ids = copy.deepcopy(lm), _documents(lm)[0]
-    install_lora(ours, targets, lora, seed=_SEED, placement=AdapterPlacement(whole), start=initial)
+    install_lora(ours, targets, lora, seed=_SEED, placement=AdapterPlacement(full_fragment), start=initial)
     adapters = {name: param for name, param in ours.named_parameters() if is_adapter(name)}
     sides = {name: param.detach().clone().requires_grad_() for name, param in adapters.items()}
     plain = {name: param.detach() for name, param in lm.named_parameters()}
@@ -353,7 +364,7 @@ def _score(model: TrainedModel, objective: ScoreObjective, ids: torch.Tensor) ->
 
 
 def _check_earlier_tokens_matter(model: TrainedModel, first: torch.Tensor, second: torch.Tensor) -> None:
-    """ArithmeticError where earlier tokens hardly affect later ones, so that comparisons would detect nothing."""
+    """ArithmeticError if earlier tokens hardly affect later ones, because comparisons would then detect nothing."""
     same_end = [torch.cat([document[:, :_LAST], first[:, -_LAST:]], dim=1) for document in (first, second)]
     last_hidden = [model.hidden(ids, _positions(ids), None)[0, -_LAST:] for ids in same_end]
     if _difference(*last_hidden) < _SEEN:
@@ -370,7 +381,7 @@ def _documents(lm: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _packed_hidden(model: TrainedModel, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Hidden states of two rows with both documents, one row for each order."""
+    """Hidden states of two rows that hold both documents, in opposite order."""
     orders = (_LENGTHS, _LENGTHS[::-1])
     ids = torch.cat([torch.cat([first, second], dim=1), torch.cat([second, first], dim=1)])
     return model.hidden(

@@ -1,8 +1,9 @@
-"""A model folder and its safetensors. The folder may come from anywhere, so it is checked before its files are read: it
-must not make this program hang or run out of memory. Tensors are read by name, a bounded piece at a time, with FP8,
-MXFP4 and FP4 dequantised.
+"""Checks a model folder and reads its safetensors files.
 
-Files are read, not memory-mapped as by safetensors' own reader (0.6, `safe_open`): mapped pages count as memory of this
+The folder may come from anywhere. It is checked before its files are read, so that it cannot make this program hang or
+run out of memory. Tensors are read by name, a bounded piece at a time, and FP8, MXFP4 and FP4 are dequantised.
+
+Files are not memory-mapped as by safetensors' own reader (0.6, `safe_open`). Mapped pages count as memory of this
 process, and if another process shortened a mapped file, a signal would kill this process.
 """
 
@@ -45,17 +46,19 @@ from ds_finetune.model.weights.safetensors_file import (
 from ds_finetune.plan.config_json import check_sizes
 
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.codes", "additional_chat_templates/*.jinja")
-"""Files that are copied to checkpoints and exports, or whose content tokenizers and configurations reproduce there."""
+"""Files of a model folder that are copied to checkpoints and exports, or whose content tokenizers and configurations
+write there.
+"""
 _INDEX = ".index.json"
-"""Suffix of indexes of weight files."""
+"""Suffix of the index files of weights."""
 
 
 def check_folder(folder: Path) -> None:
-    """ModelError where `folder` has an entry that is neither file nor folder, a link out of the folder in place of a
-    file to copy, implausible sizes, or two sets of weights.
+    """ModelError if `folder` has an entry that is neither file nor folder, a link out of the folder in place of a file
+    to copy, implausible sizes, or two sets of weights.
 
     Reading a FIFO would hang. A chat template, vocabulary or configuration that links out of the folder would render
-    and export a private file of this machine. Weights and their index may be links. Sizes checked are the number of
+    and export a private file of this machine. Weights and their index may be links. The checked sizes are the number of
     layers and the lengths of safetensors headers.
     """
     special = [
@@ -79,7 +82,7 @@ def check_folder(folder: Path) -> None:
     index = folder / INDEX
     if (folder / SINGLE).is_file() and index.is_file() and f'"{SINGLE}"'.encode() not in index.read_bytes():
         raise ModelError(
-            f"{folder} holds {SINGLE} beside the shards of {INDEX}, and transformers reads only the former",
+            f"{folder} holds {SINGLE} beside the shards of {INDEX}, and transformers reads only {SINGLE}",
             hint="move one of them away: they may be different models",
         )
     if (folder / "config.json").is_file():
@@ -87,8 +90,8 @@ def check_folder(folder: Path) -> None:
 
 
 def check_inside(file: Path, folder: Path | None = None) -> Path:
-    """The path of `file` with links resolved; ModelError where it is outside `folder` (default: its own) and outside
-    the same model's blobs in the hub's cache.
+    """Return the path of `file` with links resolved. ModelError if it is outside `folder` (by default the file's own
+    folder) and outside the blobs of the same model in the hub's cache.
     """
     real, target = (folder or file.parent).resolve(), file.resolve()
     blobs = [above.parent / "blobs" for above in real.parents if above.name == "snapshots"]
@@ -103,7 +106,7 @@ def check_inside(file: Path, folder: Path | None = None) -> Path:
 def copy_model_file(file: Path, out: Path) -> None:
     """Copy a file of a model folder or checkpoint to the path `out`.
 
-    ModelError where it is a link out of its folder, whose target may be a private file of this machine.
+    ModelError if it is a link out of its folder, whose target may be a private file of this machine.
     """
     shutil.copyfile(check_inside(file), out, follow_symlinks=False)
 
@@ -112,25 +115,26 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, FP8)
 _SHOWN = 10
 _COMPARED_NUMEL = 2**20
-"""Elements compared at a time."""
+"""Number of elements of two tensors that are compared at a time."""
 _OF_TRANSFORMERS = "model.hc_head.hc_fn"
-"""A tensor name in a DeepSeek-V4 saved by transformers, whose names differ from the published ones."""
+"""Tensor name by which a DeepSeek-V4 saved by transformers is recognised. Its names differ from the published ones."""
 
 
 class HubFolder:
-    """The tensors of a folder of published weights by name. `shapes` has quantised weights with their shapes in the
-    model, without their scales.
+    """Tensors of a folder of published weights, by name. `shapes` gives the shapes that they have in the model, and
+    leaves out the scales of quantised weights.
 
-    For a composite model, the tensors are those of its text part, with their names in a model of the text part alone.
+    Of a composite model, only the tensors of its text part are read, under their names in a model of the text part
+    alone.
 
-    `rename` maps stored names to the model's. ModelError where the folder has no safetensors, a file is missing,
-    incomplete or outside the folder, a quantised weight has no scale, or a scale no weight.
+    `rename` maps stored names to the model's. ModelError if the folder has no safetensors, if a file is missing,
+    incomplete or outside the folder, or if a quantised weight has no scale or a scale no weight.
     """
 
     others: Mapping[str, StoredTensor]
-    """Tensors of a composite model's other parts, by published name."""
+    """Tensors of the other parts of a composite model, by published name."""
     published: Mapping[str, str]
-    """Published names of the tensors of a composite model's text part."""
+    """Published name of each tensor of a composite model's text part, by its name in the text part alone."""
 
     def __init__(self, folder: Path, *, rename: Callable[[str], str] | None = None) -> None:
         self.folder = folder
@@ -161,29 +165,29 @@ class HubFolder:
 
     @property
     def has_fp8(self) -> bool:
-        """Whether any tensor is stored in FP8 blocks."""
+        """Whether any tensor of the folder is stored in FP8 blocks."""
         return bool(self._scaled)
 
     def is_fp8(self, key: str) -> bool:
-        """Whether the tensor is stored in FP8 blocks."""
+        """Whether the tensor `key` is stored in FP8 blocks."""
         return key in self._scaled
 
     def fp4(self, key: str) -> Fp4Matrix | None:
-        """The tensor if it is stored in FP4, else None."""
+        """The tensor `key` in packed form if it is stored in FP4, else None."""
         packed = self._packed.get(key)
         return packed if isinstance(packed, Fp4Matrix) else None
 
     def dtype(self, key: str) -> torch.dtype:
-        """Dtype returned by `read`: the stored one, or fp32 for FP8, MXFP4 and FP4."""
+        """Dtype that `read` returns for a tensor: the stored one, or fp32 for FP8, MXFP4 and FP4."""
         return torch.float32 if self.is_quantised(key) else self._stored[key].dtype
 
     def is_quantised(self, key: str) -> bool:
-        """Whether the tensor is stored in FP8, MXFP4 or FP4."""
+        """Whether the tensor `key` is stored in FP8, MXFP4 or FP4."""
         return self.is_fp8(key) or key in self._packed
 
     def read(self, key: str, start: int, numel: int) -> torch.Tensor:
-        """Elements `start` to `start + numel` of the row-major flattened tensor, 1-D, valid until the same thread's
-        next read. For FP8 this reads whole rows, for MXFP4 whole experts.
+        """Read elements `start` to `start + numel` of the row-major flattened tensor, 1-D. They are valid until the
+        same thread's next read. FP8 is read in full rows, MXFP4 in full experts.
         """
         if key in self._packed:
             return self._packed[key].read(start, numel)
@@ -194,9 +198,9 @@ class HubFolder:
         return self.rows(key, first, last).view(-1)[start - first * width :][:numel]
 
     def rows(self, key: str, first: int, last: int, within: tuple[slice, ...] = ()) -> torch.Tensor:
-        """Rows `first` to `last`, [rows, ...], valid until the same thread's next read.
+        """Read rows `first` to `last` of a tensor, [rows, ...]. They are valid until the same thread's next read.
 
-        `within` selects consecutive ranges of the next dimensions; only these are dequantised and returned.
+        `within` selects consecutive ranges of the next dimensions. Only these are dequantised and returned.
         """
         if key in self._packed:
             return self._packed[key].rows(first, last, within)
@@ -206,8 +210,8 @@ class HubFolder:
         begin = within[0].start if within else 0
         return dequantise(values, self.scales(key, first, last)[:, begin // BLOCK :], row=first, column=begin)
 
-    def whole(self, key: str) -> torch.Tensor:
-        """The full tensor in new memory."""
+    def full_tensor(self, key: str) -> torch.Tensor:
+        """Read the full tensor `key` into new memory."""
         rows = self.shapes[key][0] if self.shapes[key] else 1
         if key in self._packed:
             return self._packed[key].rows(0, rows)
@@ -224,13 +228,14 @@ class HubFolder:
         return self._stored[key + SCALE].dtype
 
     def stored_rows(self, key: str, first: int, last: int) -> torch.Tensor:
-        """Rows `first` to `last` of an FP8 weight, in FP8."""
+        """Read rows `first` to `last` of an FP8 weight without dequantising them."""
         return self._stored[key].rows(first, last)
 
     def left_over(self, expected: Mapping[str, Shape], *, model: str, may_be: Callable[[str], bool]) -> list[str]:
-        """Sorted names of tensors that are not `expected`, all of which `may_be` must allow.
+        """Sorted names of stored tensors that are not `expected` but allowed by `may_be`.
 
-        ModelError lists tensors that are missing, unexpected, of another shape, or not of a floating dtype.
+        ModelError lists tensors that are missing, neither expected nor allowed, of another shape, or not of a floating
+        dtype.
         """
         unused = [key for key in sorted(self.shapes.keys() - expected.keys()) if may_be(key)]
         wrong = differences(expected, {key: shape for key, shape in self.shapes.items() if key not in set(unused)})
@@ -243,18 +248,18 @@ class HubFolder:
         return unused
 
     def check_dtypes(self, *, besides: Iterable[str] = ()) -> None:
-        """ModelError where a tensor's dtype is none that weights have; tensors in `besides` may have any dtype."""
+        """ModelError if a tensor has a dtype that weights never have. Tensors in `besides` may have any dtype."""
         read = self.shapes.keys() - self._packed.keys() - set(besides)
         dtypes = {key: self._stored[key].dtype for key in read}
         others = [f"`{key}` is {kind}" for key, kind in dtypes.items() if not _may_be(key, kind)]
         if others:
             raise ModelError(
-                f"{self.folder} holds {len(others)} tensors of another kind: {', '.join(others[:_SHOWN])}",
+                f"{self.folder} holds {len(others)} tensors with a dtype not of weights: {', '.join(others[:_SHOWN])}",
                 hint="give a copy in bf16, with tables of experts in int64",
             )
 
     def is_same(self, key: str, other: str) -> bool:
-        """Whether two tensors have equal shape and values; reads some rows of both at a time."""
+        """Whether two tensors have equal shape and values. Some rows of both are read at a time."""
         shape = self.shapes[key]
         if shape != self.shapes[other]:
             return False
@@ -264,7 +269,7 @@ class HubFolder:
 
 
 def _config_of(folder: Path) -> Mapping[str, Any]:
-    """The config.json of a folder; empty without one, which other checks report."""
+    """Read the config.json of a folder. The result is empty where it cannot be read, which other checks report."""
     try:
         tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -277,8 +282,8 @@ def _may_be(key: str, dtype: torch.dtype) -> bool:
 
 
 def check_index(folder: Path) -> None:
-    """ModelError where transformers 5.23 cannot load `folder`, because it requires `metadata` in an index
-    (utils/hub.py:969), unlike other programs.
+    """ModelError if transformers 5.23 cannot load `folder`: unlike other programs it requires `metadata` in an index
+    (utils/hub.py:969).
     """
     index = folder / INDEX
     if index.is_file() and '"metadata"' not in index.read_text(encoding="utf-8"):
@@ -291,7 +296,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def _renamed(stored: Mapping[str, StoredTensor], rename: Callable[[str], str], folder: Path) -> dict[str, StoredTensor]:
-    """The tensors by new names; ModelError where two get the same name."""
+    """Give tensors their new names. ModelError if two tensors get the same name."""
     tensors: dict[str, StoredTensor] = {}
     for key, tensor in stored.items():
         name = rename(key)
@@ -306,7 +311,7 @@ def _renamed(stored: Mapping[str, StoredTensor], rename: Callable[[str], str], f
 
 
 def _with_usual_scales(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors, with the scale `X.scale` of a quantised `X.weight`, as in DeepSeek-V4, renamed as in V3."""
+    """Give the scale `X.scale` of a quantised `X.weight`, as in DeepSeek-V4, its name in DeepSeek-V3."""
     of_weights = {f"{key.removesuffix('.weight')}.scale": key for key, t in stored.items() if t.dtype in (FP8, PACKED)}
     return {f"{of_weights[key]}{SCALE}" if key in of_weights else key: tensor for key, tensor in stored.items()}
 
@@ -325,9 +330,10 @@ def _read_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def bin_conversion(folder: Path) -> str:
-    """A hint with the command that adds safetensors to a folder with pytorch_model*.bin weights; otherwise empty.
+    """Hint with the command that adds safetensors to a folder with pytorch_model*.bin weights. Empty for other
+    folders.
 
-    Such files are pickles. The command lets transformers read them with `weights_only`, so that they run no code.
+    Such files are pickles. The command makes transformers read them with `weights_only`, so that they run no code.
     """
     if not any(folder.glob("pytorch_model*.bin")):
         return ""
@@ -345,7 +351,7 @@ def bin_conversion(folder: Path) -> str:
 
 
 def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of all files named in the index, which must be in the folder itself."""
+    """Tensors of all files named in the folder's index. These files must be in the folder itself."""
     index = folder / INDEX
     try:
         weight_map = {
@@ -381,7 +387,7 @@ def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _merge_files(files: Iterable[Path], weight_map: Mapping[str, str]) -> dict[str, StoredTensor]:
-    """The tensors of all files; if two files have the same name, `weight_map` decides."""
+    """Tensors of all files. If two files have a tensor of the same name, `weight_map` decides."""
     tensors: dict[str, StoredTensor] = {}
     for path in files:
         file = SafetensorsFile(path)
@@ -397,15 +403,15 @@ def _merge_files(files: Iterable[Path], weight_map: Mapping[str, str]) -> dict[s
 
 
 def _read_header(path: Path) -> Header:
-    """The header of one file; ModelError where header and data do not cover the file, as safetensors requires."""
+    """Read the header of one file. ModelError if header and data do not cover the file, as safetensors requires."""
     try:
         return read_header(path)
     except (OSError, ValueError) as broken:
-        raise ModelError(f"{path} is not a whole safetensors file: {broken}", hint="download it again") from broken
+        raise ModelError(f"{path} is not a complete safetensors file: {broken}", hint="download it again") from broken
 
 
 def _check_scales(folder: Path, stored: Mapping[str, StoredTensor], fp8: Iterable[str]) -> None:
-    """ModelError where an FP8 weight does not have one scale for each block, or a scale has no weight."""
+    """ModelError if an FP8 weight does not have one scale for each block, or a scale has no weight."""
     weights = set(fp8)
     without_scale = sorted(key for key in weights if key + SCALE not in stored)
     if without_scale:

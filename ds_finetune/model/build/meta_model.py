@@ -46,7 +46,7 @@ def linear_weights(lm: PreTrainedModel) -> tuple[str, ...]:
 def described(
     hf_config: PretrainedConfig, task: Task = "causal_lm", *, teacher: PretrainedConfig | None = None
 ) -> DescribedModel:
-    """The model of `hf_config`, with its live teacher if there is one."""
+    """Names and shapes of the tensors of a model and of its live teacher, if there is one."""
     return DescribedModel(
         hf_config.to_dict(),
         partial(read_tensors, hf_config, task),
@@ -57,5 +57,5 @@ def described(
 def layers_of_stages(
     hf_config: PretrainedConfig, parallel: ParallelConfig, task: Task = "causal_lm"
 ) -> tuple[StageLayers | None, ...]:
-    """`stages_of` the model of `hf_config`; (None,) without pipeline parallelism."""
+    """Layers of each pipeline stage of a model; (None,) without pipeline parallelism."""
     return stages_of(read_tensors(hf_config, task), parallel) if parallel.pp > 1 else (None,)

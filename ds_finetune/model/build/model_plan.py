@@ -25,7 +25,9 @@ from ds_finetune.plan.routers import RouterPlan
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlan:
-    """The model that the engine builds: where weights are, and which parts are split, adapted and quantised."""
+    """The model that the engine builds: its configuration, where its weights are, and which parts of it are split,
+    adapted and quantised.
+    """
 
     path: str
     """Folder or hub id of the model."""
@@ -40,13 +42,13 @@ class ModelPlan:
     """Layers of each pipeline stage; (None,) where a rank holds all layers."""
     objective: Objective
     features: Mapping[str, Any] = field(default_factory=dict)
-    """Plan of each enabled feature, by name; for features of other packages, their settings."""
+    """Plan of each enabled feature by the feature's name. A feature of another package has its settings here."""
     mlp_tiles: int = 1
-    """Tiles of tokens that MLPs compute in turn; 1 for all tokens at once."""
+    """Number of tiles of tokens that MLPs compute in turn; 1 for all tokens at once."""
     context: ContextPlan | None = None
     """Context length that the run file sets; None where it sets none."""
     padding: str = ""
-    """Text for the user on a classifier's padding token."""
+    """Message to the user about a classifier's padding token."""
     without_noise: tuple[str, ...] = ()
     """Dropouts of config.json that training turns off, because the objective compares the model with a reference."""
 
@@ -91,8 +93,8 @@ class ModelPlan:
         return described(self.hf_config, self.task, teacher=None if self.teacher is None else self.teacher.hf_config)
 
     def is_untrained(self, name: str) -> bool:
-        """Whether no loss of the run reaches the parameter `name`: an indexer's, or if only indexers are trained, any
-        other.
+        """Whether no loss of the run reaches the parameter `name`. Without trained indexers these are the indexers'
+        parameters; where only indexers are trained, all others.
         """
         is_of_indexer = family_of(self.hf_config.model_type).is_of_indexer(name)
         if self.indexer is None:

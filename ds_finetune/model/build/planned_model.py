@@ -1,5 +1,5 @@
-"""The model of a run that is only planned: its config.json, with names and shapes of its tensors from a cache file of
-an earlier plan. torch and transformers, which read them from the model, take seconds to import.
+"""The model of a run that is only planned. Its config.json and the names and shapes of its tensors come from a cache
+file of an earlier plan, since torch and transformers, which read them from the model, take seconds to import.
 """
 
 import hashlib
@@ -20,8 +20,8 @@ from ds_finetune.system.whole_file import replace_file
 
 
 def model_of_run(run: RunSettings) -> DescribedModel:
-    """The model of a run, with its live teacher; ModelError where a config.json is not that of a model that can be
-    built.
+    """Describe the model of a run and its live teacher. ModelError if no model can be built from one of their
+    config.json.
     """
     objective, folder = run.objective, Path(run.data.cache_dir, "tensors")
     teacher = objective.teacher if is_distillation(objective) else None
@@ -34,7 +34,7 @@ def model_of_run(run: RunSettings) -> DescribedModel:
 def _read(
     path: str, folder: Path, *, mtp_layers: int = 0, scores: int = 0
 ) -> tuple[dict[str, Any], Callable[[], ModelTensors]]:
-    """The configuration of a model as transformers completes it, and a function that returns the model's tensors."""
+    """Return a model's configuration as transformers completes it, and a function that returns the model's tensors."""
     packages = [source_version(), version("torch"), version("transformers")]
     text = json.dumps([read_config_json(path), mtp_layers, scores, packages], sort_keys=True)
     file = folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
@@ -54,7 +54,7 @@ def _read(
         hf_config.num_labels = scores or hf_config.num_labels
         tensors_read = read_tensors(hf_config, "sequence_classification" if scores else "causal_lm")
         with suppress(OSError):
-            # If the cache cannot be written, planning is only slower.
+            # Planning is only slower if the cache cannot be written.
             folder.mkdir(parents=True, exist_ok=True)
             replace_file(
                 file,

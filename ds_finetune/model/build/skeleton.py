@@ -54,7 +54,7 @@ _LOGIT_TRANSFORMS = (
     "lm_head_multiplier",
     "output_multiplier_scale",
 )
-"""Config keys that change the logits after `lm_head`; of these the chunked loss applies only the soft cap of models
+"""Config keys that change the logits after `lm_head`. The chunked loss applies only the soft cap, and only for models
 whose forward has the usual formula.
 """
 _BALANCE_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
@@ -68,7 +68,7 @@ class Fragment:
     of `shape`.
 
     The range may exceed the tensor where ZeRO-3 pads. `opened()` returns the elements (1-D) for reading and writing.
-    Written values are stored when the context closes, so a fragment on disk needs memory only while it is open.
+    Written values are stored when this context closes, so a fragment on disk needs memory only while it is open.
     """
 
     start: int
@@ -87,17 +87,17 @@ Where = Callable[[torch.Tensor], Fragment]
 
 
 def in_memory(flat: torch.Tensor, *, start: int, shape: tuple[int, ...]) -> Fragment:
-    """The fragment whose elements are `flat` (1-D)."""
+    """Describe a fragment whose elements are the tensor `flat` (1-D)."""
     return Fragment(start, flat.numel(), shape, lambda: nullcontext(flat))
 
 
-def whole(tensor: torch.Tensor) -> Fragment:
-    """The fragment of a tensor that this rank holds in full."""
+def full_fragment(tensor: torch.Tensor) -> Fragment:
+    """Describe a tensor that this rank holds in full."""
     return in_memory(tensor.data.view(-1), start=0, shape=tuple(tensor.shape))
 
 
 def resolve_folder(path: str, *, files: Sequence[str] = HUB_FILES) -> Path:
-    """The folder of a model or tokenizer: local, or in the hub's cache after downloading `files` of a hub id."""
+    """Folder of a model or tokenizer. A hub id is downloaded (`files` only) to the hub's cache."""
     folder = Path(path)
     if folder.is_dir():
         check_folder(folder)
@@ -125,8 +125,8 @@ def resolve_folder(path: str, *, files: Sequence[str] = HUB_FILES) -> Path:
 
 
 def read_hf_config(path: str, *, files: Sequence[str] = HUB_FILES, task: Task = "causal_lm") -> PretrainedConfig:
-    """The transformers configuration of a model folder or hub id; for a composite model, that of its text part.
-    ModelError where there is none, or transformers has no model of its type for `task`.
+    """The transformers configuration of a model folder or hub id. For a composite model it is the configuration of the
+    text part. ModelError if there is none, or transformers has no model of its type for `task`.
 
     `quantization_config` is removed, because quantised weights are dequantised when read. ModelError for a quantised
     format that cannot be read.
@@ -145,7 +145,7 @@ def read_hf_config(path: str, *, files: Sequence[str] = HUB_FILES, task: Task = 
     except (OSError, TypeError, KeyError, RecursionError, StrictDataclassError) as wrong:
         reason = " ".join(str(wrong).split())
         raise ModelError(
-            f"{folder}/config.json cannot be read: {reason}", hint="correct it, or get the published one"
+            f"{folder}/config.json cannot be read: {reason}", hint="correct the file, or download the published one"
         ) from wrong
     tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     check_text_part(config, tree, task, f"{folder}/config.json")
@@ -155,7 +155,7 @@ def read_hf_config(path: str, *, files: Sequence[str] = HUB_FILES, task: Task = 
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         raise ModelError(
             f"{folder}/config.json: use_bidirectional_attention is {config.use_bidirectional_attention!r}, and tokens "
-            "that see later ones have nothing to predict",
+            "that attend to later ones have nothing to predict",
             hint="train a model whose attention is causal",
         )
     check_vocabulary(config, f"{folder}/config.json")
@@ -212,7 +212,9 @@ def check_vocabulary(config: PretrainedConfig, label: str) -> None:
 
 
 def soft_cap(config: PretrainedConfig) -> float | None:
-    """Soft cap of a causal LM's logits; None without one, or where the model's forward has none or another formula."""
+    """Soft cap of a causal LM's logits. None without one, and for a model whose forward applies none or another
+    formula.
+    """
     cap = getattr(config, _SOFT_CAP, None)
     if not cap or not has_class(config, "causal_lm") or not computes(model_class(config).forward, SOFT_CAP):
         return None
@@ -220,7 +222,9 @@ def soft_cap(config: PretrainedConfig) -> float | None:
 
 
 def check_logits(config: PretrainedConfig, label: str) -> None:
-    """ModelError where the config sets a key that changes the logits after the head."""
+    """ModelError if the config sets a key that changes logits after the head in a way that the chunked loss does not
+    apply.
+    """
     neutral = {_SOFT_CAP: (None, soft_cap(config))}
     transformed = [key for key in _LOGIT_TRANSFORMS if getattr(config, key, None) not in neutral.get(key, (None, 1))]
     if transformed:
@@ -232,13 +236,13 @@ def check_logits(config: PretrainedConfig, label: str) -> None:
 
 
 def _check_balance_loss(config: PretrainedConfig, task: Task, label: str) -> None:
-    """ModelError where the model would add a load balancing loss of its experts, which is not supported."""
+    """ModelError if the model would add a load balancing loss of its experts, which is not supported."""
     weight = next((getattr(config, key) for key in _BALANCE_WEIGHTS if hasattr(config, key)), 1.0)
     has_loss = hasattr(sys.modules[model_class(config, task).__module__], "load_balancing_loss_func")
     if getattr(config, "output_router_logits", False) and weight and has_loss:
         raise ModelError(
             f"{label}: `output_router_logits` = true asks for a balance loss of the experts, weight {weight}, "
-            "computed over the tokens of a micro-batch, which is not done here",
+            "computed over the tokens of a micro-batch, which is not supported",
             hint="set output_router_logits to false in config.json; in families of the table, `router.balance` of the "
             "run file trains a balance loss",
         )
@@ -263,7 +267,7 @@ def has_score_head(lm: PreTrainedModel) -> bool:
 
 
 def check_attention(hf_config: PretrainedConfig, attention: str, task: Task = "causal_lm") -> None:
-    """ModelError where transformers has no such attention for the model type."""
+    """ModelError if transformers has no `attention` of this kind for the model type."""
     kind = model_class(hf_config, task)
     family = family_of(hf_config.model_type)
     has_sdpa = kind._supports_sdpa or family.has_sinks
@@ -305,8 +309,8 @@ def build_skeleton(  # noqa: PLR0913
     is_by_document = attention in OWN_ATTENTIONS and not family_of(hf_config.model_type).is_generic
     hf_config._attn_implementation = BY_DOCUMENT if is_by_document else attention
     hf_config.dtype = dtype
-    # Imported before the context: DeepSpeed 0.19.8 drops decorators of classes that are defined inside zero.Init
-    # (partition_parameters.py:581-622).
+    # The class is imported before entering the context, because DeepSpeed 0.19.8 drops decorators of classes that are
+    # defined inside zero.Init (partition_parameters.py:581-622).
     kind = model_class(hf_config, task)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -344,8 +348,8 @@ def _set_dtypes(model: PreTrainedModel, dtype: torch.dtype, device: str) -> None
     """Set the `dtype` of parameters: transformers 5.24 constructs some in fp32
     (deepseek_v3/modeling_deepseek_v3.py:126). Tensors that a family keeps in fp32 become fp32 buffers.
 
-    These include untrained parameters (transformers 5.23, ernie4_5_moe/modeling_ernie4_5_moe.py:281): DeepSpeed 0.19.8
-    casts every parameter, but not the buffers that the model names (runtime/keep_in_fp32.py).
+    Untrained parameters become buffers too (transformers 5.23, ernie4_5_moe/modeling_ernie4_5_moe.py:281), because
+    DeepSpeed 0.19.8 casts every parameter, but not the buffers that the model names (runtime/keep_in_fp32.py).
     """
     for parameter in model.parameters():
         if parameter.is_floating_point():

@@ -1,4 +1,6 @@
-"""The transformers configuration of a composite model's text part, and the unsupported kinds of such models."""
+"""The text part of a composite model, which also takes other media: its transformers configuration, and which models
+are refused.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,8 +21,8 @@ _QUANTISATION = "quantization_config"
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Configuration of the language model of `config`: its text part's, with the composite model's token ids and tied
-    embeddings; `config` itself without such a part.
+    """Configuration of the language model of `config`. For a composite model it is that of the text part, with the
+    composite model's token ids and tied embeddings; for any other model it is `config` itself.
     """
     text = getattr(config, TEXT_CONFIG, None)
     if not isinstance(text, PretrainedConfig):
@@ -34,8 +36,8 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def check_text_part(config: PretrainedConfig, tree: Mapping[str, Any], task: str, label: str) -> None:
-    """ModelError where `config`, read from the config.json `tree`, is that of a composite model whose text part cannot
-    be trained for `task`.
+    """ModelError if `config`, read from the config.json `tree`, describes a composite model whose text part cannot be
+    trained for `task`.
     """
     text = text_config(config)
     if text is config:
@@ -50,7 +52,7 @@ def check_text_part(config: PretrainedConfig, tree: Mapping[str, Any], task: str
     if type(config) not in AutoModelForMultimodalLM._model_mapping or not is_composite(tree):
         where = f"transformers {transformers.__version__} has no class that generates text with it"
         raise ModelError(
-            f"{label}: {kind} is a model of text and other media, of whose {part} no export can be made: "
+            f"{label}: {kind} is a model of text and other media, whose {part} cannot be exported: "
             f"{where if is_composite(tree) else f'config.json has no {TEXT_CONFIG}'}",
             hint="train a text model" if is_composite(tree) else "load it with transformers and save it again",
         )
@@ -61,13 +63,15 @@ def check_text_part(config: PretrainedConfig, tree: Mapping[str, Any], task: str
         )
     if getattr(config, _QUANTISATION, None) is not None or getattr(text, _QUANTISATION, None) is not None:
         raise ModelError(
-            f"{label}: {_QUANTISATION} of {kind}, and weights of models of text and other media are read unquantised",
-            hint="give a bf16 copy, whose config.json has no such section",
+            f"{label}: {kind} is a model of text and other media with a {_QUANTISATION}, which is not supported",
+            hint=f"give a bf16 copy, whose config.json has no {_QUANTISATION}",
         )
 
 
 def text_module(folder: Path) -> str:
-    """Name, in transformers' class, of the composite model's module that is `model` in the text part alone."""
+    """Name of a composite model's decoder in transformers' class. In a model of the text part alone this module is
+    `model`.
+    """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForMultimodalLM.from_config(config, trust_remote_code=False)

@@ -11,9 +11,9 @@ from torch import nn
 from transformers import PretrainedConfig
 
 VOCABULARY = 256
-"""Tokens of a tiny vocabulary."""
+"""Number of tokens of a tiny model's vocabulary."""
 WINDOW = 8
-"""Tokens of a tiny attention window, and of a chunk of attention or of a recurrence."""
+"""Number of tokens of a tiny model's attention window, and of its chunks of attention or of a recurrence."""
 
 _MAIN_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "attention_heads")
 _DEPTH = re.compile(
@@ -41,7 +41,7 @@ _GROUPS = ("n_group", "num_expert_group")
 _EXPERTS = re.compile(r"^(moe_)?(n|num)_(local_|routed_)?experts$|^zero_expert_num$")
 _LAYER_NUMBERS = re.compile(r"(_idxs|_ids|_indices|only_layers|moe_layers)$")
 _SPECIAL_TOKENS = 40
-"""Token ids at the end of a tiny vocabulary that replace special ids of the large one."""
+"""Number of token ids at the end of a tiny vocabulary that replace special ids of the large vocabulary."""
 _MULTIPLE = 8
 _HEAD_WIDTH = 32
 
@@ -53,8 +53,8 @@ Kind = frozenset[tuple[str, str, str]]
 class Size:
     """The size of a tiny configuration: the first `layers` layers and about `heads` attention heads.
 
-    Attention windows of at least `row_tokens` are unchanged, because no row exceeds them; shorter ones are reduced so
-    that tiny rows exceed them.
+    Attention windows of at least `row_tokens` are unchanged, because no row exceeds them. Shorter windows are reduced,
+    so that tiny rows exceed them.
     """
 
     heads: int
@@ -70,7 +70,7 @@ def tiny_config(config: PretrainedConfig, size: Size) -> PretrainedConfig:
 
 
 def layers_of_each_kind(lm: nn.Module) -> int:
-    """Number of first layers, in the model's longest stack of layers, that include one of each kind."""
+    """Number of first layers, in the model's longest stack of layers, that include a layer of each kind."""
     kinds = [_kind(layer) for layer in max(_stacks(lm), key=len, default=[])]
     return max((kinds.index(kind) for kind in kinds), default=-1) + 1
 
@@ -94,21 +94,23 @@ def _stacks(lm: nn.Module) -> list[nn.ModuleList]:
 
 
 def _kind(layer: nn.Module) -> Kind:
-    """The kind of a layer. Numbers in module names, e.g. of experts, are ignored."""
+    """Kind of a layer. Numbers in module names, e.g. of experts, are ignored."""
     return frozenset(
         (re.sub(r"\d+", "N", name), type(module).__name__, _settings(module)) for name, module in layer.named_modules()
     )
 
 
 def _settings(module: nn.Module) -> str:
-    """The settings of a module, except sizes."""
+    """Settings of a module except sizes: its flags and texts, and the names of attributes that are None."""
     attributes = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     switches = sorted((name, value) for name, value in attributes.items() if isinstance(value, bool | str))
     return repr((switches, sorted(name for name, value in attributes.items() if value is None)))
 
 
 def _shrink(config: PretrainedConfig, size: Size, outer: Fraction | None) -> None:
-    """Shrink `config` and nested configurations in place; `outer` is the ratio of the enclosing configuration."""
+    """Shrink `config` and its nested configurations in place. `outer` is the ratio by which the enclosing one
+    shrinks.
+    """
     depth, ratio = getattr(config, "num_hidden_layers", None), _ratio(config, size.heads, outer)
     values = vars(config)
     for name, value in list(values.items()):
@@ -121,7 +123,7 @@ def _shrink(config: PretrainedConfig, size: Size, outer: Fraction | None) -> Non
 
 
 def _small_value(name: str, value: Any, ratio: Fraction, size: Size, *, is_by_layer: bool) -> Any:  # noqa: ANN401
-    """The value of setting `name` in a smaller model; with `is_by_layer`, it has an entry for each layer."""
+    """The value of setting `name` in a smaller model. With `is_by_layer` the value has an entry for each layer."""
     if isinstance(value, list | tuple) or name.endswith("_pattern"):
         return _small_list(name, value[: size.layers] if is_by_layer else value, ratio, size)
     if name == "compress_rates":
@@ -132,7 +134,7 @@ def _small_value(name: str, value: Any, ratio: Fraction, size: Size, *, is_by_la
 
 
 def _ratio(config: PretrainedConfig, heads: int, outer: Fraction | None) -> Fraction:
-    """The factor by which widths and numbers of heads shrink; it preserves the width of a head."""
+    """The factor by which widths and numbers of heads shrink. It preserves the width of a head."""
     for name in _MAIN_HEADS:
         count = getattr(config, name, None)
         if isinstance(count, int) and count > 0:
@@ -175,14 +177,14 @@ _RULES: Sequence[tuple[re.Pattern[str], Callable[[int, Fraction], int]]] = (
     (re.compile(r"(^|_)(lora_rank|lowrank)$"), _at_most(32)),
     (re.compile(r"^index_n_heads$"), _at_most(16)),
     (re.compile(r"^index_(block_size|topk_blocks)$"), _at_most(4)),
-    # Preserves the difference between padded and unpadded vocabulary.
+    # This limit preserves a difference between padded and unpadded vocabulary.
     (re.compile(r"^unpadded_vocab_size$"), _at_most(VOCABULARY - 16)),
     (re.compile(r"(^|_)(vocab_size|vocab_size_per_layer_input|vocab_size_base|group_vocab)$"), _at_most(VOCABULARY)),
     (_WINDOWS, _at_most(WINDOW)),
     (_CHUNKS, _at_most(WINDOW)),
     (_TOKEN_IDS, lambda value, _: min(value, VOCABULARY - 1 - value % _SPECIAL_TOKENS)),
 )
-"""Rules that shrink settings, by patterns of their names."""
+"""How settings shrink, by pattern of their names."""
 
 
 def _keep_experts_few(config: PretrainedConfig) -> None:

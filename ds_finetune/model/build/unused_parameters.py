@@ -11,15 +11,15 @@ from ds_finetune.model.build.skeleton import Task, model_class
 
 _FEW_TOKENS = 16
 _NO_MEMORY_EXPERTS = "batched_mm"
-"""transformers 5.23's implementation of experts that does not depend on values of router indices, which fake tensors
-lack.
+"""transformers 5.23's implementation of experts that works on fake tensors, because it does not depend on the values of
+router indices.
 """
 
 
 def unused_parameters(hf_config: PretrainedConfig, *, tokens: int, task: Task = "causal_lm") -> tuple[str, ...]:
     """Names of the parameters that get no gradient from a row of `tokens` tokens, in the model's order.
 
-    The full model is built on fake tensors, which takes some seconds. NotImplementedError where the model's code needs
+    The full model is built on fake tensors, which takes some seconds. NotImplementedError if the model's code needs
     values of tensors.
     """
     # A long row uses every parameter that a short row uses, and maybe more: some layers need many tokens to act.
@@ -38,7 +38,7 @@ def _without_gradient(hf_config: PretrainedConfig, tokens: int, task: Task) -> l
     try:
         with fake_tensors():
             with no_init_weights():
-                # In evaluation mode: some model types drop layers at random in training mode.
+                # Evaluation mode is used because some model types drop layers at random in training mode.
                 model = model_class(config, task)(config).eval()
             if getattr(model.config, "_experts_implementation", None):
                 model.config._experts_implementation = _NO_MEMORY_EXPERTS

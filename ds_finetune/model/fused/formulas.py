@@ -1,5 +1,5 @@
-"""Formulas of RMSNorm, rotary embedding and SwiGLU with their gradients. torch.compile fuses each into one kernel.
-Intermediate results are rounded to the dtype of hidden states where transformers rounds them.
+"""Formulas of RMSNorm, rotary embedding and SwiGLU, and of their gradients. torch.compile fuses each formula into one
+kernel. Intermediate results are rounded to the dtype of hidden states where transformers rounds them.
 """
 
 from typing import NamedTuple
@@ -32,7 +32,9 @@ def norm(rows: torch.Tensor, weight: torch.Tensor, eps: float, rounds_last: bool
 def norm_backward(
     grad: torch.Tensor, saved: tuple[torch.Tensor, ...], rounds_last: bool, needs_weight: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gradients of rows and weight from `saved`: rows, weight, inverse root mean square. The weight's may be None."""
+    """Gradients of RMSNorm. `saved` holds rows, weight and inverse root mean square. Returns the gradients of rows and
+    of the weight, which is None unless `needs_weight`.
+    """
     rows, weight, scale = saved
     normed = rows.float() * scale
     by_weight = grad.float() * weight.float() if rounds_last else (grad * weight).float()
@@ -46,9 +48,9 @@ def norm_backward(
 def rotate(
     tensors: tuple[torch.Tensor, ...], angles: tuple[torch.Tensor, ...], turn: Turning, is_backward: bool
 ) -> tuple[torch.Tensor, ...]:
-    """Rotary embedding of queries and keys [rows, heads, tokens, columns] with cosines and sines [rows, tokens, width /
-    2 or more]. In the result, rotated pairs are half the width apart. `is_backward` computes gradients, from those of
-    the result.
+    """Apply rotary embedding to queries and keys [rows, heads, tokens, columns] with cosines and sines [rows, tokens,
+    width / 2 or more]. In the result, rotated pairs are half the width apart. `is_backward` instead maps gradients of
+    the result to gradients of the inputs.
     """
     half = turn.width // 2
     cos, sin = (each[:, None, :, :half] for each in angles)
@@ -66,13 +68,13 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, turn: Turning
 
 
 def gate(*parts: torch.Tensor) -> torch.Tensor:
-    """silu(gate) x up, [rows, width]; `parts` are gate and up, or one tensor with both concatenated."""
+    """Compute silu(gate) x up, [rows, width]. `parts` are gate and up, or one tensor with both concatenated."""
     gate, up = parts if len(parts) > 1 else parts[0].chunk(2, -1)
     return functional.silu(gate) * up
 
 
 def gate_backward(grad: torch.Tensor, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The gradients of `parts`, from `grad`, the gradient of `gate`."""
+    """Gradients of the inputs `parts` of `gate` (SwiGLU), from the gradient `grad` of its output."""
     gate, up = parts if len(parts) > 1 else parts[0].chunk(2, -1)
     wide = gate.float()
     sigmoid = torch.sigmoid(wide)

@@ -1,5 +1,6 @@
-"""Autograd functions of the fused operations. Saved for backward: input and one number per row of a norm, cosines and
-sines of a rotary embedding, gate and up of SwiGLU. The rest is recomputed in the kernel of backward.
+"""Autograd functions of fused RMSNorm, rotary embedding and SwiGLU. A norm saves its input and one number per row for
+backward, a rotary embedding saves cosines and sines, and SwiGLU saves gate and up. Backward's kernel recomputes the
+rest.
 """
 
 import inspect
@@ -21,7 +22,7 @@ _MOST_KERNELS = 64
 
 
 class Kernels(Protocol):
-    """Implementations of the operations of `formulas`."""
+    """Interface of a set of kernels, which implement the functions of the module `formulas`."""
 
     norm: Any
     norm_backward: Any
@@ -32,12 +33,14 @@ class Kernels(Protocol):
 
 @cache
 def kernels_of(name: str) -> Kernels:
-    """The kernels of `model.kernels`, `liger` or `compile`. Liger is imported only when selected."""
+    """Kernels that the value `name` of `model.kernels` stands for, `liger` or `compile`. Liger is imported only when
+    selected.
+    """
     if name == "liger":
         return import_module("ds_finetune.foreign.liger_operations")  # type: ignore[return-value]
     assert name == "compile", name
-    # Dynamic shapes, because packed rows and the tokens of experts differ between forwards. Sizes 0 and 1 and strided
-    # rows still get kernels of their own; beyond the limit torch would raise an error.
+    # Shapes are dynamic, because the numbers of packed rows and of experts' tokens differ between forwards. Sizes 0 and
+    # 1 and strided rows still get kernels of their own. With more kernels than the limit torch would raise an error.
     options: dict[str, Any] = {"fullgraph": True, "dynamic": True}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         # From torch 2.12 on this configuration is per thread, and backward runs in threads of its own on GPUs.
@@ -49,20 +52,20 @@ def kernels_of(name: str) -> Kernels:
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """[..., width] -> [rows, width], with stride 1 along columns."""
+    """Reshape [..., width] to [rows, width], with stride 1 along columns."""
     rows = _plain(tensor.reshape(-1, tensor.shape[-1]))
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without autograd metadata, since torch.compile would build separate kernels for tensors with and
-    without gradients, and for each kind of view.
+    """The tensor without autograd metadata. torch.compile would build separate kernels for tensors with and without
+    gradients, and for each kind of view.
     """
     return tensor.data
 
 
 class _Norm(torch.autograd.Function):
-    """RMSNorm of the last dimension; inputs: hidden [..., width], weight, epsilon, and `rounds_last`."""
+    """RMSNorm of the last dimension. Its inputs are hidden states [..., width], weight, epsilon, and `rounds_last`."""
 
     @staticmethod
     def forward(ctx: Any, kernels: Kernels, *inputs: Any) -> torch.Tensor:  # noqa: ANN401
@@ -99,8 +102,8 @@ class _Rotation(torch.autograd.Function):
 
 
 class _Gate(torch.autograd.Function):
-    """silu(gate) x up, for two tensors or one with both concatenated. Kernels may overwrite them with their gradients,
-    so a second backward of the same forward raises an error.
+    """Fused silu(gate) x up, for two tensors or one with both concatenated. Kernels may overwrite the saved inputs with
+    gradients, so a second backward of the same forward raises an error.
     """
 
     @staticmethod

@@ -24,10 +24,10 @@ _LIGER_BLOCK = 32768
 
 
 class LossAndGradients(NamedTuple):
-    """Summed cross entropy in nats (fp32 scalar), number of tokens predicted correctly (int64 scalar), and the
-    gradients of the sum.
+    """Summed cross entropy in nats (fp32 scalar), number of correctly predicted tokens (int64 scalar), and gradients
+    of the sum.
 
-    Gradients have the shapes of `hidden`, `weight` and `bias`; None where they are not needed.
+    Gradients have the shapes of `hidden`, `weight` and `bias`. They are None where they are not needed.
     """
 
     loss_sum: torch.Tensor
@@ -38,8 +38,9 @@ class LossAndGradients(NamedTuple):
 
 
 Kernel = Callable[..., LossAndGradients]
-"""A function of `hidden` [tokens, width], `weight` [vocabulary, width], `bias` [vocabulary] or None, `targets` int64
-[tokens], the gradients needed, and the keyword `cap`: the soft cap of the logits (`cap_logits`) or None.
+"""Function that computes the cross entropy of a head. Its arguments are `hidden` [tokens, width], `weight` [vocabulary,
+width], `bias` [vocabulary] or None, `targets` int64 [tokens], the gradients needed, and the keyword `cap`: the soft cap
+of the logits (`cap_logits`) or None.
 """
 
 
@@ -54,7 +55,7 @@ def chunked_cross_entropy(  # noqa: PLR0913 - a Kernel, its chunk and its group 
     chunk: int = CHUNK_TOKENS,
     tp_group: TensorParallelGroup | None = None,
 ) -> LossAndGradients:
-    """Summed cross entropy in plain PyTorch; softmax and sums over chunks are fp32, as are `d_weight` and `d_bias`.
+    """Compute summed cross entropy in plain PyTorch. Softmax, sums over chunks, `d_weight` and `d_bias` are fp32.
 
     With `tp_group`, `weight` and `bias` are this rank's shard of the vocabulary, and `d_hidden` is this rank's partial
     sum. A few numbers per token are all-reduced, never the logits.
@@ -96,12 +97,12 @@ def liger_cross_entropy(  # noqa: PLR0913 - a Kernel and its chunk
     cap: float | None = None,
     chunk: int = CHUNK_TOKENS,
 ) -> LossAndGradients:
-    """Summed cross entropy with liger-kernel's kernel (0.8.5, ops/cross_entropy.py), which computes softmax, loss and
-    gradient in one pass and overwrites the logits.
+    """Compute summed cross entropy with liger-kernel's kernel (0.8.5, ops/cross_entropy.py), which computes softmax,
+    loss and gradient in one pass and overwrites the logits.
 
-    Matrix products and sums are those of `chunked_cross_entropy`. Liger's own wrapper of the kernel is not used: it
-    reads the number of supervised tokens, which synchronises host and GPU in every forward, and its chunks of about a
-    hundred tokens each cost a pass over `d_weight`.
+    Matrix products and sums are computed as in `chunked_cross_entropy`. Liger's own wrapper of the kernel is not used:
+    it reads the number of supervised tokens, which synchronises host and GPU in every forward, and its chunks of about
+    a hundred tokens each cost a pass over `d_weight`.
     """
     assert cap is None, "Triton's interpreter cannot run the kernel's soft cap, so no test covers it"
     losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
@@ -123,11 +124,11 @@ def liger_cross_entropy(  # noqa: PLR0913 - a Kernel and its chunk
 def _run_liger_kernel(
     logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, predicted: torch.Tensor, *, has_gradients: bool
 ) -> None:
-    """Write the loss and the most likely id of each row of `logits` [tokens, vocabulary]; with `has_gradients`, their
-    gradient overwrites the logits.
+    """Write the loss and the most likely id of each row of `logits` [tokens, vocabulary]. With `has_gradients`, the
+    logits are overwritten by their gradient.
 
-    As in liger-kernel 0.8.5, ops/fused_linear_cross_entropy.py:240-272. The sum reduction needs no number of tokens,
-    and no target is IGNORE_INDEX.
+    The arguments follow liger-kernel 0.8.5, ops/fused_linear_cross_entropy.py:240-272. The sum reduction needs no
+    number of tokens, and no target is IGNORE_INDEX.
     """
     import triton
     from liger_kernel.ops.cross_entropy import liger_cross_entropy_kernel

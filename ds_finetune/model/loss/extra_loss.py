@@ -1,6 +1,5 @@
-"""Auxiliary losses, trained in addition to the loss of the objective.
-
-As in objectives, each term is a mean over its units in the global batch.
+"""Auxiliary losses, which are trained in addition to the objective's loss. Each term of an auxiliary loss is a mean
+over the term's units in the global batch.
 """
 
 from abc import ABC, abstractmethod
@@ -21,18 +20,20 @@ class ExtraLoss(ABC):
     name: str
     terms: tuple[Term, ...]
     sum_names: tuple[str, ...]
-    """Names of the sums that a forward returns, from which `metrics` computes; unique among all parts of the loss."""
+    """Names of the sums that a forward returns and that `metrics` reads. They are unique among all parts of the
+    loss.
+    """
     trains_embedding: bool = False
-    """Whether its gradient reaches the input embedding, of which the last pipeline stage holds a copy."""
+    """Whether the loss has a gradient for the input embedding, of which the last pipeline stage holds a copy."""
 
     @abstractmethod
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """Metrics by name from the sums of the whole loss and the number of each unit, in a global batch or in all
-        held-out rows. Without any unit every metric is 0.
+        """Compute metrics by name, from the sums and the number of each unit in a global batch or in all held-out rows.
+        Without any unit every metric is 0.
         """
 
     def listen(self, rows: ForwardRows, *, is_counting: bool, is_first: bool) -> AbstractContextManager[None]:
-        """Context of the forward of the layers, within which the loss records what it needs from them.
+        """Context around the forward of the layers, in which the loss records what it needs from them.
 
         `is_counting` is true in the forwards of a training step. `is_first` is false where this rank has already passed
         the same rows through an earlier chunk of an interleaved pipeline.
@@ -41,28 +42,28 @@ class ExtraLoss(ABC):
 
     @abstractmethod
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
-        """The contribution of a forward to the loss of the step, called after the forward of the layers.
+        """Compute the contribution of a forward to the loss of the step, after the forward of the layers.
 
         `hidden` [rows, tokens, width] are the states after the final norm, or the states that a pipeline stage sends
-        on. `weights` fp64 [terms] multiply the sums of the terms over their units. None where the layers of this stage
-        do not contribute.
+        on. `weights` fp64 [terms] multiply the sums of the terms over their units. None means that the layers of this
+        stage do not contribute.
         """
 
     def counted(self, mesh: Mesh) -> torch.Tensor | None:
-        """Counts of this rank's forwards since the last call, fp64 on its device, to be summed over all ranks; None
+        """Counts of this rank's forwards since the last call, fp64 on its device, to be summed over all ranks. None
         where nothing is counted.
         """
         return None
 
     def finish_step(self, here: torch.Tensor, on_host: torch.Tensor, *, num_tokens: int, is_skipped: bool) -> object:
-        """Called after a step on a global batch of `num_tokens` with `counted` summed over all ranks, as `here` on the
-        device and `on_host`. The result is passed to observers as `StepRecord.counted[name]`.
+        """Called after a step on a global batch of `num_tokens` tokens. The counts of `counted`, summed over all ranks,
+        are in `here` on the device and in `on_host`. The result is passed to observers as `StepRecord.counted[name]`.
         """
         return None
 
 
 def numbers_of_parts(numbers: StepNumbers, extras: Sequence[ExtraLoss]) -> tuple[StepNumbers, list[torch.Tensor]]:
-    """Splits the numbers of a step into those for the objective and the weights of the terms of each auxiliary loss."""
+    """Split the numbers of a step into those for the objective and the weights of the terms of each auxiliary loss."""
     sizes = [len(extra.terms) for extra in extras]
     main_weights, *others = numbers.weights.split([len(numbers.weights) - sum(sizes), *sizes])
     return numbers._replace(weights=main_weights), others
@@ -71,7 +72,9 @@ def numbers_of_parts(numbers: StepNumbers, extras: Sequence[ExtraLoss]) -> tuple
 def add_extra_losses(
     extras: Sequence[ExtraLoss], rows: ForwardRows, hidden: torch.Tensor, weights: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """The sum of the auxiliary losses of a forward (None without a contribution), and all their sums in order, fp64."""
+    """Sum of the auxiliary losses of a forward (None if none contributes), and their sums for metrics in order,
+    fp64.
+    """
     total, sums = None, [torch.zeros(0, dtype=torch.float64, device=hidden.device)]
     for extra, factors in zip(extras, weights, strict=True):
         extra_sums = extra.loss(rows, hidden, factors)
@@ -108,7 +111,7 @@ class TotalLoss:
         return metrics
 
     def named(self, sums: Sequence[float]) -> dict[str, float]:
-        """Sums by their names."""
+        """Pair each sum with its name."""
         return dict(zip(self.sum_names, sums, strict=True))
 
     @property

@@ -13,10 +13,12 @@ from ds_finetune.objectives.objective import AnswerNumbers, Examples, TopLogProb
 
 
 class RealTokens(NamedTuple):
-    """The tokens of a forward's documents without padding; a sequence parallel rank holds its own tokens."""
+    """Which tokens of a forward belong to which document, without padding. A sequence parallel rank holds its own
+    tokens.
+    """
 
     document: torch.Tensor
-    """Number of each flattened token's document, int64 [tokens]; padding has the number after the last."""
+    """Index of the document of each flattened token, int64 [tokens]. Padding has the index after the last document."""
     lengths: torch.Tensor
     """Number of tokens of each document, over all sequence parallel ranks, int64 [documents]."""
 
@@ -57,27 +59,35 @@ class ForwardRows:
     position_ids: torch.Tensor
     labels: torch.Tensor
     documents: tuple[Documents, ...] | None = None
-    """Lengths of the documents of each whole row; None where each row is one document."""
+    """Lengths of the documents of each full row. None where each row is one document."""
     shared: tuple[Documents, ...] | None = None
-    """Number of tokens of an earlier document that each document continues; None where none does."""
+    """Number of tokens of an earlier document that each document continues. None where no document continues
+    another.
+    """
     examples: Examples | None = None
-    """The documents for objectives that need them; `index` is restricted to this rank's tokens."""
+    """Documents of the rows, for objectives on documents. Their `index` covers only this rank's tokens."""
     token_types: torch.Tensor | None = None
     """1 in the second text of a pair of texts, int64 [rows, tokens], for encoders."""
     next_ids: torch.Tensor | None = None
-    """The id after each of `input_ids` in its document, for multi-token prediction; arbitrary at a document's end."""
+    """Token id after each of `input_ids` in its document, for multi-token prediction. It is arbitrary at a document's
+    end.
+    """
     next_labels: torch.Tensor | None = None
     """The label after each of `labels` in its document, IGNORE_INDEX at its end."""
     real: RealTokens | None = None
-    """The documents without padding; None where no auxiliary loss needs them."""
+    """Which tokens are no padding, and the documents to which they belong. None where no auxiliary loss needs them."""
     supervised: torch.Tensor | None = None
-    """Positions of supervised labels in the flattened rows, int64 [supervised tokens]; None: derive from `labels`."""
+    """Positions of supervised labels in the flattened rows, int64 [supervised tokens]. None means to derive them from
+    `labels`.
+    """
     next_supervised: torch.Tensor | None = None
-    """Positions of supervised labels in `next_labels`, int64 [positions]; None: derive from `next_labels`."""
+    """Positions of supervised labels in `next_labels`, int64 [positions]. None means to derive them from
+    `next_labels`.
+    """
 
 
 def with_tensors(rows: ForwardRows, change: Callable[[torch.Tensor], torch.Tensor]) -> ForwardRows:
-    """`rows` with `change` applied to each tensor, such as a copy to a device."""
+    """Copy of `rows` in which `change` is applied to each tensor, e.g. to move it to a device."""
 
     def changed(value: Any) -> Any:  # noqa: ANN401 - a field of the rows
         if isinstance(value, torch.Tensor):
@@ -92,14 +102,14 @@ def with_tensors(rows: ForwardRows, change: Callable[[torch.Tensor], torch.Tenso
 
 
 def find_supervised(labels: torch.Tensor) -> torch.Tensor:
-    """Positions of supervised labels in the flattened rows, int64 [supervised tokens]. Computed before the labels are
-    copied to a GPU, because there the unknown length of the result would synchronise it.
+    """Positions of supervised labels in the flattened rows, int64 [supervised tokens]. They are computed before labels
+    are copied to a GPU, where the unknown length of the result would synchronise host and GPU.
     """
     return (labels.reshape(-1) != IGNORE_INDEX).nonzero().squeeze(1)
 
 
 class StageOutput(NamedTuple):
-    """Result of a forward on a pipeline stage before the last."""
+    """Result of a forward on any pipeline stage but the last."""
 
     hidden: torch.Tensor
     """Hidden states for the next stage, [rows, tokens, width]."""

@@ -24,7 +24,7 @@ class NeededGradients(NamedTuple):
 
 
 def needed_gradients(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> NeededGradients:
-    """The gradients that autograd will ask for."""
+    """Which gradients of a head autograd will ask for."""
     is_on = torch.is_grad_enabled()
     return NeededGradients(
         *(is_on and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
@@ -32,7 +32,8 @@ def needed_gradients(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Ten
 
 
 class HeadGradients(NamedTuple):
-    """Gradients with the shapes of `hidden`, `weight` and `bias`, filled chunk by chunk; None where not needed.
+    """Gradients of a head with the shapes of `hidden`, `weight` and `bias`, filled chunk by chunk. None where not
+    needed.
 
     `d_weight` and `d_bias` are fp32. With a sharded vocabulary, `d_hidden` is this rank's partial sum.
     """
@@ -45,7 +46,7 @@ class HeadGradients(NamedTuple):
     def zeros(
         cls, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, needed: NeededGradients
     ) -> Self:
-        """Zeros for the gradients that are needed."""
+        """Make zero gradients, for those that are needed."""
         return cls(
             d_hidden=torch.zeros_like(hidden) if needed.hidden else None,
             d_weight=torch.zeros_like(weight, dtype=torch.float32) if needed.weight else None,
@@ -53,17 +54,19 @@ class HeadGradients(NamedTuple):
         )
 
     def add_chunk(self, d_logits: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, start: int) -> None:
-        """Add the gradients from `d_logits` fp32 of the chunk `part` of `hidden`, which starts at token `start`."""
+        """Add the gradients of the chunk `part` of `hidden`, which starts at token `start`, from its `d_logits`
+        (fp32).
+        """
         self.add_bias(d_logits)
         self.add_products(d_logits.to(part.dtype), part, weight, start)
 
     def add_bias(self, d_logits: torch.Tensor) -> None:
-        """Add the gradient of the bias from `d_logits` of some tokens; the sum is fp32."""
+        """Add the gradient of the bias from the logits' gradients `d_logits` of some tokens. The sum is fp32."""
         if self.d_bias is not None:
             self.d_bias.add_(d_logits.sum(0, dtype=self.d_bias.dtype))
 
     def add_products(self, d_logits: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, start: int) -> None:
-        """Add the gradients of hidden states and weight, as in `add_chunk`, from `d_logits` in `hidden`'s dtype."""
+        """Add the gradients of hidden states and weight, from the `d_logits` of a chunk in the dtype of `hidden`."""
         if self.d_hidden is not None:
             torch.mm(d_logits, weight, out=self.d_hidden[start : start + len(part)])
         if self.d_weight is not None:
@@ -91,15 +94,17 @@ class LossSumsAndGradients(NamedTuple):
 
 
 LossAtOnce = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], LossSumsAndGradients]
-"""A function of `hidden` [tokens, width], `weight` [vocabulary, width] and `bias` [vocabulary] or None."""
+"""Function that computes the loss of a head from `hidden` [tokens, width], `weight` [vocabulary, width] and `bias`
+[vocabulary] or None.
+"""
 
 
 def loss_with_gradients(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, compute: LossAtOnce
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss and sums of `compute`, as an autograd function with the gradients that `compute` returns.
+    """Compute loss and sums with `compute`, as an autograd function with the gradients that `compute` returns.
 
-    The gradients are computed chunk by chunk in forward, while a chunk's logits exist, and only scaled in backward.
+    Gradients are computed chunk by chunk in forward, while a chunk's logits exist, and only scaled in backward.
     This takes three matrix products instead of the four of recomputation, and the memory of one gradient of the head,
     which backward needs soon after anyway.
     """
@@ -134,9 +139,9 @@ class _ScaledGradients(torch.autograd.Function):
 
 
 class ChunkSoftmax(NamedTuple):
-    """Softmax of the logits of a chunk, and the log-probabilities of its labels; fp32.
+    """Softmax of the logits of a chunk, and the log-probabilities of its labels, in fp32.
 
-    With a tensor parallel group, `exps` covers this rank's shard of the vocabulary, the other fields the whole
+    With a tensor parallel group, `exps` covers this rank's shard of the vocabulary, the other fields the full
     vocabulary.
     """
 
@@ -155,7 +160,7 @@ class ChunkSoftmax(NamedTuple):
 def logits_of_chunk(
     part: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, buffer: torch.Tensor
 ) -> torch.Tensor:
-    """`part @ weight.T + bias` in fp32, written to `buffer` where that is fp32."""
+    """Compute `part @ weight.T + bias` in fp32, in the memory of `buffer` if that is fp32."""
     torch.mm(part, weight.T, out=buffer)
     logits = buffer.float()
     return logits if bias is None else logits.add_(bias)
@@ -174,8 +179,8 @@ def cap_logits(logits: torch.Tensor, cap: float | None, *, needs_slope: bool) ->
 
 
 class ChunkBlocks:
-    """Converts the matrix products of a chunk to fp32 logits in blocks of rows: on CPUs blocks that fit in the caches,
-    elsewhere the whole chunk.
+    """Converts the matrix products of a chunk to fp32 logits in blocks of rows. On CPUs a block fits in the caches;
+    elsewhere the full chunk is one block.
 
     Rows are independent, so blocks do not change the result. Products in fp32 are used in place. With a tensor parallel
     group the chunk is one block, because each block would cost all-reduces.
@@ -190,7 +195,7 @@ class ChunkBlocks:
             self._scratch = buffer.new_empty(rows, buffer.shape[1], dtype=torch.float32)
 
     def split(self, products: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yields each block's rows and their logits fp32 [rows, vocabulary], from `products` [tokens, vocabulary] =
+        """Yield each block's rows and their logits, fp32 [rows, vocabulary], from `products` [tokens, vocabulary] =
         `hidden @ weight.T`. Logits are in place where products are fp32, else in a buffer that the next block
         overwrites.
         """
@@ -210,8 +215,8 @@ class ChunkBlocks:
 def softmax_of_chunk(
     logits: torch.Tensor, labels: torch.Tensor, tp_group: TensorParallelGroup | None = None
 ) -> ChunkSoftmax:
-    """The softmax of `logits` fp32 [tokens, vocabulary], which are overwritten, and the log-probabilities of `labels`
-    int64 [tokens].
+    """Compute the softmax of `logits` fp32 [tokens, vocabulary], which are overwritten, and the log-probabilities of
+    `labels` int64 [tokens].
 
     With `tp_group` the logits are this rank's shard of the vocabulary. A few numbers per token are all-reduced, never
     the logits.
@@ -233,7 +238,9 @@ def softmax_of_chunk(
 def subtract_one_hot(
     probabilities: torch.Tensor, labels: torch.Tensor, tp_group: TensorParallelGroup | None = None
 ) -> torch.Tensor:
-    """`probabilities` [tokens, vocabulary] minus 1 at each label, in place; with `tp_group` for this rank's shard."""
+    """Subtract 1 from `probabilities` [tokens, vocabulary] at each label, in place. With `tp_group` they are this
+    rank's shard.
+    """
     columns, is_here = columns_in_shard(labels[:, None], probabilities.shape[1], tp_group)
     return probabilities.scatter_(1, columns, probabilities.gather(1, columns) - is_here.to(probabilities.dtype))
 

@@ -2,8 +2,8 @@
 logits.
 
 With logits z_t = W h_t + b and the log-probability lp_t = z_t[y_t] - log sum exp z_t, a loss L(lp) has the gradient
-dL/dz_t = g_t (onehot(y_t) - softmax(z_t)) with g_t = dL/dlp_t. The g_t are known only once the log-probabilities of
-whole documents are, so the head is applied to all tokens twice, chunk by chunk.
+dL/dz_t = g_t (onehot(y_t) - softmax(z_t)) with g_t = dL/dlp_t. The g_t depend on the log-probabilities of full
+documents, so the head is applied to all tokens twice, chunk by chunk.
 """
 
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class HeadInputs(NamedTuple):
     cap: float | None = None
 
     def detach(self) -> Self:
-        """These tensors without a gradient."""
+        """Copy of the inputs whose tensors get no gradient."""
         return self._replace(
             hidden=self.hidden.detach(),
             weight=self.weight.detach(),
@@ -60,8 +60,8 @@ class HeadInputs(NamedTuple):
 class TwoPassHead:
     """A head that computes log-probabilities of tokens in a first pass over chunks, and gradients in a second pass.
 
-    The second pass runs backwards, because the softmax of the last chunk is still in memory. Where only the gradient of
-    `hidden` is needed, the first pass computes it up to the factor g_t of each token.
+    The second pass visits chunks in reverse, because the softmax of the last chunk is still in memory. If only `hidden`
+    needs a gradient, the first pass computes it up to the factor g_t of each token.
     """
 
     def __init__(
@@ -84,21 +84,23 @@ class TwoPassHead:
         self._log_sum = torch.zeros(tokens, dtype=torch.float32, device=inputs.hidden.device)
         self._last: _CappedChunk | None = None
         self.entropy = torch.zeros_like(self._log_sum) if with_entropy else None
-        """Entropy of the distribution at each token in nats, fp32 [tokens], after the first pass."""
+        """Entropy of the predicted distribution at each token in nats, fp32 [tokens], after the first pass."""
 
     def log_probs(self) -> torch.Tensor:
-        """First pass: the log-probability of each target in nats, fp32 [tokens]."""
+        """Run the first pass: the log-probability of each target in nats, fp32 [tokens]."""
         return self._first_pass(directions=None)
 
     def log_probs_and_directions(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """First pass with the gradient of each log-probability with respect to its row of `hidden` [tokens, width],
-        which is all that a frozen head needs.
+        """Run the first pass, and return log-probabilities with their gradients with respect to the rows of `hidden`
+        [tokens, width]. A frozen head needs no other gradients.
         """
         directions = torch.zeros_like(self._inputs.hidden)
         return self._first_pass(directions), directions
 
     def gradients(self, d_logp: torch.Tensor, needed: NeededGradients) -> HeadGradients:
-        """Second pass: gradients of a loss, from its gradient `d_logp` fp32 [tokens] by the log-probabilities."""
+        """Run the second pass: gradients of a loss, from its gradient `d_logp`, fp32 [tokens], by the
+        log-probabilities.
+        """
         hidden, weight, bias, targets, _ = self._inputs
         gradients = HeadGradients.zeros(hidden, weight, bias, needed)
         for start in reversed(self._starts):
@@ -117,7 +119,7 @@ class TwoPassHead:
             softmax = softmax_of_chunk(logits, targets[here], self._tp_group)
             logp[here], self._log_sum[here] = softmax.logp, softmax.log_sum
             if self.entropy is not None:
-                # With e = `exps` and their sum n: -sum e/n log(e/n) = log n - 1/n sum e log e.
+                # With e = `exps` and their sum n, the entropy -sum e/n log(e/n) is log n - 1/n sum e log e.
                 weighted = torch.special.entr(softmax.exps).sum(-1)
                 weighted = weighted if self._tp_group is None else self._tp_group.all_reduce(weighted)
                 self.entropy[here] = softmax.norm.log() + weighted / softmax.norm
@@ -130,7 +132,7 @@ class TwoPassHead:
         return logp
 
     def _probabilities(self, start: int) -> "_CappedChunk":
-        """Softmax of the chunk that begins at `start`, fp32, in memory that may be overwritten."""
+        """Softmax of the chunk of tokens that begins at `start`, fp32, in memory that may be overwritten."""
         last, self._last = self._last, None
         if last is not None:
             return last
@@ -159,18 +161,19 @@ class _CappedChunk(NamedTuple):
 class DocumentTokens:
     """The supervised tokens of a forward, and the documents to which they belong.
 
-    With `sp_group`, these are this rank's tokens, while documents extend over its ranks.
+    With `sp_group`, the tokens are those of this rank, while documents extend over all ranks of the group.
     """
 
     index: torch.Tensor
-    """Number of each token's document within the forward, int64 [tokens]."""
+    """Index of each token's document within the forward, int64 [tokens]."""
     examples: Examples
     sp_group: SequenceParallelGroup | None = None
 
     def sums(self, logp: torch.Tensor) -> DocumentLogProbs:
-        """Log-probabilities of documents from `logp`, fp32 [tokens] of this rank; identical on every rank.
+        """Log-probabilities of documents from `logp`, fp32 [tokens] of this rank. The result is identical on every
+        rank.
 
-        Collective in the sequence parallel group; ranks without a supervised token take part too.
+        All ranks of the sequence parallel group take part, even without a supervised token.
         """
         sums = torch.zeros(2, len(self.examples.numbers), dtype=torch.float64, device=logp.device)
         sums.index_add_(1, self.index, torch.stack([logp.double(), torch.ones_like(logp, dtype=torch.float64)]))
@@ -188,7 +191,7 @@ class AnswerPositions:
     documents: DocumentTokens
 
     def numbers(self, logp: torch.Tensor, entropy: torch.Tensor) -> AnswerTokens:
-        """All inputs of a loss on answer tokens; collective in the sequence parallel group."""
+        """Collect all inputs of a loss on answer tokens. All ranks of the sequence parallel group take part."""
         examples, index = self.documents.examples, self.documents.index
         answers = examples.answers
         absent = torch.full_like(logp, torch.nan, requires_grad=False)
@@ -210,15 +213,15 @@ class AnswerPositions:
 
 
 class LossOfDocuments:
-    """An objective on documents with the numbers of one step, which turns log-probabilities into a forward's loss."""
+    """Computes a forward's loss from log-probabilities, for an objective on documents and the numbers of one step."""
 
     def __init__(self, objective: DocumentObjective, tokens: DocumentTokens, numbers: StepNumbers | None) -> None:
         self._objective, self._tokens = objective, tokens
         self._numbers = numbers
 
     def of_tokens(self, logp: torch.Tensor, *, has_gradient: bool) -> tuple[LossAndSums, torch.Tensor | None]:
-        """Loss and sums from the log-probabilities of this rank's tokens, fp32 [tokens], and the gradient of the loss
-        with respect to them, fp64 [tokens], or None without `has_gradient`.
+        """Compute loss and sums from the log-probabilities of this rank's tokens, fp32 [tokens]. With `has_gradient`
+        also return the gradient of the loss by these log-probabilities, fp64 [tokens], else None.
 
         Sums are zero on all sequence parallel ranks but the first, so that each document counts once.
         """
@@ -239,7 +242,9 @@ class LossOfDocuments:
 
 
 class LossOfAnswers:
-    """An objective on answer tokens with the numbers of one step; `head` computes the log-probabilities."""
+    """Computes a forward's loss from log-probabilities, for an objective on answer tokens and the numbers of one step.
+    `head` provides the entropies.
+    """
 
     def __init__(
         self, objective: AnswerObjective, tokens: AnswerPositions, numbers: StepNumbers | None, head: TwoPassHead
@@ -247,7 +252,7 @@ class LossOfAnswers:
         self._objective, self._tokens, self._numbers, self._head = objective, tokens, numbers, head
 
     def of_tokens(self, logp: torch.Tensor, *, has_gradient: bool) -> tuple[LossAndSums, torch.Tensor | None]:
-        """Loss, sums and gradient of this rank's tokens, as in `LossOfDocuments.of_tokens`."""
+        """Compute loss, sums and gradient of this rank's tokens, with results like `LossOfDocuments.of_tokens`."""
         assert self._head.entropy is not None
         logp = logp.double().requires_grad_(has_gradient)
         one = torch.ones(1, dtype=torch.float64, device=logp.device)
@@ -259,7 +264,7 @@ class LossOfAnswers:
 
 
 class _DocumentLoss(torch.autograd.Function):
-    """Autograd function of a loss on documents or answer tokens; the head's gradients are computed in forward, and
+    """Autograd function of a loss on documents or answer tokens. The head's gradients are computed in forward, and
     scaled in backward.
 
     Backward reads no weight of the head, because under ZeRO-3 it may be partitioned again by then.
@@ -280,7 +285,7 @@ class _DocumentLoss(torch.autograd.Function):
         if needed.weight or needed.bias:
             values, d_logp = loss.of_tokens(head.log_probs(), has_gradient=True)
             assert d_logp is not None
-            # Scaled to a largest value of one, so that small gradients do not underflow in the dtype of the hidden
+            # Gradients are scaled to a largest value of one, so that small ones do not underflow in the dtype of hidden
             # states.
             factors = torch.cat([d_logp.abs(), d_logp.new_full((1,), torch.finfo(torch.float32).tiny)]).max()[None]
             gradients = head.gradients((d_logp / factors).float(), needed)
@@ -326,8 +331,8 @@ def answer_loss(
     objective: AnswerObjective,
     head: TwoPassHead,
 ) -> LossAndSums:
-    """The loss of the sampled answers of a forward, with gradients as in `document_loss`. `head` has the same inputs,
-    detached, and computes entropies.
+    """The loss of the sampled answers of a forward, with gradients for `hidden`, `weight` and `bias` where they require
+    one. `head` has the same inputs, detached, and computes entropies.
     """
     return _loss(inputs, LossOfAnswers(objective, tokens, numbers, head), head)
 

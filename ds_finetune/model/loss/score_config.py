@@ -1,4 +1,4 @@
-"""Keys of a model's configuration for its classification head: names of the classes, and the padding token."""
+"""Settings of a classification head in a model's configuration: names of the classes, and the padding token."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ REWARD = "reward"
 """Name of the reward objective, and of the only class of a reward model."""
 _CLASS_SUFFIX = "ForSequenceClassification"
 _SPARE = re.compile(r"pad|reserved|unused|placeholder|fim", re.IGNORECASE)
-"""Names of added tokens that neither texts nor chat templates use."""
+"""Pattern of the names of added tokens that neither texts nor chat templates use."""
 NEW_PADDING = "<|pad|>"
 """Name of the padding token that an exported tokenizer gets where it has no unused token."""
 _UNNAMED = re.compile(r"LABEL_\d+")
@@ -34,16 +34,15 @@ def is_classifier(config: PretrainedConfig | Mapping[str, Any]) -> bool:
 
 
 def fresh_parameters(base: PretrainedConfig, task: Task, head: Sequence[str] = ()) -> tuple[str, ...]:
-    """Names of parameters that the base model may lack, because they are randomly initialised: those of a new
-    classification head, whose names on this rank are `head`.
+    """Names of parameters that the base model may lack because they are randomly initialised. These are the parameters
+    of a new classification head, whose names on this rank are `head`.
     """
     return (*_FRESH, *head) if task == "sequence_classification" and not is_classifier(base) else ()
 
 
 def with_base_classes(section: ObjectiveConfig, base: PretrainedConfig) -> ObjectiveConfig:
-    """The section with the number and names of the classes of `base`, where `base` is a classifier and the section
-    names none; other sections are returned unchanged. ModelError where the numbers differ, or the names are in another
-    order.
+    """Take the number and names of the classes from `base` if it is a classifier and `section` names none. Other
+    sections are returned unchanged. ModelError if the numbers of classes differ, or their names are in another order.
     """
     if not isinstance(section, ClassificationObjective) or not is_classifier(base):
         return section
@@ -69,7 +68,7 @@ def _check_number(base: PretrainedConfig, outputs: int) -> None:
 
 
 def set_classes(hf_config: PretrainedConfig, section: ObjectiveConfig, *, outputs: int) -> None:
-    """Write the number and names of the classes into `hf_config`; ModelError where it has another number."""
+    """Write the number and names of the classes into `hf_config`. ModelError if `hf_config` has another number."""
     _check_number(hf_config, outputs)
     names = section.labels if isinstance(section, ClassificationObjective) else (REWARD,)
     hf_config.num_labels = outputs

@@ -24,16 +24,16 @@ from ds_finetune.objectives.objective import Examples, LossAndSums, Objective, S
 SCORE_HEAD = "score"
 """Attribute name of the head in transformers' classes for sequence classification of causal models."""
 INITIAL_REWARD = 1e-4
-"""Standard deviation of the first rewards for hidden states with a mean square of 1. The first loss is then ln 2 to
-within 1e-3, and hidden states still get a gradient, unlike with a head of zeros.
+"""Standard deviation of a new reward model's rewards, for hidden states with a mean square of 1. The first loss is then
+ln 2 to within 1e-3. Unlike with a head of zeros, hidden states still get a gradient.
 """
 
 
 def loss_of_scores(
     objective: ScoreObjective, scores: torch.Tensor, examples: Examples, numbers: StepNumbers | None
 ) -> LossAndSums:
-    """The contribution of all documents of a forward to the loss of the step, from scores fp32 [documents, outputs];
-    without `numbers` unscaled sums.
+    """Contribution of all documents of a forward to the loss of the step, from scores fp32 [documents, outputs].
+    Without `numbers` it is not scaled.
     """
     device = scores.device
     weights = torch.ones(len(objective.terms), dtype=torch.float64) if numbers is None else numbers.weights
@@ -45,7 +45,7 @@ class ScoreHead(nn.Linear):
     """A linear head that returns logits or, with `examples`, the loss of the scores of each document's last token.
 
     Tensor parallel ranks hold identical heads and hidden states. A sequence parallel rank scores the documents that end
-    in its tokens; scores are then all-reduced.
+    among its tokens, and scores are all-reduced.
     """
 
     objective: ScoreObjective
@@ -60,8 +60,8 @@ class ScoreHead(nn.Linear):
         *,
         supervised: torch.Tensor | None = None,
     ) -> Any:  # noqa: ANN401 - logits or LossAndSums
-        """Maps `hidden` [rows, tokens, width] to logits [rows, tokens, outputs], or with `examples` to their
-        LossAndSums, with scores in fp32. `labels` and `supervised` are not used.
+        """Map `hidden` [rows, tokens, width] to logits [rows, tokens, outputs] or, with `examples`, to their
+        LossAndSums with scores in fp32. `labels` and `supervised` are not used.
 
         Without a document the loss is 0 and its gradients are zeros, so that every rank takes part in the reductions.
         With sequence parallelism `hidden` holds this rank's tokens of each row, and sums are zero on all ranks but the
@@ -81,7 +81,7 @@ class ScoreHead(nn.Linear):
         ends, tokens = ends.to(hidden.device), hidden.shape[1]
         row, column = ends // (tokens * ranks), ends % (tokens * ranks) - tokens * rank
         is_own = (column >= 0) & (column < tokens)
-        # A mask, since a list of the documents that end on this rank would synchronise the GPU.
+        # A mask is used, since a list of the documents that end on this rank would synchronise host and GPU.
         pooled = hidden.reshape(-1, hidden.shape[-1]).index_select(0, (row * tokens + column).where(is_own, 0))
         bias = None if self.bias is None else self.bias.float()
         scores = functional.linear(pooled.float(), self.weight.float(), bias)
@@ -127,7 +127,7 @@ def initialise_score_head(
 
 
 class EncoderHead:
-    """The classification modules of an encoder, with the interface of a ScoreHead; it has no parameters of its own."""
+    """The classification modules of an encoder, with the interface of a ScoreHead. It has no parameters of its own."""
 
     def __init__(self, lm: PreTrainedModel, objective: ScoreObjective) -> None:
         self.lm = lm
@@ -142,7 +142,8 @@ class EncoderHead:
         *,
         supervised: torch.Tensor | None = None,
     ) -> LossAndSums:
-        """The LossAndSums of `examples` from `hidden` [rows, tokens, width]; `labels` and `supervised` are not used.
+        """Compute the LossAndSums of the documents `examples` from `hidden` [rows, tokens, width]. `labels` and
+        `supervised` are not used.
 
         Without a document the loss is 0 and its gradients are zeros, so that every rank takes part in the reductions.
         """
@@ -169,7 +170,7 @@ def install_score_head(
 
 
 def install_encoder_head(lm: PreTrainedModel, objective: ScoreObjective) -> EncoderHead:
-    """Give the encoder `lm` an EncoderHead, `encoder_head`; its modules stay as they are."""
+    """Give the encoder `lm` an EncoderHead as attribute `encoder_head`. The modules of `lm` are unchanged."""
     head = EncoderHead(lm, objective)
     lm.encoder_head = head
     return head

@@ -38,7 +38,7 @@ class Mix:
 
 
 class VocabularyShard(NamedTuple):
-    """This rank's shard of the vocabulary: the ids from `start` on, one for each column of logits."""
+    """This rank's shard of the vocabulary: the ids from `start` on, one for each column of the logits."""
 
     start: int
     tp_group: TensorParallelGroup | None
@@ -82,14 +82,14 @@ _NEVER = -1e30
 class TeacherStates:
     """Target distributions from a teacher's hidden states and head, whose width may differ from the model's.
 
-    Vocabularies of one tokenizer may be padded to different sizes; an id that only one of both models has gets
+    Two vocabularies of one tokenizer may be padded to different sizes. An id that only one of both models has gets
     probability 0.
     """
 
     hidden: torch.Tensor
-    """[supervised tokens, width of the teacher]."""
+    """The teacher's last hidden states, [supervised tokens, width of the teacher]."""
     weight: torch.Tensor
-    """[vocabulary of the teacher, width of the teacher]."""
+    """Weight of the teacher's head, [vocabulary of the teacher, width of the teacher]."""
     bias: torch.Tensor | None
     temperature: float
     cap: float | None = None
@@ -98,7 +98,9 @@ class TeacherStates:
     def divergence(
         self, log_probs: torch.Tensor, tokens: slice, shard: VocabularyShard
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in `SoftTargets`."""
+        """Sum and gradient of KL(teacher || model) over a slice of the supervised tokens, as defined by
+        `SoftTargets`.
+        """
         columns = slice(shard.start, shard.start + log_probs.shape[1])
         logits = (self.hidden[tokens] @ self.weight[columns].T).float()
         if self.bias is not None:
@@ -129,12 +131,14 @@ class TopTargets:
     def divergence(
         self, log_probs: torch.Tensor, tokens: slice, shard: VocabularyShard
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in `SoftTargets`."""
+        """Sum and gradient of KL(teacher || model) over a slice of the supervised tokens, as defined by
+        `SoftTargets`.
+        """
         teacher_log_probs = torch.log_softmax(self.log_probs[tokens].float(), dim=-1)
         columns, is_here = columns_in_shard(self.ids[tokens], log_probs.shape[1], shard.tp_group)
         top = shard.add_up(torch.where(is_here, log_probs.gather(1, columns), 0.0))
-        # A mask, since a list of the ids of this shard would synchronise the GPU. Ids of other shards are mapped to
-        # column 0, which an id of this shard may use too.
+        # A mask is used, since a list of the ids of this shard would synchronise host and GPU. Ids of other shards are
+        # mapped to column 0, which an id of this shard may use too.
         infinity = torch.full_like(top, float("inf"))
         others = log_probs.scatter_reduce(1, columns, torch.where(is_here, -infinity, infinity), "amin")
         bucket = shard.log_norm(others)
@@ -145,7 +149,7 @@ class TopTargets:
 
 
 class MixedLoss(NamedTuple):
-    """Sums over tokens, fp64 scalars, and the gradients of `loss_sum`.
+    """Sums of losses over tokens, fp64 scalars, and the gradients of `loss_sum`.
 
     `divergence_sum` and `label_loss_sum` are in nats, before the weights of `Mix`.
     """
@@ -173,8 +177,8 @@ def chunked_mixed_loss(  # noqa: PLR0913 - a head, its targets, and how they are
     """Distillation loss of `hidden` [tokens, width] with the head `weight` [vocabulary, width] and `bias` [vocabulary]
     or None.
 
-    `labels` are int64 [tokens]. Without `targets` it is the cross entropy of the labels only. Softmax, sums and the
-    gradients of the head are at least fp32. With `tp_group`, `weight` and `bias` are this rank's shard of the
+    `labels` are int64 [tokens]. Without `targets` the loss is the cross entropy of the labels only. Softmax, sums and
+    the gradients of the head are at least fp32. With `tp_group`, `weight` and `bias` are this rank's shard of the
     vocabulary, and `d_hidden` is this rank's partial sum. `cap` is the soft cap of the logits.
     """
     shard = VocabularyShard(0 if tp_group is None else tp_group.group_rank * weight.shape[0], tp_group)
@@ -187,8 +191,8 @@ def chunked_mixed_loss(  # noqa: PLR0913 - a head, its targets, and how they are
         part = hidden[tokens]
         logits = logits_of_chunk(part, weight, bias, buffer[: len(part)])
         slope = cap_logits(logits, cap, needs_slope=any(needed))
-        found, d_logits = _chunk_loss(logits, labels[tokens], targets, tokens, shard=shard, mix=mix)
-        sums += found
+        chunk_sums, d_logits = _chunk_loss(logits, labels[tokens], targets, tokens, shard=shard, mix=mix)
+        sums += chunk_sums
         d_logits = d_logits if slope is None else d_logits.mul_(slope)
         gradients.add_chunk(d_logits, part, weight, start)
     divergence, label_loss, correct = sums
@@ -233,10 +237,10 @@ def top_log_probs(  # noqa: PLR0913 - a head and its soft cap
     cap: float | None = None,
     chunk: int = CHUNK_TOKENS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `top_k` most likely token ids, int32 [tokens, top_k], and fp16 [tokens, top_k + 1]: their log-probabilities
-    and, last, that of all other tokens together.
+    """The `top_k` most likely token ids, int32 [tokens, top_k], and their log-probabilities, fp16 [tokens, top_k + 1].
+    The last column is the log-probability of all other tokens together.
 
-    `hidden` is [tokens, width], `weight` [vocabulary, width], `bias` [vocabulary] or None; the softmax is fp32.
+    `hidden` is [tokens, width], `weight` [vocabulary, width], `bias` [vocabulary] or None. The softmax is fp32.
     """
     assert top_k < len(weight)
     ids = torch.zeros(len(hidden), top_k, dtype=torch.int32, device=hidden.device)

@@ -19,10 +19,10 @@ from ds_finetune.model.build.skeleton import (
     TOKENIZER_PATTERNS,
     Where,
     build_skeleton,
+    full_fragment,
     read_hf_config,
     resolve_folder,
     soft_cap,
-    whole,
 )
 from ds_finetune.model.loss.soft_targets import TeacherStates
 from ds_finetune.model.loss.token_loss import TrainedModel
@@ -36,14 +36,14 @@ class TeacherPlan:
     """The teacher model of a distillation run."""
 
     path: str
-    """Folder or hub id."""
+    """Folder or hub id of the teacher model."""
     hf_config: PretrainedConfig = field(repr=False)
     offload: str
-    """`cpu` where its weights are kept in host memory, else `none`."""
+    """`cpu` if the teacher's weights are kept in host memory, else `none`."""
 
 
 def plan_teacher(objective: ObjectiveConfig) -> TeacherPlan | None:
-    """The teacher model that `objective` names, else None."""
+    """Plan of the teacher model that `objective` names, else None."""
     if not is_distillation(objective) or objective.teacher is None:
         return None
     teacher = read_hf_config(objective.teacher, files=TOKENIZER_PATTERNS)
@@ -55,7 +55,7 @@ def check_same_tokens(teacher: TeacherPlan, tokens: Mapping[str, int], model_tok
     size = int(teacher.hf_config.vocab_size)
     if tokens == model_tokens and size <= max(tokens.values()):
         raise ModelError(
-            f"the teacher {teacher.path} has a vocabulary of {size} tokens, and its tokenizer ids up to "
+            f"the teacher {teacher.path} has a vocabulary of {size} tokens, but its tokenizer has ids up to "
             f"{max(tokens.values())}",
             hint="distil from a teacher that was trained with these tokens",
         )
@@ -71,7 +71,7 @@ def check_same_tokens(teacher: TeacherPlan, tokens: Mapping[str, int], model_tok
 
 
 class HiddenStates(TrainedModel):
-    """A causal LM whose forward returns hidden states."""
+    """A causal language model whose forward returns hidden states instead of logits."""
 
     def forward(  # type: ignore[override]
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, documents: tuple[Documents, ...] | None
@@ -81,12 +81,12 @@ class HiddenStates(TrainedModel):
 
     @property
     def head(self) -> nn.Linear:
-        """The head of the language model."""
+        """Language-model head, which maps hidden states to logits."""
         head: nn.Linear = self.lm.get_output_embeddings()
         return head
 
-    def whole(self) -> "Teacher":
-        """A Teacher with this model, whose weights are not sharded."""
+    def unsharded_teacher(self) -> "Teacher":
+        """Make a Teacher of this model, whose weights are not sharded."""
         return Teacher(self, self.head, nullcontext, soft_cap(self.config))
 
 
@@ -97,10 +97,12 @@ def load_teacher(  # noqa: PLR0913 - where and how the model is built
     device: str,
     *,
     sp_group: SequenceParallelGroup | None = None,
-    where: Where = whole,
+    where: Where = full_fragment,
     init_context: AbstractContextManager[object] | None = None,
 ) -> HiddenStates:
-    """The teacher model in evaluation mode, without gradients; arguments as in `build_skeleton` and `load_weights`."""
+    """Build the teacher model in evaluation mode, without gradients. Arguments are as in `build_skeleton` and
+    `load_weights`.
+    """
     dtype = PRECISION_DTYPES[precision]
     lm = build_skeleton(teacher.hf_config, attention=attention, dtype=dtype, device=device, init_context=init_context)
     in_fp32 = Fp32Weights(lm, where)
@@ -114,15 +116,15 @@ def load_teacher(  # noqa: PLR0913 - where and how the model is built
 
 @dataclass(frozen=True)
 class Teacher:
-    """A teacher model ready to run. It is not part of the module that is trained."""
+    """A teacher model that is ready to run. It is not part of the trained module."""
 
     run: Callable[..., torch.Tensor]
-    """`HiddenStates`, or the DeepSpeed engine around it."""
+    """Forward of `HiddenStates`, or of the DeepSpeed engine around it."""
     head: nn.Linear
     open_weights: Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
-    """Context within which ZeRO-3 parameters are gathered."""
+    """Returns a context in which ZeRO-3 parameters of the head are gathered."""
     cap: float | None
-    """Soft cap of the logits."""
+    """Soft cap of the teacher's logits; None without one."""
 
     @torch.no_grad()
     def hidden(
@@ -132,12 +134,14 @@ class Teacher:
         documents: tuple[Documents, ...] | None,
         supervised: torch.Tensor,
     ) -> torch.Tensor:
-        """Hidden states of the `supervised` positions of the flattened rows, [supervised tokens, width]."""
+        """Compute the teacher's hidden states at the `supervised` positions of the flattened rows, [supervised tokens,
+        width].
+        """
         return self.run(input_ids, position_ids, documents).flatten(0, 1).index_select(0, supervised)
 
     @contextmanager
     def targets(self, hidden: torch.Tensor, temperature: float) -> Iterator[TeacherStates]:
-        """Target distributions from `hidden`, within a context in which the head's weights are gathered."""
+        """Context with the target distributions for `hidden`, in which the head's weights are gathered."""
         bias: nn.Parameter | None = self.head.bias
         with self.open_weights(list(self.head.parameters())):
             weight, detached = self.head.weight.detach(), None if bias is None else bias.detach()

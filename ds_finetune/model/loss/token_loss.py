@@ -74,10 +74,10 @@ class LossHead(nn.Linear):
     objective: Objective = TokenObjective("sft")
     groups = HeadGroups()
     cap: float | None = None
-    """Soft cap of the logits, which the model applies to logits that this module returns."""
+    """Soft cap of the logits in the loss. To logits that this module returns the model applies the cap itself."""
     forbidden: torch.Tensor | None = None
-    """Mask of ids that are never sampled, bool [vocabulary] or this rank's shard of it; the softmax over answer tokens
-    excludes them.
+    """Mask of ids that are never sampled, bool [vocabulary] or this rank's shard of it. The softmax over answer tokens
+    excludes these ids.
     """
 
     def forward(  # noqa: PLR0913
@@ -91,17 +91,17 @@ class LossHead(nn.Linear):
         wants_log_probs: bool = False,
         is_trained: bool = True,
     ) -> Any:  # noqa: ANN401 - logits, LossAndSums or log-probabilities
-        """Maps `hidden` [..., width] to logits [..., vocabulary], or with `labels` [...] (already shifted, int64) to
+        """Map `hidden` [..., width] to logits [..., vocabulary] or, with `labels` [...] (already shifted, int64), to
         the LossAndSums of the objective.
 
         With `wants_log_probs` it returns the sum of the log-probabilities of the supervised tokens of each document in
         `examples`, fp64 [documents], without a gradient and identical on every tensor and sequence parallel rank. For
-        sampled answers it returns those of this rank's tokens, fp32 [supervised tokens].
+        sampled answers it returns the log-probabilities of this rank's tokens, fp32 [supervised tokens].
 
         Without `is_trained`, the head's own weights get no gradient from this call. `supervised` are the positions
         whose label is not IGNORE_INDEX, int64 [supervised tokens]; only they are computed. None means to derive them
-        from the labels, which synchronises a GPU. Without a supervised position the loss is 0 and its gradients are
-        zeros, so that every rank takes part in the reductions.
+        from the labels, which synchronises host and GPU. Without a supervised position the loss is 0 and its gradients
+        are zeros, so that every rank takes part in the reductions.
         """
         if labels is None:
             logits = super().forward(hidden)
@@ -160,7 +160,7 @@ def install_loss_head(
     if type(head) is not nn.Linear:
         raise ModelError(
             f"the head of {type(lm).__name__} is a {type(head).__name__}, not a Linear",
-            hint="train a model with a plain head",
+            hint="train a model whose head is a torch.nn.Linear",
         )
     head.__class__ = LossHead
     assert isinstance(head, LossHead)
@@ -169,7 +169,9 @@ def install_loss_head(
 
 
 class TrainedModel(nn.Module):
-    """A module whose forward returns the loss. `lm` is the Hugging Face model, or a pipeline stage of it."""
+    """The module that is trained: its forward returns the loss. `lm` is the Hugging Face model, or a pipeline stage of
+    it.
+    """
 
     extras: tuple[ExtraLoss, ...] = ()
     """Auxiliary losses, added to the loss of the head."""
@@ -190,8 +192,8 @@ class TrainedModel(nn.Module):
         self.pp_group = pp_group
 
     def continues_documents(self, device: torch.device) -> bool:
-        """Whether documents may continue earlier ones (`MicroBatch.shared`) in forwards on `device`. It needs attention
-        by document, and no other layer that reads several tokens of a document.
+        """Whether documents may continue earlier ones (`MicroBatch.shared`) in forwards on `device`. This needs
+        attention by document, and no other layer that reads several tokens of a document.
         """
         family = family_of(self.config.model_type)
         is_told = self.config._attn_implementation == BY_DOCUMENT and (self.packs_documents or device.type == "cpu")
@@ -210,7 +212,7 @@ class TrainedModel(nn.Module):
     def forward(
         self, rows: ForwardRows, numbers: StepNumbers | None = None, *, wants_log_probs: bool = False
     ) -> LossAndSums | StageOutput | torch.Tensor:
-        """The loss of `rows`: the objective's, and with `numbers` the auxiliary losses.
+        """Compute the loss of `rows` for the objective and, with `numbers`, the auxiliary losses.
 
         With `wants_log_probs` it returns the log-probabilities of the examples instead, fp64 [documents]. Pipeline
         stages or chunks before the last return hidden states.
@@ -229,7 +231,7 @@ class TrainedModel(nn.Module):
         self, rows: ForwardRows, numbers: StepNumbers | None, *, wants_log_probs: bool
     ) -> LossAndSums | StageOutput | torch.Tensor:
         inputs = self.head_inputs(rows)
-        # Classification heads do not have this argument.
+        # Classification heads have no argument `wants_log_probs`.
         inputs |= {"wants_log_probs": True} if wants_log_probs else {}
         extras = () if numbers is None or wants_log_probs else self.extras
         is_first = self.pp_group is None or not self.pp_group.running_chunk
@@ -251,8 +253,8 @@ class TrainedModel(nn.Module):
         return out._replace(loss=loss, sums=torch.cat([out.sums, extra_sums]))
 
     def head_inputs(self, rows: ForwardRows) -> dict[str, Any]:
-        """Arguments of the head besides hidden states, labels and numbers. Called before the forward, while no
-        activations are kept for backward.
+        """Arguments of the head besides hidden states, labels and numbers. They are prepared before the forward, while
+        no activations are in memory for backward.
         """
         return {"examples": rows.examples, "supervised": rows.supervised}
 
@@ -264,7 +266,7 @@ class TrainedModel(nn.Module):
         token_types: torch.Tensor | None = None,
         shared: tuple[Documents, ...] | None = None,
     ) -> torch.Tensor:
-        """Hidden states before the head, [batch, tokens, width].
+        """Compute hidden states before the head, [batch, tokens, width].
 
         Attention by document and FlashAttention separate documents by their lengths, transformers' other
         implementations by positions that restart at 0. Neither an attention mask nor a cache is passed: with either,
@@ -280,7 +282,9 @@ class TrainedModel(nn.Module):
     def document_arguments(
         self, documents: tuple[Documents, ...] | None, device: torch.device, shared: tuple[Documents, ...] | None = None
     ) -> dict[str, Any]:
-        """Arguments by which attention knows where documents begin, and how much of earlier ones they continue."""
+        """Arguments that tell attention where documents begin, and how many tokens of earlier documents they
+        continue.
+        """
         attention = self.lm.config._attn_implementation
         if attention == BY_DOCUMENT:
             packed = self._pack(documents, device, shared) if self.packs_documents and documents is not None else None
@@ -294,7 +298,7 @@ class TrainedModel(nn.Module):
     def _pack(
         self, documents: tuple[Documents, ...], device: torch.device, shared: tuple[Documents, ...] | None
     ) -> PackedDocuments:
-        """The document boundaries on `device`, copied once for all layers and losses of a forward."""
+        """Document boundaries on `device`, copied once for all layers and losses of a forward."""
         if self._packed is None or self._packed[0] is not documents:
             self._packed = documents, pack_documents(documents, device, shared)
         return self._packed[1]

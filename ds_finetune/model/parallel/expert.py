@@ -1,7 +1,7 @@
 """Expert parallelism: each rank holds some of the routed experts and computes them for the tokens of all ranks.
 
 Tokens are exchanged with the ranks of their experts by all-to-all (Lepikhin et al., GShard, arXiv 2006.16668). No token
-is dropped, and none is padded. Every rank holds the whole router, which is the family's own.
+is dropped, and none is padded. Every rank holds the full router, which is the family's own.
 """
 
 import copy
@@ -27,8 +27,8 @@ class ExpertParallelGroup(RankGroup):
 
 
 class _Exchange:
-    """An asynchronous all-to-all of rows in forward, and of their gradients in backward, so that computation between
-    start and wait overlaps with it.
+    """An asynchronous all-to-all of rows in forward, and of their gradients in backward. Computation between start and
+    wait overlaps with it.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class _Exchange:
             return out
 
         out = begin() if self._kept is None or is_backward else self._kept.keep(begin)
-        # The sent rows are kept too, because the all-to-all reads them until it has ended.
+        # The sent rows stay in memory too, because the all-to-all reads them until it has ended.
         self._pending = out, sent, work
         return out
 
@@ -65,10 +65,10 @@ class _Exchange:
 
 
 class _StartExchange(torch.autograd.Function):
-    """Starts an all-to-all in forward; backward waits for the all-to-all of the gradients.
+    """Starts an all-to-all in forward. Backward waits for the all-to-all of the gradients.
 
-    Autograd runs backward in the reverse order of forward. So computation between this and `_AwaitExchange` overlaps
-    with the all-to-all in forward, and its backward overlaps with the all-to-all of the gradients.
+    Autograd runs backward in the reverse order of forward. So computation between `_StartExchange` and `_AwaitExchange`
+    overlaps with the all-to-all in forward, and its backward overlaps with the all-to-all of the gradients.
     """
 
     @staticmethod
@@ -82,7 +82,7 @@ class _StartExchange(torch.autograd.Function):
 
 
 class _AwaitExchange(torch.autograd.Function):
-    """Waits for an all-to-all in forward; backward starts the all-to-all of the gradients."""
+    """Waits for an all-to-all in forward. Backward starts the all-to-all of the gradients."""
 
     @staticmethod
     def forward(ctx: Any, arriving: torch.Tensor, exchange: _Exchange) -> torch.Tensor:  # noqa: ANN401
@@ -93,17 +93,19 @@ class _AwaitExchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
         ctx.exchange.start(grad, is_backward=True)
-        # A placeholder of the right shape; `_StartExchange.backward` returns the gradients that were received.
+        # Only the shape of this result is used: `_StartExchange.backward` returns the gradients that were received.
         return grad, None
 
 
 class ExpertParallelExperts(nn.Module):
-    """Mixed into a family's experts module that holds `num_experts` of the layer's routed experts."""
+    """Mixin for a family's experts module, which holds `num_experts` of the layer's routed experts. It exchanges tokens
+    with the ranks of the other experts.
+    """
 
     ep_group: ExpertParallelGroup
     num_experts: int
     compute_meanwhile: Callable[[], None] | None = None
-    """Called while the all-to-all to the experts runs."""
+    """Function that is called while the all-to-all to the experts runs."""
 
     def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Maps hidden states [tokens, width], routed experts [tokens, k] and their weights to [tokens, width]."""
@@ -117,7 +119,7 @@ class ExpertParallelExperts(nn.Module):
             self.compute_meanwhile()
         rows = _AwaitExchange.apply(arriving_rows, of_rows)
         weights = _AwaitExchange.apply(arriving_weights, of_weights)
-        # Not kept for recomputation: no gradient needs these rows.
+        # These rows are not saved for recomputation, because no gradient needs them.
         back = _Exchange(self.ep_group, receive_counts, send_counts, is_kept=False)
         out = self._run_local_experts(rows, weights, arriving)
         return chosen.sums_of(_AwaitExchange.apply(_StartExchange.apply(out, back), back))
@@ -135,8 +137,8 @@ class ExpertParallelExperts(nn.Module):
         return arriving, send_counts, receive_counts
 
     def _run_local_experts(self, rows: torch.Tensor, weights: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
-        """Outputs of this rank's experts for `rows`, times `weights` [rows, 1]. Rows are sorted by source rank and
-        expert, and counted by `arriving`.
+        """Compute the outputs of this rank's experts for `rows`, times `weights` [rows, 1]. Rows are sorted by source
+        rank and expert, and counted by `arriving`.
         """
         expert = torch.arange(self.num_experts, device=rows.device).repeat(self.ep_group.size)
         expert = expert.repeat_interleave(arriving, output_size=len(rows))
@@ -149,7 +151,7 @@ class ExpertParallelExperts(nn.Module):
         return self.run_experts(rows, expert[:, None], weights)
 
     def run_experts(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """The family's own forward of this rank's experts, without communication."""
+        """Run the family's own forward of this rank's experts, without communication."""
         return super().forward(hidden, top_k_index, top_k_weights)  # type: ignore[no-any-return]
 
 
@@ -160,8 +162,8 @@ MarkParameter = Callable[[nn.Parameter], None]
 def build_local_experts(
     model_class: type[PreTrainedModel], family: Family, *, ep_size: int, mark: MarkParameter
 ) -> Iterator[None]:
-    """A model built within this context has one of `ep_size` equal shards of its routed experts; `mark` is called with
-    each of their parameters.
+    """Context in which a model is built with one of `ep_size` equal shards of its routed experts. `mark` is called with
+    each parameter of these experts.
     """
     if ep_size == 1 or family.experts_class is None:
         yield
@@ -191,17 +193,19 @@ def install_expert_parallel(lm: PreTrainedModel, ep_group: ExpertParallelGroup) 
 
 
 class SharedExpertsAhead(nn.Module):
-    """Mixed into a layer's shared experts: lets their output be computed before the layer calls them."""
+    """Mixin for a layer's shared experts that can compute their output before the layer calls them."""
 
     _ahead: torch.Tensor | None = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The shared experts' output: the one stored by `compute_ahead`, used once, or that of `hidden`."""
+        """Return the shared experts' output. An output stored by `compute_ahead` is returned once; else `hidden` is
+        mapped now.
+        """
         ready, self._ahead = self._ahead, None
         return super().__call__(hidden) if ready is None else ready  # type: ignore[no-any-return]
 
     def compute_ahead(self, hidden: torch.Tensor) -> None:
-        """Compute the output for `hidden` now, with all hooks of the module."""
+        """Compute the output for `hidden` in advance, with all hooks of the module."""
         self._ahead = super().__call__(hidden)
 
     def forget(self) -> None:
@@ -214,8 +218,7 @@ def compute_shared_experts_ahead(lm: PreTrainedModel) -> None:
     experts, in place. Results do not change, and recomputation can stop before the down projection of the routed
     experts.
 
-    It affects families whose layers compute `shared_experts(x)` after `experts(x, ...)`; other families compute them
-    first.
+    This affects only families whose layers compute `shared_experts(x)` after `experts(x, ...)`.
     """
     for name, module in list(lm.named_modules()):
         shared = getattr(module, "shared_experts", None)
@@ -232,8 +235,8 @@ class _Overlap:
         self._hidden: torch.Tensor | None = None
         self._has_grad = False
         mlp.register_forward_pre_hook(self._begin)
-        # Also after an exception: torch stops a layer's recomputation by raising one, as soon as backward has what it
-        # needs.
+        # This hook also runs after an exception, because torch stops a layer's recomputation by raising one, as soon as
+        # backward has what it needs.
         mlp.register_forward_hook(self._end, always_call=True)
         if isinstance(experts, ExpertParallelExperts):
             experts.compute_meanwhile = self._compute

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Link(NamedTuple):
-    """One direction between neighbouring ranks of an interleaved pipeline; messages arrive in the order in which they
+    """One direction between neighbouring ranks of an interleaved pipeline. Messages arrive in the order in which they
     are sent.
 
     Each link has its own process group: NCCL ignores tags, and two ranks that both send before they receive would hang
@@ -48,35 +48,36 @@ class PipelineGroup(RankGroup):
 
     num_chunks: int = 1
     running_chunk: int | None = None
-    """The chunk that the current forward runs; None where it runs all chunks, and sends hidden states itself."""
+    """The chunk of layers that the current forward runs. None if it runs all chunks, and sends hidden states itself."""
     no_hidden_states: torch.Tensor
     """Empty tensor [0, width] with the width, dtype and device of the model's hidden states."""
     links: Mapping[Link, dist.ProcessGroup] = MappingProxyType({})
     """The process group of each link to the neighbours; empty with one chunk per rank."""
     embedding_group: dist.ProcessGroup | None = None
-    """Ranks of the first and last stage with the same tensor parallel shard, with all data and sequence parallel
-    replicas. None on other stages, and where only one of both stages has the embedding.
+    """Ranks of the first and last stage with the same tensor parallel shard, with all their data and sequence parallel
+    replicas. None on other stages, and if only one of both stages has the embedding.
     """
     adds_embedding: bool = True
-    """Whether this rank keeps the summed gradient of the embedding; others of its stage get zeros."""
+    """Whether this rank keeps the summed gradient of the embedding. The other ranks of its stage get zeros."""
     input_hidden_states: torch.Tensor | None = None
-    """Hidden states received from the previous stage for the latest forward, a leaf that requires a gradient where
-    gradients are enabled. With several chunks per rank those for the running chunk; None for the model's first chunk.
+    """Hidden states received from the previous stage for the latest forward, a leaf that requires a gradient if
+    gradients are enabled. With several chunks per rank they belong to the running chunk. None for the model's first
+    chunk.
     """
 
     @property
     def is_first(self) -> bool:
-        """Whether this stage embeds the tokens."""
+        """Whether this is the first stage, which embeds the tokens."""
         return self.group_rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this stage has the head."""
+        """Whether this is the last stage, which has the head."""
         return self.group_rank == self.size - 1
 
     @property
     def is_end(self) -> bool:
-        """Whether this is the first or the last stage."""
+        """Whether this stage is the first or the last of the pipeline."""
         return self.is_first or self.is_last
 
     @property
@@ -86,44 +87,44 @@ class PipelineGroup(RankGroup):
 
     @property
     def next_rank(self) -> int:
-        """The rank after this one, cyclically."""
+        """The rank after this one in the pipeline. The last rank is followed by the first."""
         return (self.group_rank + 1) % self.size
 
     @property
     def previous_rank(self) -> int:
-        """The rank before this one, cyclically."""
+        """The rank before this one in the pipeline. The first rank is preceded by the last."""
         return (self.group_rank - 1) % self.size
 
     def empty_hidden(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """An uninitialised tensor [rows, tokens, width] for the hidden states of these tokens."""
+        """Uninitialised tensor [rows, tokens, width] for the hidden states of the tokens `input_ids`."""
         return self.no_hidden_states.new_empty(*input_ids.shape, self.no_hidden_states.shape[-1])
 
     def send(self, tensor: torch.Tensor, *, to: int) -> None:
-        """Blocking send to stage `to`."""
+        """Send a tensor to stage `to`; blocks until it is sent."""
         dist.send(tensor.detach().contiguous(), group=self.group, group_dst=to)
 
     def receive(self, into: torch.Tensor, *, source: int) -> torch.Tensor:
-        """Blocking receive from stage `source` into the tensor `into`, which is returned."""
+        """Receive a tensor from stage `source` into `into`, which is returned; blocks until it has arrived."""
         dist.recv(into, group=self.group, group_src=source)
         return into
 
     def broadcast_from_last(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The last stage's `tensor`, on every stage; elsewhere `tensor` is overwritten."""
+        """Broadcast the last stage's `tensor` to every stage, where `tensor` is overwritten."""
         tensor = tensor.contiguous()
         dist.broadcast(tensor, group=self.group, group_src=self.size - 1)
         return tensor
 
     def all_gather_object(self, value: T) -> list[T]:
-        """The object of every stage, in order of stages."""
+        """Gather the object `value` of every stage, in order of stages."""
         values = [value] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
 
     def all_reduce_embedding_grad(self, grad: torch.Tensor) -> None:
-        """All-reduce the gradient of an embedding weight that the first and the last stage both hold, so that the
-        average over a stage's ranks is the sum of both stages' gradients, averaged over ranks with different rows.
+        """All-reduce the gradient of an embedding weight that the first and the last stage both hold. The average over
+        a stage's ranks is then the sum of both stages' gradients, averaged over ranks with different rows.
 
-        One rank of each stage gets the whole sum and the others zeros, because adding zeros is exact in every order.
+        One rank of each stage gets the full sum and the others zeros, because adding zeros is exact in every order.
         Otherwise the two copies would drift apart, since buckets and NCCL's algorithms decide the order of additions on
         each stage.
         """
@@ -145,7 +146,7 @@ class PipelineGroup(RankGroup):
 
 
 class MissingLayer(nn.Module):
-    """Placeholder for a layer of another stage. With `has_choice`, layers also return tokens chosen by an indexer; with
+    """Placeholder for a layer of another stage. With `has_choice`, layers also return tokens chosen by an indexer. With
     several `streams`, hidden states between layers are [batch, tokens, streams, width].
     """
 
@@ -159,7 +160,9 @@ class MissingLayer(nn.Module):
         *_: Any,  # noqa: ANN401 - what layers take
         **arguments: Any,  # noqa: ANN401
     ) -> torch.Tensor | tuple[torch.Tensor, None]:
-        """Return the hidden states unchanged; add a number per token to the cache, whose first layer counts tokens."""
+        """Return the hidden states unchanged. A number per token is added to the cache, whose first layer counts
+        tokens.
+        """
         cache = take_cache(arguments)
         if cache is not None:
             # An empty tensor would count as no tokens (transformers 5.23, cache_utils.py, get_seq_length).
@@ -174,13 +177,13 @@ class MissingLayer(nn.Module):
 class ReceiveHiddenStates(nn.Embedding):
     """Replaces the embedding on later stages: receives hidden states from the previous stage.
 
-    Its weight is kept where a tied head or multi-token prediction needs it.
+    The embedding's weight stays on this stage if a tied head or multi-token prediction needs it.
     """
 
     pp_group: PipelineGroup
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """[batch, tokens] -> [batch, tokens, width]."""
+        """Receive hidden states [batch, tokens, width] for the token ids [batch, tokens]."""
         hidden = self.pp_group.receive(self.pp_group.empty_hidden(input_ids), source=self.pp_group.group_rank - 1)
         self.pp_group.input_hidden_states = hidden.requires_grad_(torch.is_grad_enabled())
         return self.pp_group.input_hidden_states
@@ -191,9 +194,9 @@ class ReceiveHiddenStates(nn.Embedding):
 
 
 class SendHiddenStates(nn.Module):
-    """Replaces the final norm on earlier stages.
+    """Replaces the final norm on earlier pipeline stages.
 
-    It sends hidden states to the next stage where gradients are disabled; in training the pipeline schedule sends them.
+    It sends hidden states to the next stage if gradients are disabled. In training the pipeline schedule sends them.
     """
 
     def __init__(self, pp_group: PipelineGroup) -> None:
@@ -214,7 +217,7 @@ class ReceiveLogits(nn.Linear):
     outputs: int
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., width] -> logits [..., outputs]."""
+        """Receive the logits [..., outputs] for hidden states [..., width]."""
         return self.pp_group.broadcast_from_last(hidden.new_empty(*hidden.shape[:-1], self.outputs))
 
 
@@ -237,8 +240,8 @@ def residual_streams(config: PretrainedConfig) -> int:
 
 
 def _of_one_stream(config: PretrainedConfig) -> PretrainedConfig:
-    """The configuration for a later stage's model, which must not expand its input into equal streams: it receives all
-    streams as one wide vector. The configuration of its layers is unchanged.
+    """Make the configuration for a later stage's model, which must not expand its input into equal streams, because it
+    receives all streams as one wide vector. The configuration of its layers is unchanged.
     """
     changed = copy.copy(config)
     changed.hc_mult = 1
@@ -247,7 +250,9 @@ def _of_one_stream(config: PretrainedConfig) -> PretrainedConfig:
 
 @contextmanager
 def build_only_layers(model_class: type[PreTrainedModel], layers: Container[int] | None) -> Iterator[None]:
-    """A model built within this context has a `MissingLayer` for layers outside `layers`; None builds all layers."""
+    """Context in which a model is built with a `MissingLayer` for each layer outside `layers`. None builds all
+    layers.
+    """
     if layers is None:
         yield
         return
@@ -285,12 +290,14 @@ def install_pipeline_stage(lm: PreTrainedModel, pp_group: PipelineGroup, *, outp
 
 
 def has_tied_head(lm: PreTrainedModel) -> bool:
-    """Whether the head's weight is the embedding's; a score head has its own, whatever the config says."""
+    """Whether the head's weight is the embedding's. A score head has its own weight, whatever the config says."""
     return bool(lm.config.tie_word_embeddings) and not has_score_head(lm)
 
 
 def has_embedding_copy(lm: PreTrainedModel, pp_group: PipelineGroup) -> bool:
-    """Whether this stage holds a copy of the first stage's embedding weight, for a tied head or prediction layer."""
+    """Whether this stage holds a copy of the first stage's embedding weight, for a tied head or multi-token
+    prediction.
+    """
     return pp_group.is_last and lm.get_input_embeddings().weight is not None
 
 
@@ -308,7 +315,9 @@ class HandOver(MissingLayer):
         self.sends = self.receives = False
 
     def forward(self, hidden: torch.Tensor, **arguments: Any) -> torch.Tensor | tuple[torch.Tensor, None]:  # noqa: ANN401
-        """Send `hidden` if this rank's chunk ends before this layer; receive if its chunk begins after it."""
+        """Send `hidden` if this rank's chunk ends before this layer, and receive it if the chunk begins after this
+        layer.
+        """
         assert not torch.is_grad_enabled(), "the schedule sends and receives where there are gradients"
         if self.sends:
             self.pp_group.send(hidden, to=self.pp_group.next_rank)
@@ -320,7 +329,8 @@ class HandOver(MissingLayer):
 class ModelChunks:
     """The model chunks of a rank in an interleaved pipeline, installed in `lm` after `install_pipeline_stage`.
 
-    Forwards outside `only` run all chunks in order, with hidden states sent around the ranks between them.
+    Outside the context `only`, a forward runs all chunks in order and sends hidden states around the ranks between
+    them.
     """
 
     def __init__(self, lm: PreTrainedModel, pp_group: PipelineGroup, chunks: Sequence[range]) -> None:
@@ -339,8 +349,7 @@ class ModelChunks:
 
     @contextmanager
     def only(self, chunk: int) -> Iterator[None]:
-        """Within this context the model has only the layers of this chunk, and after the model's last chunk norm and
-        head.
+        """Context in which the model has only the layers of this chunk and, in the model's last chunk, norm and head.
 
         Activation checkpointing recomputes layers directly, so backward may run outside the context.
         """
@@ -360,7 +369,7 @@ class ModelChunks:
         )
 
     def _take_streams(self, lm: PreTrainedModel, pp_group: PipelineGroup) -> None:
-        """Between chunks, all streams of a token are sent as one vector."""
+        """Make chunks send and receive all residual streams of a token as one vector."""
         for number, part in enumerate(self._parts):
             if not pp_group.is_first or number:
                 part["config"] = _of_one_stream(lm.config)
@@ -377,6 +386,6 @@ class ModelChunks:
 def _arrived_or(
     pp_group: PipelineGroup, embed: Callable[[torch.Tensor], torch.Tensor], input_ids: torch.Tensor
 ) -> torch.Tensor:
-    """Hidden states received for the running chunk, else token embeddings."""
+    """Hidden states received for the running chunk, or else token embeddings."""
     arrived = pp_group.input_hidden_states
     return embed(input_ids) if pp_group.running_chunk is None or arrived is None else arrived

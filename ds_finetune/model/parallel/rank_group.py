@@ -1,4 +1,4 @@
-"""The process-group handle of parallel modules."""
+"""Handle of a process group, through which parallel modules communicate."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +12,13 @@ class RankGroup:
     """Ranks with equal shards of a tensor, of layers or of rows; this process holds shard number `group_rank`."""
 
     group: dist.ProcessGroup | None
-    """None after `close`."""
+    """The torch process group; None after `close`."""
     size: int
     group_rank: int
     """Rank of this process within the group."""
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, in a new tensor; no gradient."""
+        """Sum `partial` over the ranks of the group, in a new tensor without a gradient."""
         total = partial.detach().clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=self.group)
         return total
@@ -29,7 +29,7 @@ class RankGroup:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """All-reduce in forward, identity in backward."""
+    """All-reduce of a tensor in forward, identity in backward."""
 
     @staticmethod
     def forward(ctx: Any, partial: torch.Tensor, ranks: RankGroup) -> torch.Tensor:  # noqa: ANN401
@@ -41,7 +41,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def sum_over_ranks(partial: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
-    """The sum of the `partial` tensors of all ranks, identical on each; backward passes the gradient to this rank's
+    """Sum of the `partial` tensors of all ranks, identical on each rank. Backward passes the gradient to this rank's
     tensor unchanged.
     """
     return _SumOverRanks.apply(partial, ranks)  # type: ignore[no-any-return]

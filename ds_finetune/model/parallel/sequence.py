@@ -1,5 +1,5 @@
-"""Sequence parallelism: ranks share the tokens of each row, and in attention the heads instead (Ulysses, Jacobs et al.,
-arXiv 2309.14509).
+"""Sequence parallelism: each rank holds some tokens of each row, and within attention some heads of all tokens
+(Ulysses, Jacobs et al., arXiv 2309.14509).
 """
 
 import math
@@ -13,7 +13,7 @@ from ds_finetune.model.parallel.rank_group import RankGroup
 
 
 class _AllToAll(torch.autograd.Function):
-    """All-to-all in forward, and of the gradient in backward."""
+    """All-to-all of a tensor in forward, and of its gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, slices: torch.Tensor, sp_group: "SequenceParallelGroup") -> torch.Tensor:  # noqa: ANN401
@@ -26,7 +26,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _GatherTokens(torch.autograd.Function):
-    """All-gather along tokens in forward; in backward the gradients of this rank's tokens are summed over all ranks."""
+    """All-gather along tokens in forward. In backward the gradients of this rank's tokens are summed over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, sp_group: "SequenceParallelGroup") -> torch.Tensor:  # noqa: ANN401
@@ -44,18 +44,18 @@ class SequenceParallelGroup(RankGroup):
     """Ranks that share rows; rank i holds the i-th of equal shards of each row's tokens."""
 
     def all_to_all(self, slices: torch.Tensor) -> torch.Tensor:
-        """Send slice i of dim 0 to rank i and receive slice i from rank i; no gradient."""
+        """Send slice i of dim 0 to rank i and receive a slice from each rank. The result has no gradient."""
         slices = slices.contiguous()
         received = torch.empty_like(slices)
         dist.all_to_all_single(received, slices, group=self.group)
         return received
 
     def shard(self, rows: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of `rows` [batch, tokens, ...]."""
+        """Select this rank's shard of the tokens of `rows` [batch, tokens, ...]."""
         return rows.chunk(self.size, dim=1)[self.group_rank]
 
     def gather_tokens(self, shard: torch.Tensor) -> torch.Tensor:
-        """All-gather of tokens: [batch, tokens / ranks, ...] of each rank -> [batch, tokens, ...]."""
+        """All-gather tokens: [batch, tokens / ranks, ...] of each rank become [batch, tokens, ...]."""
         return _GatherTokens.apply(shard, self)  # type: ignore[no-any-return]
 
     def with_tokens_before(self, shard: torch.Tensor, number: int) -> torch.Tensor:
@@ -65,24 +65,24 @@ class SequenceParallelGroup(RankGroup):
         return torch.cat([tails[:, max(0, end - number) : end], shard], dim=1)
 
     def gather_tokens_scatter_heads(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """All-to-all before attention: this rank's tokens of all heads [batch, heads, tokens, width] -> all tokens of
-        this rank's heads, one all-to-all for all `tensors`.
+        """All-to-all before attention: this rank's tokens of all heads [batch, heads, tokens, width] become all tokens
+        of this rank's heads. All `tensors` share one all-to-all.
 
-        Key and value heads are first repeated where their number is not a multiple of the number of ranks.
+        Key and value heads are first repeated if their number is not a multiple of the number of ranks.
         """
         by_rank = [
             self._by_heads(repeat_kv(tensor, self.size // math.gcd(tensor.shape[1], self.size))) for tensor in tensors
         ]
         received = _AllToAll.apply(torch.cat([slices.reshape(self.size, -1) for slices in by_rank], dim=1), self)
         pieces = received.split([slices[0].numel() for slices in by_rank], dim=1)
-        # Received as [ranks, batch, heads, tokens, width], where dim 0 now counts the shards of a row.
+        # Pieces arrive as [ranks, batch, heads, tokens, width], where dim 0 counts the shards of a row.
         return [
             piece.view(slices.shape).permute(1, 2, 0, 3, 4).flatten(2, 3)
             for piece, slices in zip(pieces, by_rank, strict=True)
         ]
 
     def gather_heads_scatter_tokens(self, out: torch.Tensor) -> torch.Tensor:
-        """All-to-all after attention: all tokens of this rank's heads [batch, tokens, heads, width] -> this rank's
+        """All-to-all after attention: all tokens of this rank's heads [batch, tokens, heads, width] become this rank's
         tokens of all heads.
         """
         batch, tokens, heads, width = out.shape
@@ -91,5 +91,5 @@ class SequenceParallelGroup(RankGroup):
         return received.permute(1, 2, 0, 3, 4).reshape(batch, tokens // self.size, self.size * heads, width)
 
     def _by_heads(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[batch, heads, tokens, width] -> [ranks, batch, heads of a rank, tokens, width]."""
+        """Reorder [batch, heads, tokens, width] to [ranks, batch, heads of a rank, tokens, width]."""
         return tensor.unflatten(1, (self.size, -1)).transpose(0, 1)

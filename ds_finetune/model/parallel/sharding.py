@@ -1,4 +1,4 @@
-"""The shard of each tensor that a rank holds under tensor and expert parallelism, by parameter name; it applies to
+"""The shard of each tensor that a rank holds under tensor and expert parallelism, by parameter name. It is the same for
 weights, optimizer states and gradients.
 """
 
@@ -20,11 +20,13 @@ _COLUMN_PARALLEL = re.compile(
     r"((q_proj|k_proj|v_proj|q_b_proj|kv_b_proj|o_a_proj|gate_proj|up_proj|embed_tokens|lm_head)\.(weight|bias)"
     r"|self_attn\.sinks)$"
 )
-"""Parameters sharded along dim 0, the output (heads, groups of heads, inner width, vocabulary). Not compressors."""
+"""Names of parameters sharded along dim 0, their output (heads, groups of heads, inner width, vocabulary). Compressors
+are not sharded.
+"""
 _ROW_PARALLEL = re.compile(r"(^|\.)(o_proj|o_b_proj|down_proj)\.weight$")
-"""Weights sharded along dim 1, the input. The bias is replicated, and added once, after the all-reduce."""
+"""Names of weights sharded along dim 1, their input. The bias is replicated, and added once, after the all-reduce."""
 _FUSED_EXPERTS = re.compile(r"\.mlp\.experts\.(?P<part>(gate_up_proj|down_proj)(_bias)?)$")
-"""Fused tensors of all routed experts, sharded along each expert's inner width."""
+"""Names of fused tensors of all routed experts, which are sharded along each expert's inner width."""
 _INNER_DIM: dict[bool, dict[str, int | None]] = {
     False: {"gate_up_proj": 2, "down_proj": 2},
     True: {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1, "down_proj_bias": None},
@@ -56,7 +58,7 @@ def _box_dim(name: str, *, has_transposed_experts: bool) -> int | None:
 
 
 def tensor_of(name: str, shape: Ints, *, has_transposed_experts: bool) -> FullTensor:
-    """Description of the tensor `name` with its unsharded `shape` and the dimensions along which it is sharded."""
+    """Describe the tensor `name` by its unsharded `shape` and the dimensions along which it is sharded."""
     part, dim = _fused_experts_part(name), _box_dim(name, has_transposed_experts=has_transposed_experts)
     is_gate_up = part == "gate_up_proj" and not has_transposed_experts
     return FullTensor(shape, 1 if is_gate_up else dim, part is not None)
@@ -76,14 +78,14 @@ class ModelShard:
 
     @classmethod
     def of(cls, mesh: Mesh, family: Family) -> Self:
-        """The shard that this rank of the mesh holds of a model of the family."""
+        """Shard that this rank of the mesh holds of a model of the family."""
         return cls(mesh.tp, mesh.place("tp"), mesh.ep, mesh.expert_place, family.transposed_experts)
 
     def tensor_shard(self, name: str, local_shape: Ints) -> "TensorShard":
         """This rank's shard of the tensor `name`, whose local shape is `local_shape`.
 
-        LoRA matrices are sharded like their weight [out, in]: where it is sharded along `out`, B [out, rank] is sharded
-        and A [rank, in] replicated; where along `in`, A is sharded and B replicated.
+        LoRA factors are sharded like their weight [out, in]. If the weight is sharded along `out`, B [out, rank] is
+        sharded and A [rank, in] replicated. If it is sharded along `in`, A is sharded and B replicated.
         """
         weight, side = weight_of(name) if is_adapter(name) else (name, "")
         fused = _fused_experts_part(weight)
@@ -92,7 +94,7 @@ class ModelShard:
         box = (local_shape[0], 2, local_shape[1] // 2, local_shape[2]) if has_halves else local_shape
         dim = _box_dim(weight, has_transposed_experts=self.has_transposed_experts)
         if side and dim is not None:
-            # Also where the weight is stored as [experts, in, out].
+            # LoRA factors refer to [experts, out, in] even if the weight is stored as [experts, in, out].
             dim = 3 - dim if fused and self.has_transposed_experts else dim
             is_input = dim == len(local_shape) - 1 and not is_gate_up
             dim = dim if is_input == (side == "A") else None
@@ -115,7 +117,7 @@ UNSHARDED = ModelShard()
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A shard: the box of `local_shape` at index `offsets` in a tensor of `global_shape`.
+    """A shard of a tensor: the box of `local_shape` at index `offsets` in the full tensor of `global_shape`.
 
     A fused `gate_up_proj` [experts, 2 x inner, hidden] is viewed as [experts, 2, inner, hidden], in which a shard is
     one box.
@@ -125,22 +127,22 @@ class TensorShard:
     local_shape: Ints
     offsets: Ints
     dim: int | None
-    """Dimension along which tensor parallel ranks are sharded; None where they all hold the same elements."""
+    """Dimension along which tensor parallel ranks are sharded. None where all ranks hold the same elements."""
     is_expert_parallel: bool = False
     """Whether the shard holds only some of the experts, along dim 0."""
 
     @property
-    def is_whole(self) -> bool:
+    def is_full(self) -> bool:
         """Whether the shard is the full tensor."""
         return self.local_shape == self.global_shape
 
     @property
-    def whole_shape(self) -> Ints:
+    def full_shape(self) -> Ints:
         """Shape of the full tensor in the model."""
         return shape_in_model(self.global_shape)
 
     def slice(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements of this shard, 1-D, taken from the full tensor `tensor`."""
+        """Select the elements of this shard from the full tensor `tensor`, 1-D."""
         box = tensor.view(self.global_shape)
         for dim, (start, size) in enumerate(zip(self.offsets, self.local_shape, strict=True)):
             box = box.narrow(dim, start, size)
@@ -148,6 +150,6 @@ class TensorShard:
 
 
 def shape_in_model(shape: Ints) -> Ints:
-    """The shape of a tensor in the model, from a `global_shape` or `local_shape`, which may be a 4-D view."""
+    """Shape of a tensor in the model, from a `global_shape` or `local_shape`, which may be a 4-D view."""
     experts_gate_inner_hidden = 4
     return (shape[0], shape[1] * shape[2], shape[3]) if len(shape) == experts_gate_inner_hidden else shape

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.families.family import Family
 from ds_finetune.families.table import family_of
-from ds_finetune.model.experts import with_whole_tables
+from ds_finetune.model.experts import restore_full_tables
 from ds_finetune.model.parallel.pipeline import ReceiveHiddenStates
 from ds_finetune.model.parallel.rank_group import RankGroup, sum_over_ranks
 
@@ -43,12 +43,12 @@ class TensorParallelGroup(RankGroup):
         return maximum, first
 
     def broadcast_from_first(self, values: torch.Tensor) -> torch.Tensor:
-        """The `values` of the first rank, in place."""
+        """Overwrite `values` with those of the group's first rank, and return them."""
         dist.broadcast(values, group=self.group, group_src=0)
         return values
 
     def all_gather_last_dim(self, shard: torch.Tensor) -> torch.Tensor:
-        """All-gather along the last dimension; no gradient."""
+        """All-gather a tensor along its last dimension. The result has no gradient."""
         shards = [torch.empty_like(shard) for _ in range(self.size)]
         dist.all_gather(shards, shard.contiguous(), group=self.group)
         return torch.cat(shards, dim=-1)
@@ -68,17 +68,17 @@ class _CopyToTensorParallelRegion(torch.autograd.Function):
 
 
 def copy_to_tensor_parallel_region(replicated: torch.Tensor, tp_group: TensorParallelGroup) -> torch.Tensor:
-    """Identity before sharded weights, for an input replicated on every rank; its gradient is summed over ranks."""
+    """Pass an input that is replicated on every rank to sharded weights. Its gradient is summed over ranks."""
     return _CopyToTensorParallelRegion.apply(replicated, tp_group)  # type: ignore[no-any-return]
 
 
 class ParallelLinear(nn.Linear):
-    """A linear layer with a shard of its weight. `forward` is `multiply` together with the communication."""
+    """A linear layer with a shard of its weight. `forward` consists of `multiply` and the communication."""
 
     tp_group: TensorParallelGroup
 
     def multiply(self, hidden: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the matrix product, without communication."""
+        """Compute this rank's part of the matrix product, without communication."""
         raise NotImplementedError
 
 
@@ -86,29 +86,31 @@ class RowParallelLinear(ParallelLinear):
     """A linear layer sharded along its input. The bias is replicated, and added after the all-reduce."""
 
     def forward(self, shard: torch.Tensor) -> torch.Tensor:
-        """This rank's input [..., input / ranks] -> [..., output], identical on every rank."""
+        """Map this rank's input [..., input / ranks] to the output [..., output], which is identical on every rank."""
         out = sum_over_ranks(self.multiply(shard), self.tp_group)
         return out if self.bias is None else out + self.bias
 
     def multiply(self, shard: torch.Tensor) -> torch.Tensor:
-        """This rank's input [..., input / ranks] -> its partial sum of the output, without the bias."""
+        """Map this rank's input [..., input / ranks] to its partial sum of the output, without the bias."""
         return functional.linear(shard, self.weight)
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """A linear layer sharded along its output; its input is replicated."""
+    """A linear layer sharded along its output. Its input is replicated."""
 
     def forward(self, replicated: torch.Tensor) -> torch.Tensor:
-        """Replicated [..., input] -> this rank's [..., output / ranks]."""
+        """Map a replicated input [..., input] to this rank's part of the output, [..., output / ranks]."""
         return self.multiply(copy_to_tensor_parallel_region(replicated, self.tp_group))
 
     def multiply(self, copied: torch.Tensor) -> torch.Tensor:
-        """As `forward`, for an input that has already passed `copy_to_tensor_parallel_region`."""
+        """Multiply an input that has already passed `copy_to_tensor_parallel_region` with this rank's shard of the
+        weight.
+        """
         return nn.Linear.forward(self, copied)
 
 
 class BiasedExperts(nn.Module):
-    """Mixed into a family's sharded experts with biases. The output bias is replicated; each rank adds the bias divided
+    """Mixin for a family's sharded experts with biases. The output bias is replicated. Each rank adds the bias divided
     by the number of ranks, so that the all-reduce adds it once.
     """
 
@@ -116,21 +118,21 @@ class BiasedExperts(nn.Module):
 
     @property
     def down_proj_bias(self) -> torch.Tensor:
-        """This rank's summand of the output bias, [experts, width]; its gradient is summed over ranks."""
+        """This rank's part of the output bias, [experts, width]. Its gradient is summed over ranks."""
         bias = self._parameters["down_proj_bias"]
         assert bias is not None
         return copy_to_tensor_parallel_region(bias, self.tp_group) / self.tp_group.size
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """An embedding sharded along the vocabulary. A rank gives zeros for ids of other ranks, and the all-reduce adds up
+    """An embedding sharded along the vocabulary. A rank gives zeros for ids of other ranks, and an all-reduce adds up
     the embedding. `padding_idx` is an id of the full vocabulary.
     """
 
     tp_group: TensorParallelGroup
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Ids of the full vocabulary [...] -> [..., width], identical on every rank."""
+        """Embed ids of the full vocabulary [...] as [..., width], identical on every rank."""
         start = self.tp_group.group_rank * self.num_embeddings
         local_ids = input_ids - start
         is_local = (local_ids >= 0) & (local_ids < self.num_embeddings)
@@ -139,13 +141,13 @@ class VocabParallelEmbedding(nn.Embedding):
             local_ids.where(is_local, 0), self.weight, pad if 0 <= pad < self.num_embeddings else None
         )
         out = sum_over_ranks(embedded * is_local[..., None], self.tp_group)
-        # Gemma multiplies embeddings by this buffer.
+        # Gemma's embedding has this buffer, by which it multiplies embeddings.
         scale: torch.Tensor | None = getattr(self, "embed_scale", None)
         return out if scale is None else out * scale.to(out.dtype)
 
 
 class ReceiveOrEmbed(ReceiveHiddenStates):
-    """The embedding on later pipeline stages, whose weight, where kept, is sharded along the vocabulary."""
+    """The embedding on later pipeline stages. If its weight stays there, it is sharded along the vocabulary."""
 
     tp_group: TensorParallelGroup
 
@@ -162,10 +164,10 @@ class NormOverShards(nn.Module):
     variance_epsilon: float
 
     def forward(self, shard: torch.Tensor) -> torch.Tensor:
-        """This rank's columns [..., columns / ranks], normalised over the columns of all ranks."""
+        """Normalise this rank's columns [..., columns / ranks] over the columns of all ranks."""
         wide, width = shard.float(), shard.shape[-1]
         squares = sum_over_ranks(wide.square().sum(-1, keepdim=True), self.tp_group)
-        # Every rank's output depends on the sum, so that its gradient must be summed over ranks.
+        # Every rank's output depends on the sum, so the gradient of the sum must be added over ranks.
         mean = copy_to_tensor_parallel_region(squares, self.tp_group) / (width * self.tp_group.size)
         start = self.tp_group.group_rank * width
         normed = wide * torch.rsqrt(mean + self.variance_epsilon)
@@ -180,7 +182,7 @@ def local_config(hf_config: PretrainedConfig, tp_size: int) -> PretrainedConfig:
     if hasattr(config, "num_key_value_heads") and not hasattr(config, "kv_lora_rank"):
         config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for name in _SHARDED_SIZES:
-        # An alias of another size is not divided a second time, and a single key-value head is replicated.
+        # An alias of another size is not divided again, and a single key-value head is replicated.
         if name not in config.attribute_map and (getattr(config, name, None) or 0) > 1:
             setattr(config, name, getattr(config, name) // tp_size)
     config.pad_token_id = None
@@ -190,13 +192,13 @@ def local_config(hf_config: PretrainedConfig, tp_size: int) -> PretrainedConfig:
 def install_tensor_parallel(lm: PreTrainedModel, tp_group: TensorParallelGroup, *, padding_idx: int | None) -> None:
     """Add the communication of tensor parallelism to a model built from `local_config`, in place.
 
-    `padding_idx` is the embedding's, as an id of the full vocabulary.
+    `padding_idx` is the padding id of the embedding, in the full vocabulary.
     """
     embedding = lm.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding), type(embedding)
     embedding.padding_idx = padding_idx
     is_later_stage = isinstance(embedding, ReceiveHiddenStates)
-    with_whole_tables(lm, embedding.num_embeddings * tp_group.size)
+    restore_full_tables(lm, embedding.num_embeddings * tp_group.size)
     _change_class(embedding, ReceiveOrEmbed if is_later_stage else VocabParallelEmbedding, tp_group)
     for name, module in lm.named_modules():
         kind = name.rpartition(".")[2]
@@ -260,7 +262,9 @@ def install_tensor_parallel_mlp(mlp: Any, tp_group: TensorParallelGroup) -> None
         return (copy_to_tensor_parallel_region(args[0], tp_group),)
 
     def copy_to_experts(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """The router is replicated, while its weights multiply this rank's partial outputs of the experts."""
+        """Copy hidden states and routing weights, for which each rank computes a part of the gradient. The router is
+        replicated, while its weights multiply this rank's partial outputs of the experts.
+        """
         hidden, indices, weights = args
         return (
             copy_to_tensor_parallel_region(hidden, tp_group),
@@ -285,5 +289,5 @@ def install_tensor_parallel_mlp(mlp: Any, tp_group: TensorParallelGroup) -> None
             return sum_over_ranks(out[0], tp_group), *out[1:]
         return sum_over_ranks(out, tp_group)
 
-    # A single all-reduce for routed and shared experts.
+    # One all-reduce serves routed and shared experts.
     mlp.register_forward_hook(reduce_output)

@@ -1,1 +1,1 @@
-"""Weights in FP8, FP4 and four bits."""
+"""Reads weights in FP8, MXFP4 and FP4, and keeps frozen weights in four bits."""

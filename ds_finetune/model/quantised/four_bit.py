@@ -23,10 +23,10 @@ from ds_finetune.model.build.skeleton import Fragment, Where
 
 def install_four_bit(lm: PreTrainedModel, names: Iterable[str], *, device: str) -> None:
     """Replace the linear modules `names` of `lm` by modules that hold NF4 on `device` once their weights are written
-    through `four_bit_or`. A pipeline stage has only modules of its own layers.
+    through `four_bit_or`. Names of modules on other pipeline stages are skipped.
 
-    `lm` must be built inside `linears_without_memory` (foreign/torch_nn.py), and its other linear modules then get
-    uninitialised memory here; or ZeRO-3 must have partitioned its parameters at construction.
+    Either `lm` was built inside `linears_without_memory` (foreign/torch_nn.py), and its other linear modules get
+    uninitialised memory here, or ZeRO-3 partitioned its parameters at construction.
     """
     here = dict(lm.named_modules())
     for name in names:
@@ -43,7 +43,7 @@ def _four_bit(linear: Any, device: str) -> nn.Module:  # noqa: ANN401 - a linear
 
     assert type(linear) is nn.Linear, type(linear)
     dtype, width, out = linear.weight.dtype, linear.in_features, linear.out_features
-    # ZeRO-3 has partitioned the weight.
+    # ZeRO-3 gives this attribute to a weight that it has partitioned.
     is_partitioned = hasattr(linear.weight, "ds_tensor")
     made = Linear4bit(width, out, bias=False, compute_dtype=dtype, quant_type="nf4", device="meta")
     if is_partitioned:
@@ -84,25 +84,25 @@ class _RegatheredLinear(nn.Module):
     bias: torch.Tensor | None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out], in the dtype of `hidden`, which is the module's compute dtype."""
+        """Map [..., in] to [..., out], in the dtype of `hidden`, which is the module's compute dtype."""
         product: torch.Tensor = _RegatheredProduct.apply(hidden, self.weight)
         return product if self.bias is None else product + self.bias
 
 
 def is_four_bit(param: torch.Tensor) -> bool:
-    """Whether a parameter is stored in four bits, or will be."""
+    """Whether a parameter is stored in four bits, or will be once its values are read."""
     return hasattr(param, "quant_state")
 
 
 Share = Callable[[list[nn.Parameter]], None]
-"""Partitions full parameters."""
+"""Function that partitions full parameters under ZeRO-3."""
 
 
 def four_bit_or(other: Where, share: Share | None = None) -> Where:
-    """Returns a function from a tensor to the fragment of it that this rank holds.
+    """Make a function that returns the fragment of a tensor that this rank holds.
 
-    For a tensor to be stored in four bits, this is the full tensor, which is quantised when the fragment closes and
-    then passed to `share`; for others, the fragment of `other`.
+    A tensor that will be stored in four bits has its full tensor as fragment, which is quantised when the fragment
+    closes and then passed to `share`. For other tensors `other` returns the fragment.
     """
 
     def where(tensor: torch.Tensor) -> Fragment:
@@ -135,13 +135,13 @@ def shape_of(param: Any) -> tuple[int, ...]:  # noqa: ANN401 - bitsandbytes' Par
 
 
 def dtype_of(param: Any) -> torch.dtype:  # noqa: ANN401
-    """Compute dtype of a parameter."""
+    """Dtype in which a parameter takes part in products, also if it is stored in four bits."""
     state = getattr(param, "quant_state", None)
     return param.dtype if state is None else state.dtype  # type: ignore[no-any-return]
 
 
 def dequantised(param: Any) -> torch.Tensor:  # noqa: ANN401
-    """A parameter's value without gradient; four bits are dequantised to a copy in the compute dtype."""
+    """A parameter's value without gradient. Four bits are dequantised to a copy in the compute dtype."""
     if getattr(param, "quant_state", None) is None:
         return param.detach()  # type: ignore[no-any-return]
     from bitsandbytes.functional import dequantize_4bit

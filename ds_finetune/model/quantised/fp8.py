@@ -16,10 +16,10 @@ import torch
 from ds_finetune.families.family import Family
 
 BLOCK = 128
-"""Rows and columns of a block."""
+"""Number of rows and of columns of an FP8 block."""
 FP8 = torch.float8_e4m3fn
 SCALE = "_scale_inv"
-"""Suffix that a weight's name gets to name its scales."""
+"""Suffix that turns a weight's name into the name of its scales."""
 BYTE_SCALE = torch.float8_e8m0fnu
 """Dtype of scales that are powers of two, stored as exponents."""
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, BYTE_SCALE)
@@ -37,26 +37,28 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _HALF = 0.5
 """Mantissa of a power of two, as frexp returns it."""
 _NUMBERS = torch.arange(256, dtype=torch.uint8).view(FP8).float().numpy()
-"""The value of each byte. A table lookup is four times faster than torch 2.13's cast on a CPU."""
+"""Value of each of the 256 E4M3 bytes. A table lookup is four times faster than torch 2.13's cast on a CPU."""
 _ROWS = 16
-"""Rows per table lookup; a divisor of `BLOCK`. numpy needs eight bytes per index."""
+"""Number of rows per table lookup, a divisor of `BLOCK`. numpy needs eight bytes per index."""
 
 
 def is_quantised(key: str, shape: tuple[int, ...], family: Family) -> bool:
-    """Whether `family` is published with `key` in FP8; embeddings, head, norms, routers and biases never are."""
+    """Whether `family` is published with the weight `key` in FP8. Embeddings, head, norms, routers and biases never
+    are.
+    """
     matrix = 2
     return len(shape) == matrix and family.fp8_linear is not None and re.search(family.fp8_linear, key) is not None
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the scales of a weight [rows, columns]: one for each block, incomplete ones included."""
+    """Shape of the scales of an FP8 weight [rows, columns]: one scale for each block, also for incomplete blocks."""
     return tuple(-(-size // BLOCK) for size in shape)
 
 
 def dequantise(values: torch.Tensor, scale: torch.Tensor, *, row: int = 0, column: int = 0) -> torch.Tensor:
-    """`values` [rows, columns] in FP8 as fp32; their first element is (`row`, `column`) of its tensor.
+    """Dequantise FP8 `values` [rows, columns] to fp32. Their first element is at (`row`, `column`) of the full tensor.
 
-    `scale` [block rows, block columns] has the scales of their blocks, starting with the block of the first element.
+    `scale` [block rows, block columns] has the scales of the blocks, starting with the block of the first element.
     """
     out, numbers = torch.empty(values.shape), values.view(torch.uint8).numpy()
     of_column = (torch.arange(values.shape[1]) + column % BLOCK) // BLOCK
@@ -68,10 +70,11 @@ def dequantise(values: torch.Tensor, scale: torch.Tensor, *, row: int = 0, colum
 
 
 def quantise(values: torch.Tensor, *, scales_of_two: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """One row of blocks, [at most 128 rows, columns] in fp32, as FP8 of that shape and fp32 scales [block columns].
+    """Quantise one row of blocks, [at most 128 rows, columns] in fp32, to FP8 of that shape and fp32 scales [block
+    columns].
 
     A block's scale is its largest magnitude / 448, but at least the smallest normal number, so that a block of zeros
-    has no zero scale; with `scales_of_two` it is the next power of two. Quotients are at most 448 (1 + 2^-22), which
+    has no zero scale. With `scales_of_two` it is the next power of two. Quotients are at most 448 (1 + 2^-22), which
     the cast rounds to 448.
     """
     rows, columns = values.shape
@@ -83,7 +86,7 @@ def quantise(values: torch.Tensor, *, scales_of_two: bool = False) -> tuple[torc
 
 
 def next_power_of_two(scale: torch.Tensor) -> torch.Tensor:
-    """The smallest power of two not below each element; exact, unlike exp2(ceil(log2(x)))."""
+    """The smallest power of two not below each element. It is exact, unlike exp2(ceil(log2(x)))."""
     mantissa, exponent = scale.frexp()
     return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == _HALF).to(exponent.dtype))
 
@@ -91,11 +94,12 @@ def next_power_of_two(scale: torch.Tensor) -> torch.Tensor:
 def quantise_like(
     values: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor, *, scales_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantise `values`, but restore the bytes `stored` and the `scale` [block columns] of unchanged blocks; returns
+    """Quantise `values`, but restore the bytes `stored` and the `scale` [block columns] of unchanged blocks. Returns
     values, scales and the mask of unchanged blocks.
 
-    A block is unchanged if all its values equal the stored block dequantised to fp32, or that rounded to bf16 or fp16.
-    `quantise` would restore the bytes only of scales computed as in `quantise`, from bf16 numbers.
+    A block is unchanged if all its values equal the stored block dequantised to fp32, or rounded from there to bf16 or
+    fp16. `quantise` alone would restore the stored bytes only if their scales were computed as it does, from bf16
+    numbers.
     """
     made, made_scale = quantise(values, scales_of_two=scales_of_two)
     plain = dequantise(stored, scale[None])

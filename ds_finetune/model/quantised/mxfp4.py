@@ -19,9 +19,9 @@ from ds_finetune.model.quantised.fp8 import BYTE_SCALE, SCALE, next_power_of_two
 from ds_finetune.model.weights.safetensors_file import Shape, StoredTensor
 
 GROUP = 32
-"""Numbers that share a scale."""
+"""How many MXFP4 numbers share a scale."""
 BLOCKS, SCALES = "_blocks", "_scales"
-"""Suffixes that a weight's name gets to name its bytes and its scales."""
+"""Suffixes that turn a weight's name into the names of its bytes and of its scales."""
 QUANT_METHOD = "mxfp4"
 """`quant_method` in the config.json published with gpt-oss."""
 _HALF_BYTE = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -29,18 +29,18 @@ _E2M1 = torch.cat([_HALF_BYTE, -_HALF_BYTE])
 _PAIRS = (
     torch.stack([_E2M1.repeat(16), _E2M1.repeat_interleave(16)], dim=1).contiguous().view(torch.int64)[:, 0].numpy()
 )
-"""The two numbers of each byte, as the bits of two fp32 numbers in an int64."""
+"""The two E2M1 numbers of each byte, as the bits of two fp32 numbers in an int64."""
 _EXPONENTS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu).float()
-"""The scale of each byte: 2^(byte - 127); 255 is NaN."""
+"""Scale that each exponent byte stands for: 2^(byte - 127). 255 is NaN."""
 _BYTES = 2**18
-"""Bytes per table lookup; numpy needs eight bytes per index."""
+"""Number of bytes per table lookup. numpy needs eight bytes per index."""
 _BYTES_OF_GROUP = GROUP // 2
 _DIMENSIONS = 4
 _SHOWN = 10
 
 
 def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Bytes [..., groups, 16] with exponents [..., groups], both uint8, as fp32 [..., groups x 32].
+    """Dequantise bytes [..., groups, 16] with exponents [..., groups], both uint8, to fp32 [..., groups x 32].
 
     bf16 represents every result exactly: results have two significant bits, and exponents in bf16's range.
     """
@@ -61,7 +61,7 @@ class LastExpert(threading.local):
         self._blocks = self._scales = torch.empty(0, dtype=torch.uint8)
 
     def read(self, blocks: StoredTensor, scales: StoredTensor, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Blocks [outputs, groups, 16] and scales [outputs, groups] of one expert."""
+        """Read the blocks [outputs, groups, 16] and scales [outputs, groups] of one expert."""
         if self._of != (blocks, expert):
             self._of = None
             self._blocks, self._scales = (part.rows(expert, expert + 1)[0] for part in (blocks, scales))
@@ -71,7 +71,9 @@ class LastExpert(threading.local):
 
 @dataclass(frozen=True)
 class Mxfp4Experts:
-    """The weights [experts, inputs, outputs] stored in `blocks` and `scales`, dequantised to fp32 when read."""
+    """Weights of experts [experts, inputs, outputs] in MXFP4, stored in `blocks` and `scales`, dequantised to fp32 when
+    read.
+    """
 
     blocks: StoredTensor
     scales: StoredTensor
@@ -80,12 +82,12 @@ class Mxfp4Experts:
 
     @property
     def shape(self) -> Shape:
-        """Shape of the weights in the model."""
+        """Shape that the experts' weights have in the model."""
         experts, outputs, groups, _ = self.blocks.shape
         return (experts, groups * GROUP, outputs)
 
     def read(self, start: int, numel: int) -> torch.Tensor:
-        """Elements `start` to `start + numel` of the row-major flattened tensor, 1-D; reads whole experts."""
+        """Read elements `start` to `start + numel` of the row-major flattened tensor, 1-D, from full experts."""
         _, inputs, outputs = self.shape
         first, last = start // outputs, -(-(start + numel) // outputs)
         parts = [
@@ -95,14 +97,16 @@ class Mxfp4Experts:
         return torch.cat([part.reshape(-1) for part in parts])[start - first * outputs :][:numel]
 
     def rows(self, first: int, last: int, within: tuple[slice, ...] = ()) -> torch.Tensor:
-        """Experts `first` to `last`, [experts, inputs, outputs]; `within` selects consecutive inputs and outputs."""
+        """Read experts `first` to `last`, [experts, inputs, outputs]. `within` selects consecutive inputs and
+        outputs.
+        """
         full_slices = tuple(slice(0, size) for size in self.shape[1:])
         inputs, outputs = within + full_slices[len(within) :]
         parts = [self._part(e, inputs, outputs) for e in range(first, last)]
         return torch.stack(parts) if parts else torch.empty(0, *self.shape[1:])
 
     def _part(self, expert: int, inputs: slice, outputs: slice) -> torch.Tensor:
-        """The part of one expert's dequantised weight with these input and output indices, [inputs, outputs]."""
+        """Dequantise a part of one expert's weight, given by ranges of its inputs and outputs: [inputs, outputs]."""
         blocks, scales = self.last.read(self.blocks, self.scales, expert)
         first, last = inputs.start // GROUP, -(-inputs.stop // GROUP)
         values = dequantise(blocks[outputs, first:last], scales[outputs, first:last])
@@ -110,9 +114,9 @@ class Mxfp4Experts:
 
 
 def find_experts(stored: Mapping[str, StoredTensor], folder: Path) -> dict[str, Mxfp4Experts]:
-    """The MXFP4 weights of `folder`, by their names in the model.
+    """Find the MXFP4 weights of `folder`, by their names in the model.
 
-    ModelError where bytes lack scales or scales lack bytes, or where their shapes or dtypes do not match.
+    ModelError if bytes lack scales or scales lack bytes, or if their shapes or dtypes do not match.
     """
     names = {
         key.removesuffix(suffix)
@@ -130,7 +134,7 @@ def find_experts(stored: Mapping[str, StoredTensor], folder: Path) -> dict[str, 
     for name in sorted(names):
         _check_parts(name, stored[name + BLOCKS], stored[name + SCALES], folder)
         if name in stored:
-            raise ModelError(f"{folder} holds `{name}` in MXFP4 and not", hint="remove one of them")
+            raise ModelError(f"{folder} holds `{name}` twice, once in MXFP4", hint="remove one of them")
     last = LastExpert()
     return {name: Mxfp4Experts(stored[name + BLOCKS], stored[name + SCALES], last) for name in sorted(names)}
 
@@ -142,19 +146,19 @@ def _check_parts(name: str, blocks: StoredTensor, scales: StoredTensor, folder: 
             f"{folder}: `{name}` has blocks {blocks.shape} of {blocks.dtype} and scales {scales.shape} of "
             f"{scales.dtype}, not [experts, outputs, groups, {_BYTES_OF_GROUP}] and [experts, outputs, groups] "
             "of torch.uint8",
-            hint="the MXFP4 of gpt-oss is read; give a bf16 copy",
+            hint="only MXFP4 as in gpt-oss is supported; give a bf16 copy",
         )
 
 
 PACKED = torch.int8
 _PER_BYTE = 2
-_READ = "the FP4 of DeepSeek-V4-Flash is read; give a bf16 copy"
+_READ = "only FP4 as in DeepSeek-V4-Flash is supported; give a bf16 copy"
 _BETWEEN = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 """Midpoints between adjacent E2M1 numbers, by index of the lower number."""
 
 
 def packed_shapes(shape: Shape) -> tuple[Shape, Shape]:
-    """Shapes of the bytes and the scales of an FP4 matrix."""
+    """Shapes of the packed bytes and of the scales of an FP4 matrix of `shape`."""
     rows, columns = shape
     return (rows, columns // _PER_BYTE), (rows, columns // GROUP)
 
@@ -162,7 +166,8 @@ def packed_shapes(shape: Shape) -> tuple[Shape, Shape]:
 def pack(
     values: torch.Tensor, like: tuple[torch.Tensor, torch.Tensor] | None
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Pack fp32 rows [rows, columns] to int8 and exponents; also returns how many groups got the bytes of `like`.
+    """Quantise rows [rows, columns] to FP4: packed bytes (int8) and exponents. Also returns how many groups got the
+    bytes of `like`.
 
     A group's scale is the smallest power of two with which its largest number is at most 6. A midpoint between two E2M1
     numbers rounds to even. A group equal to `like` dequantised gets the bytes of `like`, because several pairs of bytes
@@ -184,37 +189,37 @@ def pack(
 
 @dataclass(frozen=True)
 class Fp4Matrix:
-    """The matrix [rows, columns] stored in `packed` and `scales`, dequantised to fp32 when read."""
+    """A matrix [rows, columns] in FP4, stored in `packed` and `scales`, dequantised to fp32 when read."""
 
     packed: StoredTensor
     scales: StoredTensor
 
     @property
     def shape(self) -> Shape:
-        """Rows and columns."""
+        """Numbers of rows and columns of the matrix in the model."""
         rows, width = self.packed.shape
         return (rows, width * _PER_BYTE)
 
     def read(self, start: int, numel: int) -> torch.Tensor:
-        """Elements `start` to `start + numel` of the row-major flattened matrix, 1-D; reads whole rows."""
+        """Read elements `start` to `start + numel` of the row-major flattened matrix, 1-D, from full rows."""
         width = self.shape[1]
         first, last = start // width, -(-(start + numel) // width)
         return self.rows(first, last).view(-1)[start - first * width :][:numel]
 
     def stored_rows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bytes and scales of rows `first` to `last`."""
+        """Read the packed bytes and the scales of rows `first` to `last`."""
         return self.packed.rows(first, last), self.scales.rows(first, last)
 
     def rows(self, first: int, last: int, within: tuple[slice, ...] = ()) -> torch.Tensor:
-        """Rows `first` to `last`, [rows, columns]; `within` selects consecutive columns."""
+        """Read rows `first` to `last`, [rows, columns]. `within` selects consecutive columns."""
         blocks = self.packed.rows(first, last).view(torch.uint8).view(last - first, -1, GROUP // _PER_BYTE)
         return dequantise(blocks, self.scales.rows(first, last).view(torch.uint8))[(slice(None), *within)]
 
 
 def find_matrices(stored: Mapping[str, StoredTensor], folder: Path) -> dict[str, Fp4Matrix]:
-    """The FP4 matrices of `folder` by name: int8 tensors with scales.
+    """Find the FP4 matrices of `folder`, by name. They are int8 tensors with scales.
 
-    ModelError where the shape or dtype of the scales does not match.
+    ModelError if the shape or dtype of the scales does not match.
     """
     names = [key for key, tensor in stored.items() if tensor.dtype == PACKED and key + SCALE in stored]
     for name in names:

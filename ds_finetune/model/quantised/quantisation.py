@@ -18,14 +18,14 @@ _HINT = (
 
 
 def check_config_readable(config: Mapping[str, Any], label: str, error: type[FinetuneError]) -> None:
-    """Raise `error` where `config`, a config.json as published, names an unsupported quantised format."""
+    """Raise `error` if the published config.json `config` names an unsupported quantised format."""
     section = _section_with_experts(config)
     if section is not None:
         check_readable(section, label, error)
 
 
 def _section_with_experts(config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - whatever a config.json holds
-    """The `quantization_config`, with `expert_dtype` moved into it, as in transformers 5.23
+    """The `quantization_config` of a config.json, with `expert_dtype` moved into it as in transformers 5.23
     (deepseek_v4/configuration_deepseek_v4.py:247-255).
     """
     section = config.get("quantization_config")
@@ -35,9 +35,9 @@ def _section_with_experts(config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - w
 
 
 def check_no_other_format(folder: Path, error: type[FinetuneError]) -> None:
-    """Raise `error` where a file of NVIDIA's Model Optimizer beside config.json names the format of the weights.
+    """Raise `error` if a file of NVIDIA's Model Optimizer beside config.json names the format of the weights.
 
-    NVFP4 is published so (nvidia/DeepSeek-V3.1-NVFP4): config.json does not mention the format.
+    NVFP4 is published with such a file (nvidia/DeepSeek-V3.1-NVFP4), while config.json does not mention the format.
     """
     file = folder / MODEL_OPTIMIZER_FILE
     if not file.is_file():
@@ -52,7 +52,7 @@ def check_no_other_format(folder: Path, error: type[FinetuneError]) -> None:
 
 
 def check_readable(section: Any, label: str, error: type[FinetuneError]) -> None:  # noqa: ANN401 - whatever a config.json holds
-    """Raise `error` where the `quantization_config` of `label` names an unsupported format.
+    """Raise `error` if the `quantization_config` of `label` names an unsupported format.
 
     Supported are FP8 in blocks (`model/quantised/fp8.py`), with or without experts in FP4, and MXFP4
     (`model/quantised/mxfp4.py`).

@@ -1,1 +1,1 @@
-"""Reads weights from files, by name, into the parts that a rank holds."""
+"""Reads weights from files by name. Each rank reads the part of each tensor that it holds."""

@@ -20,19 +20,19 @@ from ds_finetune.families.family import Family
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.model.build.encoder import published_name
 from ds_finetune.model.build.hub_folder import HubFolder
-from ds_finetune.model.build.skeleton import Fragment, Where, has_score_head, whole
+from ds_finetune.model.build.skeleton import Fragment, Where, full_fragment, has_score_head
 from ds_finetune.model.mtp import published_copies
 from ds_finetune.model.parallel.sharding import UNSHARDED, ModelShard, TensorShard
 from ds_finetune.model.weights.names import Piece, hub_pieces, is_table
 from ds_finetune.model.weights.vocabulary import GrownFolder, Growth
 
 _STRIP_NUMEL = 2**20
-"""Elements of a checkpoint tensor held in memory at a time, in full rows."""
+"""Number of elements of a checkpoint tensor that are in memory at a time, in full rows."""
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _FUSED_EXPERTS = re.compile(r"\.experts\.\w+$")
 _LANGUAGE_MODEL_HEAD = re.compile(r"^(lm_head|embed_out|output)\.(weight|bias)$")
 _DIGESTED = 256
-"""Approximate number of tensors that are hashed for a digest."""
+"""Approximate number of tensors that are hashed for a digest of the weights."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def load_weights(  # noqa: PLR0913
     folder: Path,
     *,
     family: Family,
-    where: Where = whole,
+    where: Where = full_fragment,
     model_shard: ModelShard = UNSHARDED,
     skeleton: PreTrainedModel | None = None,
     growth: Growth | None = None,
@@ -72,21 +72,21 @@ def load_weights(  # noqa: PLR0913
 
     Only the `model_shard` of each tensor is read. For a pipeline stage, `skeleton` is the complete model on the meta
     device, which the checkpoint must match. With `growth` the model has more tokens than the folder, and the missing
-    rows are initialised. Parameters in `may_be_missing` stay unchanged where the folder lacks their module.
+    rows are initialised. Parameters in `may_be_missing` stay unchanged if the folder lacks their module.
 
-    Names and shapes are compared from the headers before anything is written; ModelError lists what is missing,
-    unexpected or of another shape. Weights in FP8 blocks are dequantised in fp32, only the needed rows and columns.
-    Values are cast to the dtype of their target; a NaN or infinity is a ModelError.
+    Names and shapes are compared from the headers before anything is written. ModelError lists what is missing,
+    unexpected or of another shape. Weights in FP8 blocks are dequantised in fp32, only in the needed rows and columns.
+    Values are cast to the dtype of their target, and ModelError is raised for NaN or infinity.
     """
     targets = list(_model_tensors(model, family, where, model_shard))
     expected = (
         _expected_tensors(model, family, where, model_shard)
         if skeleton is None
-        else _expected_tensors(skeleton, family, whole, UNSHARDED)
+        else _expected_tensors(skeleton, family, full_fragment, UNSHARDED)
     )
     rename = partial(published_name, expected=expected, prefix=model.base_model_prefix) if family.encoder else None
     hub = HubFolder(folder, rename=rename) if growth is None else GrownFolder(folder, growth, expected, rename=rename)
-    # Only parameters of modules of which the folder has no tensor may be missing.
+    # A parameter may be missing only if the folder has no tensor of the parameter's module.
     present = {name.rpartition(".")[0] for name in may_be_missing if name in hub.shapes}
     missing = {name for name in may_be_missing if name.rpartition(".")[0] not in present}
     skipped = _check_tensors(hub, {key: expected[key] for key in expected if key not in missing}, model, family)
@@ -105,11 +105,11 @@ def load_weights(  # noqa: PLR0913
 
 
 def open_weights(model: PreTrainedModel, folder: Path, *, family: Family) -> HubFolder:
-    """Open the safetensors of `folder` for reading; ModelError as in `load_weights` where they do not fit `model`,
-    which may be on the meta device.
+    """Open the safetensors of `folder` for reading. ModelError if they do not fit `model`, which may be on the meta
+    device.
     """
     hub = HubFolder(folder)
-    _check_tensors(hub, _expected_tensors(model, family, whole, UNSHARDED), model, family)
+    _check_tensors(hub, _expected_tensors(model, family, full_fragment, UNSHARDED), model, family)
     return hub
 
 
@@ -131,12 +131,12 @@ def initialise_weights(
     model: PreTrainedModel,
     *,
     seed: int,
-    where: Where = whole,
+    where: Where = full_fragment,
     model_shard: ModelShard = UNSHARDED,
     names: Collection[str] | None = None,
 ) -> None:
-    """Initialise all weights (or those in `names`) by the model's own rule (`_init_weights`), equally for any world
-    size, ZeRO stage and shard.
+    """Initialise all weights (or those in `names`) by the model's own rule (`_init_weights`). Values do not depend on
+    world size, ZeRO stage and shard.
 
     One module at a time is initialised in fp32 on the CPU, seeded by (seed, module name), and copied to its fragment.
     """
@@ -155,8 +155,8 @@ def initialise_weights(
             _initialise_module(model, module, own_parameters, seed_of(seed, name), where, shards)
 
 
-def draw_normal(param: nn.Parameter, *, deviation: float, seed: int, where: Where = whole) -> None:
-    """Fill an unsharded parameter with normally distributed values seeded by `seed`, the same for any layout."""
+def draw_normal(param: nn.Parameter, *, deviation: float, seed: int, where: Where = full_fragment) -> None:
+    """Fill an unsharded parameter with normally distributed values, which depend on `seed` and not on the layout."""
     fragment = where(param)
     values = torch.randn(math.prod(fragment.shape), generator=torch.Generator().manual_seed(seed)) * deviation
     if fragment.end > fragment.start:
@@ -164,7 +164,7 @@ def draw_normal(param: nn.Parameter, *, deviation: float, seed: int, where: Wher
             flat[: fragment.end - fragment.start].copy_(values[fragment.start : fragment.end])
 
 
-def clear_weights(model: PreTrainedModel, *, where: Where = whole) -> None:
+def clear_weights(model: PreTrainedModel, *, where: Where = full_fragment) -> None:
     """Set every parameter to zero until its values are restored, because uninitialised memory may contain NaN."""
     for param in model.parameters():
         with where(param).opened() as flat:
@@ -172,7 +172,7 @@ def clear_weights(model: PreTrainedModel, *, where: Where = whole) -> None:
 
 
 def seed_of(seed: int, name: str) -> int:
-    """The seed for the random values of `name` in a run with `seed`."""
+    """Seed of the random values of the tensor `name` in a run with `seed`."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "big")
 
 
@@ -184,7 +184,7 @@ def _initialise_module(  # noqa: PLR0913
     where: Where,
     shards: Mapping[str, TensorShard],
 ) -> None:
-    initial = {leaf: torch.zeros(shards[leaf].whole_shape, dtype=torch.float32) for leaf, _ in own_parameters}
+    initial = {leaf: torch.zeros(shards[leaf].full_shape, dtype=torch.float32) for leaf, _ in own_parameters}
     parameters = dict(module._parameters)
     buffers = dict(module._buffers)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -216,9 +216,7 @@ def _expected_tensors(
         for target in _model_tensors(model, family, where, model_shard)
     }
     return {
-        piece.key: piece.shape
-        for name, shard in shards.items()
-        for piece in hub_pieces(name, shard.whole_shape, family)
+        piece.key: piece.shape for name, shard in shards.items() for piece in hub_pieces(name, shard.full_shape, family)
     }
 
 
@@ -238,7 +236,7 @@ def _model_tensors(
             if leaf not in module._non_persistent_buffers_set:
                 name = f"{module_name}.{leaf}".lstrip(".")
                 shape = tuple(buffer.shape)
-                yield _ModelTensor(name, whole(buffer), hub_pieces(name, shape, family), (0,) * len(shape))
+                yield _ModelTensor(name, full_fragment(buffer), hub_pieces(name, shape, family), (0,) * len(shape))
 
 
 def _check_tensors(
@@ -276,7 +274,7 @@ def _check_tensors(
 def _check_layout_of_experts(
     hub: HubFolder, expected: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family
 ) -> None:
-    """ModelError where the checkpoint has separate experts, the model fused ones, and the family no mapping."""
+    """ModelError if the checkpoint has a tensor for each expert, the model fused experts, and the family no mapping."""
     one_by_one = sorted(key for key in hub.shapes if key not in expected and _ONE_EXPERT.search(key))
     fused = sorted(key for key in expected if key not in hub.shapes and _FUSED_EXPERTS.search(key))
     if not family.fused_experts and one_by_one and fused:
@@ -291,7 +289,7 @@ def _check_layout_of_experts(
 
 
 def _copy_piece(hub: HubFolder, target: _ModelTensor, flat: torch.Tensor, piece: Piece) -> None:
-    """Copy the elements of `piece` that this rank holds to `flat`; reads only the needed rows, some at a time."""
+    """Copy the elements of `piece` that this rank holds to `flat`. Only the needed rows are read, some at a time."""
     fragment = target.fragment
     begin, width = piece.first_element(fragment.shape), max(1, math.prod(piece.shape[1:]))
     first = max(0, (fragment.start - begin) // width)
@@ -299,7 +297,7 @@ def _copy_piece(hub: HubFolder, target: _ModelTensor, flat: torch.Tensor, piece:
     step = max(1, _STRIP_NUMEL // width)
     for low in range(first, last, step):
         values = _read_rows(hub, piece, slice(low, min(low + step, last)), target.offsets)
-        # Several times faster than isfinite on all elements: minimum and maximum of data with NaN are NaN.
+        # This is several times faster than isfinite on all elements. Minimum and maximum of data with NaN are NaN.
         if not all(map(math.isfinite, map(float, torch.aminmax(values)))):
             raise ModelError(
                 f"tensor `{piece.key}` of {hub.folder} holds NaN or infinity",
@@ -313,7 +311,7 @@ def _copy_piece(hub: HubFolder, target: _ModelTensor, flat: torch.Tensor, piece:
 
 
 def _check_table(hub: HubFolder, target: _ModelTensor, table: torch.Tensor, model: PreTrainedModel) -> None:
-    """ModelError where a table of token ids names an expert that does not exist."""
+    """ModelError if a table of experts by token id names an expert that does not exist."""
     low, high, experts = int(table.min()), int(table.max()), int(model.config.n_routed_experts)
     if low < 0 or high >= experts:
         raise ModelError(
@@ -323,7 +321,7 @@ def _check_table(hub: HubFolder, target: _ModelTensor, table: torch.Tensor, mode
 
 
 def _read_rows(hub: HubFolder, piece: Piece, rows: slice, offsets: tuple[int, ...]) -> torch.Tensor:
-    """`rows` of the box of shape `piece.shape` at `offsets` in the checkpoint tensor `piece.key`."""
+    """Read `rows` of a part of the checkpoint tensor `piece.key`: of the box of shape `piece.shape` at `offsets`."""
     if not piece.shape:
         return hub.read(piece.key, 0, 1)
     first, within = offsets[0], tuple(slice(at, at + size) for at, size in zip(offsets, piece.shape, strict=True))

@@ -1,4 +1,4 @@
-"""Names of tensors, for loading and export: the model's, those of published checkpoints, and adapters'.
+"""Names of tensors in the model, in published checkpoints and in adapters, for loading and export.
 
 Adapter parameters are named `MODULE.lora_A` for a module's `weight`, else `MODULE.LEAF_lora_A`.
 """
@@ -19,15 +19,15 @@ _FUSED = re.compile(r"^(?P<experts>.*\.mlp\.experts)\.(?P<part>gate_up_proj|down
 
 @dataclass(frozen=True)
 class Piece:
-    """The checkpoint tensor `key` of `shape`, which is `tensor[index]` of a model tensor."""
+    """A checkpoint tensor `key` of `shape` that is the part `tensor[index]` of a model tensor."""
 
     key: str
     index: Index
     shape: tuple[int, ...]
 
     def first_element(self, shape: tuple[int, ...]) -> int:
-        """Index of the piece's first element in the flattened model tensor of shape `shape`, in which its elements are
-        contiguous.
+        """Index of the piece's first element in the flattened model tensor of shape `shape`. The piece's elements are
+        contiguous there.
         """
         begin, stride = 0, math.prod(shape)
         for size, part in zip(shape, self.index, strict=False):
@@ -37,10 +37,10 @@ class Piece:
 
 
 def hub_pieces(name: str, shape: tuple[int, ...], family: Family, *, first_expert: int = 0) -> tuple[Piece, ...]:
-    """The checkpoint tensors that make up the model tensor `name` of `shape`; together they have each element once.
+    """The checkpoint tensors that make up the model tensor `name` of `shape`. Together they have each element once.
 
     Fused experts `gate_up_proj` [experts, 2 x inner, hidden] and `down_proj` [experts, hidden, inner] are one matrix
-    per expert and projection in a checkpoint (transformers 5.23, conversion_mapping.py:51-53, 1270); all other tensors
+    per expert and projection in a checkpoint (transformers 5.23, conversion_mapping.py:51-53, 1270). All other tensors
     are the same in both. `first_expert` is the index in the layer of the tensor's first expert.
     """
     names = family.published_mlp
@@ -66,7 +66,7 @@ def published_names(shapes: Mapping[str, tuple[int, ...]], family: Family) -> tu
 
 
 def published_name(name: str, family: Family) -> str:
-    """The name in a published checkpoint of the model's tensor `name`, which must not be of fused experts.
+    """Name in a published checkpoint of the model's tensor `name`, which must not belong to fused experts.
 
     For a generic type, this is the name by which transformers saves the tensor.
     """
@@ -77,8 +77,8 @@ def published_name(name: str, family: Family) -> str:
 
 
 def canonical_name(key: str, family: Family) -> str:
-    """The published name of a generic type's tensor that a checkpoint names `key`: by transformers' saving rules or by
-    the model's own name.
+    """Published name of a tensor of a generic type. The checkpoint's name `key` may follow transformers' saving rules,
+    or be the model's own name.
     """
 
     def in_model(name: str) -> str:
@@ -86,13 +86,13 @@ def canonical_name(key: str, family: Family) -> str:
             name = renaming.rename_source_key(name)[0]
         return name
 
-    # transformers' patterns also match some names of the model, which are recognised by mapping the result back.
+    # transformers' patterns also match some names of the model. These are recognised by mapping the result back.
     renamed, original = published_name(in_model(key), family), published_name(key, family)
     return original if renamed != key and in_model(original) == key else renamed
 
 
 def renamed(name: str, renames: Renames) -> str:
-    """`name` after all `renames` in order."""
+    """Apply all `renames` to `name`, in order."""
     for pattern, new in renames:
         name = re.sub(pattern, new, name)
     return name
@@ -110,8 +110,8 @@ def is_kept_in_fp32(key: str, family: Family) -> bool:
 
 
 def differences(expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> str:
-    """Differences in name and shape between tensors `stored` in a checkpoint and those `expected` by the model, as
-    text; empty without differences.
+    """Describe differences in name and shape between tensors `stored` in a checkpoint and tensors `expected` by the
+    model. The text is empty without differences.
     """
     common = sorted(key for key in expected.keys() & stored.keys() if expected[key] != stored[key])
     mismatched = [f"{key}: model {expected[key]}, checkpoint {stored[key]}" for key in common]
@@ -136,7 +136,7 @@ def is_adapter(name: str) -> bool:
 
 
 def weight_of(name: str) -> tuple[str, str]:
-    """The weight that an adapter's parameter `name` adapts, and the side of the parameter, `A` or `B`."""
+    """The weight that an adapter's parameter `name` adapts, and the parameter's side, `A` or `B`."""
     match = _ADAPTER.match(name)
     assert match, name
     return f"{match['module']}.{match['leaf'] or 'weight'}", match["side"]

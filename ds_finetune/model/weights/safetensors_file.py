@@ -1,4 +1,6 @@
-"""Safetensors files: a header (8 bytes of length, then a JSON object) and tensors, which are read in parts."""
+"""Reads and writes headers of safetensors files, and reads tensors in parts. A file has 8 bytes of header length, a
+header in JSON, and the tensors' data.
+"""
 
 import json
 import math
@@ -27,7 +29,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class HeaderEntry:
-    """Location of a tensor in a file: row-major, from byte `begin`."""
+    """Location of a tensor in a safetensors file. Its row-major data starts at byte `begin`."""
 
     dtype: torch.dtype
     shape: Shape
@@ -41,7 +43,7 @@ class HeaderEntry:
 
 @dataclass(frozen=True)
 class Header:
-    """The tensors of a file by name, in the order of their data, which has no gaps."""
+    """The tensors of a safetensors file by name, in the order of their data, which has no gaps."""
 
     tensors: Mapping[str, HeaderEntry]
     metadata: Mapping[str, str]
@@ -50,7 +52,9 @@ class Header:
 
 
 def header_bytes(path: Path) -> int:
-    """Header size that a file states, 0 for a file too short for a header; ValueError above `MAX_HEADER_BYTES`."""
+    """Header size that a safetensors file states; 0 for a file too short for a header. ValueError above
+    `MAX_HEADER_BYTES`.
+    """
     with path.open("rb") as file:
         prefix = file.read(_LENGTH.size)
     size: int = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else 0
@@ -59,12 +63,12 @@ def header_bytes(path: Path) -> int:
     return size
 
 
-def read_header(path: Path, *, is_whole: bool = True) -> Header:
-    """The header of the file at `path`.
+def read_header(path: Path, *, is_complete: bool = True) -> Header:
+    """Read the header of the safetensors file `path`.
 
-    OSError where it cannot be read. ValueError where it is no regular file, where the header is longer than
-    `MAX_HEADER_BYTES`, is invalid or names unknown dtypes, where tensors overlap or leave gaps, and, with `is_whole`,
-    where the data does not end with the file.
+    OSError if it cannot be read. ValueError if it is no regular file, if the header is longer than `MAX_HEADER_BYTES`,
+    is invalid or names unknown dtypes, if tensors overlap or leave gaps, or, with `is_complete`, if the data does not
+    end with the file.
     """
     if not path.is_file():
         raise ValueError("it is no regular file")
@@ -77,7 +81,7 @@ def read_header(path: Path, *, is_whole: bool = True) -> Header:
         header = _parse(json.loads(text), _LENGTH.size + size)
     except (KeyError, TypeError, AttributeError, RecursionError) as invalid:
         raise ValueError(f"its header is not valid: {invalid!r}") from invalid
-    if is_whole and header.end != file_bytes:
+    if is_complete and header.end != file_bytes:
         raise ValueError(f"its tensors end at byte {header.end}, the file at {file_bytes}")
     return header
 
@@ -93,7 +97,9 @@ def _parse(tree: Any, begin: int) -> Header:  # noqa: ANN401 - whatever a file h
 
 
 def _parse_entry(name: str, item: Mapping[str, Any], data: int, end: int) -> HeaderEntry:
-    """Parse a tensor whose data must begin at byte `end` of a file with data from byte `data`; ValueError otherwise."""
+    """Parse the header's entry of a tensor, whose data must begin at byte `end`. The file's data begins at byte `data`.
+    ValueError for any other location.
+    """
     if item["dtype"] not in SAFETENSORS_DTYPES:
         raise ValueError(f"`{name}` is {item['dtype']}, not one of {', '.join(SAFETENSORS_DTYPES)}")
     entry, (begin, stop) = (
@@ -111,7 +117,7 @@ def _parse_entry(name: str, item: Mapping[str, Any], data: int, end: int) -> Hea
 def encode_header(
     tensors: Iterable[tuple[str, torch.dtype, Shape]], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[int]]:
-    """Header bytes of a file with consecutive tensors (name, dtype, shape), and the byte where each tensor begins."""
+    """Encode the header of a file with consecutive tensors (name, dtype, shape). Also returns where each one begins."""
     entries, begins, end = {}, [], 0
     for name, dtype, shape in tensors:
         assert name not in entries, name
@@ -126,7 +132,7 @@ def encode_header(
 
 
 class DataFile:
-    """A file that several threads read at any offset; opened at the first read, closed with the object."""
+    """A file that several threads read at any offset. It is opened at the first read and closed with the object."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -138,7 +144,7 @@ class DataFile:
         return descriptor
 
     def read_into(self, view: memoryview, offset: int) -> None:
-        """Fill `view` with the bytes from `offset`; EOFError where the file is too short."""
+        """Fill `view` with the file's bytes from `offset`. EOFError if the file is too short."""
         while view:
             num_read = os.preadv(self._descriptor, [view], offset)
             if not num_read:
@@ -147,7 +153,7 @@ class DataFile:
 
 
 class SafetensorsFile(DataFile):
-    """One safetensors file."""
+    """A safetensors file whose tensors are read in parts."""
 
     def read(self, dtype: torch.dtype, numel: int, offset: int, *, into: "Scratch | None" = None) -> torch.Tensor:
         """Read `numel` elements from byte `offset`, 1-D, into new memory or the buffer `into`."""
@@ -156,7 +162,9 @@ class SafetensorsFile(DataFile):
         try:
             self.read_into(view, offset)
         except EOFError as short:
-            raise ModelError(f"{short}", hint="it changed while it was read") from short
+            raise ModelError(
+                f"{short}", hint="another program shortened the file while it was read; copy it again"
+            ) from short
         return out
 
 
@@ -167,7 +175,7 @@ class Scratch(threading.local):
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A 1-D tensor over this thread's buffer, valid until the thread's next `take`."""
+        """1-D tensor in this thread's buffer, valid until the thread's next `take`."""
         size = numel * dtype.itemsize
         if self._bytes.numel() < size:
             self._bytes = torch.empty(size, dtype=torch.uint8)
@@ -176,7 +184,7 @@ class Scratch(threading.local):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Location of a tensor: row-major, from byte `begin` of `file`."""
+    """Location of a tensor. Its row-major data starts at byte `begin` of `file`."""
 
     file: SafetensorsFile
     dtype: torch.dtype
@@ -184,10 +192,10 @@ class StoredTensor:
     begin: int
 
     def read(self, start: int, numel: int, *, into: Scratch | None = None) -> torch.Tensor:
-        """Elements `start` to `start + numel` of the flattened tensor, 1-D, in the stored dtype."""
+        """Read elements `start` to `start + numel` of the flattened tensor, 1-D, in the stored dtype."""
         return self.file.read(self.dtype, numel, self.begin + start * self.dtype.itemsize, into=into)
 
     def rows(self, first: int, last: int, *, into: Scratch | None = None) -> torch.Tensor:
-        """Rows `first` to `last`, [rows, ...], in the stored dtype."""
+        """Read rows `first` to `last` of the tensor, [rows, ...], in the stored dtype."""
         width = math.prod(self.shape[1:])
         return self.read(first * width, (last - first) * width, into=into).view(last - first, *self.shape[1:])

@@ -1,4 +1,4 @@
-"""Vocabularies larger than the published one: embedding and head keep their rows and get new rows."""
+"""Enlarges a model's vocabulary beyond the published one: embedding and head keep their rows and get new rows."""
 
 import math
 import re
@@ -16,7 +16,7 @@ _EMBEDDING = re.compile(r"\b(embed_tokens|word_embeddings|embed_in|wte|embed)\.w
 _COMPARED, _MARGIN = 256, 1.25
 """Maximum number of embeddings for comparison, and tolerated ratio between distances of untrained embeddings."""
 _STRIP_NUMEL = 2**20
-"""Elements of a published tensor held in memory at a time, in full rows."""
+"""Number of elements of a published tensor that are in memory at a time, in full rows."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Growth:
 
 
 def grow_vocabulary(hf_config: PretrainedConfig, ids: int) -> None:
-    """Enlarge the vocabulary to `ids` tokens where it is smaller; ModelError for a negative `pad_token_id`, or a model
+    """Enlarge the vocabulary to `ids` tokens if it is smaller. ModelError for a negative `pad_token_id`, or a model
     with token embeddings for each layer.
     """
     if ids <= hf_config.vocab_size:
@@ -45,14 +45,16 @@ def grow_vocabulary(hf_config: PretrainedConfig, ids: int) -> None:
         raise ModelError(
             f"pad_token_id {pad} of the model counts from the end of {hf_config.vocab_size} rows, "
             f"which model.resize_vocabulary makes {ids}",
-            hint=f"write {pad + hf_config.vocab_size} in config.json",
+            hint=f"write pad_token_id {pad + hf_config.vocab_size} in config.json",
         )
     hf_config.vocab_size = ids
 
 
 def untrained_rows(folder: Path, candidates: Collection[int], used: Collection[int]) -> list[int]:
-    """The ids of `candidates` whose embedding in the weights of `folder` looks untrained: it lies among embeddings of
-    ids not in `used`, or if all ids are, within half the median distance to the mean of `used`.
+    """The ids of `candidates` whose embedding in the weights of `folder` looks untrained.
+
+    It must be as near to the mean embedding of ids outside `used` as these ids' own embeddings are. If all ids are in
+    `used`, it must be within half their median distance of their mean.
     """
     hub = HubFolder(folder)
     table = next((key for key, shape in hub.shapes.items() if _EMBEDDING.search(key) and len(shape) == 2), None)
@@ -71,7 +73,7 @@ def untrained_rows(folder: Path, candidates: Collection[int], used: Collection[i
 
 
 class GrownFolder(HubFolder):
-    """Published weights with the shapes of a model with more tokens: `rows` reads published rows and samples new ones.
+    """Published weights with the shapes of a model with more tokens. `rows` reads published rows and samples new ones.
 
     Each column of the new rows is normally distributed, with mean and standard deviation of the published rows. Samples
     depend on the tensor's name and the seed, so they are the same for any layout. Tensors that grow are recognised by
@@ -93,7 +95,9 @@ class GrownFolder(HubFolder):
         self.shapes = {**self.shapes, **grown}
 
     def rows(self, key: str, first: int, last: int, within: tuple[slice, ...] = ()) -> torch.Tensor:
-        """Rows `first` to `last`, or the part `within`, valid until the same thread's next read."""
+        """Read rows `first` to `last` of a tensor, or the part `within`. They are valid until the same thread's next
+        read.
+        """
         before = self._growth.before
         if key not in self._grown or last <= before:
             return super().rows(key, first, last, within)
@@ -111,7 +115,9 @@ class GrownFolder(HubFolder):
         return HubFolder(self.folder).is_same(key, other)
 
     def check_left(self, keys: Iterable[str]) -> None:
-        """ModelError where one of `keys`, for which transformers' class has no module, has the published rows."""
+        """ModelError if one of the tensors `keys`, for which transformers' class has no module, has the published
+        number of rows.
+        """
         stuck = [key for key in keys if self.shapes[key][:1] == (self._growth.before,)]
         if stuck:
             raise ModelError(
@@ -122,7 +128,7 @@ class GrownFolder(HubFolder):
             )
 
     def _moments(self, key: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and standard deviation of each column over the published rows, fp64."""
+        """Mean and standard deviation of each column of a tensor over the published rows, fp64."""
         before, width = self._growth.before, self.shapes[key][1:]
         sums, squares = torch.zeros(width, dtype=torch.float64), torch.zeros(width, dtype=torch.float64)
         step = max(1, _STRIP_NUMEL // max(1, math.prod(width)))

@@ -216,7 +216,7 @@ def _in_peft(lm: Any, engine: Engine, model: ModelPlan, lora: LoraConfig) -> nn.
     from peft import PeftModel
 
     adapters = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
-    full_modules = model.lora.whole if model.lora is not None else ()
+    full_modules = model.lora.fully_trained if model.lora is not None else ()
     base = AdapterBase(
         name=model.path,
         digest="",

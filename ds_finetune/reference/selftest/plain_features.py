@@ -251,7 +251,7 @@ class PlainAdapters:
         """Freeze all parameters except a classification head, and round the weights that the run holds in 4 bits."""
         lora = plan_lora(model.config, self.section, task)
         model.requires_grad_(False)
-        for name in lora.whole:
+        for name in lora.fully_trained:
             model.get_parameter(name).requires_grad_(True)
         for target in lora.quantised:
             weight = model.get_parameter(f"{target.name}.weight")

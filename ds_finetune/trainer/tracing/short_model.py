@@ -139,7 +139,7 @@ class ShortModel:
         )
         states.packs_documents = self._packs(plan.hf_config)
         self.teacher = states
-        yield states.whole()
+        yield states.unsharded_teacher()
 
     def _shorten(self) -> tuple[list[str], list[int]]:
         return _shorten(self.lm, self._is_full, is_reached=self._plan.mesh.pp > 1)

@@ -361,7 +361,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "fp8 tensors": (_store_in_fp8, "holds FP8 tensors and its config.json does not say so"),
     "a tensor missing": (_remove_a_tensor, "1 missing: model.layers.1.self_attn.o_proj.weight"),
-    "truncated": (_truncate, "model.safetensors is not a whole safetensors file"),
+    "truncated": (_truncate, "model.safetensors is not a complete safetensors file"),
     "beyond fp16": (partial(_scale, factor=1e6), "`model.norm.weight` holds NaN or infinity as float16"),
     "not a number": (partial(_scale, factor=float("nan")), "`model.norm.weight` holds NaN or infinity in the source"),
 }

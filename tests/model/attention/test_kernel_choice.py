@@ -95,4 +95,4 @@ def test_a_flash_attention_3_that_cannot_be_loaded_is_named(monkeypatch: pytest.
     _install(monkeypatch, (9, 0), load)
     with pytest.raises(DependencyError, match="installed and cannot be loaded: undefined symbol") as caught:
         choose_flash_attention(CONFIG, is_wanted=True)
-    assert "or remove it" in caught.value.hint
+    assert "or uninstall it" in caught.value.hint

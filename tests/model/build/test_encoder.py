@@ -12,7 +12,7 @@ from ds_finetune.errors import ModelError
 from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.model.attention.by_document import BY_DOCUMENT
 from ds_finetune.model.build.encoder import check_encoder, encoder_inputs, encoder_of, encoder_scores, max_positions
-from ds_finetune.model.build.skeleton import build_skeleton, read_hf_config, whole
+from ds_finetune.model.build.skeleton import build_skeleton, full_fragment, read_hf_config
 from ds_finetune.model.loss.score_config import fresh_parameters
 from ds_finetune.model.loss.score_head import head_parameters, initialise_score_head
 from ds_finetune.model.weights.load import LoadReport, load_weights
@@ -147,7 +147,7 @@ def _load(name: str, folder: Path) -> tuple[PreTrainedModel, LoadReport]:
     fresh = fresh_parameters(hf_config, "sequence_classification", head_parameters(lm))
     family = family_of(ENCODERS[name]["model_type"])
     report = load_weights(lm, folder, family=family, may_be_missing=fresh)
-    initialise_score_head(lm, Classification(3), report.missing, seed=1, where=whole)
+    initialise_score_head(lm, Classification(3), report.missing, seed=1, where=full_fragment)
     return lm, report
 
 

@@ -53,7 +53,9 @@ def _reads_a_weight(mlp: Any, hidden: torch.Tensor) -> torch.Tensor:
 def test_a_type_whose_adapters_would_be_passed_over_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of("olmo2")
     monkeypatch.setattr(modeling_olmo2.Olmo2MLP, "forward", _reads_a_weight)
-    with pytest.raises(ModelError, match="adapters compute something else than weights they are added to") as refused:
+    with pytest.raises(
+        ModelError, match="adapters compute something else than weights into which they are merged"
+    ) as refused:
         check_generic_type(config, **ROWS, adapted={"up_proj", "q_proj"})
     assert "lora.target_modules" in refused.value.hint
     assert "adapters" in check_generic_type(config, **ROWS, adapted={"down_proj", "q_proj"})[0]

@@ -36,7 +36,7 @@ def test_all_files_are_one_name_space(folder: Path) -> None:
     assert torch.equal(hub.rows("a", 1, 2, (slice(1, 3),)), torch.tensor([[4.0, 5.0]]))
     assert hub.read("c", 0, 1).item() == 7
     assert hub.dtype("b") == torch.bfloat16
-    with pytest.raises(ModelError, match=r"holds 1 tensors of another kind: `d` is torch\.int64"):
+    with pytest.raises(ModelError, match=r"holds 1 tensors with a dtype not of weights: `d` is torch\.int64"):
         hub.left_over(hub.shapes, model="it", may_be=lambda _: False)
 
 
@@ -90,7 +90,7 @@ def test_one_name_in_two_files(folder: Path) -> None:
 def test_a_truncated_file(kept: int, folder: Path) -> None:
     data = (folder / "model-1.safetensors").read_bytes()
     (folder / "model-1.safetensors").write_bytes(data[:kept])
-    with pytest.raises(ModelError, match=r"model-1\.safetensors is not a whole safetensors file: .*"):
+    with pytest.raises(ModelError, match=r"model-1\.safetensors is not a complete safetensors file: .*"):
         HubFolder(folder)
 
 
@@ -109,7 +109,7 @@ def test_random_bytes_and_flipped_ones_never_do_more_than_be_refused(folder: Pat
             refused += 1
     assert refused > 100
     path.write_bytes(struct.pack("<Q", 200000) + b"[" * 200000)
-    with pytest.raises(ModelError, match="is not a whole safetensors file"):
+    with pytest.raises(ModelError, match="is not a complete safetensors file"):
         HubFolder(folder)
 
 

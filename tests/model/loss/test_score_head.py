@@ -18,7 +18,7 @@ from ds_finetune.data.prepared_rows import Row, RowDocuments
 from ds_finetune.engine.rank_rows import host_rows
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
-from ds_finetune.model.build.skeleton import build_skeleton, read_hf_config, whole
+from ds_finetune.model.build.skeleton import build_skeleton, full_fragment, read_hf_config
 from ds_finetune.model.loss.score_config import fresh_parameters, set_classes, set_padding_token, with_base_classes
 from ds_finetune.model.loss.score_head import initialise_score_head, install_score_head
 from ds_finetune.model.loss.token_loss import TrainedModel
@@ -104,7 +104,7 @@ def loaded(folder: Path, objective: ScoreObjective, config: PretrainedConfig, se
     lm = build_skeleton(config, attention="sdpa", dtype=torch.float32, device="cpu", task=TASK)
     fresh = fresh_parameters(read_hf_config(str(folder), task=TASK), TASK)
     report = load_weights(lm, folder, family=family_of(config.model_type), may_be_missing=fresh)
-    initialise_score_head(lm, objective, report.missing, seed=seed, where=whole)
+    initialise_score_head(lm, objective, report.missing, seed=seed, where=full_fragment)
     return lm, report
 
 

@@ -17,7 +17,7 @@ from ds_finetune.model import kept_outputs
 from ds_finetune.model.activation_memory import install_tiled_mlps, is_random, recompute_layers
 from ds_finetune.model.adapters.lora import AdapterPlacement, install_lora
 from ds_finetune.model.build.meta_model import read_tensors
-from ds_finetune.model.build.skeleton import build_skeleton, whole
+from ds_finetune.model.build.skeleton import build_skeleton, full_fragment
 from ds_finetune.model.kept_outputs import KEPT_OPERATIONS, kept, layer_contexts
 from ds_finetune.model.parallel.expert import compute_shared_experts_ahead
 from ds_finetune.plan.lora_targets import adapted_targets, targets_among
@@ -53,7 +53,7 @@ def model_of(family: str, dtype: torch.dtype = torch.float32, *, has_lora: bool 
     if has_lora:
         lora = LoraConfig(rank=8)
         targets = adapted_targets(targets_among(read_tensors(config).shapes()), lora)
-        install_lora(lm, targets, lora, seed=0, placement=AdapterPlacement(whole))
+        install_lora(lm, targets, lora, seed=0, placement=AdapterPlacement(full_fragment))
         with torch.no_grad():
             for name, param in lm.named_parameters():
                 if "lora_B" in name:

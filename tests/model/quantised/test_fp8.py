@@ -14,7 +14,14 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build.hub_folder import HubFolder
-from ds_finetune.model.build.skeleton import Fragment, build_skeleton, in_memory, model_class, read_hf_config, whole
+from ds_finetune.model.build.skeleton import (
+    Fragment,
+    build_skeleton,
+    full_fragment,
+    in_memory,
+    model_class,
+    read_hf_config,
+)
 from ds_finetune.model.parallel.expert import build_local_experts
 from ds_finetune.model.parallel.pipeline import (
     PipelineGroup,
@@ -78,7 +85,7 @@ def test_blocks_as_numpy_multiplies_them_out(shape: tuple[int, int], tmp_path: P
             assert torch.equal(hub.rows("w", first, last, (part,)), wanted[first:last, part])
     for start, numel in ((0, rows * columns), (rows * columns // 3, -(-rows * columns // 2)), (rows * columns - 1, 1)):
         assert torch.equal(hub.read("w", start, numel), wanted.reshape(-1)[start : start + numel])
-    assert torch.equal(hub.whole("w"), wanted)
+    assert torch.equal(hub.full_tensor("w"), wanted)
 
 
 def test_the_cast_and_the_table_agree() -> None:
@@ -232,7 +239,12 @@ def test_stages_of_a_pipeline(published: Path, reference: torch.nn.Module) -> No
             model = build_skeleton(config, attention="sdpa", dtype=torch.bfloat16, device="cpu")
         install_pipeline_stage(model, PipelineGroup(None, 2, place), outputs=config.vocab_size)
         load_weights(
-            model, published, family=FAMILY, where=whole, model_shard=UNSHARDED, skeleton=build_meta_model(config)
+            model,
+            published,
+            family=FAMILY,
+            where=full_fragment,
+            model_shard=UNSHARDED,
+            skeleton=build_meta_model(config),
         )
         state = model.state_dict()
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in state.items())
@@ -298,8 +310,8 @@ def test_scales_that_are_powers_of_two(seed: int, tmp_path: Path) -> None:
         hub = HubFolder(tmp_path / name)
         padded = torch.nn.functional.pad(weight.float(), (0, -columns % 128, 0, -rows % 128))
         wanted = Fp8Dequantize(None)._dequantize_one(padded, stored, torch.float32)[:rows, :columns]
-        assert torch.equal(hub.whole("w"), wanted)
-        assert torch.equal(hub.whole("w"), decoded(weight, scale.float()))
+        assert torch.equal(hub.full_tensor("w"), wanted)
+        assert torch.equal(hub.full_tensor("w"), decoded(weight, scale.float()))
         first, column = rows // 3, columns // 2
         assert torch.equal(hub.rows("w", first, rows, (slice(column, columns),)), wanted[first:, column:])
 
@@ -313,7 +325,7 @@ def test_scales_in_16_bits(dtype: torch.dtype, tmp_path: Path) -> None:
     save_file({"w": weight, "w_scale_inv": scale}, tmp_path / "model.safetensors")
     hub = HubFolder(tmp_path)
     wanted = Fp8Dequantize(None)._dequantize_one(weight, scale, torch.float32)
-    assert torch.equal(hub.whole("w"), wanted)
+    assert torch.equal(hub.full_tensor("w"), wanted)
     assert torch.equal(hub.rows("w", 100, 300, (slice(130, 256),)), wanted[100:300, 130:])
     assert hub.scales("w", 0, 384).dtype == torch.float32
 

@@ -75,7 +75,7 @@ def test_a_file_cut_short_is_read_only_where_that_is_allowed(tmp_path: Path) -> 
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"its tensors end at byte \d+, the file at \d+"):
         read_header(file)
-    assert read_header(file, is_whole=False).tensors["a"].shape == (2,)
+    assert read_header(file, is_complete=False).tensors["a"].shape == (2,)
 
 
 def test_a_header_may_not_be_longer_than_safetensors_allows(tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def test_a_padding_row_counted_from_the_end_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama"] | {"model_type": "llama", "pad_token_id": -1}))
     with pytest.raises(ModelError, match="pad_token_id -1 of the model counts from the end of 96 rows") as caught:
         config_of(tmp_path)
-    assert "write 95 in config.json" in caught.value.hint
+    assert "write pad_token_id 95 in config.json" in caught.value.hint
 
 
 @pytest.fixture(scope="module")

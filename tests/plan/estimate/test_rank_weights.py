@@ -89,7 +89,7 @@ def _stage_tensors(plan: Plan, model: ModelPlan, stage: int) -> list[TensorKind]
     for name, param in lm.named_parameters():
         shard = model_shard.tensor_shard(name, tuple(param.shape))
         sharers = plan.zero_ranks // (mesh.ep if shard.is_expert_parallel else 1)
-        kinds[_LAYER.sub("N", name), shard.whole_shape, tuple(param.shape), sharers] += 1
+        kinds[_LAYER.sub("N", name), shard.full_shape, tuple(param.shape), sharers] += 1
     return [TensorKind(name, count, whole, local, sharers) for (name, whole, local, sharers), count in kinds.items()]
 
 
