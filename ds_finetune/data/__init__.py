@@ -1,1 +1,1 @@
-"""Training data, from files to batches: sources, layouts, tokens with loss masks, packing, cache and sampling."""
+"""Training data, from files to batches: sources, record layouts, tokens with loss masks, packing, cache, mixtures."""

@@ -1,4 +1,4 @@
-"""Batches of sampled answers: rows of prompts with answers, and the log-probabilities known of their tokens."""
+"""Makes a training batch from the answers that the model sampled in a step."""
 
 from bisect import bisect, insort
 from collections import defaultdict
@@ -20,7 +20,11 @@ LogProbs = NDArray[np.float32] | None
 
 @dataclass(frozen=True, eq=False)
 class ScoredAnswer:
-    """A sampled answer with its advantage; `objectives.objective.AnswerNumbers` describes the log-probabilities."""
+    """A sampled answer with its advantage, and what is known of its tokens.
+
+    `sampled` are log-probabilities that the sampler reported, `old` those under the weights that sampled, `reference`
+    those under the reference model. `experts` are the experts that computed the tokens (`AnswerNumbers`).
+    """
 
     prompt_ids: Sequence[int]
     ids: Sequence[int] | NDArray[np.int64]
@@ -35,11 +39,10 @@ class ScoredAnswer:
 
 
 def answer_batch(answers: Sequence[ScoredAnswer], plan: BatchPlan, *, position: Position | None = None) -> Batch:
-    """This rank's batch of a step on `answers`, which are the same on every rank, with counts over all ranks.
+    """Make this rank's batch of a step from all sampled `answers`, which are the same on every rank.
 
-    Packed rows are filled by best fit, longest documents first. The number of forwards depends on the answers and is
-    the same on every rank; the last forwards may have fewer rows, or one empty row. `position` is the position in the
-    prompts after the step.
+    Packed rows are filled by best fit, longest documents first. All ranks run the same number of forward passes; the
+    last ones may have fewer rows, or one empty row. `position` is the position in the prompts after the step.
     """
     answer_rows = _rows(answers, plan)
     rows = [*answer_rows, *[None] * (-len(answer_rows) % (plan.micro_batch_size * plan.dp))]
@@ -57,7 +60,6 @@ def answer_batch(answers: Sequence[ScoredAnswer], plan: BatchPlan, *, position: 
 
 
 def _rows(answers: Sequence[ScoredAnswer], plan: BatchPlan) -> list[Row]:
-    """One row per answer, or packed rows where the plan has a `row_len`."""
     if plan.row_len is None:
         return [_row([[answer]]) for answer in answers]
     if plan.shares_prompts:
@@ -67,20 +69,22 @@ def _rows(answers: Sequence[ScoredAnswer], plan: BatchPlan) -> list[Row]:
 
 
 def _share_prompts(answers: Sequence[ScoredAnswer], row_len: int) -> list[list[list[ScoredAnswer]]]:
-    """Pack answers into rows: each item is a row, a list of groups of answers to one prompt.
+    """Pack answers into rows in which answers to one prompt share the prompt's tokens.
 
-    An answer joins the fullest row with room for it, preferably one that already has its prompt.
+    Returns for each row its groups of answers, one group for each prompt. An answer goes into the fullest row with room
+    for it, preferably into a row that already has its prompt.
     """
     groups = defaultdict[tuple[int, ...], list[ScoredAnswer]](list)
     for answer in answers:
         groups[tuple(answer.prompt_ids)].append(answer)
     rows: list[list[list[ScoredAnswer]]] = []
     spaces: list[tuple[int, int]] = []
-    """(Free tokens, index) of each row, sorted."""
+    """For each row, its free tokens and its index, sorted by free tokens."""
     for prompt, group in groups.items():
         group_of_row: dict[int, list[ScoredAnswer]] = {}
         for answer in sorted(group, key=lambda each: -len(each.ids)):
-            # In a row that already has the prompt, only the prompt's last token is repeated.
+            # A further answer in a row that has the prompt takes only one more token: the prompt's last, which is
+            # repeated.
             length = len(answer.ids) + 1
             space_and_row = next(
                 (each for each in spaces[bisect(spaces, (length,)) :] if each[1] in group_of_row), None
@@ -103,8 +107,10 @@ def _share_prompts(answers: Sequence[ScoredAnswer], row_len: int) -> list[list[l
 
 
 def _row(groups: Sequence[Sequence[ScoredAnswer]]) -> Row:
-    """A row of answers grouped by prompt. The first answer of a group is a document with its prompt. Each other answer
-    is a document that starts with the prompt's last token at its position, to predict the answer's first token.
+    """Make one row from groups of answers; the answers of a group have the same prompt.
+
+    The first answer of a group follows the whole prompt. Each further answer is a document that begins with the
+    prompt's last token, at that token's position, which predicts the answer's first token.
     """
     begins = [
         (answer, 0 if at == 0 else len(answer.prompt_ids) - 1) for group in groups for at, answer in enumerate(group)
@@ -132,9 +138,9 @@ def _row(groups: Sequence[Sequence[ScoredAnswer]]) -> Row:
 
 
 def _with_numbers(micro: MicroBatch, answers: dict[int, ScoredAnswer]) -> MicroBatch:
-    """The micro-batch with the answers' log-probabilities at the positions of the labels, NaN elsewhere."""
+    """Add the answers' log-probabilities to a micro-batch, at the positions of the labels; they are NaN elsewhere."""
     assert micro.examples is not None
-    # Documents are never split over rows and are listed in the order of the rows.
+    # This order is right because no document is split over rows, and documents are in the order of the rows.
     of_batch = [answers[number] for number in micro.examples.numbers.tolist()]
     is_supervised = (micro.labels != IGNORE_INDEX).numpy()
 

@@ -1,8 +1,9 @@
-"""Makes batches from rows.
+"""Divides training rows into batches, and each batch among the data parallel ranks.
 
-The order of rows is a pure function of (seed, epoch), so that a run resumes at any position without reading earlier
-rows. Rows of a global batch are assigned to ranks and forwards by cost, to balance the ranks. The global batch keeps
-the same rows, so its loss and gradient change only by the order of summation. A thread prefetches batches.
+The order of rows depends only on the seed and the epoch, so that a run resumes at any position without reading earlier
+rows. The rows of a global batch are divided among ranks and forward passes by their cost, so that all ranks take about
+the same time. This does not change which rows are in a global batch: its loss and gradient change only by rounding. A
+thread prefetches batches.
 """
 
 import heapq
@@ -31,10 +32,10 @@ _PAD_MULTIPLE = 8
 
 
 class Ahead(NamedTuple):
-    """Inputs and targets of a multi-token prediction layer at each position: int64 [rows, tokens] each.
+    """Inputs and targets of a multi-token prediction layer: int64 [rows, tokens] each.
 
-    `input_ids` is the next token and `labels` the token after it. Neither crosses the end of a document: there the
-    label is IGNORE_INDEX and the id is arbitrary.
+    At each position, `input_ids` has the next token, and `labels` the token after the next. At the last token of a
+    document the label is IGNORE_INDEX, and the id is arbitrary.
     """
 
     input_ids: torch.Tensor
@@ -43,14 +44,14 @@ class Ahead(NamedTuple):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of one forward on a rank.
+    """Rows of one forward pass on one rank.
 
     `input_ids`, `position_ids` and `labels` are int64 [rows, tokens]; a label is the token after its position.
-    `lengths` int64 [rows] counts the tokens of each row without the padding at its end; 0 for an empty row that
-    completes the batch. `documents` has the lengths of the documents of each row, with padding as the last document;
-    None where each row is one document. `shared` has for each document the number of tokens that it shares with the
-    last earlier document that begins at position 0, as if they preceded it; None where no document shares any.
-    `token_types` int64 [rows, tokens], for encoders, is 1 in the second text of a pair.
+    `lengths` int64 [rows] are the lengths of the rows without padding; an empty row that fills the batch has 0.
+    `documents` are the lengths of the documents in each row, with the padding as last document; None where each row is
+    one document. `shared` is for each document the number of prompt tokens that it shares with an earlier document of
+    its row and attends to there; None where no document shares any. `token_types` int64 [rows, tokens], for encoders,
+    is 1 in the second text of a pair, else 0.
     """
 
     input_ids: torch.Tensor
@@ -66,9 +67,10 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Position:
-    """Position in the data after a batch: the next row is number `index` of `epoch`.
+    """Position in the training data at which a run resumes: row `index` of `epoch` is the next one.
 
-    In a stream, the next row is row `row` of chunk `index` of this rank's records, in pass `epoch`.
+    In streamed data, the next row is row `row` of this rank's chunk `index` of records, in pass `epoch` over the
+    sources.
     """
 
     epoch: int
@@ -78,32 +80,32 @@ class Position:
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's batch of an optimizer step; `num_tokens` and `counts` are this rank's, without padding."""
+    """One rank's batch of an optimizer step. `num_tokens` and `counts` cover this rank only, without padding."""
 
     micro: tuple[MicroBatch, ...]
     position: Position
     row_ids: tuple[int, ...]
     num_tokens: int
     counts: Mapping[str, int]
-    """Number of each unit, as `count_rows` gives them."""
+    """Numbers of tokens, documents, pairs and so on in this rank's rows, with the keys of `count_rows`."""
     global_counts: Mapping[str, int] | None = None
-    """`counts` over the rows of all ranks; None where this rank does not know them."""
+    """Numbers of tokens, documents, pairs and so on in the rows of all ranks; None where not known to this rank."""
     baseline: tuple[MicroBatch, ...] = ()
-    """This rank's share of the documents from which the objective's baseline (KTO's z0) is computed before the loss."""
+    """This rank's micro-batches from which KTO's baseline z0 is computed before the loss."""
 
     @property
     def num_supervised_tokens(self) -> int:
-        """Supervised tokens on this rank."""
+        """Number of supervised tokens in this rank's batch."""
         return self.counts["supervised_tokens"]
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How rows are distributed to ranks and padded.
+    """How training rows are divided among ranks and padded.
 
-    `rank` and `dp` are data parallel rank and size; tensor, sequence and pipeline parallel ranks of one `rank` share
-    its rows. Packed rows are padded to `row_len` tokens. With `row_len` None, rows are unpacked and padded to the
-    longest row of a forward.
+    `rank` and `dp` are the data parallel rank and size. Tensor, sequence and pipeline parallel ranks of the same data
+    parallel rank get the same rows. Packed rows are padded to `row_len` tokens. If `row_len` is None, rows are not
+    packed, and are padded to the longest row of a forward pass.
     """
 
     global_batch_size: int
@@ -115,25 +117,29 @@ class BatchPlan:
     pad_token_id: int
     row_len: int | None
     multiple: int = 1
-    """Forwards are padded to a multiple of this number of tokens, which sequence parallel ranks can divide."""
+    """Unpacked rows are padded to a multiple of this number of tokens, so that sequence parallel ranks
+    get equal parts.
+    """
     documents_per_unit: int = 0
-    """Consecutive documents that form one unit: 2 for pairs; 0 where the loss is a sum over tokens."""
+    """Documents that the loss takes as one example: 2 for pairs, 1 for others, 0 where the loss is a sum
+    over tokens.
+    """
     reference: NDArray[np.float64] | None = None
-    """Log-probability of each document of the data under the reference model; None where there is none."""
+    """Log-probability of each document under the reference model, by document index; None without a reference model."""
     mixture: Mixture | None = None
-    """Shares of the training sources; None where an epoch is every row once."""
+    """Weighted mixture of the training sources; None where an epoch has every row once."""
     looks_ahead: bool = False
-    """Whether micro-batches have `Ahead`, the inputs of multi-token prediction."""
+    """Whether micro-batches have inputs and targets of multi-token prediction (`Ahead`)."""
     separates_padding: bool = False
-    """Whether padding after a single document is a separate document, as bidirectional attention needs it."""
+    """Whether padding counts as a document of its own, so that bidirectional attention does not reach it."""
     row_cost: Callable[[int], float] | None = None
-    """Cost of a training row by its index, for balancing ranks; None keeps the order of rows."""
+    """Function from a training row's index to its estimated cost, which balances ranks; None keeps the order."""
     streamed_row_cost: Callable[[Row], float] | None = None
-    """Cost of a row that is not prepared: it sorts a rank's streamed rows of a step, and balances rows of sampled
-    answers over ranks. None keeps the order.
+    """Function from a row to its estimated cost. It sorts the rows that a rank streams in a step, and balances rows of
+    sampled answers over ranks. With None, rows keep their order.
     """
     meets_each_forward: bool = False
-    """Whether data parallel ranks wait for each other in every forward or backward, not only at the end of a step."""
+    """Whether data parallel ranks wait for each other in every forward or backward pass, not only once per step."""
     shares_prompts: bool = False
     """Whether sampled answers to one prompt share the prompt's tokens in a packed row."""
 
@@ -172,9 +178,9 @@ def rows_per_epoch(rows: Rows, plan: BatchPlan) -> int:
 
 
 def eval_batches(rows: Rows, plan: BatchPlan, *, limit: int = 0) -> Iterator[Batch]:
-    """One pass over all rows in order, or over the first `limit` rows (0: no limit), in batches.
+    """Batches of one evaluation pass over all rows in order, or over the first `limit` rows (0: no limit).
 
-    The last batch is filled with empty rows, so that all ranks run the same number of forwards.
+    The last batch is filled with empty rows, so that all ranks run the same number of forward passes.
     """
     per_round, end = plan.micro_batch_size * plan.dp, num_eval_rows(rows, limit)
     for first in range(0, end, per_round):
@@ -184,7 +190,7 @@ def eval_batches(rows: Rows, plan: BatchPlan, *, limit: int = 0) -> Iterator[Bat
 
 
 def eval_baseline(mismatched: MismatchedAnswers, plan: BatchPlan, *, limit: int = 0) -> Iterator[MicroBatch]:
-    """This rank's share of the mismatched documents for all rows, or for the first `limit` rows (0: no limit)."""
+    """This rank's micro-batches for KTO's baseline z0 of an evaluation of all rows or the first `limit` (0: all)."""
     end, size = num_eval_rows(mismatched.rows, limit), plan.global_batch_size
     for first in range(0, end, size):
         yield from _baseline(mismatched, range(first, min(first + size, end)), plan)
@@ -196,7 +202,7 @@ def num_eval_rows(rows: Rows, limit: int) -> int:
 
 
 def _baseline(mismatched: MismatchedAnswers, row_ids: Sequence[int], plan: BatchPlan) -> tuple[MicroBatch, ...]:
-    """This rank's share of the mismatched documents for a global batch; all ranks have the same number of forwards."""
+    """This rank's micro-batches for KTO's baseline z0 of a global batch; all ranks get the same number of them."""
     rows, size = mismatched.rows_for(row_ids), plan.micro_batch_size
     rows += [empty_row(plan.pad_token_id)] * (-len(rows) % (size * plan.dp))
     of_rank = rows[len(rows) // plan.dp * plan.rank :][: len(rows) // plan.dp]
@@ -204,8 +210,10 @@ def _baseline(mismatched: MismatchedAnswers, row_ids: Sequence[int], plan: Batch
 
 
 def indices_of_rank(costs: Sequence[float] | None, num_rows: int, plan: BatchPlan) -> Sequence[int]:
-    """Indices of this rank's rows among the `num_rows` of a step, balanced by `costs`, or a contiguous range without
-    costs. Rows after the first `len(costs)` are empty and cost nothing.
+    """Indices of the rows that this rank computes, among the `num_rows` rows of a step.
+
+    With `costs`, the ranks' total costs are balanced; with None, each rank has a contiguous range. Rows beyond `costs`
+    are empty and cost nothing.
     """
     rows_of_rank = num_rows // plan.dp
     if costs is None:
@@ -216,7 +224,7 @@ def indices_of_rank(costs: Sequence[float] | None, num_rows: int, plan: BatchPla
 
 
 def row_id(number: int, num_rows: int, plan: BatchPlan) -> int:
-    """Index in the data of row `number` of the concatenated epochs of `num_rows` rows each."""
+    """Index in the data of the row with number `number`, counted through all epochs of `num_rows` rows each."""
     epoch, index = divmod(number, num_rows)
     if plan.mixture is not None:
         return int(_mixed_order(plan.mixture, plan.seed, epoch, shuffle=plan.shuffle)[index])
@@ -241,8 +249,9 @@ def _batch(rows: Rows, ids: Sequence[int | None], plan: BatchPlan, position: Pos
 def make_batch(
     rows: Sequence[Row | None], plan: BatchPlan, position: Position, row_ids: tuple[int, ...], *, is_filled: bool = True
 ) -> Batch:
-    """One rank's share of a step from its rows; None stands for an empty row. Unless `is_filled`, empty rows are
-    dropped from forwards that have other rows.
+    """One rank's batch of a step from its rows, in which None stands for an empty row.
+
+    Unless `is_filled`, empty rows are left out of forward passes that have other rows.
     """
     filled, size = [row or empty_row(plan.pad_token_id) for row in rows], plan.micro_batch_size
     forwards = [filled[start : start + size] for start in range(0, len(filled), size)]
@@ -258,7 +267,7 @@ def make_batch(
 
 
 def count_rows(rows: Sequence[Row], documents_per_unit: int) -> dict[str, int]:
-    """Number of each unit; see `BatchPlan.documents_per_unit`."""
+    """Count supervised tokens, pairs, examples, documents and tokens in `rows`, without filler rows."""
     lengths = [row.documents.lengths for row in rows if row.documents is not None]
     examples = sum(map(len, lengths)) // documents_per_unit if documents_per_unit else 0
     return {
@@ -272,7 +281,6 @@ def count_rows(rows: Sequence[Row], documents_per_unit: int) -> dict[str, int]:
 
 
 def _chosen_tokens(row: Row) -> int:
-    """Supervised tokens of the chosen answers: documents 0, 2, 4, ... of a row of pairs."""
     if row.documents is None:
         return 0
     is_chosen = np.repeat(np.arange(len(row.documents.lengths)) % 2 == 0, row.documents.lengths)
@@ -304,14 +312,14 @@ def _stack(rows: Sequence[Row], plan: BatchPlan) -> MicroBatch:
 
 
 def _look_ahead(input_ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> Ahead:
-    """Shift ids and labels [rows, tokens] left by one within documents, which begin where `positions` is 0."""
+    """Shift ids and labels [rows, tokens] left by one within each document; documents begin where `positions` is 0."""
     is_last = torch.ones_like(positions, dtype=torch.bool)
     is_last[:, :-1] = positions[:, 1:] == 0
     return Ahead(input_ids.roll(-1, dims=1), labels.roll(-1, dims=1).masked_fill(is_last, IGNORE_INDEX))
 
 
 def _examples(rows: Sequence[Row], length: int, reference: NDArray[np.float64] | None) -> Examples:
-    """Boundaries of the documents in rows that the caller has padded to `length`; empty rows have no documents."""
+    """Boundaries and targets of the documents in a forward pass whose rows are padded to `length` tokens."""
     parts = [(number, row.documents) for number, row in enumerate(rows) if row.documents is not None]
     index = np.full((len(rows), length), -1, dtype=np.int64)
     starts, done = [np.zeros(0, dtype=np.int64)], 0
@@ -338,7 +346,6 @@ def _examples(rows: Sequence[Row], length: int, reference: NDArray[np.float64] |
 
 
 def _token_types(rows: Sequence[Row], length: int) -> torch.Tensor:
-    """Token types, int64 [rows, length]: 1 in the second text of a document of two texts, else 0."""
     types = np.zeros((len(rows), length), dtype=np.int64)
     for line, row in zip(types, rows, strict=True):
         if row.documents is not None:
@@ -370,18 +377,19 @@ def _positions_with_padding(rows: Sequence[Row], length: int, *, restarts: bool)
 
 _MOST_SWAPS = 200
 _NEARLY_EVEN = 1e-3
-"""Swapping stops when the costs of two parts differ by less than this share of the mean."""
+"""Rows are no longer swapped between two ranks when the ranks' costs differ by less than this fraction of the mean."""
 
 
 def divide_rows(costs: NDArray[np.float64], dp: int, forwards: int, *, meets_each_forward: bool) -> list[list[int]]:
-    """Row indices of each of `dp` ranks, in the order of its `forwards`, from the `costs` of the rows.
+    """For each of `dp` ranks, the indices of its rows in the order of its forward passes.
 
-    The division depends only on the costs, so every rank computes the same one. Rows of similar cost share a forward,
-    which also limits the padding of unpacked rows. Forwards run in descending order of cost.
+    The division depends only on the `costs` of the rows, so every rank computes the same one. Rows of similar cost
+    share a forward pass, which also limits the padding of unpacked rows. Forward passes run in descending order of
+    cost.
 
-    With `meets_each_forward`, the n-th forwards of all ranks get rows that are adjacent in order of cost, because ranks
-    wait for each other in each. Otherwise the total costs of ranks are balanced: the costliest remaining row goes to
-    the rank with the lowest total (Graham's LPT rule, with equal numbers of rows), then swaps reduce the remaining
+    With `meets_each_forward`, ranks wait for each other in every forward pass; so the n-th passes of all ranks get rows
+    of nearly equal cost. Otherwise the total costs of the ranks are balanced: the costliest remaining row goes to the
+    rank with the lowest total (Graham's LPT rule, with equal numbers of rows), then swaps reduce the remaining
     difference.
     """
     assert len(costs) % (dp * forwards) == 0
@@ -416,7 +424,7 @@ def _even_out(descending: Sequence[int], costs: NDArray[np.float64], number: int
 
 
 def _swap(parts: list[list[int]], costs: NDArray[np.float64]) -> None:
-    """Swap rows between the costliest and the cheapest part, in place, while that narrows the gap between the two."""
+    """Swap rows between the part of highest and the part of lowest total cost, in place, while that narrows the gap."""
     totals = np.array([costs[part].sum() for part in parts])
     for _ in range(_MOST_SWAPS):
         most, least = int(totals.argmax()), int(totals.argmin())
@@ -434,7 +442,9 @@ def _swap(parts: list[list[int]], costs: NDArray[np.float64]) -> None:
 
 
 def _best_swap(dear: NDArray[np.float64], cheap: NDArray[np.float64], gap: float) -> tuple[int, int]:
-    """Indices of the row in `dear` and the row in `cheap` whose difference in cost is nearest to gap / 2."""
+    """The two rows, one of a costly part `dear` and one of a `cheap` part, whose swap best closes the `gap` between the
+    parts: their costs differ by nearly gap / 2.
+    """
     order = np.argsort(cheap, kind="stable")
     targets = dear - gap / 2
     right = np.searchsorted(cheap[order], targets).clip(1, len(cheap) - 1)
@@ -447,19 +457,20 @@ def _best_swap(dear: NDArray[np.float64], cheap: NDArray[np.float64], gap: float
 Item = TypeVar("Item")
 Prepared = TypeVar("Prepared")
 _Queued = tuple[tuple[object, ...], BaseException | None]
-"""An item of the queue: a value in a tuple, an error, or the end where it has neither."""
+"""Item of the prefetching thread's queue: a tuple with one value (empty at the end), and an error if one occurred."""
 _SECONDS = 10.0
-"""Seconds that closing waits for the thread. A blocked thread, as in reading a file, ends with the process."""
+"""Seconds to wait for the prefetching thread when it is closed. If it is blocked longer, it ends with the process."""
 
 
 @contextmanager
 def prefetched(
     items: Iterable[Item], prepare: Callable[[Item], Prepared], *, begin: Callable[[], None] = lambda: None
 ) -> Iterator[Iterator[Prepared]]:
-    """Yield an iterator over `prepare(item)` of each item, in order, computed by a thread ahead of the reader.
+    """Context manager with an iterator over `prepare(item)` for each item, in order, which a thread computes in
+    advance.
 
-    The thread calls `begin` first and stays at most two items ahead. An error is raised at the position of its item, so
-    it does not affect earlier items. The thread ends when the context closes.
+    The thread calls `begin` first and stays at most two items ahead. An error is raised where its item would come, so
+    earlier items are still yielded. The thread ends when the context closes.
     """
     ready: Queue[_Queued] = Queue(maxsize=1)
     is_closed = Event()
@@ -483,7 +494,7 @@ def prefetched(
         is_closed.set()
         until = time.monotonic() + _SECONDS
         while thread.is_alive() and time.monotonic() < until:
-            # The thread may be blocked on a full queue.
+            # Emptying the queue lets a thread continue that waits for room in it.
             with suppress(Empty):
                 ready.get(timeout=0.05)
 

@@ -1,4 +1,4 @@
-"""Folders of the data cache: written with checksums, synced to disk, and verified before use."""
+"""Writes folders of the data cache with checksums, syncs them to disk, and verifies them before use."""
 
 import errno
 import hashlib
@@ -25,7 +25,7 @@ _CHECKED = "checked"
 
 @dataclass(frozen=True)
 class ArrayParts:
-    """A one-dimensional array of `length` elements in parts, which need not fit into memory together."""
+    """A one-dimensional array of `length` elements, given in parts, so that it need not fit into memory at once."""
 
     dtype: DTypeLike
     length: int
@@ -33,11 +33,11 @@ class ArrayParts:
 
     @classmethod
     def of(cls, array: NDArray[np.generic]) -> "ArrayParts":
-        """The array as a single part."""
+        """`ArrayParts` of an array that is in memory."""
         return cls(array.dtype, len(array), [array])
 
     def chunks(self) -> Iterator[memoryview | bytes]:
-        """Bytes of the .npy file, identical on every machine."""
+        """Yield the bytes of the array's .npy file, which are the same on every machine."""
         dtype = np.dtype(self.dtype).newbyteorder("<")
         header, form = io.BytesIO(), np.lib.format
         facts = {"descr": form.dtype_to_descr(dtype), "fortran_order": False, "shape": (self.length,)}
@@ -92,7 +92,7 @@ def write_folder(folder: Path, arrays: Mapping[str, ArrayParts], texts: Mapping[
 
 
 def content_hash(folder: Path, names: Iterable[str]) -> str:
-    """Hash of some arrays of a folder, from the checksums recorded when they were written."""
+    """Hash of the arrays `names` of a cache folder, made from the checksums recorded when they were written."""
     sums = json.loads((folder / _SUMS).read_bytes())
     arrays = {f"{name}.npy": sums[f"{name}.npy"] for name in names}
     return xxhash.xxh3_64_hexdigest(json.dumps(arrays, sort_keys=True).encode())
@@ -129,7 +129,7 @@ def remove_damaged(folders: Sequence[Path], *, since: float) -> list[str]:
         if damage:
             lines.append(f"data cache is damaged: {damage}; it is built again")
             shutil.rmtree(folder)
-    # A cache on a read-only disk can still be used; every process then verifies it.
+    # A cache on a read-only disk can be used without this record of the check; then every process verifies the cache.
     with suppress(OSError):
         checked.write_text("\n".join(lines), encoding="utf-8")
     return lines
@@ -147,7 +147,6 @@ def _write_errors(folder: Path) -> Iterator[None]:
 
 
 def _write_file(path: Path, chunks: Iterable[memoryview | bytes]) -> tuple[int, str]:
-    """Write and sync a new file, and return its size and checksum."""
     digest = xxhash.xxh3_64()
     with path.open("xb") as file:
         for chunk in chunks:

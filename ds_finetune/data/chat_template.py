@@ -1,5 +1,6 @@
-"""A chat template, limits on the time and memory of rendering (a template may come with a model of unknown origin), and
-which fields of a message it renders, found by rendering probe messages.
+"""Renders dialogues with a chat template, and finds out by probe messages which fields of a message it renders.
+
+A template may come with a model of unknown origin, so the time and memory of rendering are limited.
 """
 
 import json
@@ -30,7 +31,9 @@ _STATM = Path("/proc/self/statm")
 
 
 class _TimeIsUpError(BaseException):
-    """Not an Exception, because jinja2 3.1.6 ignores those while it evaluates constant expressions (nodes.py:511)."""
+    """Rendering took too long. jinja2 3.1.6 ignores an Exception in constant expressions (nodes.py:511), so this is
+    none.
+    """
 
 
 class TemplateLimits:
@@ -71,7 +74,9 @@ def _is_main_thread() -> bool:
 
 @lru_cache(maxsize=1)
 def _address_space_limit(_: int) -> int | None:
-    """Limit of the address space in bytes, from the current size. The argument, a second, expires the cache."""
+    """Limit of the process's address space in bytes: its present size plus what a rendering may take. The argument is
+    the time in seconds, so that the cached result expires.
+    """
     if not _STATM.exists():
         return None
     return int(_STATM.read_text().split()[0]) * resource.getpagesize() + _RENDER_BYTES
@@ -88,7 +93,7 @@ def _has_power(source: str) -> bool:
     try:
         return any(kind == "operator" and text == "**" for _, kind, text in Environment(autoescape=True).lex(source))
     except TemplateError:
-        # Rendering reports the syntax error.
+        # A syntax error is reported when the template is rendered.
         return False
 
 
@@ -98,12 +103,12 @@ def _refusal(reason: str) -> ConfigError:
 
 Messages = Sequence[Mapping[str, Any]]
 _PLACEHOLDER = "\ue0f1{name}\ue0f2"
-"""Private-use characters that no template writes. Rows with them are refused (`messages.RESERVED_CHARACTERS`)."""
+"""Placeholder of a text, in private-use characters that no template writes; rows that contain them are refused."""
 _KEPT_RENDERINGS, _SHOWN_CHARACTERS = 64, 80
 
 
 def placeholder(name: object) -> str:
-    """A unique text that is rendered in place of a text of the row."""
+    """A unique text that stands for a text of a row while its dialogue is rendered."""
     return _PLACEHOLDER.format(name=name)
 
 
@@ -115,7 +120,7 @@ _TOOL = {"type": "function", "function": {"name": placeholder("tool"), "descript
 
 
 class RenderingError(Exception):
-    """The template raises an error for the given messages."""
+    """The chat template raises an error for the given messages."""
 
 
 _FAULTS = (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError)
@@ -137,8 +142,8 @@ class ChatTemplate:
 
     def render(self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, *, opens: bool = False) -> str:
         """Render messages to text; with `opens`, add the header of an answer. RenderingError if the template fails."""
-        # Cached: the prompt of a row is rendered twice, that of a pair four times, and with placeholders for their
-        # texts all conversations with the same turns are equal. The key is a repr because 1 == True.
+        # Renderings are cached: the prompt of a row is rendered twice and that of a pair four times, and with
+        # placeholders for their texts many dialogues are equal. The key is a repr, in which 1 and True differ.
         key = repr((messages, tools, opens))
         if key in self._recent:
             self._recent.move_to_end(key)
@@ -150,9 +155,9 @@ class ChatTemplate:
 
     def _render(self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, *, opens: bool) -> str:
         try:
-            # Not `apply_chat_template`: transformers 5.23 drops keys whose value is None
-            # (tokenization_utils_base.py:3144), and R1's own template recognises a tool call by
-            # `message['content'] is none`.
+            # `apply_chat_template` is not used because transformers 5.23 drops keys whose value is None
+            # (tokenization_utils_base.py:3144), while R1's template recognises a tool call by `message['content'] is
+            # none`.
             with self._limits:
                 (rendered,), _ = render_jinja_template(
                     conversations=[[self._named(message) for message in messages]],
@@ -183,10 +188,10 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class Probes:
-    """What a template renders of tools, tool calls and reasoning."""
+    """Which tools, tool calls and reasoning a chat template renders, found by rendering probe messages."""
 
     turn_end: str
-    """The special token that ends an answer."""
+    """The special token with which the template ends an answer."""
     object_arguments: bool
     """Whether the template expects the arguments of a tool call as an object, not as JSON text."""
     calls: bool
@@ -196,13 +201,15 @@ class Probes:
     tools: bool
     """Whether the template renders the list of tools."""
     reasoning: str
-    """Rendered field of the reasoning, `reasoning_content` or `thinking`; `tags` for `</think>` in contents."""
+    """Where the template reads reasoning: `reasoning_content`, `thinking`, `</think>` in contents (`tags`), nowhere
+    ('').
+    """
     is_named_by_id: bool
     """Whether the template writes the id of a tool call, as Kimi K2's does, instead of the function's name."""
     changed: str
-    """Rendering of a probe answer if the template changes its text, e.g. by escapes; else empty."""
+    """A probe answer as the template renders it, if that changes its text, e.g. by escapes; else empty."""
     fields: frozenset[str]
-    """Rendered fields of messages besides role, content, calls and reasoning: `user.name`, `tool.name`, ..."""
+    """Further message fields that the template renders, as `user.name` or `tool.name`."""
 
 
 def _probes(template: ChatTemplate) -> Probes:
@@ -231,11 +238,12 @@ def _probes(template: ChatTemplate) -> Probes:
 
 
 def _call_probes(template: ChatTemplate) -> tuple[str, bool, str | None]:
-    """Rendering of a tool call, whether its arguments were an object, and the content of its message.
+    """Render a probe message with a tool call. Returns the rendering, whether it takes arguments as an object, and the
+    content of a message with a call.
 
-    Several forms of the call are tried until the rendering has its name and arguments; if none has, it is empty. Some
-    templates write a content of None as `None`, and Mistral's templates fail on an id that does not have nine
-    characters.
+    Several forms of the call are tried until one is rendered with name and arguments; if none is, the rendering is
+    empty. Some templates write a content of None as `None`, and Mistral's templates fail on an id that does not have
+    nine characters.
     """
     objects: dict[str, int] = {placeholder("key"): 1}
     for no_content, arguments, call_id in product((None, ""), (objects, json.dumps(objects, ensure_ascii=False)), _IDS):
@@ -257,7 +265,7 @@ def _call_probes(template: ChatTemplate) -> tuple[str, bool, str | None]:
 
 
 def _try_render(template: ChatTemplate, messages: Messages, *, with_tool: bool = False) -> str:
-    """The rendering, empty where it fails. If it fails without tools, one tool is added."""
+    """Render messages, first without and then with a tool, as some templates need one; empty where both fail."""
     try:
         return template.render(messages, [_TOOL] if with_tool else None)
     except RenderingError:
@@ -265,7 +273,7 @@ def _try_render(template: ChatTemplate, messages: Messages, *, with_tool: bool =
 
 
 def adapt_messages(conversation: Conversation, template: ChatTemplate, reasoning: str) -> list[dict[str, Any]]:
-    """Messages in the form that the template renders: arguments as objects or JSON, reasoning as field or tags."""
+    """Messages as the template expects them: arguments as objects or JSON text, reasoning as a field or in tags."""
     return [_adapt_message(message, template.probes, reasoning) for message in conversation.messages]
 
 
@@ -289,12 +297,12 @@ def _adapt_message(message: Mapping[str, Any], probes: Probes, reasoning: str) -
 
 
 def strip_reasoning(content: str) -> str:
-    """Content after the last `</think>`."""
+    """The part of a message's content after the last `</think>`; all of it where there is none."""
     return content.rpartition("</think>")[2].lstrip("\n") if "</think>" in content else content
 
 
 def template_error(where: str, broken: RenderingError) -> DataError:
-    """DataError for a row on which the template fails."""
+    """The DataError for a row on which the chat template fails."""
     return DataError(
         f"{where}: the chat template refuses the row: {broken}", hint="correct the row, or give another data.template"
     )

@@ -1,4 +1,4 @@
-"""Classes of labelled texts: their names and number, and the target for a label."""
+"""Finds the names and the number of classes of labelled texts, and the training target of a label."""
 
 import hashlib
 import json
@@ -23,11 +23,12 @@ _SHOWN_CLASSES = 10
 
 
 def find_classes(config: DataConfig, kind: RowKind) -> RowKind:
-    """`kind` with the names and the number of classes, where necessary from the labels of all training rows.
+    """Complete `kind` with the names and the number of classes, which are read from the labels of all training rows
+    unless the run file gives them.
 
-    Every process of a host calls this function; one reads the rows and caches their labels. Classes from texts are
-    sorted by name, classes from a `ClassLabel` keep its order, and whole numbers are class indices from 0. A stream is
-    not read: without names, its classes are numbers. DataError names the row of a label that does not fit.
+    Every process of a host calls this function; one reads the rows and caches their labels. Names in texts are sorted,
+    names of a `ClassLabel` column keep its order, and whole numbers are class indices from 0. A stream is not read:
+    without names in the run file, its classes are numbers. DataError names the row of a label that does not fit.
     """
     if kind.name != "labelled" or kind.has_known_classes:
         return kind
@@ -35,7 +36,8 @@ def find_classes(config: DataConfig, kind: RowKind) -> RowKind:
         return replace(kind, num_labels=len(kind.labels) or 1, has_known_classes=True)
     if config.streaming and kind.num_labels is None:
         raise ConfigError(
-            f"data.streaming reads no row before the run, and objective.num_labels is {kind.num_labels}",
+            f"data.streaming reads no row before the run, so it cannot count the classes, and "
+            f"objective.num_labels is {kind.num_labels}",
             hint="set objective.num_labels for numbered classes, name them in objective.labels, or set data.streaming "
             "to false",
         )
@@ -58,12 +60,14 @@ def find_classes(config: DataConfig, kind: RowKind) -> RowKind:
 
 @dataclass(frozen=True)
 class _Labels:
-    """Distinct labels of all rows, each with the location of its first row; either texts or numbers is empty."""
+    """The distinct labels of all rows, each with the location of the first row that has it. Labels are names or
+    numbers, so that one of the two mappings is empty.
+    """
 
     column: str
     names: Mapping[str, str]
     numbers: Mapping[str, str]
-    """Whole numbers, as the texts that JSON has as keys."""
+    """Labels that are whole numbers, written as text, with the location of the first row of each."""
     order: Sequence[str] = ()
     """Names of all classes in the order of the rows' `ClassLabel`; empty if rows have none."""
 
@@ -146,7 +150,7 @@ def _by_number(read: _Labels, kind: RowKind) -> RowKind:
 
 
 def target_of(label: object, kind: RowKind, column: str, where: str) -> float:
-    """Target for a label: the class index, or the number itself for regression; DataError where it is neither."""
+    """Training target of a label: its class index, or the number itself for regression; DataError for other labels."""
     assert kind.has_known_classes
     if kind.is_regression:
         return _read_number(label.name if isinstance(label, ClassNumber) else label, column, where)
@@ -167,7 +171,7 @@ def target_of(label: object, kind: RowKind, column: str, where: str) -> float:
 
 
 def _whole_number(label: object) -> int | None:
-    """The class index from an integer, a boolean, or an integer's text as in CSV files; None for other labels."""
+    """Class index from a label that is an integer, a boolean, or an integer as text (CSV); None for other labels."""
     if isinstance(label, int):
         return int(label)
     is_number = isinstance(label, str) and label.removeprefix("-").isdecimal() and str(int(label)) == label
@@ -175,7 +179,6 @@ def _whole_number(label: object) -> int | None:
 
 
 def _read_number(label: object, column: str, where: str) -> float:
-    """Regression label as a number; DataError where it is no finite number or text of one."""
     try:
         number = math.nan if isinstance(label, bool) or not isinstance(label, int | float | str) else float(label)
     except ValueError:

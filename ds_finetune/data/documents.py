@@ -1,6 +1,6 @@
-"""Tokenised documents on disk, and counts of the rows that they were made from.
+"""Stores tokenised documents on disk, with counts of the rows that they were made from.
 
-Parts are written one by one; a part is complete as soon as its folder has its final name.
+Documents are written in parts. A part is complete as soon as its folder has its final name.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from ds_finetune.data.cache import ArrayParts, write_folder
 
 @dataclass(frozen=True)
 class NamedCounts:
-    """For each name, the number of rows to which it applies and the location of the first (`file line 7`)."""
+    """Numbers of rows by name, e.g. by reason to drop them, with the location of the first one (`file line 7`)."""
 
     entries: Mapping[str, tuple[int, str]] = field(default_factory=dict)
 
@@ -34,7 +34,6 @@ class NamedCounts:
         return cls(entries)
 
     def __add__(self, other: Self) -> Self:
-        """The sum of both; a name's location is taken from `self` if it has the name."""
         entries = dict(self.entries)
         for name, (rows, where) in other.entries.items():
             before, first = entries.get(name, (0, where))
@@ -43,7 +42,7 @@ class NamedCounts:
 
     @property
     def rows(self) -> int:
-        """Number of rows summed over all names."""
+        """Sum of the numbers of rows of all names."""
         return sum(rows for rows, _ in self.entries.values())
 
 
@@ -60,21 +59,21 @@ _ARRAYS = {
 DOCUMENT_ARRAYS = ("ids", "mask", "offsets", "digests", "targets", "second")
 PROMPT_ARRAYS = (*DOCUMENT_ARRAYS, "records")
 TOKEN_ARRAYS = ("ids", "mask", "offsets", "digests")
-"""Arrays that determine the training data where the loss is a sum over tokens."""
+"""Names of the arrays that determine training where the loss is a sum over tokens."""
 
 
 BAD_ROWS_SHOWN = 20
 
 
 class KeptDocument(NamedTuple):
-    """One document to be written; see `Documents`. A `second` of None stands for its length."""
+    """A tokenised document to be written, with the fields of `Documents`. Without a second text, `second` is None."""
 
     ids: Sequence[int]
     mask: Sequence[bool]
     target: float = 0.0
     second: int | None = None
     record: str = ""
-    """Columns of the row as JSON, where rewards need them."""
+    """Columns of the document's row as JSON; empty unless rewards need them."""
     where: str = ""
 
 
@@ -89,29 +88,31 @@ class Counts:
     truncated_tokens: int = 0
     split: int = 0
     server_prompt_differs: int = 0
-    """Rows whose prompt differs from the one that a server would send."""
+    """Number of rows whose tokenised prompt differs from the one that an inference server makes of the
+    same messages.
+    """
     documents: int = 0
     tokens: int = 0
     supervised: int = 0
     dropped: NamedCounts = field(default_factory=NamedCounts)
-    """Dropped rows by reason, a key of `row_report.DROPPED`."""
+    """Numbers of dropped rows by reason, a key of `row_report.DROPPED`."""
     noted: NamedCounts = field(default_factory=NamedCounts)
-    """Rows by remark, a key of `row_report.NOTED`."""
+    """Numbers of trained rows by remark on them, a key of `row_report.NOTED`."""
     unread: NamedCounts = field(default_factory=NamedCounts)
-    """Columns and fields that are not used, with the number of rows that have them."""
+    """Numbers of rows by name of a column or message field that training does not use."""
     forms: NamedCounts = field(default_factory=NamedCounts)
-    """Number of completions tokenised without a chat template, by prompt format (`Tokens.form`)."""
+    """Numbers of completions that were tokenised without a chat template, by form of their prompt (`Tokens.form`)."""
     named: NamedCounts = field(default_factory=NamedCounts)
-    """Keys of `data.columns`, with the number of rows that have the named column."""
+    """Numbers of rows by key of `data.columns` whose column they have."""
     by_path: NamedCounts = field(default_factory=NamedCounts)
-    """Documents by the index of their path in data.train or data.eval, where that names several paths."""
+    """Numbers of documents by index of their path in data.train or data.eval, where several paths are named."""
 
     bad_rows: int = 0
-    """Rows that cannot be read or tokenised."""
+    """Number of rows that cannot be read or tokenised."""
     bad: tuple[str, ...] = ()
-    """Errors of bad rows, the first `BAD_ROWS_SHOWN` of each part."""
+    """Error messages of bad rows, at most `BAD_ROWS_SHOWN` for each part of the data."""
     long_prompts: tuple[tuple[int, str], ...] = ()
-    """Prompts that leave no room for an answer: number of tokens beyond the limit, and location of the row."""
+    """For each prompt that leaves no room for an answer: tokens beyond the limit, and the location of its row."""
 
     def __add__(self, other: Self) -> Self:
         return type(self)(
@@ -120,19 +121,19 @@ class Counts:
 
     @property
     def truncated_ratio(self) -> float:
-        """Truncated tokens as a share of all tokens of kept rows before truncation."""
+        """Tokens that truncation cut off, divided by all tokens before truncation."""
         return self.truncated_tokens / max(self.tokens + self.truncated_tokens, 1)
 
 
 @dataclass(frozen=True)
 class LengthLimit:
-    """Maximum tokens of a document, and data.long_rows: `auto` splits plain text and truncates dialogue."""
+    """Maximum tokens of a document, and the rule for longer ones: `auto` splits plain text and truncates dialogue."""
 
     max_seq_len: int
     long_rows: str
 
     def rule(self, *, is_text: bool) -> str:
-        """What happens to a longer document: `truncate`, `drop` or `split`."""
+        """What is done with a document beyond the limit: `truncate`, `drop` or `split`."""
         if self.long_rows == "auto":
             return "split" if is_text else "truncate"
         return self.long_rows
@@ -140,12 +141,13 @@ class LengthLimit:
 
 @dataclass(frozen=True)
 class Documents:
-    """Concatenated documents: `ids` int32 and `mask` bool [tokens], `offsets` int64 [documents + 1].
+    """Tokenised documents, concatenated: `ids` int32 and `mask` bool [tokens], `offsets` int64 [documents + 1].
 
-    `digests` uint64 [documents] are hashes of each document's ids. `targets` float64 [documents] are classes, ratings,
-    margins, or 1 and 0 for good and bad answers. `second` int32 [documents] is the index of the first token of the
-    second text of a pair of texts; see `RowDocuments`. `records` and `places` uint8 are UTF-8 with a line for each
-    document: the columns of its row as JSON, and the location of the row. Both are empty unless rows are prompts.
+    `digests` uint64 [documents] are hashes of each document's ids. `targets` float64 [documents] are class indices,
+    ratings, margins of pairs, or 1 and 0 for good and bad answers. `second` int32 [documents] is for two texts the
+    index of the second one's first token, else the document's length. `records` and `places` uint8 are UTF-8 text with
+    a line for each document: the columns of its row as JSON, and the location of the row. Both are empty unless rows
+    are prompts.
     """
 
     ids: NDArray[np.int32]
@@ -159,14 +161,14 @@ class Documents:
 
     @classmethod
     def of(cls, documents: Sequence[KeptDocument]) -> Self:
-        """Concatenate `documents`."""
+        """Concatenate a list of tokenised documents."""
         lengths = [len(document.ids) for document in documents]
         ids = np.array([i for document in documents for i in document.ids], dtype=np.int32)
         mask = np.array([m for document in documents for m in document.mask], dtype=np.bool_)
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         targets = np.array([document.target for document in documents], dtype=np.float64)
         second = [length if d.second is None else d.second for d, length in zip(documents, lengths, strict=True)]
-        # A line for each document, unless all texts are empty.
+        # These texts have a line for each document, or are empty if none of the documents has a record or location.
         texts = [[document.record for document in documents], [document.where for document in documents]]
         lines = ["".join(f"{text}\n" for text in each) if any(each) else "" for each in texts]
         records, places = (np.frombuffer(each.encode(), dtype=np.uint8) for each in lines)
@@ -177,14 +179,14 @@ class Documents:
 
     @property
     def counts(self) -> Counts:
-        """The numbers of documents, tokens and tokens that carry loss; the first token of a document never does."""
+        """Numbers of documents, tokens and supervised tokens. A document's first token carries no loss."""
         supervised = int(self.mask.sum()) - int(self.mask[self.offsets[:-1]].sum())
         return Counts(documents=len(self.targets), tokens=len(self.ids), supervised=supervised)
 
     @classmethod
     def read(cls, folder: Path) -> Self:
         """Open the documents of a folder as memory maps."""
-        # Plain arrays on the same memory: slicing a np.memmap takes 30 microseconds more.
+        # Plain arrays on the memory maps are used because a slice of a np.memmap takes 30 microseconds more.
         return cls(*(np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in _ARRAYS))
 
     def write(self, folder: Path, counts: Counts) -> None:
@@ -193,7 +195,7 @@ class Documents:
 
 
 def join_parts(parts: Sequence[Path], folder: Path, counts: Counts) -> None:
-    """Concatenate the documents of all `parts`, in order, into `folder`, with one part in memory at a time."""
+    """Concatenate the documents of the folders `parts`, in order, into `folder`, with one part in memory at a time."""
     sizes = {"ids": counts.tokens, "mask": counts.tokens, "offsets": counts.documents + 1}
     for name in ("records", "places"):
         sizes[name] = sum(len(np.load(part / f"{name}.npy", mmap_mode="r")) for part in parts)
@@ -221,7 +223,7 @@ def _texts(counts: Counts) -> dict[str, str]:
 
 
 def read_counts(folder: Path) -> Counts:
-    """The counts that were written with a folder of documents."""
+    """Read the counts that were written with a folder of documents."""
     written = json.loads((folder / "counts.json").read_text(encoding="utf-8"))
     named = {
         name: NamedCounts({key: (rows, where) for key, (rows, where) in written[name]["entries"].items()})

@@ -26,20 +26,20 @@ _BOM = b"\xef\xbb\xbf"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _SHOWN_CHARACTERS = 80
 _MOST_LINE_BYTES, _MOST_WHOLE_BYTES = 64 * MIB, GIB
-"""Maximum bytes of a line, and of a compressed file that is read as a whole: 10 MB of gzip can hold 10 GB."""
+"""Maximum bytes of a line, and of a compressed file that is read at once: 10 MB of gzip can hold 10 GB."""
 _PARQUET_ROWS = 1000
 
 
 @dataclass(frozen=True)
 class FileFormat:
-    """Format of a file, a value of FORMATS, and the suffix of its compression, empty for none."""
+    """Format of a data file, a value of FORMATS, and the suffix of its compression (empty without compression)."""
 
     name: str
     compression: str
 
     @classmethod
     def of(cls, path: Path) -> "FileFormat | None":
-        """Format by file name; None where the suffix is not known."""
+        """Format of a file by the ending of its name; None where the ending is not known."""
         endings = [ending.lower() for ending in path.suffixes]
         compression = endings.pop() if endings and endings[-1] in _COMPRESSED else ""
         name = FORMATS.get(endings[-1]) if endings else None
@@ -49,7 +49,7 @@ class FileFormat:
 
 
 def known_endings() -> str:
-    """The known endings, for messages."""
+    """Text for messages: the file name endings of data files that can be read."""
     return f"{', '.join(FORMATS)}; all but .parquet also with {' or '.join(_COMPRESSED)}"
 
 
@@ -86,7 +86,7 @@ def _decompressed(path: str, compression: str) -> IO[bytes]:
 
 
 def _lines(path: str) -> Iterator[tuple[int, str | DataError]]:
-    """Lines with their numbers and line ends; a line that is not UTF-8 is an error that names its line and byte."""
+    """Yield the lines of a file with their numbers; a line that is not UTF-8 is an error that names line and byte."""
     offset = 0
     with _open(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE_BYTES + 1), b""), start=1):
@@ -188,7 +188,8 @@ def _read_json(path: str) -> Iterator[tuple[str, ReadRecord]]:
 
 
 def _items_one_by_one(text: str, path: str) -> Iterator[tuple[str, ReadRecord]]:
-    """Items of a JSON list in which some item has valid syntax but cannot be read, as with a repeated key.
+    """Read a JSON list item by item, because some item cannot be read although its syntax is valid, as with a repeated
+    key.
 
     DataError where the syntax of a later item is invalid, or the end of an item cannot be found.
     """
@@ -257,9 +258,9 @@ def _csv_lines(path: str, undecodable: list[DataError]) -> Iterator[str]:
 
 
 def _next_row(rows: Any, path: str, undecodable: list[DataError]) -> list[str] | DataError | None:  # noqa: ANN401 - a csv.reader
-    """The next row, the error of a row that cannot be read, or None at the end.
+    """The next row of a CSV file, the error of a row that cannot be read, or None at the end of the file.
 
-    DataError where the faulty row spans several lines: with wrong quotes its end is unknown.
+    DataError where the faulty row spans several lines, since with wrong quotes its end is unknown.
     """
     before = rows.line_num
     try:
@@ -283,14 +284,12 @@ class ClassNumber(int):
 
     @property
     def name(self) -> str:
-        """The name of the class."""
+        """The name of the class with this index."""
         return self.names[self]
 
 
 def with_class_names(record: Record, classes: Mapping[str, Sequence[str]]) -> Record:
-    """The record with class indices as `ClassNumber`, which has the name of the class. `classes` has the class names of
-    each column.
-    """
+    """Replace class indices by `ClassNumber`, which has the class name too. `classes` are class names by column."""
     named = dict(record)
     for column, names in classes.items():
         if isinstance(named.get(column), int) and 0 <= named[column] < len(names):

@@ -1,6 +1,6 @@
-"""Converts the messages of a row to one form: contents as text, with OpenAI's roles and tool calls.
+"""Converts the messages of a row to OpenAI's form: contents as text, with OpenAI's roles and tool calls.
 
-DataError names a message that cannot be read.
+A message that cannot be read is a DataError that names it.
 """
 
 import json
@@ -8,14 +8,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from ds_finetune.errors import DataError
 
 Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 ROLES = ("system", "user", "assistant", "tool")
 RESERVED_CHARACTERS = "\ue0f1\ue0f2\ue0f3\ue0f4"
-"""Private-use characters of placeholders and brackets in rendered templates; rows that contain one are refused."""
+"""Private-use characters that mark texts while a chat template is rendered; rows that contain one are refused."""
 _ROLE_NAMES = {
     **{role: role for role in ROLES},
     "developer": "system",
@@ -31,19 +31,20 @@ _ROLE_NAMES = {
     "function_call": "call",
     "tool_call": "call",
 }
-"""Role names of OpenAI's and ShareGPT's messages; the content of a `call` is a tool call in JSON."""
+"""OpenAI's role by role name of OpenAI or ShareGPT. The content of a `call` message is a tool call in JSON."""
 ANSWER_ROLES = tuple(name for name, role in _ROLE_NAMES.items() if role in ("assistant", "call"))
 """Names of the assistant's role."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _VALUE_PARTS = ("reasoning", "text", "tool_call")
-"""Types of parts with a `value` in LLaMA-Factory's assistant messages, in the order templates write them."""
+"""Types of the parts of LLaMA-Factory's assistant messages, in the order in which templates write them."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _TRAINED_IF = {
     **dict.fromkeys(("weight", "loss", "loss_scale", "loss_weight", "train", "training"), 1),
     **dict.fromkeys(("mask", "masked"), 0),
 }
-"""Fields that decide whether an assistant message is trained, with the value for which it is: OpenAI (weight), ms-swift
-(loss, loss_scale), LLaMA-Factory (loss_weight), axolotl (train, training), and others (mask, torchtune's masked).
+"""Fields that say whether an assistant message is trained, each with the value that means yes. They come from OpenAI
+(weight), ms-swift (loss, loss_scale), LLaMA-Factory (loss_weight), axolotl (train, training), and others (mask,
+torchtune's masked).
 """
 _MESSAGE_KEYS = {
     "role",
@@ -83,7 +84,7 @@ class Conversation:
 
 
 def read_conversation(messages: object, tools: object, column: str, where: str) -> Conversation:
-    """The messages of `column` in OpenAI's form; DataError names a message that cannot be read or trained.
+    """Read the messages in `column` into OpenAI's form; DataError names a message that cannot be read or trained.
 
     Consecutive assistant messages are joined to one turn, in the order in which a model writes it: text, then calls.
     """
@@ -117,7 +118,7 @@ def read_tools(tools: object, where: str) -> tuple[Mapping[str, Any], ...] | Non
 
 
 def check_text(value: object, what: str) -> str:
-    """Return `value`; DataError, which begins with `what`, where it is not a text that a tokenizer accepts."""
+    """Return `value` if it is a text that a tokenizer accepts; else a DataError whose message begins with `what`."""
     if not isinstance(value, str):
         raise DataError(f"{what} is {shown_value(value)}, not text", hint="correct the row, or name another column")
     try:
@@ -207,7 +208,8 @@ def _assistant(
             hint="correct or remove the row",
         )
     text = None if is_call or content is None else _text(content, what)
-    # R1's template recognises a tool call by `content is none`; OpenAI's API also gives an empty text.
+    # A message with tool calls has the content None, by which R1's template recognises a call; OpenAI's API also gives
+    # an empty text.
     turn: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
     if calls:
         turn["tool_calls"] = calls
@@ -225,7 +227,7 @@ def _assistant(
 
 
 def _joined(first: Mapping[str, Any], second: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Join two assistant messages to one turn; DataError where their parts are not in the order of a turn."""
+    """Join two consecutive assistant messages to one turn; DataError where their parts are in another order."""
     first_keys = [key for key in ("reasoning_content", "content", "tool_calls") if first.get(key)]
     parts = [key for key in ("reasoning_content", "content", "tool_calls") if second.get(key)]
     if "tool_calls" in first_keys and parts != ["tool_calls"]:
@@ -259,8 +261,8 @@ def _is_trained(fields: Mapping[str, Any], what: str) -> bool:
 
 
 def _text(content: object, what: str) -> str:
-    """A content as one text. Parts are joined by newlines, as vLLM does for templates that expect text; LLaMA-Factory's
-    parts, which have a `value`, are concatenated.
+    """Content of a message as one text. Parts are joined by newlines, as vLLM does for templates that expect text;
+    LLaMA-Factory's parts, which have a `value`, are concatenated.
     """
     if not isinstance(content, list | tuple):
         return check_text(content, f"{what}: the content")
@@ -269,7 +271,7 @@ def _text(content: object, what: str) -> str:
 
 
 def _value_parts(parts: Sequence[Any], what: str) -> dict[str, Any]:
-    """Fields in OpenAI's form of an assistant message made of parts with a `value`; empty for other parts."""
+    """Read the parts of a LLaMA-Factory message, which have a `value`, into OpenAI's fields; empty for other parts."""
     kinds: list[Any] = [part.get("type") for part in parts if isinstance(part, dict) and "value" in part]
     if len(kinds) < len(parts) or not all(kind in _VALUE_PARTS for kind in kinds):
         return {}
@@ -299,7 +301,6 @@ def _part(part: object, what: str) -> str:
 
 
 def _calls(value: object, what: str) -> list[dict[str, Any]]:
-    """Tool calls in OpenAI's form, from a list of calls, a single call, or the JSON text of either."""
     parsed = _parse_row_json(value, f"{what}: the tool call") if isinstance(value, str) else value
     calls = parsed if isinstance(parsed, list | tuple) else [parsed]
     return [_call(call, what) for call in calls]
@@ -322,7 +323,7 @@ def _call(call: object, what: str) -> dict[str, Any]:
 
 
 def _arguments(inner: Mapping[str, Any], what: str) -> str:
-    """Arguments as the JSON text of an object; a given text is not changed."""
+    """Arguments of a tool call as the JSON text of an object. Arguments that are text already are not changed."""
     value = inner.get("arguments", inner.get("parameters"))
     name = f"{what}: `arguments` of {inner['name']}"
     text = value if isinstance(value, str) else _json({} if value is None else value, name)
@@ -355,7 +356,7 @@ def _json(value: object, what: str) -> str:
 
 
 def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Object of these keys and values; ValueError where a key is repeated (`json` would keep the last)."""
+    """Make the dictionary of a JSON object; ValueError where a key is repeated (`json` would keep the last value)."""
     unique = dict(pairs)
     if len(unique) != len(pairs):
         keys = [key for key, _ in pairs]
@@ -370,27 +371,19 @@ def _finite(number: str) -> float:
     return value
 
 
-class TextChange(Protocol):
-    """A function that changes a text of a message with a given role."""
-
-    def __call__(self, text: str, role: str) -> str:
-        """The changed `text` of a message whose role is `role`."""
-        ...
-
-
-def map_texts(conversation: Conversation, change: TextChange) -> Conversation:
-    """The conversation with each text replaced by `change(text, role)`; texts of tools have the role `system`."""
+def map_texts(conversation: Conversation, change: Callable[[str, str], str]) -> Conversation:
+    """Replace each text of a conversation by `change(role, text)`; texts of tools have the role `system`."""
     messages = []
     for message in conversation.messages:
         role = message["role"]
         turn = dict(message)
         for key in ("content", "reasoning_content", "name"):
             if isinstance(turn.get(key), str):
-                turn[key] = change(turn[key], role=role)
+                turn[key] = change(role, turn[key])
         if turn.get("tool_calls"):
-            turn["tool_calls"] = _map_json(turn["tool_calls"], partial(change, role=role))
+            turn["tool_calls"] = _map_json(turn["tool_calls"], partial(change, role))
         messages.append(turn)
-    tools = [_map_json(dict(tool), partial(change, role="system")) for tool in conversation.tools or ()]
+    tools = [_map_json(dict(tool), partial(change, "system")) for tool in conversation.tools or ()]
     return Conversation(tuple(messages), tuple(tools) or None, conversation.unread)  # type: ignore[arg-type]
 
 

@@ -1,7 +1,7 @@
-"""Prompts with the answers of other examples, from which KTO estimates z0.
+"""Pairs prompts with the answers of other examples, from which KTO estimates its baseline z0.
 
-The pairing of prompts and answers is a pure function of the data and the seed. So z0 of a batch does not depend on
-ranks, micro-batches or the order of rows, and the reference log-probabilities can be computed once.
+The pairing depends only on the data and the seed. So z0 of a batch does not depend on ranks, micro-batches or the order
+of rows, and the reference log-probabilities can be computed once.
 """
 
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ from ds_finetune.errors import DataError
 from ds_finetune.objectives.labels import IGNORE_INDEX
 
 _SEED = 1
-"""Makes the permutation of examples differ from that of rows, which is seeded by the same seed and the epoch."""
+"""Part of a seed: makes the permutation of examples differ from that of rows, which has the seed and the epoch."""
 
 
 @dataclass(frozen=True, eq=False)
 class MismatchedAnswers:
-    """For each document of `rows`, a mismatched document: its prompt with the answer of another document.
+    """Mismatched documents of `rows`: each has the prompt of one document and the answer of another.
 
-    The number of a mismatched document is that of the document with its prompt plus the number of documents in `rows`.
-    It is truncated to `max_seq_len` and keeps at least one token of the answer.
+    The mismatched document with the prompt of document n has the number n + (number of documents). It is truncated to
+    `max_seq_len` tokens and has at least one token of the answer.
     """
 
     rows: PreparedRows
@@ -44,12 +44,11 @@ class MismatchedAnswers:
             )
 
     def __len__(self) -> int:
-        """Number of documents, which is also the number of mismatched documents."""
         return self.rows.counts.documents
 
     def partner(self, number: int) -> int:
-        """Number of the document whose answer is paired with the prompt of document `number`: the next document with
-        another prompt in a permutation given by the seed.
+        """Number of the document whose answer follows the prompt of document `number`: the next one with another
+        prompt, in a permutation by the seed.
         """
         order, positions = self._order
         prompt, position = self._prompt(number), int(positions[number])
@@ -57,7 +56,7 @@ class MismatchedAnswers:
         return next(other for other in followers if not np.array_equal(self._prompt(other), prompt))
 
     def rows_for(self, row_ids: Sequence[int]) -> list[Row]:
-        """Rows of the mismatched documents for the rows `row_ids`, packed where rows are packed."""
+        """Rows of mismatched documents for the prompts in the data rows `row_ids`, packed if data rows are packed."""
         rows = self.rows
         numbers = np.concatenate([rows.order[rows.offsets[row] : rows.offsets[row + 1]] for row in row_ids])
         if not self.is_packed:
@@ -67,17 +66,14 @@ class MismatchedAnswers:
 
     @cached_property
     def _order(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Permutation of the documents, and its inverse."""
         order = np.random.default_rng([self.seed, 0, _SEED]).permutation(len(self))
         return order, np.argsort(order)
 
     def _prompt(self, number: int) -> NDArray[np.int32]:
-        """Ids before the first supervised token."""
         ids, answer = self._ids(number)
         return ids[:answer]
 
     def _ids(self, number: int) -> tuple[NDArray[np.int32], int]:
-        """Ids of a document, and the index of its first answer token; a document's first token is not supervised."""
         documents = self.rows.documents
         span = slice(documents.offsets[number], documents.offsets[number + 1])
         return documents.ids[span], 1 + int(np.argmax(documents.mask[span][1:]))
@@ -102,7 +98,9 @@ class MismatchedAnswers:
         )
 
     def document(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Ids and shifted labels, [tokens] each, of the mismatched document with the prompt of `number`."""
+        """Ids and shifted labels, [tokens] each, of the mismatched document that has the prompt of
+        document `number`.
+        """
         other = self.partner(number)
         ids, answer = self._ids(other)
         span = slice(self.rows.documents.offsets[other], self.rows.documents.offsets[other + 1])

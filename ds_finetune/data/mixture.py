@@ -1,4 +1,4 @@
-"""Mixes rows of several sources in given shares; the order is a pure function of (seed, epoch)."""
+"""Mixes the rows of several sources in given proportions. The order depends only on the seed and the epoch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Mixture:
-    """Weighted sources, whose rows are consecutive in the data.
+    """Weighted training sources, whose rows are consecutive in the data.
 
     An epoch is one pass over the main source: the one with the largest weight, and of equal weights the one with the
-    most rows. Every other source gives as many rows as its weight requires, rounded. If that is fewer than it has, the
-    next epoch continues it; if more, its rows repeat.
+    most rows. Every other source gives as many rows as its weight requires, rounded. A source that has more rows
+    continues in the next epoch; the rows of a source that has fewer repeat.
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
-    """Rows of each source."""
+    """Number of rows of each source."""
     draws: tuple[int, ...]
-    """Rows of each source per epoch."""
+    """Number of rows that each source gives to an epoch."""
 
     @classmethod
     def of(cls, weights: Mapping[str, float], sizes: Sequence[int]) -> Self:
@@ -44,12 +44,12 @@ class Mixture:
 
     @property
     def rows_per_epoch(self) -> int:
-        """Rows of an epoch."""
+        """Number of rows in an epoch."""
         return sum(self.draws)
 
     @property
     def fingerprint(self) -> str:
-        """Sizes and draws as a text."""
+        """Text with the number of rows of each source and how many of them an epoch has."""
         return " + ".join(f"{draw} of {size}" for draw, size in zip(self.draws, self.sizes, strict=True))
 
     def per_epoch(self, sums: Sequence[float]) -> float:
@@ -57,10 +57,11 @@ class Mixture:
         return sum(part / size * draw for part, size, draw in zip(sums, self.sizes, self.draws, strict=True))
 
     def order(self, *, seed: int, epoch: int, shuffle: bool) -> Numbers:
-        """Row numbers of an epoch, int64 [rows_per_epoch].
+        """Row indices of an epoch in their order, int64 [rows_per_epoch].
 
-        Each source is spread evenly: its count among the first n rows differs from its share of n by less than one row,
-        for two sources. A source's rows come in passes over all its rows, each shuffled or in the order of its files.
+        The rows of each source are spread evenly: with two sources, the number from one of them among the first n rows
+        differs from its fraction of n by less than one. A source is read in passes over all its rows, each shuffled or
+        in the order of its files.
         """
         jitter = np.random.default_rng([seed, epoch]).random(self.rows_per_epoch) if shuffle else 0.5
         numbers = np.concatenate([np.arange(draw) for draw in self.draws])
@@ -70,7 +71,7 @@ class Mixture:
         return np.concatenate(rows)[order]
 
     def count_rows(self, total_rows: int, *, seed: int, shuffle: bool) -> list[int]:
-        """Rows of each source among the first `total_rows` rows of the concatenated epochs."""
+        """Number of rows of each source among the first `total_rows` rows of a run, over all epochs."""
         epochs, rest = divmod(total_rows, self.rows_per_epoch)
         last = self.order(seed=seed, epoch=epochs, shuffle=shuffle)[:rest]
         of_last = np.bincount(np.searchsorted(self._ends, last, side="right"), minlength=len(self.sizes))
@@ -78,15 +79,13 @@ class Mixture:
 
     @property
     def _ends(self) -> Numbers:
-        """Row number after the last row of each source."""
         return np.cumsum(self.sizes)
 
     def _rows_of_epoch(self, source: int, *, seed: int, epoch: int, shuffle: bool) -> Numbers:
-        """Rows of a source in an epoch, in their order."""
         size, draw = self.sizes[source], self.draws[source]
         passes, index = np.divmod(np.arange(epoch * draw, (epoch + 1) * draw), size)
         if shuffle:
-            # Plus one, since numpy's seeds [a, b] and [a, b, 0] are the same.
+            # The source's index is raised by one, since numpy's seeds [a, b] and [a, b, 0] are the same.
             orders = {p: np.random.default_rng([seed, p, source + 1]).permutation(size) for p in set(passes.tolist())}
             index = np.concatenate([orders[p][index[passes == p]] for p in sorted(orders)])
         return index + self._ends[source] - size

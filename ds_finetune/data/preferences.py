@@ -30,7 +30,7 @@ _SIDES = ("chosen", "rejected")
 
 @dataclass(frozen=True)
 class Preference:
-    """A chosen and a rejected answer to the same turns. `margin` is 0 where the row has none."""
+    """A chosen and a rejected answer to the same prompt; `margin` is 0 where the row has none."""
 
     chosen: Conversation | Completion
     rejected: Conversation | Completion
@@ -53,7 +53,7 @@ def _preference(sides: Sequence[Conversation | Completion], view: Mapping[str, A
 
 
 def _of_turns(dialogues: Mapping[str, object], view: Mapping[str, Any], where: str) -> Preference:
-    """Preference from two whole dialogues, each under the column of its answer."""
+    """Preference from two full dialogues, given by the names of their columns."""
     sides = {column: read_conversation(turns, view.get("tools"), column, where) for column, turns in dialogues.items()}
     for column, side in sides.items():
         role = side.messages[-1]["role"]
@@ -129,7 +129,7 @@ def _prompt_pair(view: Mapping[str, Any], where: str) -> Preference:
 
 
 def _chat_pair(view: Mapping[str, Any], where: str) -> Preference:
-    """Preference from the prompt in `messages` and two answers, or from dialogues; `messages` may be the chosen."""
+    """Preference from a prompt in `messages` and two answers; `messages` may also be the full chosen dialogue."""
     turns, sides = view["messages"], (view["chosen"], view["rejected"])
     if isinstance(turns, list | tuple) and turns and is_answer(turns[-1]):
         turns = turns[:-1] if list(turns) == sides[0] else turns
@@ -137,7 +137,7 @@ def _chat_pair(view: Mapping[str, Any], where: str) -> Preference:
 
 
 def _with_prompt(prompt: object, turns: list[Any], column: str, where: str) -> list[Any]:
-    """Prepend the prompt to the turns of a side, unless they already begin with it."""
+    """Prepend the prompt to the turns of an answer, unless they already begin with it."""
     is_text = isinstance(prompt, str)
     first = [{"role": "user", "content": prompt}] if is_text else _as_turns(prompt, "prompt", where)
     if len(turns) <= 1 or is_answer(turns[0]):
@@ -193,16 +193,13 @@ def _alpaca_pair(view: Mapping[str, Any], where: str) -> Preference:
 
 
 def _prompt_from(column: str, read: Callable[[Mapping[str, Any], str, str], object]) -> ReadPair:
-    """A reader of pairs that gets the prompt by calling `read` on a column."""
     return lambda view, where: _prompt_pair({**view, "prompt": read(view, column, where)}, where)
 
 
-def _messages_pair(view: Mapping[str, Any], where: str) -> Preference:
-    return _of_turns({column: view[column] for column in ("messages", "rejected_messages")}, view, where)
-
-
 def _response_pair(view: Mapping[str, Any], where: str) -> Preference:
-    """Preference from `messages` and a rejected text for the last turn, or messages after the user's last turn."""
+    """Preference from the chosen dialogue in `messages`, and a rejected text or rejected turns after the
+    last user's.
+    """
     chosen, rejected = _list_of_turns(view, "messages", where), view["rejected_response"]
     if isinstance(rejected, list | tuple):
         users = ("user", "human", "prompter")
@@ -214,8 +211,8 @@ def _response_pair(view: Mapping[str, Any], where: str) -> Preference:
 
 
 def _ranked_pair(view: Mapping[str, Any], where: str) -> Preference:
-    """Preference from the best and the worst ranked answer, of equal ranks the first. If all ranks are equal, both
-    sides are the same answer, and the pair is dropped later.
+    """Preference of the best over the worst of several ranked answers. If all ranks are equal, both sides are the same
+    answer, and the pair is dropped later.
     """
     ranked = _ranked_answers(view["answers"], where)
     best, worst = (pick(ranked, key=operator.itemgetter(0))[1] for pick in (min, max))
@@ -226,7 +223,6 @@ def _ranked_pair(view: Mapping[str, Any], where: str) -> Preference:
 
 
 def _ranked_answers(answers: object, where: str) -> list[tuple[float, str]]:
-    """Rank and text of each answer; rank 1 is the best."""
     hint = "give a list of {answer, rank}, where rank 1 is the best"
     if not isinstance(answers, list | tuple) or not answers:
         raise DataError(f"{where}: column `answers` is {shown_value(answers)}", hint=hint)
@@ -240,7 +236,12 @@ def _ranked_answers(answers: object, where: str) -> list[tuple[float, str]]:
 
 
 PAIR_LAYOUTS = by_name(
-    ("messages_pair", "messages rejected_messages", "system tools margin", _messages_pair),
+    (
+        "messages_pair",
+        "messages rejected_messages",
+        "system tools margin",
+        lambda view, where: _of_turns({key: view[key] for key in ("messages", "rejected_messages")}, view, where),
+    ),
     ("response_pair", "messages rejected_response", "system tools margin", _response_pair),
     ("prompt_pair", "prompt chosen rejected", "system tools margin", _prompt_pair),
     ("question_pair", "question chosen rejected", "system margin", _prompt_from("question", read_text)),

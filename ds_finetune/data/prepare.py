@@ -1,4 +1,4 @@
-"""Prepares rows: tokenises and packs them into a cache, once per host, before any process group exists.
+"""Prepares training rows: tokenises and packs them into a cache, once per host, before any process group exists.
 
 A fingerprint of the data and all settings identifies the cache. Several processes tokenise, part by part.
 """
@@ -51,23 +51,23 @@ from ds_finetune.data.units import ROWS_PER_PART, Tokenisation, tokenise_records
 from ds_finetune.errors import ConfigError, DataError, RunError
 
 FORMAT_VERSION = 10
-"""Incremented when the format of the cache changes, so that older caches are not read."""
+"""Version of the cache's format. It is raised when the format changes, so that older caches are not read."""
 _BYTES_FOR_PROCESSES = 2_000_000
-"""Bytes of raw data above which several processes tokenise it."""
+"""Size of the raw data in bytes above which several processes tokenise it."""
 _Task = tuple[Path, list[tuple[str, ReadRecord]]]
-"""Folder of a part, and its records, each with its location (`file line 7`)."""
+"""A part of the data to tokenise: its folder, and its records with their locations (`file line 7`)."""
 
 
 @dataclass(frozen=True)
 class TokenLimits:
-    """Limits on rows: maximum tokens of a row, and vocabulary size of the model."""
+    """Limits on training rows: maximum tokens of a row, and vocabulary size of the model."""
 
     max_seq_len: int
     vocab_size: int
     answer_tokens: int = 0
     """Tokens of a row that are reserved for the answer sampled to a prompt."""
     seed: int = 0
-    """Seed that selects the held-out share of the training rows."""
+    """Seed that selects which training rows are held out."""
 
 
 def prepare_rows(
@@ -112,12 +112,12 @@ def prepare_rows(
         order, offsets = np.load(packed / "order.npy"), np.load(packed / "offsets.npy")
     path_of_row = np.searchsorted(np.cumsum(parts), order[offsets[:-1]], side="right")
     mixture = Mixture.of(weights, np.bincount(path_of_row, minlength=len(parts)).tolist()) if weights else None
-    content = content_hash(complete, _hashed_arrays(kind))
+    token_arrays = DOCUMENT_ARRAYS if kind.documents_per_unit else TOKEN_ARRAYS
+    content = content_hash(complete, PROMPT_ARRAYS if kind.name == "prompts" else token_arrays)
     return PreparedRows(documents, order, offsets, counts, content, tuple(notes), mixture, kind)
 
 
 def _choice(config: DataConfig, purpose: str, seed: int) -> RecordChoice:
-    """Which records are read for `purpose`: all records of held-out files, else those that `config` selects."""
     fraction = config.held_out_share
     if purpose != "train" and not fraction:
         return RecordChoice()
@@ -131,17 +131,12 @@ def _choice_notes(choice: RecordChoice, counts: Counts, sources: Sequence[Source
     return [*dict.fromkeys(source.note for source in sources if source.note), *filter(None, [first])]
 
 
-def _hashed_arrays(kind: RowKind) -> tuple[str, ...]:
-    """Names of the arrays that determine the training data."""
-    if kind.name == "prompts":
-        return PROMPT_ARRAYS
-    return DOCUMENT_ARRAYS if kind.documents_per_unit else TOKEN_ARRAYS
-
-
 def _units_of_paths(
     counts: Counts, weights: Mapping[str, float], sources: Sequence[Source], kind: RowKind
 ) -> list[int]:
-    """Units of each path in `weights`, or of all data in one number; DataError where a path has none."""
+    """Number of training examples by path in `weights`, or of all data without weights; DataError where a path has
+    none.
+    """
     size = max(kind.documents_per_unit, 1)
     if len(weights) < 2:
         return [counts.documents // size]
@@ -178,7 +173,7 @@ def plan_tokenisation(
         raise ConfigError(f"data.long_rows split is for plain text, and {what}", hint="use truncate or drop")
     if config.long_rows == "truncate" and kind.name == "prompts":
         raise ConfigError(
-            f"data.long_rows is {config.long_rows}, and {kind.description}: the end of a prompt decides its answer",
+            f"data.long_rows is {config.long_rows}, and {kind.description}: a prompt without its end is another one",
             hint="set data.long_rows to drop, or leave it out, so that a longer prompt is an error",
         )
     limit = LengthLimit(limits.max_seq_len - limits.answer_tokens, config.long_rows)
@@ -228,15 +223,15 @@ def _fingerprint(sources: Sequence[Source], tokenisation: Tokenisation, choice: 
 def _tokenise(
     choice: RecordChoice, sources: Sequence[Source], tokenisation: Tokenisation, folder: Path, *, workers: int
 ) -> None:
-    """Write missing parts of `ROWS_PER_PART` rows each, then join all parts."""
     parts: dict[Path, int] = {}
     tasks = _open_parts(choice, sources, folder, parts)
     size = sum(source.fingerprint[1] for source in sources)
-    # Each process takes one or two seconds to start; the size of a hub data set is not known.
+    # A process takes one or two seconds to start, so small data is tokenised here. Hub data sets count as large, since
+    # their size is unknown.
     is_divided = workers > 1 and (size > _BYTES_FOR_PROCESSES or any(source.format == "hub" for source in sources))
     warmup = (workers if is_divided else 1) * ROWS_PER_PART
     done = len(list(folder.glob("part-??????"))) * ROWS_PER_PART
-    # Only the process with the lock gets here, whatever its rank.
+    # The progress line is always shown: only the process that holds the lock tokenises, whatever its rank.
     estimate = estimate_rows(sources)
     total = max(min(estimate, choice.rows or estimate) - done, 0)
     with PhaseLine("tokenising rows", total, warmup=warmup, is_rank_zero=True) as line:
@@ -244,7 +239,7 @@ def _tokenise(
             line.advance(ROWS_PER_PART)
     counts = sum((read_counts(part) for part in parts), Counts())
     if len(set(parts.values())) > 1:
-        # All records of a part are from one path.
+        # A part has records of a single path.
         by_path = (NamedCounts({str(entry): (read_counts(part).documents, "")}) for part, entry in parts.items())
         counts = replace(counts, by_path=sum(by_path, NamedCounts()))
     if counts.read:
@@ -265,10 +260,9 @@ def _tokenise(
 def _open_parts(
     choice: RecordChoice, sources: Sequence[Source], folder: Path, parts: dict[Path, int]
 ) -> Iterator[_Task]:
-    """Yield tasks for parts that are not written yet.
+    """Yield a task for each part that is not written yet.
 
-    The folders of all parts are added to `parts`, in order, with the index of the path in data.train that they come
-    from.
+    The folder of every part is added to `parts`, with the index in data.train of the path that its records come from.
     """
     for source, records in choice.read(sources):
         while chunk := list(islice(records, ROWS_PER_PART)):
@@ -281,7 +275,7 @@ def _open_parts(
 
 
 _worker: list[Tokenisation] = []
-"""Tokenisation of this worker process, set once at its start."""
+"""Tokenizer and settings of this worker process, set once at its start."""
 
 
 def _start_worker(tokenisation: Tokenisation) -> None:
@@ -291,7 +285,8 @@ def _start_worker(tokenisation: Tokenisation) -> None:
 
 def _write_part(task: _Task) -> Path:
     folder, records = task
-    # Records form no reference cycles, and cycle detection would take a fifth of the time.
+    # Garbage collection is off: records form no reference cycles, and looking for cycles would take a fifth of the
+    # time.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -310,7 +305,6 @@ def _write_here(tasks: Iterable[_Task], tokenisation: Tokenisation) -> Iterator[
 
 
 def _write_parts(tasks: Iterable[_Task], tokenisation: Tokenisation, workers: int) -> Iterator[Path]:
-    """Write all parts in `workers` processes; RunError where a process is killed."""
     context = multiprocessing.get_context("spawn")
     try:
         with ProcessPoolExecutor(workers, context, _start_worker, (tokenisation,)) as pool, _terminated_early(pool):
@@ -325,7 +319,9 @@ def _write_parts(tasks: Iterable[_Task], tokenisation: Tokenisation, workers: in
 
 @contextmanager
 def _terminated_early(pool: ProcessPoolExecutor) -> Iterator[None]:
-    """On an exception, as from Ctrl-C, terminate the processes instead of waiting for their submitted parts."""
+    """Context manager that terminates the worker processes on an exception, as from Ctrl-C, before their parts are
+    done.
+    """
     try:
         yield
     except BaseException:
@@ -335,10 +331,10 @@ def _terminated_early(pool: ProcessPoolExecutor) -> Iterator[None]:
 
 
 def _submit(pool: ProcessPoolExecutor, tasks: Iterable[_Task], *, most: int) -> Iterator[Future[Path]]:
-    """Submit tasks, at most `most` at a time, and yield each future when it is done."""
     waiting: set[Future[Path]] = set()
     for task in tasks:
-        # Processes that submit() starts inherit the signal mask: Ctrl-C reaches only the parent, which terminates them.
+        # Processes that submit() starts inherit this signal mask, so that Ctrl-C reaches only the parent, which
+        # terminates them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         waiting.add(pool.submit(_write_part, task))
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -27,21 +27,21 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class RowDocuments:
-    """Documents of a row, in order; each array has one element per document."""
+    """The documents of a row, in order; each array has one element per document."""
 
     lengths: Numbers
-    """Tokens of each document."""
+    """Number of tokens of each document."""
     numbers: Numbers
-    """Indices of the documents in the data."""
+    """Index of each document in the data."""
     targets: NDArray[np.float64]
-    """Class, rating, margin, or 1 and 0 for good and bad answers; 0 where the row has none."""
+    """Target of each document: class index, rating, margin, or 1 and 0 for good and bad answers; 0 without one."""
     second: Numbers
-    """Index of the first token of the second text of a pair of texts; the document's length where there is none."""
+    """For a document of two texts, the index of the second text's first token; else the document's length."""
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One row: `input_ids`, `position_ids` and `labels`, int32 [tokens] each.
+    """One row of tokens: `input_ids`, `position_ids` and `labels`, int32 [tokens] each.
 
     Positions count up within a document. A document that begins at position n > 0 continues the first n tokens of the
     last earlier document that begins at 0. `labels[t]` is the token after `input_ids[t]` in the same document if that
@@ -53,42 +53,38 @@ class Row:
     labels: Ints
     supervised: int
     documents: RowDocuments | None = None
-    """None for a filler, and where rows that are not prepared are only trained on tokens."""
+    """The documents of the row; None for a filler row."""
     is_filler: bool = False
-    """Whether the row has no text and only fills a batch."""
+    """Whether the row has no text and only fills up a batch."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the row; 0 for a filler."""
+        """Number of tokens in the row; 0 for a filler row."""
         return 0 if self.is_filler else len(self.input_ids)
 
     @property
     def num_documents(self) -> int:
-        """Documents of the row; 0 for a filler."""
+        """Number of documents in the row; 0 for a filler row."""
         return 0 if self.is_filler else len(document_starts(self.position_ids))
 
     @property
     def document_lengths(self) -> Numbers:
-        """Tokens of each document; empty for a filler."""
+        """Number of tokens of each document; empty for a filler row."""
         starts = document_starts(self.position_ids)
         return np.diff(np.append(starts, len(self.position_ids)))[: self.num_documents]
 
 
 def document_starts(positions: Ints) -> Numbers:
-    """Indices at which documents begin in a row: where a position is not the preceding one plus 1."""
+    """Indices at which documents begin in a row, which is where a position is not the preceding position plus 1."""
     return np.flatnonzero(np.diff(positions, prepend=-2) != 1)
 
 
 class Rows(Protocol):
     """Rows that can be read by index in any order."""
 
-    def __len__(self) -> int:
-        """Number of rows."""
-        ...
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Row:
-        """Row `index`."""
-        ...
+    def __getitem__(self, index: int) -> Row: ...
 
 
 @runtime_checkable
@@ -96,12 +92,14 @@ class CountedRows(Rows, Protocol):
     """Rows whose units can be counted without reading their tokens."""
 
     def count_units(self, ids: Sequence[int], documents_per_unit: int) -> dict[str, int]:
-        """Units of the rows `ids`, by the names of `batches.count_rows`; see `BatchPlan.documents_per_unit`."""
+        """Count supervised tokens, pairs, documents and so on in the rows `ids`, with the keys of
+        `batches.count_rows`.
+        """
         ...
 
 
 def next_token_labels(ids: Ints, mask: NDArray[np.bool_]) -> Ints:
-    """Labels of a document whose supervised tokens are given by `mask`, int32 [tokens]; see `Row`."""
+    """Labels of a document, int32 [tokens]: the next token where `mask` marks it as supervised, else IGNORE_INDEX."""
     labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int32)
     labels[:-1] = np.where(mask[1:], ids[1:], IGNORE_INDEX)
     return labels
@@ -139,18 +137,16 @@ class PreparedRows:
     content: str = ""
     """Hash of all tokens and masks, computed when they were written; empty for rows of a stream."""
     notes: tuple[str, ...] = ()
-    """Remarks for the user: splits that are not read, a cache that was rebuilt."""
+    """Remarks for the user, e.g. on splits that are not read, or on a cache that was rebuilt."""
     mixture: Mixture | None = None
-    """Shares of the sources, whose rows are consecutive; None where an epoch is every row once."""
+    """Proportions of the sources, whose rows are consecutive; None where an epoch has every row once."""
     kind: RowKind = DIALOGUE
-    """Kind of the rows; for labelled texts with the classes found in the data."""
+    """Kind of the rows; for labelled texts it includes the classes found in the data."""
 
     def __len__(self) -> int:
-        """Number of rows."""
         return len(self.offsets) - 1
 
     def __getitem__(self, index: int) -> Row:
-        """Row `index`: its documents, concatenated."""
         numbers = self._documents_of(self.order[self.offsets[index] : self.offsets[index + 1]])
         data = self.documents
         parts = []
@@ -184,36 +180,36 @@ class PreparedRows:
 
     @property
     def num_units(self) -> int:
-        """Pairs or examples; documents where the loss is a sum over tokens."""
+        """Number of pairs or examples, or of documents where the loss is a sum over tokens."""
         return self.counts.documents // max(self.kind.documents_per_unit, 1)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all rows, without padding."""
+        """Number of tokens in all rows, without padding."""
         return self.counts.tokens
 
     @property
     def num_supervised_tokens(self) -> int:
-        """Tokens that carry loss."""
+        """Number of tokens that carry loss."""
         return self.counts.supervised
 
     @property
     def rows_per_epoch(self) -> int:
-        """Rows of an epoch."""
+        """Number of rows in an epoch."""
         return len(self) if self.mixture is None else self.mixture.rows_per_epoch
 
     @property
     def tokens_per_epoch(self) -> float:
-        """Tokens of an epoch without padding; the expected number for a mixture."""
+        """Number of tokens in an epoch without padding; for a mixture, the expected number."""
         return self.num_tokens if self.mixture is None else self.mixture.per_epoch(self.tokens_of_sources)
 
     @property
     def tokens_of_sources(self) -> list[int]:
-        """Tokens of all rows of each source of the mixture."""
+        """Number of tokens of each source of the mixture, over all its rows."""
         return [int(lengths.sum()) for lengths in self._lengths_by_source()]
 
     def units_of_sources(self) -> dict[str, range]:
-        """Unit indices of each source of the mixture by name; without a mixture all indices under an empty name."""
+        """Indices of the documents, pairs or examples of each source by its name, which is empty without a mixture."""
         ends = np.cumsum([len(part) for part in self._lengths_by_source()]) // max(self.kind.documents_per_unit, 1)
         names = ("",) if self.mixture is None else self.mixture.names
         starts = [0, *ends[:-1].tolist()]
@@ -247,7 +243,7 @@ class PreparedRows:
         return (squares[0] if self.mixture is None else self.mixture.per_epoch(squares)) / 2 / self.tokens_per_epoch
 
     def fingerprint(self) -> str:
-        """Hash of all tokens, masks and the assignment of documents to rows; the same on every machine."""
+        """Hash of all tokens and masks, and of the division of documents into rows; it is the same on every machine."""
         assert self.content
         digest = xxhash.xxh3_64()
         for numbers in (self.order, self.offsets):
@@ -256,7 +252,7 @@ class PreparedRows:
         return text if self.mixture is None else f"{text}, mixed {self.mixture.fingerprint}"
 
     def fill_ratio(self, max_seq_len: int) -> float:
-        """Tokens divided by `max_seq_len` x rows."""
+        """Fraction of the positions of packed rows that tokens fill: tokens / (rows x `max_seq_len`)."""
         return self.num_tokens / (len(self) * max_seq_len)
 
     def prompts_and_answers(self, number: int) -> list[tuple[list[int], list[int]]]:
@@ -277,16 +273,16 @@ class PreparedRows:
         return parts
 
     def prompt_ids(self, number: int) -> list[int]:
-        """Token ids of a prompt, including the header of the answer."""
+        """Token ids of prompt `number`, including the header with which the chat template opens the answer."""
         return self.document(number)[0]
 
     def record(self, number: int) -> dict[str, Any]:
-        """All columns of a prompt's row; the reference answer, if there is one, is `answer`."""
+        """All columns of the row of prompt `number`. A reference answer is in the column `answer`."""
         columns: dict[str, Any] = json.loads(_line(self.documents.records, self._line_ends["records"], number))
         return columns
 
     def where(self, number: int) -> str:
-        """Location of a prompt's row, such as `train.jsonl line 7`."""
+        """Location of the row of prompt `number`, such as `train.jsonl line 7`."""
         return _line(self.documents.places, self._line_ends["places"], number)
 
     @cached_property
@@ -295,12 +291,12 @@ class PreparedRows:
         return {name: np.flatnonzero(np.asarray(text) == _LINE_FEED) for name, text in texts.items()}
 
     def unit_digests(self) -> NDArray[np.uint64]:
-        """Hash of the tokens of each unit, uint64 [units]."""
+        """Hash of the tokens of each document, pair or example, uint64 [units]."""
         digests = np.asarray(self.documents.digests).reshape(-1, max(self.kind.documents_per_unit, 1))
         return digests[:, 0] if digests.shape[1] == 1 else digests[:, 0] * _ODD + digests[:, 1]
 
     def count_units(self, ids: Sequence[int], documents_per_unit: int) -> dict[str, int]:
-        """Units of the rows `ids`, equal to `batches.count_rows` of these rows."""
+        """Count supervised tokens, pairs, documents and so on in the rows `ids`, as `batches.count_rows` does."""
         units = [self.order[self.offsets[i] : self.offsets[i + 1]] for i in ids]
         numbers = self._documents_of(np.concatenate([np.zeros(0, dtype=np.int64), *units]))
         lengths, supervised = self._sizes_of(numbers)
@@ -315,12 +311,12 @@ class PreparedRows:
         }
 
     def document(self, number: int) -> tuple[list[int], list[bool]]:
-        """Ids and mask of supervised tokens of a document."""
+        """Token ids of document `number`, and its mask of supervised tokens."""
         span = slice(self.documents.offsets[number], self.documents.offsets[number + 1])
         return self.documents.ids[span].tolist(), self.documents.mask[span].tolist()
 
     def _sizes_of(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
-        """Length and number of supervised tokens of each document; a document's first token is never a label."""
+        """Length and number of supervised tokens of each document, whose first token is not counted: it is no label."""
         starts, ends = self.documents.offsets[numbers], self.documents.offsets[numbers + 1]
         mask = np.asarray(self.documents.mask)
         spans = zip(starts.tolist(), ends.tolist(), strict=True)
@@ -332,8 +328,8 @@ class PreparedRows:
         return (units[:, None] * size + np.arange(size)).reshape(-1)
 
     def label_lines(self) -> list[tuple[str, str]]:
-        """Name and text of a line about labels: numbers of good and bad answers, shares of classes, or the range of
-        regression labels; none for rows without labels.
+        """Lines about the labels of rows, each with a name and a text: numbers of good and bad answers, fractions of
+        classes, or the range of regression labels. Rows without labels have no line.
         """
         targets = self.documents.targets
         if self.kind.name == "marked":
@@ -363,7 +359,7 @@ def _line(text: NDArray[np.uint8], ends: Numbers, number: int) -> str:
 
 
 def one_unit_a_row(documents: Documents, kind: RowKind) -> tuple[Numbers, Numbers]:
-    """`order` and `offsets` of `PreparedRows` with one unit per row."""
+    """Arrays `order` and `offsets` of `PreparedRows` for rows of one document, pair or example each."""
     units = len(documents.targets) // max(kind.documents_per_unit, 1)
     return np.arange(units), np.arange(units + 1)
 
@@ -371,9 +367,9 @@ def one_unit_a_row(documents: Documents, kind: RowKind) -> tuple[Numbers, Number
 def pack_units(
     documents: Documents, kind: RowKind, max_seq_len: int, parts: Sequence[int] | None = None
 ) -> tuple[Numbers, Numbers]:
-    """`order` and `offsets` of `PreparedRows` whose units are packed into rows of at most `max_seq_len` tokens.
+    """Arrays `order` and `offsets` of `PreparedRows` for rows that are packed to at most `max_seq_len` tokens.
 
-    `parts` has the numbers of units of consecutive sources, which do not share rows; None for one source.
+    `parts` are the numbers of units of consecutive sources, which do not share rows; None for one source.
     """
     lengths = np.diff(documents.offsets).reshape(-1, max(kind.documents_per_unit, 1)).sum(axis=1)
     starts = np.cumsum([0, *([len(lengths)] if parts is None else parts)]).tolist()

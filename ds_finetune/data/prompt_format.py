@@ -1,6 +1,4 @@
-"""How prompts are rendered and which ids end an answer, identically in training, in the export, and in programs that
-read the export.
-"""
+"""Defines how prompts are written and which token ids end an answer, alike in training, the export and its programs."""
 
 import json
 import re
@@ -38,7 +36,7 @@ _CALLS = [
     {"type": "function", "id": f"abcdefgh{number}", "function": {"name": "f", "arguments": {"a": number}}}
     for number in range(2)
 ]
-"""Tool calls with ids of nine characters, which Mistral's templates require."""
+"""Probe tool calls; their ids have nine characters, which Mistral's templates require."""
 TEMPLATES = Path(__file__).parent / "templates"
 """Folder of the chat templates that a run file may name; each renders as the published template of that name."""
 _MARK = re.compile(r"\{# ds_finetune: (\{.*?\}) #\}")
@@ -62,13 +60,13 @@ class PlainFormat:
     """Format of the prompts of completions that are trained without a chat template."""
 
     form: str
-    """See `Tokens.form`."""
+    """How the prompt of a completion is written: `alpaca`, `separator` or `joined` (see `Tokens.form`)."""
     separator: str
     """Text added to a prompt that does not end with white space, unless the completion begins with some."""
 
     @classmethod
     def of(cls, template: object) -> "PlainFormat | None":
-        """The format from a chat template that `template` wrote; None for other templates."""
+        """Read the prompt format from a chat template that `PlainFormat.template` wrote; None for other templates."""
         match = _MARK.match(template) if isinstance(template, str) else None
         try:
             return cls(**json.loads(match[1])) if match else None
@@ -83,8 +81,10 @@ class PlainFormat:
         return Completion(text, "", messages, is_joined=self.form == "joined")
 
     def template(self, *, has_bos: bool) -> str:
-        """A chat template that writes a user's text as in training, and ends an answer with the eos token. It begins
-        with this format as a comment, and refuses no role, as servers try a template by rendering dialogues.
+        """A chat template that writes a user's text as in training, and ends an answer with the eos token.
+
+        It begins with a comment that holds this format. It accepts every role, since servers try a template on sample
+        dialogues.
         """
         separator = "" if self.form == "joined" else self.separator
         prompt = f"content + ('' if content[-1:].strip() != content[-1:] else {_quoted(separator)})"
@@ -92,7 +92,7 @@ class PlainFormat:
             with_input, without = (f"{_quoted(intro)} + {_quoted(_INSTRUCTION)}" for intro in _INTROS)
             prompt = f"({with_input} if {_quoted(_INPUT)} in content else {without}) + content + {_quoted(_RESPONSE)}"
         return _TEMPLATE.substitute(
-            # `#}` would end the Jinja comment.
+            # A `#}` in the format would end the Jinja comment.
             mark=json.dumps(asdict(self)).replace("#", "\\u0023"),
             bos="{{ bos_token }}" if has_bos else "",
             prompt=prompt,
@@ -100,14 +100,14 @@ class PlainFormat:
 
 
 def _quoted(text: str) -> str:
-    """A text as a Jinja string literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def template_settings(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> TemplateSettings:
-    """Template settings from the data section; ConfigError where its template cannot be read.
+    """Chat template and related settings from the data section; ConfigError where the template cannot be read.
 
-    With `auto`, a model that was trained on completions without a chat template continues in that format.
+    With data.template `auto`, a model that was trained on completions without a chat template keeps their prompt
+    format.
     """
     template, separator = _chat_template(config, tokenizer), config.separator
     plain = PlainFormat.of(_named(tokenizer.chat_template, "default"))
@@ -135,7 +135,9 @@ class PromptFormat:
     def of_run(
         cls, config: DataConfig, kind: RowKind, counts: Counts, tokenizer: PreTrainedTokenizerBase
     ) -> "PromptFormat":
-        """Format of rows. Exports get the template of data.template, or one that writes completions as in training."""
+        """The prompt format of a run's training rows. Exports get the template of data.template, or one that writes
+        completions as in training.
+        """
         settings, is_scorer = template_settings(config, tokenizer), OBJECTIVES[kind.objective].head == "scores"
         ends = () if is_scorer or kind.name == "text" else trained_ends(tokenizer, settings)
         template, notes = "" if config.template == "auto" else settings.chat_template or "", list[str]()
@@ -157,17 +159,17 @@ class PromptFormat:
         return cls(settings, default if is_plain else "")
 
     def text_ids(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-        """Ids of a plain text as in training, with the tokens that begin one."""
+        """Token ids of a plain text as in training, with the token that begins a text, if there is one."""
         tokeniser = SampleTokeniser(tokenizer, self.settings, bos=self.bos, has_eos=False)
         return tokeniser.tokenise([("", PlainText(text))])[0].ids
 
     def chat_ids(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-        """Ids of a user's text as in training, up to the answer; empty where no format is known or the template refuses
-        the text.
+        """Token ids of a user's text as a prompt of training, up to the answer. Empty where no format is known or the
+        template refuses the text.
         """
         plain = PlainFormat.of(self.template)
         template = self.template or self.settings.chat_template
-        # A template that writes the date would give other ids on another day.
+        # Ids from a template that writes the current date are different on another day, so they prove nothing.
         if not template or "strftime_now" in template:
             return []
         sample = plain.sample(text) if plain else Conversation(({"role": "user", "content": text},))
@@ -179,7 +181,6 @@ class PromptFormat:
 
 
 def _named(given: Any, name: str) -> str:  # noqa: ANN401 - of transformers
-    """The chat template `name` of a tokenizer's `chat_template`, which is a dictionary or only the default template."""
     return str((given if isinstance(given, dict) else {"default": given}).get(name) or "")
 
 
@@ -220,7 +221,7 @@ def _chat_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> st
 
 
 def _shipped_template(file: Path, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A template of the package; ConfigError if a file has its name, or the tokenizer lacks one of its tokens."""
+    """Read a chat template of the package; ConfigError if a file has its name, or the tokenizer lacks its tokens."""
     name, text = file.stem, file.read_text(encoding="utf-8")
     if Path(name).exists():
         raise ConfigError(
@@ -248,12 +249,13 @@ def served_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 
 
 def trained_ends(tokenizer: PreTrainedTokenizerBase, settings: TemplateSettings) -> tuple[int, ...]:
-    """Ids of the special tokens with which training rows end an answer: a text, and tool calls."""
+    """Ids of the special tokens that end an answer in training rows, for answers with text and with tool calls."""
     settings = replace(settings, train_on="last_assistant", reasoning="keep")
     tokeniser = SampleTokeniser(tokenizer, settings)
     if settings.chat_template is None:
         return _end_of(tokeniser, tokenizer, Completion("x", "y", Conversation(()))) or ()
-    # A token that also separates two calls ends no answer. Some templates refuse two calls.
+    # Two calls are tried first: a token that also separates two calls does not end an answer. Some templates refuse two
+    # calls.
     calls = (
         read_conversation([_USER, {"role": "assistant", "content": "", "tool_calls": _CALLS[:most]}], [_TOOL], "", "")
         for most in (2, 1)
@@ -265,8 +267,8 @@ def trained_ends(tokenizer: PreTrainedTokenizerBase, settings: TemplateSettings)
 
 
 def _end_of(tokeniser: SampleTokeniser, tokenizer: PreTrainedTokenizerBase, sample: Sample) -> tuple[int, ...] | None:
-    """The last supervised id, if it is a special token that occurs once in the answer; None for a refused or dropped
-    sample.
+    """The end token of a sample's answer: its last supervised id, if that is a special token which occurs once. Empty
+    if it is not; None if the sample is refused or dropped.
     """
     try:
         (row,) = tokeniser.tokenise([("", sample)])
@@ -281,7 +283,7 @@ def _end_of(tokeniser: SampleTokeniser, tokenizer: PreTrainedTokenizerBase, samp
 
 
 def read_generation(folder: Path) -> dict[str, Any]:
-    """Parse the generation_config.json of a folder; empty where there is none, DataError where it is not JSON."""
+    """Parse a folder's generation_config.json; empty where there is none, DataError where it is not JSON."""
     file = folder / GENERATION
     try:
         tree = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -293,8 +295,8 @@ def read_generation(folder: Path) -> dict[str, Any]:
 def end_ids(
     folder: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, trained: Iterable[int] = ()
 ) -> list[int]:
-    """Ids that end an answer of the model in `folder`: `trained` ones, those of generation_config.json (or else of
-    `config`), and the tokenizer's eos token.
+    """Ids of the tokens that end an answer of the model in `folder`: those in `trained`, those in
+    generation_config.json (or else in `config`), and the tokenizer's eos token.
     """
     given = read_generation(folder).get("eos_token_id")
     given = config.get_text_config().eos_token_id if given is None else given
@@ -303,14 +305,12 @@ def end_ids(
 
 
 def served_generation(folder: Path, config: PretrainedConfig, ends: Sequence[int]) -> dict[str, str]:
-    """File name and text of an export's generation_config.json; empty if the one in `folder` already names exactly
-    `ends`.
-    """
+    """Name and text of an export's generation_config.json; empty if the one in `folder` already has exactly `ends`."""
     tree, config = read_generation(folder), config.get_text_config()
     given = tree.get("eos_token_id", config.eos_token_id)
     if not ends or set(given if isinstance(given, list) else [given]) == set(ends):
         return {}
-    # With this key, transformers would treat the file as a copy of config.json.
+    # With the key `_from_model_config`, transformers would treat the file as a copy of config.json.
     tree.pop("_from_model_config", None)
     ids = {} if tree else {key: getattr(config, key, None) for key in ("bos_token_id", "pad_token_id")}
     tree = {key: number for key, number in ids.items() if number is not None} | tree
@@ -318,7 +318,7 @@ def served_generation(folder: Path, config: PretrainedConfig, ends: Sequence[int
 
 
 def prompt_lines(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Lines of a model card: the format of prompts, what begins a text, and what ends an answer."""
+    """Lines of a model card that say how prompts are written, what begins a text, and what ends an answer."""
     given = tokenizer.chat_template
     plain, names = PlainFormat.of(given), f" ({', '.join(given)})" if isinstance(given, dict) else ""
     if plain is None:
@@ -347,6 +347,6 @@ def prompt_lines(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[s
 
 
 def normalises(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer composes decomposed characters."""
+    """Whether the tokenizer composes decomposed Unicode characters (NFC)."""
     normalizer = tokenizer.backend_tokenizer.normalizer
     return normalizer is not None and "\u00e9" in normalizer.normalize_str("e\u0301")

@@ -1,4 +1,4 @@
-"""Prompts to which the model samples answers: their layouts, and their records, which rewards read.
+"""Reads prompts to which the model samples answers, with the columns of their rows for the rewards.
 
 A row may have a reference answer, as rows of supervised fine-tuning do; it becomes the column `answer` of the record.
 """
@@ -13,7 +13,7 @@ from ds_finetune.data.record_layouts import LAYOUTS, Completion, LayoutColumns, 
 from ds_finetune.errors import DataError
 
 ANSWER = "answer"
-"""Column of the record with the reference answer."""
+"""Name of the column of a prompt's record that holds the reference answer."""
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class Prompt:
     answer: object = None
     """The reference answer; None where the row has none."""
     record: Mapping[str, Any] = field(default_factory=dict)
-    """All columns of the row, and the reference answer."""
+    """All columns of the row, with the reference answer in the column `answer`."""
 
     def with_system(self, text: str, where: str) -> Self:
         """Prepend a system message."""
         return replace(self, sample=self.sample.with_system(text, where))
 
     def of_record(self, record: Record) -> Self:
-        """The prompt with its record."""
+        """A copy of the prompt that holds all columns of its row, and the reference answer if there is one."""
         return replace(self, record={**record, **({} if self.answer is None else {ANSWER: self.answer})})
 
 
@@ -79,7 +79,7 @@ def _without_answer(sample: Sample, answer: object) -> Prompt:
 
 
 def _dialogue(layout: str) -> tuple[str, str, str, Any]:
-    """The layout of dialogue named `layout`, whose last turn, if it is the assistant's, is the reference answer."""
+    """Make a layout of prompts from the dialogue layout `layout`; an assistant's last turn is the reference answer."""
     row = LAYOUTS[layout]
 
     def read(view: Mapping[str, Any], where: str) -> Prompt:

@@ -31,8 +31,9 @@ _OTHER_NAMES = (
     {"prompt": "query"},
     {"chosen": "chosen_messages", "rejected": "rejected_messages"},
 )
-"""Column names of HelpSteer and verl, ms-swift, Orca, dolly and GPTeacher, prompts with reference answers, and
-LLaMA-Factory's pairs; tried in this order if no layout fits.
+"""Column names in published data sets that stand for the names in a layout; tried in this order if no layout fits. They
+are from HelpSteer and verl, ms-swift, Orca, dolly and GPTeacher, prompts with reference answers, and LLaMA-Factory's
+pairs.
 """
 _PAIRS_OF_TEXTS = (
     ("sentence1", "sentence2"),
@@ -41,7 +42,7 @@ _PAIRS_OF_TEXTS = (
     ("question", "sentence"),
     ("sentence", "sentence2"),
 )
-"""Column names of pairs of texts in GLUE's tasks; the last entry is a single text."""
+"""Column names of the two texts in GLUE's tasks; a task with a single text has only `sentence`."""
 _GUESSES = {
     "prompt": "prompt question query input instruction problem",
     "completion": "completion response answer output solution generation target targets",
@@ -100,7 +101,7 @@ class LabelledText:
 def published_columns(
     record: Record, columns: Mapping[str, str], layouts: Mapping[str, "LayoutColumns"]
 ) -> dict[str, str]:
-    """`columns`, extended by published names of columns with which the record fits one of `layouts`."""
+    """`columns`, extended by column names of published data sets, if the record fits one of `layouts` with them."""
     renamed = dict(columns)
     if "system" not in record and "system_prompt" in record:
         renamed = {"system": "system_prompt", **renamed}
@@ -137,12 +138,12 @@ def find_layout(record: Record, columns: Mapping[str, str], layouts: Mapping[str
 
 
 def known_layouts(layouts: Mapping[str, "LayoutColumns"]) -> str:
-    """Layouts with their columns, for messages."""
+    """Text for messages that lists the layouts with the columns they need."""
     return "; ".join(f"{name}: {', '.join(sorted(layout.needed))}" for name, layout in layouts.items())
 
 
 def view_columns(record: Record, layout: "LayoutColumns", columns: Mapping[str, str], where: str) -> Mapping[str, Any]:
-    """The record under the layout's names of its columns; DataError where a needed column is missing."""
+    """The record with its columns renamed to the layout's names; DataError where a needed column is missing."""
     view = {**record, **{key: record[column] for key, column in columns.items() if column in record}}
     absent = sorted(layout.needed - view.keys())
     if absent:
@@ -161,7 +162,7 @@ def unread_columns(record: Record, layout: "LayoutColumns", columns: Mapping[str
 
 
 def check_supervised(record: Record, columns: Mapping[str, str], where: str) -> None:
-    """DataError for rows of other objectives, whose answers must not be imitated."""
+    """DataError for preference and KTO rows in supervised fine-tuning, which must not imitate rejected answers."""
     present = _present(record, columns)
     if {"chosen", "rejected"} <= present:
         raise DataError(
@@ -201,7 +202,6 @@ def check_no_tree(record: Record, where: str) -> None:
 
 
 def _present(record: Record, columns: Mapping[str, str]) -> set[str]:
-    """Columns with a value, without those named in data.columns."""
     return {name for name, value in record.items() if value is not None} - set(columns.values())
 
 
@@ -216,7 +216,7 @@ def read_optional_text(view: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def completion_of(prompt: str, answer: str, tools: tuple[Mapping[str, Any], ...] | None, where: str) -> Completion:
-    """An answer to a prompt; the prompt is one user turn, or several turns of HH-RLHF that end with `Assistant:`."""
+    """Completion from a prompt, one user turn or several of HH-RLHF that end with `Assistant:`, and an answer."""
     turns = hh_turns(prompt)
     if not turns:
         turns = [{"role": "user", "content": prompt}]
@@ -228,7 +228,7 @@ def completion_of(prompt: str, answer: str, tools: tuple[Mapping[str, Any], ...]
 
 
 def hh_turns(text: str) -> list[dict[str, str]]:
-    """Turns of a dialogue of Anthropic's HH-RLHF; empty where the text is none."""
+    """Turns of a dialogue in the form of Anthropic's HH-RLHF; empty for other texts."""
     before, *parts = _HH_TURN.split(text)
     if before or parts[:1] != ["Human"] or "Assistant" not in parts[::2]:
         return []
@@ -239,7 +239,7 @@ def hh_turns(text: str) -> list[dict[str, str]]:
 
 
 def check_not_continued(prompt: Sequence[object], answer: Sequence[object], where: str) -> None:
-    """DataError where the answer would follow an assistant's turn or continue it."""
+    """DataError where the answer would follow or continue an assistant's turn of the prompt."""
     if prompt and answer and is_answer(prompt[-1]) and is_answer(answer[0]):
         raise DataError(
             f"{where}: the prompt ends with an assistant turn, {prompt[-1]!r:.60}, and the answer is another",
@@ -295,7 +295,7 @@ def _prompt_completion(view: Mapping[str, Any], where: str) -> Sample:
         dialogue = read_conversation([*prompt, *completion], view.get("tools"), "prompt, completion", where)
         num_messages = len(read_conversation(prompt, None, "prompt", where).messages) if prompt else 0
         turns = dialogue.messages
-        # TRL trains no token of a prompt, not even its assistant turns.
+        # Assistant turns of a prompt are not trained, as in TRL.
         untrained = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in turns[:num_messages]]
         return replace(dialogue, messages=(*untrained, *turns[num_messages:]))
     question, answer = read_text(view, "prompt", where), read_text(view, "completion", where)
@@ -356,10 +356,10 @@ LAYOUTS = by_name(
     ("prompt_completion", "prompt completion", "system history tools", _prompt_completion),
     ("text", "text", "", lambda view, where: PlainText(read_text(view, "text", where))),
 )
-"""Layouts by name, in the order in which they are tried."""
+"""Layouts of dialogue, completions and plain text by name, in the order in which they are tried."""
 COMPLETION_LAYOUTS = {
     name: replace(layout, needed=layout.needed | {"label"}) for name, layout in LAYOUTS.items() if name != "text"
 }
-"""Layouts of answers labelled good or bad: those of dialogue with a column `label`."""
+"""Layouts of answers that are labelled good or bad: the layouts of dialogue with a further column `label`."""
 LABELLED_LAYOUTS = by_name(("labelled", "text label", "text_pair", _texts))
 """The layout of texts with labels."""

@@ -24,10 +24,10 @@ _THINK_END = "</think>"
 
 @dataclass(frozen=True)
 class Turn:
-    """An assistant turn: its prompt, the supervised body, and the text that ends the turn.
+    """An assistant turn in a rendered dialogue: its prompt, its supervised body, and the text that ends the turn.
 
-    `number` is the index of its message. `is_open` marks a tool call that the template does not end with the token that
-    ends other turns.
+    `number` is the index of its message. `is_open` marks a tool call after which the template does not write the token
+    that ends other turns.
     """
 
     number: int
@@ -38,7 +38,7 @@ class Turn:
 
 
 class UnrenderedTextError(Exception):
-    """The template does not render a text of the row; the argument is a key of `row_report.DROPPED`."""
+    """The chat template does not render a text of the row; the argument is a reason in `row_report.DROPPED`."""
 
 
 class RewrittenTurnError(Exception):
@@ -46,9 +46,9 @@ class RewrittenTurnError(Exception):
 
 
 class RenderedConversation:
-    """One conversation with one template; `messages` come from `chat_template.adapt_messages`.
+    """A conversation rendered with a chat template; `messages` come from `chat_template.adapt_messages`.
 
-    With `only`, the single turn to find is the message of this index, and earlier messages are rendered without
+    With `only`, just the assistant message of this index becomes a turn, and earlier messages are rendered without
     placeholders. UnrenderedTextError where the conversation has tool calls or reasoning that the template does not
     render.
     """
@@ -75,14 +75,14 @@ class RenderedConversation:
         ]
 
     def prefixes(self, numbers: Sequence[int]) -> "list[RenderedConversation]":
-        """For each of these assistant messages, the conversation up to it, in which only that last turn is found."""
+        """For each assistant message in `numbers`: the conversation that ends with this message, its only turn."""
         return [RenderedConversation(self._template, self._messages, self._tools, self._where, only=n) for n in numbers]
 
     def _is_found(self, number: int) -> bool:
         return self._messages[number]["role"] == "assistant" and self._only in (None, number)
 
     def turns(self) -> list[Turn]:
-        """The assistant turns in order; the prompt of a turn is all text since the turn before it.
+        """Assistant turns of the conversation in order. The prompt of a turn is all text after the turn before it.
 
         A conversation without an assistant message is one turn that has only a prompt.
 
@@ -97,14 +97,15 @@ class RenderedConversation:
             try:
                 turn, done = self._turn(number, done)
             except RewrittenTurnError:
-                # After the last turn only, Phi-3's template adds an end-of-text token behind the end of the turn.
+                # Phi-3's template adds an end-of-text token after the last turn only, which changes when another turn
+                # follows.
                 turns[-1], done = self._without_last_text(turns[-1], done)
                 turn, done = self._turn(number, done)
             turns.append(turn)
         return turns or [Turn(len(self._messages), self._render(self._messages), "", "")]
 
     def _without_last_text(self, turn: Turn, done: str) -> tuple[Turn, str]:
-        """Remove the text behind the end token from a turn and from `done`, the rendering so far."""
+        """Cut the text after the end token from a turn, and from the end of `done`, the text rendered so far."""
         token = self._template.turn_end(turn.ending)
         ending = turn.ending.partition(token)[0] + token if token else turn.ending
         if ending == turn.ending:
@@ -112,7 +113,7 @@ class RenderedConversation:
         return replace(turn, ending=ending), done[: len(done) - len(turn.ending) + len(ending)]
 
     def turn_end(self, turn: Turn) -> str:
-        """The ending of a turn up to and with its first special token; DataError where it has none."""
+        """The text that ends a turn, up to its first special token; DataError where it has none."""
         token = self._template.turn_end(turn.ending)
         if not token:
             raise DataError(
@@ -170,7 +171,9 @@ class RenderedConversation:
         return self._render(self._messages, opens=True) if prompt is None else prompt
 
     def tools_note(self, document: str) -> str:
-        """Key of `row_report.NOTED` if tools are not rendered, or not completely in `document`; else empty."""
+        """Remark on the row (in `row_report.NOTED`) if the template leaves out its tools or parts of
+        them; else empty.
+        """
         if not self._tools:
             return ""
         if not self._template.probes.tools:
@@ -186,7 +189,9 @@ class RenderedConversation:
             raise template_error(self._where, broken) from broken
 
     def _after(self, done: str, rendered: str) -> str:
-        """The rest of `rendered` after `done`, the text of earlier turns; RewrittenTurnError if that text differs."""
+        """The part of `rendered` after `done`, the text of earlier turns; RewrittenTurnError where that
+        text differs.
+        """
         _, separator, rest = rendered.partition(done) if done else ("", "", rendered)
         if separator == done:
             return rest
@@ -212,7 +217,9 @@ class RenderedConversation:
         return turn, last_name + tail + stop
 
     def _with_texts(self, prompt: str) -> str:
-        """Fill in the placeholders of earlier turns; gpt-oss's template repeats the name of a call with its result."""
+        """Replace placeholders of earlier turns by their texts: gpt-oss's template repeats a call's name with its
+        result.
+        """
         texts = {
             name: text
             for number, message in enumerate(self._messages)
@@ -222,8 +229,10 @@ class RenderedConversation:
         return _fill_in(prompt, texts)
 
     def _next_header(self, number: int, done: str) -> str:
-        """Text between a turn and the end of the first special token of the next turn, at which GLM-4.5 stops; empty if
-        there is none. If the conversation ends here, the next turn is a tool's result after calls, else the user's.
+        """The text from the end of a turn to the first special token of the next turn, where a model such as GLM-4.5
+        stops; empty if there is none.
+
+        If the conversation ends here, the next turn is a tool's result after tool calls, else the user's.
         """
         is_call = bool(self._messages[number].get("tool_calls"))
         after = self._messages[number + 1 : number + 2] or [{"role": "tool" if is_call else "user", "content": "x"}]
@@ -240,22 +249,22 @@ class RenderedConversation:
         token = self._template.probes.turn_end
         ends = find_token(token, tail)
         if len(ends) > 1 or find_token(token, middle):
-            # R1's template also ends the turn after each call but the first.
+            # R1's template writes the end token again after each further call of a turn.
             raise UnrenderedTextError("calls")
         return (ends[0], False) if ends else (len(tail.rstrip("\n")), True)
 
     def _split(self, number: int, done: str, header: str, rest: str) -> tuple[str, str]:
-        """Prompt and body of a turn, from `header`, the rendering before the turn's texts, and `rest`, the rendering
-        after it.
+        """Prompt and body of a turn. `header` is the rendering up to the turn's first text, and `rest` the rendering
+        from there on.
 
-        The prompt is a server's prompt if the turn begins with that, else `header`.
+        The prompt is the one that a server would send, if the turn begins with it; else it is `header`.
         """
         message = self._messages[number]
         opened = self._after(done, self._render(self._with_placeholders[:number], opens=True)) if number else None
         is_call = not message["content"] and not message.get("reasoning_content") and message.get("tool_calls")
         written = header[len(opened) :] if opened is not None and header.startswith(opened) else ""
         if opened is not None and _THINK_END in written and _THINK_END in (message["content"] or ""):
-            # For an answer without a reasoning field the template writes empty reasoning, but this content has
+            # The template writes empty reasoning for an answer without a reasoning field, but this content has its own
             # reasoning.
             header = opened
         text = header + rest
@@ -265,7 +274,7 @@ class RenderedConversation:
         raise UnrenderedTextError("calls")
 
     def _call_prompts(self, number: int, done: str) -> Iterator[str]:
-        """Candidate prompts of a tool call: with the header of a text answer, then without a header."""
+        """Prompts that a tool call may follow: first with the header of a text answer, then without a header."""
         answer = {"role": "assistant", "content": placeholder(number)}
         yield self._after(done, self._render([*self._with_placeholders[:number], answer])).partition(
             placeholder(number)
@@ -283,7 +292,7 @@ def _placeholders(message: Mapping[str, Any], number: int, template: ChatTemplat
     if message.get("reasoning_content"):
         texts.append((placeholder(f"{number}r"), message["reasoning_content"], "reasoning"))
     for index, call in enumerate(calls):
-        # An id that names the call contains the function's name.
+        # A template that writes the call's id, as Kimi K2's, names the function by it.
         name = call.get("id", "") if template.probes.is_named_by_id else call["function"]["name"]
         texts.append((placeholder(f"{number}c{index}"), str(name), "calls"))
     return texts
@@ -313,7 +322,7 @@ def _fill_in(text: str, texts: Mapping[str, str]) -> str:
 
 
 def _is_whole(call: Mapping[str, Any], text: str) -> bool:
-    """Whether `text` has a call's name and its arguments, as JSON or as separate keys, texts and numbers."""
+    """Whether `text` has the name and the arguments of a tool call, as JSON or as separate keys, texts and numbers."""
     if call["function"]["name"] not in text:
         return False
     arguments = call["function"]["arguments"]
@@ -327,7 +336,6 @@ def _is_whole(call: Mapping[str, Any], text: str) -> bool:
 
 
 def _leaves(value: object) -> Iterator[str]:
-    """Keys, texts and numbers inside a JSON value, as texts."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from (str(key), *_leaves(inner))
@@ -339,7 +347,6 @@ def _leaves(value: object) -> Iterator[str]:
 
 
 def _contains(text: str, leaf: str) -> bool:
-    """Whether `text` contains `leaf` verbatim, or escaped for JSON or HTML."""
     return _find(text, leaf) >= 0
 
 

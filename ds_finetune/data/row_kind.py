@@ -1,6 +1,4 @@
-"""The kind of rows that an objective is trained on: dialogue, plain text, pairs, labelled completions, labelled texts
-or prompts.
-"""
+"""Kinds of rows: dialogue, plain text, preference pairs, labelled completions, labelled texts, prompts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,16 +19,16 @@ _DESCRIPTIONS: Mapping[KindName, str] = {
 
 @dataclass(frozen=True)
 class RowKind:
-    """Properties of the objective that decide how records become documents.
+    """Properties of an objective that decide how records become documents.
 
-    Until `classes.find_classes` has read the data (`has_known_classes`), class names and number are those of the
-    objective's section. `labels` is empty where rows have class numbers without names.
+    Class names and number are those of the run file until `classes.find_classes` has read the data
+    (`has_known_classes`). `labels` is empty where classes are numbers without names.
     """
 
     name: KindName = "dialogue"
     objective: str = "sft"
     has_margin: bool = False
-    """Whether pairs have a margin."""
+    """Whether the objective uses a margin of each pair."""
     labels: tuple[str, ...] = ()
     num_labels: int | None = None
     has_known_classes: bool = False
@@ -41,7 +39,7 @@ class RowKind:
 
     @classmethod
     def of(cls, section: ObjectiveConfig) -> Self:
-        """The kind of rows of an objective; ConfigError where its number and names of classes contradict."""
+        """The kind of rows of an objective; ConfigError where objective.num_labels and objective.labels contradict."""
         kind = cls(section.row.kind, section.name, **section.row_settings)
         labels = kind.labels
         if len(set(labels)) != len(labels):
@@ -61,18 +59,20 @@ class RowKind:
 
     @property
     def documents_per_unit(self) -> int:
-        """Consecutive documents that form one unit: 2 for pairs; 0 where the loss is a sum over tokens."""
+        """Documents that the loss takes as one example: 2 for pairs, 1 for others, 0 where the loss is a sum over
+        tokens.
+        """
         return {"dialogue": 0, "text": 0, "pairs": 2}.get(self.name, 1)
 
     @property
     def unit(self) -> str:
-        """Plural noun for the units of rows, for reports."""
+        """Plural noun for what is counted in reports: documents, examples, pairs or prompts."""
         by_size = {0: "documents", 1: "examples", 2: "pairs"}
         return "prompts" if self.name == "prompts" else by_size[self.documents_per_unit]
 
     @property
     def has_supervised_tokens(self) -> bool:
-        """Whether rows have supervised tokens."""
+        """Whether rows have supervised tokens; labelled texts and prompts have none."""
         return self.name not in ("labelled", "prompts")
 
     @property
@@ -87,7 +87,9 @@ class RowKind:
 
     @property
     def fingerprint(self) -> list[Any]:
-        """Everything that affects documents, for the key of the cache; the objective's name does not."""
+        """Properties that change documents, as part of the data cache's key; the objective's name does
+        not change them.
+        """
         ends = [self.bos, self.has_eos] if self.name == "text" else []
         return [self.name, self.has_margin, list(self.labels), self.num_labels, *ends]
 
@@ -98,4 +100,4 @@ def objectives_of(kind: KindName) -> list[str]:
 
 
 DIALOGUE = RowKind()
-"""Rows of supervised fine-tuning."""
+"""Kind of the rows of supervised fine-tuning."""

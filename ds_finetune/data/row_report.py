@@ -1,4 +1,4 @@
-"""Reports on prepared rows as lines: how many were dropped and why, and remarks on the others.
+"""Reports on training rows as lines of text: how many were dropped and why, and remarks on the others.
 
 Data is refused if too much of it would not be trained, or if no row has a column that the run file names.
 """
@@ -40,7 +40,7 @@ DROPPED = {
         "set data.reasoning to strip, or give a data.template that opens both answers alike",
     ),
 }
-"""For each reason to drop a row: a description of such rows, and a hint."""
+"""For each reason to drop a row, a description of such rows and a hint."""
 NOTED = {
     "tools": "name tools that the prompt does not contain, so the model does not see them",
     "tools_partly": "name tools of which the chat template renders only a part",
@@ -67,11 +67,11 @@ NOTED = {
     "control character) in a text, which are trained as they are",
     "control_plain": "contain control tokens, which stay control tokens because no chat template is used",
 }
-"""Remarks on rows, by name."""
+"""Remarks on trained rows by name; each is the predicate of a sentence about the rows."""
 
 
 def bad_row_lines(counts: Counts) -> list[str]:
-    """Errors of the first bad rows, each cause once, and the number of further bad rows."""
+    """Error messages of the first bad rows, one for each cause, and the number of further bad rows."""
     causes: dict[str, list[str]] = {}
     shown = [error.partition("\n  hint: ")[0] for error in counts.bad[:BAD_ROWS_SHOWN]]
     for line in shown:
@@ -81,7 +81,7 @@ def bad_row_lines(counts: Counts) -> list[str]:
 
 
 def dropped_row_lines(counts: Counts) -> list[str]:
-    """Reasons for which rows were dropped, with numbers of rows; the first two are listed even at zero."""
+    """Numbers of dropped rows by reason, as texts; the first two reasons are listed even at zero."""
     reasons = [f"{rows:,} {DROPPED[name][0]}" for name, (rows, _) in counts.dropped.entries.items()]
     return [
         f"{counts.nothing_supervised:,} without supervised tokens",

@@ -1,7 +1,8 @@
-"""Tokenises samples, with the mask of supervised tokens; rendering.py finds the turns of a conversation.
+"""Tokenises the samples of rows, and marks which tokens are supervised.
 
-A prompt gets the ids that a server, which tokenises only the prompt, gives the model. Its answer gets the ids that it
-has in the whole text, unless a token there has characters of both; then the answer is tokenised separately.
+A prompt gets the token ids that an inference server would give the model, which tokenises only the prompt. An answer
+gets the ids that it has in the whole text. Where the tokenizer would merge characters of both in one token, the answer
+is tokenised separately.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from ds_finetune.data.text_encoder import ControlTokens, strip_brackets
 from ds_finetune.errors import DataError
 
 RULES_VERSION = 6
-"""Incremented when the same row would give other tokens, so that tokens in older caches are not used."""
+"""Version of the tokenisation rules, raised when a row would get other tokens, so that older caches are not used."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,9 @@ class Segment:
 class Tokens:
     """Token ids of a document, and the mask of supervised tokens.
 
-    `server_prompt_differs` is true if a prompt is not the one that a server would send. `dropped` is the reason why the
-    row is left out, and `notes` are remarks on it, both by names in `row_report`. `unread` are unused fields.
+    `server_prompt_differs` is true if a prompt is not the one that a server would send. `dropped` is the reason to drop
+    the row and `notes` are remarks on it, both by their names in `row_report`. `unread` names message fields that are
+    not used.
     """
 
     ids: list[int]
@@ -68,17 +70,17 @@ class TemplateSettings:
 
 @dataclass(frozen=True)
 class _SampleText:
-    """A sample as text segments, and its `Tokens`, in which ids and mask are still empty."""
+    """Text segments of a sample, and its `Tokens`, in which ids and mask are still empty."""
 
     segments: tuple[Segment, ...]
     result: Tokens
 
 
 class SampleTokeniser:
-    """Tokenises samples with one tokenizer and one chat template.
+    """Tokenises the samples of rows with one tokenizer and one chat template.
 
-    `bos` and `has_eos` decide which tokens begin and end a sample without a template (`config.objectives`); `begin` has
-    the ids that begin one.
+    Without a template, `bos` and `has_eos` decide which tokens begin and end a sample. `begin` has the ids that begin
+    one.
     """
 
     def __init__(
@@ -100,8 +102,7 @@ class SampleTokeniser:
         self._has_eos = has_eos
 
     def tokenise(self, samples: Sequence[tuple[str, Sample | Prompt]]) -> list[Tokens]:
-        """Tokens of each sample, from one call of the tokenizer; for a prompt, the tokens that a server gives the
-        model.
+        """Tokenise samples by one call of the tokenizer; of a prompt, the ids are those that a server gives the model.
 
         The first element of each pair names the row in messages (`file line 7`). DataError where a row cannot be
         tokenised.
@@ -122,7 +123,9 @@ class SampleTokeniser:
     def _tokens_of(
         self, text: _SampleText, encoded: Sequence[tuple[list[int], bool]], *, is_chat: bool, where: str
     ) -> Tokens:
-        """Tokens of a text from its segments' ids; each flag says whether a segment would merge with the one before."""
+        """Join the ids of a sample's segments to its tokens. Each segment has a flag: whether its start would merge
+        back.
+        """
         ids = [] if is_chat else list(self.begin)
         mask = [False] * len(ids)
         part = list[int]()
@@ -146,7 +149,8 @@ class SampleTokeniser:
             text.result,
             ids=ids,
             mask=mask,
-            # A server tokenises earlier turns together with the text after them.
+            # A server tokenises an earlier answer together with the text after it, which gives other tokens if the two
+            # merge.
             server_prompt_differs=text.result.server_prompt_differs or any(is_joined[: answers[-1]] if answers else ()),
             notes=(*text.result.notes, *notes),
         )
@@ -179,7 +183,7 @@ class SampleTokeniser:
         return [_SampleText(tuple(segments), Tokens([], [], notes=notes, form=form))]
 
     def _prompt_texts(self, sample: Conversation | Completion, where: str) -> list[_SampleText]:
-        """The prompt text that a server makes of the messages; without a template, the text before a completion."""
+        """The prompt that a server renders from the messages; without a chat template, the text before a completion."""
         if self._template is None:
             (text,) = self._sample_texts(sample, where)
             notes = tuple(note for note in text.result.notes if note != "empty_answer")
@@ -206,7 +210,7 @@ class SampleTokeniser:
         return [Segment(prompt, self._settings.train_on == "all"), Segment(completion, True, is_answer=True)]
 
     def _template_for(self, conversation: Conversation) -> ChatTemplate:
-        """The template that transformers uses: `tool_use`, if it exists, for a conversation with tools."""
+        """The chat template that transformers would choose: `tool_use`, if it exists, for a conversation with tools."""
         template = (self._tool_template if conversation.tools else None) or self._template
         assert template is not None
         return template
@@ -217,7 +221,7 @@ class SampleTokeniser:
         if template.probes.changed:
             raise DataError(
                 f"{where}: the chat template changes the texts of answers, as in {template.probes.changed!r}",
-                hint="give one that writes them as they are: what it makes of them is not what a model would answer",
+                hint="give a data.template that writes answers unchanged, as a model would write them",
             )
         messages = adapt_messages(conversation, template, self._settings.reasoning)
         unread = (*original.unread, *_unread_fields(conversation, template))
@@ -247,8 +251,8 @@ class SampleTokeniser:
     def _rendered_turns(
         self, dialogue: RenderedConversation, conversation: Conversation
     ) -> list[tuple[RenderedConversation, list[Turn]]]:
-        """Renderings that become documents, with their turns: one rendering, or one for each supervised answer where
-        the template changes earlier turns.
+        """Renderings that become documents, with their turns. There is one rendering, or where the template changes
+        earlier turns one for each supervised answer.
         """
         try:
             return [(dialogue, dialogue.turns())]
@@ -261,7 +265,7 @@ class SampleTokeniser:
     def _turn_segments(
         self, turns: Sequence[Turn], supervised: set[int], rendered: RenderedConversation, result: Tokens
     ) -> _SampleText:
-        """Segments of the turns: each supervised answer with its end token, and the text between answers."""
+        """Segments of a rendered dialogue: each supervised answer with its end token, and the text between answers."""
         segments: list[Segment] = []
         is_between_supervised = self._settings.train_on == "all"
         before, between, differs = "", "", False
@@ -284,7 +288,7 @@ class SampleTokeniser:
 
 
 def _unread_fields(conversation: Conversation, template: ChatTemplate) -> list[str]:
-    """Fields of messages that are passed to the template but not rendered, as texts for the report."""
+    """Message fields that the template is given and does not render, as texts for the report."""
     messages = conversation.messages
     present = {f"{message['role']}.{key}" for message in messages for key in ("name", "tool_call_id") if key in message}
     if any("id" in call for message in messages for call in message.get("tool_calls") or ()):

@@ -1,6 +1,4 @@
-"""Reads records as the samples of an objective: dialogue, plain text, pairs, labelled completions, labelled texts or
-prompts.
-"""
+"""Reads records as samples: dialogue, plain text, pairs, labelled completions, labelled texts or prompts."""
 
 from collections.abc import Mapping
 
@@ -64,7 +62,7 @@ def check_layout_name(layout: str, columns: Mapping[str, str], kind: RowKind) ->
 def read_row(
     record: Record, kind: RowKind, *, layout: str, columns: Mapping[str, str], where: str
 ) -> tuple[RowSample, list[str]]:
-    """A record as a sample, and its unused columns.
+    """Read a record as a sample; also returns the names of its unused columns.
 
     `layout` is `auto` or the name of a layout of this kind. DataError where no layout fits, or a column cannot be read.
     """
@@ -81,7 +79,8 @@ def read_row(
         columns = {**default_columns(record, columns), **default_columns(given, columns)}
     layouts = LAYOUTS_OF[kind.name]
     if layout == "auto" and find_layout(given, published_columns(given, columns, layouts), layouts):
-        # Tables have the columns of all their rows; use only those with a value.
+        # In a table every row has the columns of all rows, so only columns with a value are used to recognise the
+        # layout.
         record = given
     if layout == "auto":
         columns = published_columns(record, columns, layouts)
@@ -89,7 +88,7 @@ def read_row(
     _check_used(record, named, chosen, where)
     view = view_columns(record, chosen, columns, where)
     if kind.name == "prompts":
-        # Rewards may read any column, so none is unused.
+        # Rewards may read any column of a prompt's row, so no column counts as unused.
         return chosen.read(view, where).of_record(given), []
     unread = unread_columns(record, chosen, columns)
     if kind.name == "marked":
@@ -106,7 +105,9 @@ def read_row(
 
 
 def _read_label(label: object, column: str, where: str) -> bool:
-    """Whether an answer is labelled good; DataError for labels but true, false, 1, 0 and their texts (CSV)."""
+    """Whether a label says that an answer is good (true, 1) or bad (false, 0), also as text; DataError for other
+    labels.
+    """
     if isinstance(label, int | str) and str(label).lower() in ("0", "1", "true", "false"):
         return str(label).lower() in ("1", "true")
     raise DataError(
@@ -127,7 +128,6 @@ def _check_used(record: Record, columns: Mapping[str, str], layout: LayoutColumn
 
 
 def _recognise(record: Record, kind: RowKind, columns: Mapping[str, str], where: str) -> str:
-    """Name of the first layout of this kind whose columns the record has; DataError where no layout fits."""
     layouts = LAYOUTS_OF[kind.name]
     name = find_layout(record, columns, layouts)
     if name is not None:
@@ -149,7 +149,7 @@ def _recognise(record: Record, kind: RowKind, columns: Mapping[str, str], where:
 
 
 def _other_objective(record: Record, columns: Mapping[str, str]) -> str:
-    """Hint with the objectives that are trained on such rows; empty where there are none."""
+    """Hint that names the objectives for rows with such columns; empty where there are none."""
     names = default_columns(record, columns)
     fitting = next(
         (

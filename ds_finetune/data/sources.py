@@ -27,9 +27,9 @@ _WORDS: Mapping[str, frozenset[str]] = {
     "validation": frozenset({"validation", "valid", "dev", "val"}),
     "test": frozenset({"test", "testing", "eval", "evaluation"}),
 }
-"""Words that name a split (datasets 5.2, data_files.py:43-47)."""
+"""Words in a file's name that name a split (datasets 5.2, data_files.py:43-47)."""
 DEFAULT_SPLITS: Mapping[str, tuple[str, ...]] = {"train": ("train",), "eval": ("validation", "test")}
-"""Splits to look for by purpose where the run file names none; the first that exists is read."""
+"""Splits to look for where the run file names none, for training and evaluation; the first that exists is read."""
 
 
 def splits_of(name: str) -> set[str]:
@@ -48,16 +48,15 @@ def split_of_file(path: PurePath) -> str:
 
 
 _BY_LINE = ("jsonl", "csv")
-"""Formats with about one row per line."""
+"""Data formats with about one row per line."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """One file, or a hub data set with its subset and split; `purpose` is `train` or `eval`.
+    """A data file, or a hub data set with its subset and split; `purpose` is `train` or `eval`.
 
-    `format` is a value of `files.FORMATS`, or `hub`.
-
-    `note` says which split of a folder is read, and how many of its files; all files of the folder have the same note.
+    `format` is a value of `files.FORMATS`, or `hub`. `note` says which split of a folder is read, and how many of its
+    files; all files of the folder have the same note.
     """
 
     path: str
@@ -67,11 +66,13 @@ class Source:
     purpose: str = "train"
     note: str = ""
     entry: int = 0
-    """Index of the path in the run file that names the source."""
+    """Index, in the run file's list of paths, of the path that names this source."""
 
     @property
     def fingerprint(self) -> tuple[str, int, int]:
-        """Path, size and modification time of a file; for a hub data set id, subset and split, then 0, 0."""
+        """Identity of a source: a file's path, size and modification time; for hub data its id, subset,
+        split and 0, 0.
+        """
         if self.format == "hub":
             return f"{self.path}:{self.subset}:{self.split or DEFAULT_SPLITS[self.purpose]}", 0, 0
         stat = Path(self.path).stat()
@@ -94,10 +95,10 @@ def find_sources(paths: Sequence[str], *, purpose: str = "train") -> list[Source
 
 @dataclass(frozen=True)
 class RecordChoice:
-    """Selects records of the training files by their index over all files: the first `rows` records (None: all) without
-    the held-out share, or with `is_held_out` only that share.
+    """Selects which records of the training files are read: the first `rows` records (None: all), without those that
+    are held out for evaluation, or with `is_held_out` only those.
 
-    One record in each block of 1 / `share` records is held out, chosen by a hash of `seed` and block. So the choice
+    In each block of 1 / `share` records one is held out, chosen by a hash of `seed` and block number. So the choice
     depends on neither the number of records nor that of processes.
     """
 
@@ -174,13 +175,12 @@ _NO_PATH = {
     ",": "write several files as a list: `train: [a.jsonl, b.jsonl]`",
     "~": "`~` is not expanded: write the whole path",
 }
-"""Parts of a text that stands for a path in other programs, with a hint."""
+"""Marks of data names that other programs accept and this one does not, each with a hint."""
 _DESCRIPTION = "dataset_info.json"
 """File name of LLaMA-Factory's list of data sets, and of the description that `Dataset.save_to_disk` writes."""
 
 
 def _check_no_description(path: Path) -> None:
-    """DataError where `path` is a file that describes data sets and has no rows."""
     if path.name != _DESCRIPTION or not path.is_file():
         return
     with suppress(ValueError):
@@ -215,7 +215,7 @@ def _hub_source(path: str, names: Sequence[str], purpose: str) -> Source:
 
 
 def _files_of(path: str, split: str, purpose: str) -> Iterator[Source]:
-    """Sources for the files of a folder; only files of one split if file names contain splits."""
+    """Data files of a folder as sources; if file names contain splits, only the files of one split."""
     folder = Path(path)
     every_file = {file: FileFormat.of(file) for file in sorted(folder.rglob("*")) if file.is_file()}
     formats = {file: file_format for file, file_format in every_file.items() if file_format is not None}
@@ -314,7 +314,9 @@ def read_hub(path: str, subset: str, split: str, *, purpose: str) -> Iterator[tu
 
 
 def default_split(names: Collection[str], path: str, *, purpose: str) -> str:
-    """The training split, or the validation, else test split, by `purpose`; DataError if none or several match."""
+    """Name of the split of a hub data set to read: for `train` the training split, else the validation or test split.
+    DataError if none or several match.
+    """
     for split in DEFAULT_SPLITS[purpose]:
         fitting = [name for name in names if name == split] or [name for name in names if splits_of(name) == {split}]
         if len(fitting) == 1:

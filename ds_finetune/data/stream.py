@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import count, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,11 @@ from ds_finetune.data.units import Tokenisation, tokenise_records
 from ds_finetune.errors import DataError
 
 START = Position(0, 0)
-"""The position before the first row."""
+"""Position before the first row of the data."""
 RECORDS_AT_A_TIME = 1000
-"""Records per chunk: a rank holds one chunk in memory, and tokenises, packs and shuffles it as a whole."""
+"""Number of records in a chunk. A rank has one chunk in memory, and tokenises, packs and shuffles it as a whole."""
 SAMPLED_RECORDS = 16
-"""Number of records that are tokenised before the run, for its report."""
+"""Number of records of a stream that are tokenised before the run, for its report."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class StreamedRows:
     tokenisation: Tokenisation
     config: DataConfig
     counts: Counts
-    """Counts over the first `SAMPLED_RECORDS` records, for `row_report`."""
+    """Counts over the first `SAMPLED_RECORDS` records of the stream, for reports."""
 
     def fingerprint(self) -> str:
         """Name, split and size of each source, and a hash of all settings that decide how records become rows.
@@ -63,7 +63,7 @@ class StreamedRows:
         return f"{json.dumps(sources)}, {xxhash.xxh3_64_hexdigest(text.encode())}"
 
     def summary(self) -> str:
-        """Summary of the stream in one line."""
+        """One-line description of the stream for reports."""
         return f"streamed from {len(self.sources)} sources, {RECORDS_AT_A_TIME:,} records at a time on each rank"
 
     @property
@@ -134,8 +134,7 @@ def _in_chunks(records: Iterator[Any]) -> Iterator[list[Any]]:
 
 
 def _all_records(sources: list[Source]) -> Iterator[tuple[str, ReadRecord]]:
-    for source in sources:
-        yield from read_or_errors(source)
+    return chain.from_iterable(map(read_or_errors, sources))
 
 
 def _rows_of(
@@ -151,10 +150,10 @@ def _rows_of(
 
 
 def overlap_notes(train: PreparedRows | StreamedRows, held_out: Mapping[str, PreparedRows]) -> list[str]:
-    """A line for each held-out set with the number of its units (documents or pairs) whose tokens equal a training
-    unit's.
+    """Warnings for held-out sets that repeat training data, with the number of documents or pairs whose tokens equal
+    those of a training row.
 
-    A stream is not read before training; for a stream, the line names files that are in both.
+    Streamed training data is not read in advance; then the warning names files that are in both.
     """
     if isinstance(train, StreamedRows):
         held_out_files = _files_of(find_sources(train.config.paths("eval"), purpose="eval"))
@@ -171,5 +170,4 @@ def overlap_notes(train: PreparedRows | StreamedRows, held_out: Mapping[str, Pre
 
 
 def _files_of(sources: Sequence[Source]) -> dict[str, Path]:
-    """Resolved paths of files by their paths in the run file."""
     return {source.path: Path(source.path).resolve() for source in sources if source.format != "hub"}

@@ -1,6 +1,7 @@
-"""Stored distributions of a teacher: per supervised token the k most likely next tokens, and the rest as one.
+"""Stores a teacher's distributions for distillation: for each supervised token, the k most likely next tokens and the
+rest as one.
 
-A folder has a manifest, which is written last, and a folder for each shard of consecutive documents.
+A folder of scores has a manifest, which is written last, and a folder for each shard of consecutive documents.
 """
 
 import hashlib
@@ -33,12 +34,12 @@ _HASHED = 2**22
 
 @dataclass(frozen=True)
 class ScoreIdentity:
-    """What scores were computed from, and how; all scores of a folder have the same identity."""
+    """What a teacher's scores were computed from, and how; all shards of a folder have the same identity."""
 
     documents: str
     """Hash of the token ids and masks of all documents, in order."""
     tokenizer: str
-    """Hash of the vocabulary, token to id."""
+    """Hash of the tokenizer's vocabulary, token to id."""
     vocabulary: int
     """Vocabulary size of the model, including unused ids."""
     teacher: str
@@ -47,22 +48,24 @@ class ScoreIdentity:
     """Dtype in which the teacher computed."""
     top_k: int
     shard_documents: int
-    """Documents per shard; the last shard may have fewer."""
+    """Number of documents per shard; the last shard may have fewer."""
     format: int = FORMAT_VERSION
 
 
 @dataclass(frozen=True)
 class DocumentScores:
-    """Distributions for the supervised tokens of a document, in order."""
+    """A teacher's distributions for the supervised tokens of one document, in order."""
 
     ids: NDArray[np.int32]
-    """The k most likely ids, in descending order, [supervised tokens, k]."""
+    """Ids of the k most likely next tokens, in descending order, [supervised tokens, k]."""
     log_probs: NDArray[np.float16]
-    """Log-probabilities of `ids`, last of all others together, in nats at temperature 1, [supervised tokens, k + 1]."""
+    """Log-probabilities of the tokens `ids`, and in the last column of all other tokens together, in nats at
+    temperature 1, [supervised tokens, k + 1].
+    """
 
 
 class StoredScores:
-    """Scores of a folder by document index, read from memory maps."""
+    """Teacher's scores of a folder, read by document index from memory maps."""
 
     def __init__(self, folder: Path, identity: ScoreIdentity, num_shards: int) -> None:
         self.folder, self.identity = folder, identity
@@ -71,7 +74,7 @@ class StoredScores:
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """Open the scores of `folder`; DataError where it is incomplete or differs from its checksums."""
+        """Open a teacher's scores in `folder`; DataError where they are incomplete or differ from their checksums."""
         try:
             manifest = json.loads((folder / _MANIFEST).read_bytes())
             identity, num_shards = ScoreIdentity(**manifest["identity"]), int(manifest["shards"])
@@ -114,7 +117,6 @@ class StoredScores:
 
 
 def _open_shard(folder: Path, top_k: int) -> tuple[NDArray[np.int32], NDArray[np.float16], NDArray[np.int64]]:
-    """Ids and log-probabilities, one row for each supervised token, and the first row of each document."""
     ids, log_probs, offsets = (
         np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("ids", "log_probs", "offsets")
     )
@@ -122,12 +124,12 @@ def _open_shard(folder: Path, top_k: int) -> tuple[NDArray[np.int32], NDArray[np
 
 
 def shard_name(number: int) -> str:
-    """Folder name of a shard."""
+    """Name of the folder of shard `number`."""
     return f"shard-{number:06d}"
 
 
 def write_shard(folder: Path, number: int, scores: Sequence[DocumentScores], identity: ScoreIdentity) -> None:
-    """Write the scores of consecutive documents; the shard is complete as soon as its folder exists."""
+    """Write the teacher's scores of consecutive documents; the shard is complete as soon as its folder exists."""
     offsets = np.cumsum([0, *(len(part.ids) for part in scores)]).astype(np.int64)
     flat = {name: [getattr(part, name).reshape(-1) for part in scores] for name in ("ids", "log_probs")}
     arrays = {name: ArrayParts(parts[0].dtype, sum(map(len, parts)), parts) for name, parts in flat.items()}
@@ -136,7 +138,7 @@ def write_shard(folder: Path, number: int, scores: Sequence[DocumentScores], ide
 
 
 def is_shard_complete(folder: Path, number: int, identity: ScoreIdentity) -> bool:
-    """Whether a shard is complete; a damaged one is removed. OutputError where its identity is another."""
+    """Whether shard `number` is complete. A damaged shard is removed; OutputError where it has another identity."""
     shard = folder / shard_name(number)
     if not shard.is_dir():
         return False
@@ -154,7 +156,7 @@ def is_shard_complete(folder: Path, number: int, identity: ScoreIdentity) -> boo
 
 
 def write_manifest(folder: Path, identity: ScoreIdentity, num_shards: int, remarks: Mapping[str, object]) -> None:
-    """Mark the scores as complete; `remarks` are informative only."""
+    """Write the manifest, which marks the scores of a folder as complete. Nothing reads the `remarks` in it."""
     text = json.dumps({"identity": asdict(identity), "shards": num_shards, **remarks}, indent=1)
     try:
         replace_file(folder / _MANIFEST, text + "\n")
@@ -175,7 +177,7 @@ def _with_scores(micro: MicroBatch, scores: StoredScores) -> MicroBatch:
     assert micro.examples is not None
     top_k, rows = scores.identity.top_k, micro.labels.shape
     ids, log_probs = np.zeros((*rows, top_k), np.int32), np.zeros((*rows, top_k + 1), np.float16)
-    # Documents are never split over rows and are listed in the order of the rows.
+    # This order is right because no document is split over rows, and documents are in the order of the rows.
     documents = [scores[number] for number in micro.examples.numbers.tolist()]
     is_supervised = (micro.labels != IGNORE_INDEX).numpy()
     if documents:
@@ -196,6 +198,6 @@ def documents_hash(documents: Documents) -> str:
 
 
 def tokens_hash(tokens: Mapping[str, int]) -> str:
-    """Hash of a vocabulary, token to id."""
+    """Hash of a tokenizer's vocabulary, token to id."""
     text = json.dumps(sorted(tokens.items()), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -24,8 +24,7 @@ from ds_finetune.data.messages import Conversation, map_texts
 from ds_finetune.errors import DataError
 
 _CONTEXT, _CONTEXT_WITHOUT_ADDED = 64, 16
-"""Number of preceding characters on which the first tokens of a text depend, with and without an added token among
-them."""
+"""Number of characters before a text on which its first tokens depend, with and without an added token among them."""
 
 
 class TextEncoder:
@@ -40,7 +39,7 @@ class TextEncoder:
         self._is_cut_after_added = not self._adds_space and not any(
             token.lstrip or token.rstrip or token.single_word or " " in token.content for token in added
         )
-        """Whether a text has the same ids after an added token as at the start of a text."""
+        """Whether a text after an added token gets the same ids as at the start of a document."""
 
     def encode(self, texts: Sequence[tuple[str, str]]) -> list[tuple[list[int], bool]]:
         """For each pair (text, preceding text): ids of the text as a continuation, and whether the tokenizer would
@@ -50,7 +49,7 @@ class TextEncoder:
         """
         contexts = [self._context(before) if text else "" for text, before in texts]
         distinct = [*{*contexts, *(context + text for context, (text, _) in zip(contexts, texts, strict=True))}]
-        # transformers 5.23 does this before each call of the tokenizer.
+        # transformers 5.23 turns truncation and padding off before each call of a tokenizer, and so does this.
         self._core.no_truncation()
         self._core.no_padding()
         encodings = self._core.encode_batch_fast(distinct, add_special_tokens=False)
@@ -63,7 +62,7 @@ class TextEncoder:
         return results
 
     def _context(self, before: str) -> str:
-        """The end of a text on which the next text's first tokens depend, at most from its last added token on."""
+        """The end of a text on which the next text's first tokens depend; it begins at the last added token, if any."""
         end = before[-_CONTEXT:]
         added = [match.span() for match in self._added.finditer(end)]
         if not added:
@@ -72,13 +71,12 @@ class TextEncoder:
         return "" if stop == len(end) and self._is_cut_after_added else end[start:]
 
     def _encode_separately(self, text: str) -> list[int]:
-        """Ids of a text that no token shares with the text before it, without an added space."""
+        """Token ids of a text that shares no token with the text before it; no space is added in front."""
         core = self._without_added_space if self._adds_space else self._core
         return core.encode(text, add_special_tokens=False).ids
 
     @cached_property
     def _without_added_space(self) -> Tokenizer:
-        """The tokenizer without the step that prepends a space to a text."""
         written = json.loads(self._core.to_str())
         for name in ("normalizer", "pre_tokenizer"):
             written[name] = _without_space(written[name])
@@ -100,7 +98,7 @@ def _without_space(part: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 _OPEN, _CLOSE = "\ue0f3", "\ue0f4"
-"""Brackets around a control token in a row's text. Rows with them are refused (`messages.RESERVED_CHARACTERS`)."""
+"""Brackets around a control token in a row's text; rows that contain these characters are refused."""
 _THINK = ("<think>", "</think>")
 
 
@@ -119,7 +117,7 @@ class ControlTokens:
         written = [
             token.content for token in added if template and token.content in template and not token.content.isspace()
         ]
-        # Answers and system prompts may have added tokens for reasoning and tool calls.
+        # In answers and system texts, `<think>` is no control token, and added tokens for tool calls may be written.
         of_answers = _any_of([token for token in special if token not in _THINK])
         of_users = _any_of([*special, *written])
         self._patterns = {"system": of_answers, "assistant": of_answers, "user": of_users, "tool": of_users}
@@ -143,7 +141,7 @@ class ControlTokens:
         """
         present: list[str] = []
 
-        def look(text: str, role: str) -> str:
+        def look(role: str, text: str) -> str:
             present.extend(self._patterns[role].findall(text))
             return text
 
@@ -158,7 +156,7 @@ class ControlTokens:
         if self._choice == "keep":
             return conversation, "control_keep"
         bracketed = f"{_OPEN}\\g<0>{_CLOSE}"
-        return map_texts(conversation, lambda text, role: self._patterns[role].sub(bracketed, text)), "control_text"
+        return map_texts(conversation, lambda role, text: self._patterns[role].sub(bracketed, text)), "control_text"
 
     def ids(self, documents: Sequence[Sequence[str]]) -> list[list[tuple[list[int], bool]]]:
         """For each document: ids of its consecutive texts, from one call of the tokenizer, and whether the tokenizer
@@ -171,8 +169,8 @@ class ControlTokens:
             parts.append([re.split(f"{_OPEN}(.*?){_CLOSE}", text) if _OPEN in text else [text] for text in texts])
             for pieces in parts[-1]:
                 for number, piece in enumerate(pieces[::2]):
-                    # A template may cut a text between the brackets of a token. transformers encodes a text after the
-                    # characters of a control token as it does after a line feed.
+                    # A template may cut a text inside a bracketed token, which leaves a single bracket. After a control
+                    # token written in characters, a text is encoded as after a line feed, as in transformers.
                     plain.append((strip_brackets(piece), "\n" if number else before))
                     before = plain[-1][0] or before
                 before = "\n" if len(pieces) > 1 and not pieces[-1] else before
@@ -180,7 +178,7 @@ class ControlTokens:
         return [[self._joined(pieces, encoded) for pieces in of_document] for of_document in parts]
 
     def _joined(self, pieces: Sequence[str], encoded: Iterator[tuple[list[int], bool]]) -> tuple[list[int], bool]:
-        """Ids of a text of `pieces`, alternately plain and a control token; `encoded` has the plain pieces' ids."""
+        """Ids of a text in `pieces`, by turns plain and a control token; `encoded` has the ids of the plain pieces."""
         ids, is_merged = next(encoded)
         ids = list(ids)
         for token in pieces[1::2]:
@@ -188,15 +186,12 @@ class ControlTokens:
         return ids, is_merged
 
     def _text_ids(self, token: str) -> list[int]:
-        """Ids of the characters of a control token.
-
-        They equal those of transformers' `apply_chat_template(..., sanitize_control_tokens=True)`.
-        """
+        """Ids of a control token's characters, as by `apply_chat_template(..., sanitize_control_tokens=True)`."""
         if token not in self._as_text:
             ids = _character_ids(self._tokenizer, token)
             if self._tokenizer.convert_tokens_to_ids(token) in ids:
                 raise DataError(
-                    f"the tokenizer has no other ids for the text {token}",
+                    f"the tokenizer cannot tokenise the control token {token} as plain text",
                     hint="set data.control_tokens to keep or refuse",
                 )
             self._as_text[token] = ids
@@ -204,23 +199,23 @@ class ControlTokens:
 
 
 def strip_brackets(text: str) -> str:
-    """Remove the brackets of `ControlTokens.protect`."""
+    """Remove the brackets that `ControlTokens.protect` put around control tokens."""
     return text.replace(_OPEN, "").replace(_CLOSE, "")
 
 
 def find_token(token: str, text: str) -> list[int]:
-    """Positions of the token in `text` outside brackets, where the template has written it."""
+    """Positions of `token` in `text` that are not in brackets, so that the chat template wrote it and not the row."""
     return [match.start() for match in re.finditer(f"(?<!{_OPEN}){re.escape(token)}", text)] if token else []
 
 
 def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:
-    """A pattern that matches any of the tokens, of several at one position the longest."""
+    """A pattern that matches any of the tokens; where several match, it takes the longest."""
     longest_first = sorted(set(tokens), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def _character_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of a text, never of added tokens.
+    """Token ids of a text's characters; no control token is recognised in it.
 
     The text is tokenised after a newline, so that SentencePiece does not add a space before it.
     """

@@ -61,9 +61,9 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Digest of everything that determines the ids of a text."""
+    """Hash of everything in a tokenizer that determines the ids of a text."""
     core = tokenizer.backend_tokenizer
-    # transformers 5.23 removes truncation and padding before each call of the tokenizer.
+    # Truncation and padding are left out, since transformers 5.23 turns them off before each call of the tokenizer.
     core.no_truncation()
     core.no_padding()
     return hashlib.sha256(core.to_str().encode()).hexdigest()

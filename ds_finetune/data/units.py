@@ -1,7 +1,7 @@
-"""Makes documents from records: reads each as a sample of the objective, tokenises it, and fits it to the limit.
+"""Makes documents from records: reads each record as a sample, tokenises it, and applies the length limit.
 
-Where the loss is not a sum over tokens, a row becomes one unit: two documents of a pair, or one of a labelled
-completion, a labelled text or a prompt. Dropped rows are counted by their reason.
+Where the loss is not a sum over tokens, a row becomes two documents for a pair, or one for a labelled completion, a
+labelled text or a prompt. Dropped rows are counted by their reason.
 """
 
 import json
@@ -45,19 +45,19 @@ _NOTED_CHARACTERS = {
         re.compile("[\0-\x08\x0e-\x1f\x7f-\x9f\ufeff\ufffd-\uffff]"),
     ),
 }
-"""For each remark on characters (`row_report.NOTED`): how they appear in a repr, and in a text."""
+"""For each remark on odd characters (`row_report.NOTED`): a pattern for the repr of a row, and one for a text."""
 _Ids = tuple[list[int], list[bool]]
 """Token ids of a document, and its mask of supervised tokens."""
 
 
 class MadeRow(NamedTuple):
-    """The documents of one row, none if it is dropped."""
+    """Documents made of one row; none if the row is dropped."""
 
     documents: Sequence[KeptDocument]
     tokens: Tokens
-    """Remarks on the row; ids and mask are not used."""
+    """Remarks on the row and its unused fields; ids and mask of this value are not used."""
     counts: Sequence[Counts] = ()
-    """What the row adds to the counts besides its remarks: truncation, or a reason to drop it."""
+    """What the row adds to the counts, such as a truncation or a reason to drop it."""
 
 
 @dataclass(frozen=True)
@@ -73,17 +73,17 @@ class Tokenisation:
 
     @cached_property
     def tokeniser(self) -> SampleTokeniser:
-        """Tokenises samples of this kind; of pairs and labelled completions only the last answer is supervised."""
+        """The tokeniser of these rows. Of pairs and labelled completions, only the last answer is supervised."""
         is_last_only = self.kind.name in ("pairs", "marked")
         settings = replace(self.settings, train_on="last_assistant") if is_last_only else self.settings
         return SampleTokeniser(self.tokenizer, settings, bos=self.kind.bos, has_eos=self.kind.has_eos)
 
 
 def tokenise_records(records: Sequence[tuple[str, ReadRecord]], how: Tokenisation) -> tuple[Documents, Counts]:
-    """Documents from records, by one call of the tokenizer, and the counts of the records.
+    """Tokenise records by one call of the tokenizer. Returns their documents, and counts of the records.
 
-    Rows that cannot be read or tokenised are counted with their errors. DataError where there are at least
-    `ROWS_PER_PART` bad rows, which are then all rows of a part, as with a wrong data.layout.
+    Rows that cannot be read or tokenised are counted with their errors. If there are at least `ROWS_PER_PART` of them,
+    which is a whole part, a setting such as data.layout is wrong, and the first error is raised.
     """
     bad = dict[str, DataError]()
     rows = [row for where, record in records if (row := _read_row(where, record, how, bad)) is not None]
@@ -118,7 +118,6 @@ def tokenise_records(records: Sequence[tuple[str, ReadRecord]], how: Tokenisatio
 def _read_row(
     where: str, record: ReadRecord, how: Tokenisation, bad: dict[str, DataError]
 ) -> tuple[str, RowSample, list[str]] | None:
-    """Location, sample and unused columns of a record; None for a bad one, whose error is added to `bad`."""
     try:
         if isinstance(record, DataError):
             raise record
@@ -153,7 +152,6 @@ def _check_size(record: Record, max_seq_len: int, where: str) -> None:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """All texts in `value`, a record or a part of one."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):
@@ -175,14 +173,15 @@ def _errors_of(samples: Sequence[tuple[str, Any]], how: Tokenisation) -> dict[st
 
 def _notes(record: Record, unused: Sequence[str], row: Tokens) -> tuple[str, ...]:
     read = {name: value for name, value in record.items() if name not in unused}
-    # The repr escapes control characters; searching it first is ten times as fast as searching each text.
+    # Searching the repr of the row first, in which control characters are escaped, is ten times as fast as searching
+    # each text.
     suspects = [name for name, (in_repr, _) in _NOTED_CHARACTERS.items() if in_repr.search(repr(read))]
     noted = [name for name in suspects if any(map(_NOTED_CHARACTERS[name][1].search, _texts(read)))]
     return (*noted, *row.notes)
 
 
 def _make_answers(samples: Sequence[tuple[str, Sample | LabelledCompletion]], how: Tokenisation) -> Iterator[MadeRow]:
-    """Documents of dialogue, plain text and labelled completions, whose target is 1 for good and 0 for bad ones."""
+    """Documents from dialogue, plain text and labelled completions; the target is 1 for a good completion, else 0."""
     plain = [(where, each.sample if isinstance(each, LabelledCompletion) else each) for where, each in samples]
     for (where, sample), (_, given), row in zip(plain, samples, how.tokeniser.tokenise(plain), strict=True):
         is_text = isinstance(sample, PlainText)
@@ -196,7 +195,9 @@ def _make_answers(samples: Sequence[tuple[str, Sample | LabelledCompletion]], ho
 
 
 def _fit(row: Tokens, rule: str, size: int, target: float) -> MadeRow:
-    """The documents of a row with at most `size` tokens and at least one supervised token each."""
+    """Documents of one row: those longer than `size` tokens are truncated, split or dropped by `rule`, and those
+    without supervised tokens are left out.
+    """
     if rule == "truncate" and not row.dropped and any(row.mask[1:]) and not any(row.mask[1:size]):
         row = replace(row, dropped="no_answer_left")
     documents: list[KeptDocument] = []
@@ -215,13 +216,13 @@ def _fit(row: Tokens, rule: str, size: int, target: float) -> MadeRow:
 
 
 def _shorten(ids: list[int], mask: list[bool], rule: str, size: int) -> tuple[list[_Ids], Counts]:
-    """Ids and masks of the pieces of a document with more than `size` tokens."""
+    """Apply `rule` to a document longer than `size` tokens: ids and masks of its pieces, and what to add to counts."""
     if rule == "drop":
         return [], Counts(too_long_dropped=1)
     if rule == "truncate":
         return [(ids[:size], mask[:size])], Counts(truncated=1, truncated_tokens=len(ids) - size)
-    # Each later piece begins with the last token of the piece before, unsupervised, so that every token after the first
-    # of the document is predicted exactly once.
+    # Each later piece begins with the last token of the piece before, which is not supervised there. So every token
+    # after the document's first is predicted exactly once.
     starts = range(0, len(ids) - 1, size - 1)
     return [(ids[at : at + size], [mask[at] and not at, *mask[at + 1 : at + size]]) for at in starts], Counts(split=1)
 
@@ -249,7 +250,7 @@ def _make_pairs(samples: Sequence[tuple[str, Preference]], how: Tokenisation) ->
 
 
 def _join_alike(pair: Preference, separator: str) -> tuple[Sample, Sample]:
-    """Both sides with the same prompt text, including the separator before the answers where plain text needs one."""
+    """Both sides of a pair with equal prompt texts, which end with a separator if plain answers need one."""
     chosen, rejected = pair.chosen, pair.rejected
     if not (isinstance(chosen, Completion) and isinstance(rejected, Completion)):
         return chosen, rejected
@@ -261,7 +262,9 @@ def _join_alike(pair: Preference, separator: str) -> tuple[Sample, Sample]:
 
 
 def _fit_pair(chosen: Tokens, rejected: Tokens, limit: LengthLimit) -> tuple[list[_Ids], str, list[Counts]]:
-    """Ids and masks of both sides after truncation, or none and why, a key of `row_report.DROPPED`."""
+    """Truncate both documents of a pair to the limit. Returns their ids and masks, or none and the reason (a key of
+    `row_report.DROPPED`), and what to add to the counts.
+    """
     reason = chosen.dropped or rejected.dropped
     sides = [(side.ids, side.mask) for side in (chosen, rejected)]
     if not reason and not _have_answers(sides):
@@ -288,7 +291,6 @@ def _fit_pair(chosen: Tokens, rejected: Tokens, limit: LengthLimit) -> tuple[lis
 
 
 def _have_answers(sides: Sequence[_Ids]) -> bool:
-    """Whether each side has a supervised token; the first token of a document never is."""
     return all(any(mask[1:]) for _, mask in sides)
 
 
@@ -318,7 +320,9 @@ def _make_labelled_texts(samples: Sequence[tuple[str, LabelledText]], how: Token
 def encode_labelled(
     sample: LabelledText, tokenizer: PreTrainedTokenizerBase, separator: str, limit: int
 ) -> tuple[list[int], int | None, int]:
-    """At most `limit` ids, the index of the first id of type 1 (None without any), and the number of ids cut off."""
+    """Token ids of a labelled text or pair of texts, at most `limit`; the index of the second text's first id for
+    encoders, else None; and the number of ids cut off.
+    """
     texts = [sample.text] if sample.text_pair is None else [sample.text, sample.text_pair]
     if is_encoder_tokenizer(tokenizer):
         encoded = tokenizer(*texts, return_token_type_ids=True)
@@ -333,8 +337,8 @@ def encode_labelled(
 
 
 def _make_prompts(samples: Sequence[tuple[str, Prompt]], how: Tokenisation) -> Iterator[MadeRow]:
-    """One document for each prompt, with its record; no token is supervised. A longer prompt is counted and left out: a
-    part of a question has another answer.
+    """One document for each prompt, with the columns of its row; no token is supervised. A prompt beyond the limit is
+    left out and counted, since a part of a question has another answer.
     """
     for (where, prompt), row in zip(samples, how.tokeniser.tokenise(samples), strict=True):
         excess = len(row.ids) - how.limits.max_seq_len
@@ -356,7 +360,6 @@ def _prompt_document(ids: list[int], prompt: Prompt, where: str) -> KeptDocument
 
 
 def _plain(value: object) -> str:
-    """Convert Parquet's dates and decimal numbers to texts."""
     if isinstance(value, date | datetime | time | Decimal):
         return str(value)
     raise TypeError(f"it has {type(value).__name__} {value!r:.60}")
