@@ -16,22 +16,23 @@ from ds_finetune.config.objectives import GrpoObjective
 from ds_finetune.objectives.objective import AnswerObjective, AnswerTokens, LossAndSums, Term
 
 _ROUNDING = 8 * np.finfo(np.float64).eps
-"""Relative tolerance below which two rewards count as equal, since weighted sums of rewards are rounded."""
+"""Relative difference up to which two rewards count as equal, since sums of weighted rewards are rounded."""
 
 
 def has_spread(rewards: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Whether the rewards within each group differ, bool [groups], from rewards fp64 [groups, size]. NaN means that an
-    answer has no reward.
+    """Whether answers of a group have different rewards, bool [groups]; `rewards` fp64 [groups, size] are NaN if
+    missing.
     """
     is_scored = ~np.isnan(rewards)
     top = np.where(is_scored, rewards, -np.inf).max(axis=1)
     bottom = np.where(is_scored, rewards, np.inf).min(axis=1)
-    # In a group without rewards `bottom` is inf and `top` is -inf: the result is False.
+    # For a group without rewards `bottom` is inf and `top` is -inf, so the result is False.
     return np.asarray(top - bottom > _ROUNDING * np.maximum(np.abs(top), np.abs(bottom)))
 
 
 def advantages(rewards: NDArray[np.float64], how: Literal["mean", "mean_std", "leave_one_out"]) -> NDArray[np.float64]:
-    """The advantage of each answer, fp64 [groups, size], from the rewards r of the same shape.
+    """Advantages of sampled answers, fp64 [groups, size], from their `rewards` r, fp64 [groups, size]; a group has one
+    prompt.
 
     `mean`: r - mean(r) (Dr. GRPO, arXiv 2503.20783). `mean_std`: (r - mean(r)) / std(r) (GRPO, arXiv 2402.03300), where
     the standard deviation divides by n - 1. `leave_one_out`: r minus the mean of the other answers' rewards, which is n
@@ -56,13 +57,12 @@ def advantages(rewards: NDArray[np.float64], how: Literal["mean", "mean_std", "l
 def combine_rewards(
     parts: NDArray[np.float64], weights: NDArray[np.float64], how: Literal["sum", "each"]
 ) -> NDArray[np.float64]:
-    """The total reward of each answer of a group, fp64 [answers], from the scores of all reward functions, fp64
-    [answers, rewards].
+    """Total reward of each answer to a prompt, fp64 [answers], from the scores r of all reward functions, fp64
+    [answers, rewards], and their `weights` w.
 
-    `sum` is sum_k w_k r_k. `each` is sum_k w_k (r_k - mean(r_k)) / std(r_k), as in GDPO (arXiv 2601.05242), where a
-    reward function that gives all answers of the group the same score counts as 0. GDPO's last step, the normalisation
-    over the batch, is not done. NaN scores (reward not applicable) are left out; an answer to which no reward applies
-    gets NaN.
+    `sum` is sum_k w_k r_k. `each` is sum_k w_k (r_k - mean(r_k)) / std(r_k), as in GDPO (arXiv 2601.05242) but without
+    GDPO's normalisation over the batch; a reward function that scores all answers alike counts as 0. A NaN score
+    (reward not applicable) is left out; an answer to which no reward applies gets NaN.
     """
     applies = ~np.isnan(parts)
     compared, factors = parts, weights
@@ -70,8 +70,8 @@ def combine_rewards(
         compared, deviations = advantages(parts.T, "mean").T, np.ma.masked_invalid(parts).std(axis=0, ddof=1)
         factors = weights / np.where(has_spread(parts.T), deviations.filled(1.0), 1.0)
     total = np.where(applies, compared * factors, 0.0).sum(axis=1)
-    # Scores that cancel each other leave only rounding errors, which `mean_std` would scale up to the size of real
-    # rewards.
+    # Where the scores of several rewards cancel each other, only rounding errors differ between answers. They are
+    # removed, since `mean_std` would scale them up to the size of real rewards.
     rounding = _ROUNDING * np.where(applies, np.abs(parts * factors), 0.0).sum(axis=1).max()
     scored = total[applies.any(axis=1)]
     if len(scored) and np.ptp(scored) <= rounding:
@@ -80,7 +80,7 @@ def combine_rewards(
 
 
 _PER_TOKEN = ("entropy", "ratio", "clipped_low", "clipped_high", "approx_kl")
-"""Metrics that are means over all answer tokens."""
+"""Names of the metrics that are means over all answer tokens."""
 _OTHER_SUMS = ("kl", "mismatch", "mismatch_weight", "mismatch_square", "advantage_abs")
 _SUMS = ("loss", *_PER_TOKEN, *_OTHER_SUMS, "tokens_of_reference", "tokens_of_sampler")
 
@@ -88,9 +88,9 @@ _SUMS = ("loss", *_PER_TOKEN, *_OTHER_SUMS, "tokens_of_reference", "tokens_of_sa
 class PolicyGradient(AnswerObjective):
     """Policy-gradient loss of answer tokens with a clipped importance ratio, and a KL penalty to a reference model.
 
-    `aggregation` selects the mean that the loss is, for G answers with n_i of the N answer tokens of the global batch:
-    over tokens, 1/N sum_i sum_t (DAPO, arXiv 2503.14476); over answers, 1/G sum_i 1/n_i sum_t (GRPO, arXiv 2402.03300);
-    or with a fixed length L, 1/(G L) sum_i sum_t (Dr. GRPO, arXiv 2503.20783).
+    `aggregation` selects over what the loss is a mean, for G answers with n_i tokens each and N in total in the global
+    batch. Over tokens: 1/N sum_i sum_t (DAPO, arXiv 2503.14476). Over answers: 1/G sum_i 1/n_i sum_t (GRPO, arXiv
+    2402.03300). With a fixed length L: 1/(G L) sum_i sum_t (Dr. GRPO, arXiv 2503.20783).
     """
 
     name = "grpo"
@@ -106,7 +106,7 @@ class PolicyGradient(AnswerObjective):
             self.terms = (Term("examples", 1 / section.fixed_length),)
 
     def loss(self, tokens: AnswerTokens, weights: torch.Tensor) -> LossAndSums:
-        """The contribution of these tokens to the loss of the step, and sums over tokens for the metrics."""
+        """Contribution of answer tokens to the loss of the step, and sums over the tokens for the metrics."""
         scale = 1 / tokens.lengths if self._section.aggregation == "sequence" else torch.ones_like(tokens.lengths)
         old = tokens.logp.detach().where(tokens.old.isnan(), tokens.old)
         log_ratio = tokens.logp - old
@@ -137,13 +137,15 @@ class PolicyGradient(AnswerObjective):
         return LossAndSums(loss * weights[0], torch.stack([sums[name].detach().double() for name in self.sum_names]))
 
     def _policy(self, tokens: AnswerTokens, log_ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The policy-gradient loss of each token, and two masks: tokens whose ratio was clipped at the lower and at the
-        upper bound, which have no gradient.
+        """Policy-gradient loss of each token, and two masks of tokens without gradient, whose ratio was clipped at the
+        lower or at the upper bound.
 
-        `token`: -min(rho A, clip(rho, 1 - low, 1 + high) A) with rho = exp(lp - old) (PPO's surrogate, as in GRPO and
-        DAPO). With a dual clip c the loss is at most c |A| where A < 0 (arXiv 1912.09729). `sequence`: the same formula
-        with s = exp(1/n_i sum_t (lp - old)) for all tokens of an answer; its gradient is that of sg[s] exp(lp - sg[lp])
-        (GSPO, arXiv 2507.18071). `capped`: -sg[min(rho, cap)] A lp (CISPO, arXiv 2506.13585).
+        A token has the log-probability lp, and old under the weights that sampled it; A is its answer's advantage, and
+        sg stops the gradient. `token`: -min(rho A, clip(rho, 1 - low, 1 + high) A) with rho = exp(lp - old) (PPO's
+        surrogate, as in GRPO and DAPO). With a dual clip c the loss is at most c |A| where A < 0 (arXiv 1912.09729).
+        `sequence`: the same formula with s = exp(1/n sum_t (lp - old)) for all n tokens of an answer; its gradient is
+        that of sg[s] exp(lp - sg[lp]) (GSPO, arXiv 2507.18071). `capped`: -sg[min(rho, cap)] A lp (CISPO, arXiv
+        2506.13585).
         """
         section, advantage = self._section, tokens.advantage
         if section.ratio == "capped":
@@ -162,9 +164,11 @@ class PolicyGradient(AnswerObjective):
         return -gain, (ratio < low) & (advantage < 0), (ratio > high) & (advantage > 0)
 
     def _sampler_weight(self, tokens: AnswerTokens, difference: torch.Tensor) -> torch.Tensor:
-        """Importance weight min(exp(d), cap) of each token, which corrects for a sampler whose log-probabilities differ
-        from those of the training forward: d = old - sampled. Without a correction the weight is 1; with `geometric`, d
-        is its mean over the answer, because a product over the answer would be almost 0 for long ones.
+        """Weight of each token, which corrects for a sampler whose log-probabilities differ from those of the training
+        forward.
+
+        The weight is min(exp(d), cap) with d = old - sampled, or 1 without a correction. With `geometric`, d is its
+        mean over the answer, because a product over a long answer would be almost 0.
         """
         if self._section.mismatch == "none":
             return torch.ones_like(difference)
@@ -172,12 +176,13 @@ class PolicyGradient(AnswerObjective):
         return difference.exp().clamp(max=self._section.mismatch_cap)
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """The loss, and means over the answer tokens of the step: log-probabilities, entropy and divergences in nats,
-        ratios and shares without a unit. `advantage_abs` is a mean over answers.
+        """The loss, and means over the answer tokens of a step. Entropy and divergences are in nats; `advantage_abs` is
+        a mean over answers.
 
-        `kl` (divergence from the reference model) and `mismatch` (difference to the sampler's log-probabilities) exist
-        only where these are known. `mismatch_ess` is the effective share of the tokens, (sum w)^2 / (n sum w^2), for
-        weights w = exp(old - sampled). A step without answers has a loss of 0 and no means over tokens.
+        `kl` is the divergence from the reference model, and `mismatch` the mean difference to the sampler's
+        log-probabilities; each is missing where these are not known. `mismatch_ess` is the effective sample size as a
+        fraction of the n tokens, (sum w)^2 / (n sum w^2), for weights w = exp(old - sampled). A step without answers
+        has a loss of 0 and no means over tokens.
         """
         (term,), tokens = self.terms, counts["supervised_tokens"]
         metrics = {"loss": term.weight * sums["loss"] / max(counts[term.unit], 1)}
@@ -192,11 +197,11 @@ class PolicyGradient(AnswerObjective):
 
 
 def _k3(logp: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Estimate of KL(model || reference) for each token, exp(-d) - 1 + d with d = lp - reference, which is never
-    negative (Schulman, http://joschu.net/blog/kl-approx.html).
+    """Schulman's estimate of KL(model || reference) for each token, exp(-d) - 1 + d with d = logp - reference, which is
+    never negative (http://joschu.net/blog/kl-approx.html).
 
-    Without a correction, its gradient estimates that of the other direction, KL(reference || model). Multiplied by the
-    ratio exp(lp - old), its gradient is d times that of lp, which is right (DeepSeek-V3.2, arXiv 2512.02556).
+    By itself, its gradient estimates that of KL(reference || model). Multiplied by the ratio exp(logp - old), it
+    estimates the right one, with the gradient d times that of logp (DeepSeek-V3.2, arXiv 2512.02556).
     """
     difference = logp - reference
     return torch.expm1(-difference) + difference

@@ -1,4 +1,4 @@
-"""The label value of tokens without loss."""
+"""Defines the label of tokens without loss."""
 
 IGNORE_INDEX = -100
-"""Label of a position without loss; the value torch's cross entropy ignores by default."""
+"""Label of a token without loss, which torch's cross entropy ignores by default."""

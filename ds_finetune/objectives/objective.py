@@ -1,8 +1,8 @@
 """The interface of a training objective.
 
-One law holds for all objectives: a loss is a sum of terms, and each term is the mean over its units (supervised tokens,
-pairs, examples) of the *global* batch, however the batch is split over ranks and micro-batches. The number of units is
-known before the first forward, so a forward returns its contribution to these means.
+One law holds for all objectives: a loss is a sum of terms, and each term is a mean over the supervised tokens, pairs or
+examples of the *global* batch, however that is split over ranks and micro-batches. Their number is known before the
+first forward pass, so each forward pass returns its contribution to these means.
 """
 
 from abc import ABC, abstractmethod
@@ -18,24 +18,25 @@ from numpy.typing import NDArray
 from ds_finetune.config.objectives import OBJECTIVES, DistillObjective, Head, ObjectiveConfig
 
 Unit = Literal["supervised_tokens", "chosen_tokens", "pairs", "examples", "documents", "tokens"]
-"""Unit over which a term is a mean. `chosen_tokens`: supervised tokens of the chosen answers of pairs. `documents`:
-documents with at least one token, supervised or not; each side of a pair is one. `tokens`: all tokens except padding,
+"""What a term of a loss is a mean over. `chosen_tokens` are the supervised tokens of the chosen answers of pairs.
+`documents` are those with at least one token, and each side of a pair is one. `tokens` are all tokens except padding,
 supervised or not.
 """
 
 
 @dataclass(frozen=True)
 class Term:
-    """One term of a loss: the mean over a unit of the global batch, times `weight`."""
+    """One term of a loss: `weight` times a mean over all tokens, pairs or examples (`unit`) of the global batch."""
 
     unit: Unit
     weight: float = 1.0
 
 
 class LossAndSums(NamedTuple):
-    """Result of one forward: its contribution to the loss of the step, and sums for the metrics.
+    """Result of one forward pass: its contribution to the loss of the step, and sums for the metrics.
 
-    `loss` is a scalar, the weighted sum of the terms. `sums` is fp64, without a gradient, in the order of `sum_names`.
+    `loss` is a scalar, the weighted sum of the objective's terms. `sums` are fp64 without a gradient, named by
+    `Objective.sum_names`.
     """
 
     loss: torch.Tensor
@@ -45,12 +46,12 @@ class LossAndSums(NamedTuple):
 
 
 class StepNumbers(NamedTuple):
-    """Numbers of the global batch that a forward needs to scale its loss; without them it returns plain sums."""
+    """Numbers of the global batch by which a forward pass scales its loss. Without them, a loss is a plain sum."""
 
     weights: torch.Tensor
-    """Factors of the objective's terms, fp64 [terms]."""
+    """Factor of each term of the objective, fp64 [terms]."""
     baseline: torch.Tensor
-    """z0 of KTO, else 0; fp64 scalar."""
+    """Baseline z0 of KTO, fp64 scalar; 0 for other objectives."""
 
 
 class DocumentLogProbs(NamedTuple):
@@ -60,33 +61,33 @@ class DocumentLogProbs(NamedTuple):
     """
 
     logp: torch.Tensor
-    """Sum of the log-probabilities of its supervised tokens in nats; has a gradient."""
+    """Sum of the log-probabilities of each document's supervised tokens, in nats; it has a gradient."""
     num_tokens: torch.Tensor
-    """Number of supervised tokens of the document."""
+    """Number of supervised tokens of each document."""
     target: torch.Tensor
-    """KTO: 1 for a good answer, 0 for a bad one. Other objectives: the target stored with the row."""
+    """Target of each document: for KTO 1 for a good answer and 0 for a bad one, else the target stored with the row."""
     reference: torch.Tensor
-    """`logp` under the reference model, without a gradient; zeros for objectives without a reference."""
+    """Sums of log-probabilities under the reference model, without a gradient; zeros without a reference model."""
 
 
 class Objective(ABC):
-    """What the engine knows of an objective: the terms of its loss, and how metrics follow from its sums."""
+    """Base class of objectives: the terms of a loss, and how metrics follow from sums over a batch."""
 
     name: str
     head: ClassVar[Head]
     terms: tuple[Term, ...]
     sum_names: tuple[str, ...]
-    """Names of the sums that a forward returns, from which `metrics` computes."""
+    """Names of the sums that a forward pass returns, from which `metrics` computes."""
     documents_per_unit: int = 1
-    """Number of documents that must be packed into the same row: 2 for pairs; 0 where documents do not matter."""
+    """Number of documents that must be in the same row: 2 for pairs, 0 where the loss does not depend on documents."""
     is_per_token: bool = False
     """Whether the loss is the mean cross entropy of tokens."""
     reference_from_adapters: bool = False
-    """Whether the reference model is the trained model with its adapters disabled, computed in each step."""
+    """Whether the reference model is the trained model without its adapters, computed in each step."""
     reference_is_start: bool = False
-    """Whether the reference model is the model before the first step, of which a copy is kept."""
+    """Whether the reference model is a copy of the model before the first step."""
     num_outputs: int = 0
-    """Outputs of the classification head; 0 for a language model head."""
+    """Number of outputs of the classification head; 0 for a language model head."""
     gathers_scores: bool = False
     """Whether an evaluation metric needs the scores of all documents gathered, such as a rank correlation."""
 
@@ -97,26 +98,28 @@ class Objective(ABC):
 
     @property
     def needs_baseline(self) -> bool:
-        """Whether the loss needs a number of the global batch (KTO's z0) computed first, from additional documents."""
+        """Whether the loss needs a number like KTO's z0, which is first computed over the global batch."""
         return "baseline" in OBJECTIVES[self.name].needs
 
     def baseline(self, log_ratio_sum: float, count: float) -> float:
-        """The number of the global batch with which the loss compares every example, such as KTO's z0.
+        """The number with which the loss compares every example of a global batch, such as KTO's z0.
 
-        `log_ratio_sum` and `count` are the sum (nats) and the number of the log-ratios of model to reference over the
+        `log_ratio_sum` (nats) and `count` are the sum and the number of the log-ratios of model to reference over the
         mismatched answers (`Batch.baseline`) of all ranks.
         """
         assert not self.needs_baseline, f"{self.name} does not say how its baseline is computed"
         return 0.0
 
     def score_metrics(self, scores: NDArray[np.float64], targets: NDArray[np.float64]) -> dict[str, float]:
-        """Metrics by name that need all documents at once, from each one's first score and target, fp64 [documents]."""
+        """Metrics by name that need all documents at once; each has a score and a target, fp64 [documents]."""
         return {}
 
     @abstractmethod
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """Metrics by name, `loss` first, from the sums of a global batch or of all held-out rows, and from `counts`,
-        the number of each unit. Without any unit every metric is 0.
+        """Metrics by name, `loss` first.
+
+        `sums` are over a global batch or over all held-out rows, and `counts` are the numbers of tokens, pairs and
+        examples in it. If these are 0, every metric is 0.
         """
 
 
@@ -133,81 +136,82 @@ class TokenObjective(Objective):
         self.name = name
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """Mean loss in nats per supervised token, and share of those whose argmax is the label."""
+        """Mean loss in nats, and accuracy of the most likely prediction, both per supervised token."""
         tokens = max(counts["supervised_tokens"], 1)
         return {"loss": sums["loss"] / tokens, "accuracy": sums["correct"] / tokens}
 
 
 class DocumentObjective(Objective):
-    """Base of losses computed from the log-probability of documents: preference pairs and labelled completions."""
+    """Base of objectives on log-probabilities of documents: preference pairs and labelled completions."""
 
     head = "documents"
 
     @abstractmethod
     def loss(self, documents: DocumentLogProbs, weights: torch.Tensor, baseline: torch.Tensor) -> LossAndSums:
-        """The contribution of these documents to the loss of the step.
+        """Contribution of these documents to the loss of the step.
 
-        `weights` fp64 [terms] multiply the sums of the terms over their units. `baseline` is a number of the global
-        batch, fp64 scalar: z0 of KTO, 0 for other objectives.
+        `weights` fp64 [terms] are factors of the sums that are the objective's terms. `baseline` is KTO's z0, fp64
+        scalar, or 0.
         """
 
 
 class AnswerTokens(NamedTuple):
-    """Numbers of the answer tokens of a forward, fp64 [tokens] each; NaN where a number is not known."""
+    """Numbers of the answer tokens of a forward pass, fp64 [tokens] each, with NaN for an unknown number."""
 
     logp: torch.Tensor
-    """Log-probability in nats under the model being trained; has a gradient."""
+    """Log-probability of each token in nats under the model being trained; it has a gradient."""
     entropy: torch.Tensor
-    """Entropy of the model's distribution at this position, in nats, without a gradient."""
+    """Entropy of the model's distribution at each token, in nats, without a gradient."""
     advantage: torch.Tensor
-    """Advantage of the answer of each token."""
+    """Advantage of the answer to which each token belongs."""
     lengths: torch.Tensor
-    """Length in tokens of the answer to which each token belongs."""
+    """Number of tokens of the answer to which each token belongs."""
     old: torch.Tensor
-    """Log-probability under the weights that sampled the answer; NaN where these are the current weights."""
+    """Log-probability of each token under the weights that sampled it; NaN where these are the current weights."""
     reference: torch.Tensor
-    """Log-probability under the reference model."""
+    """Log-probability of each token under the reference model."""
     sampled: torch.Tensor
-    """Log-probability that the sampler reported."""
+    """Log-probability of each token that the sampler reported."""
     means: Callable[[torch.Tensor], torch.Tensor]
-    """Function that replaces each number, fp64 [tokens] without a gradient, by the mean over its answer."""
+    """Function that replaces each number of a tensor fp64 [tokens], without a gradient, by the mean over its answer."""
 
 
 class AnswerObjective(Objective):
-    """Base of losses computed from the tokens of sampled answers."""
+    """Base of objectives whose loss is computed from the tokens of sampled answers."""
 
     head = "answers"
 
     @abstractmethod
     def loss(self, tokens: AnswerTokens, weights: torch.Tensor) -> LossAndSums:
-        """The contribution of these tokens to the loss of the step; `weights` fp64 [terms] multiply the sums of the
-        terms over their units. Sums for metrics are sums over tokens.
+        """Contribution of these answer tokens to the loss of the step, with sums over the tokens for the metrics.
+        `weights` fp64 [terms] are factors of the sums that are the objective's terms.
         """
 
 
 class ScoreObjective(Objective):
-    """Base of losses computed from the outputs of a classification head, one row of outputs per document."""
+    """Base of objectives computed from the outputs of a classification head, with a row for each document."""
 
     head = "scores"
     starts_small: bool = False
-    """Whether the head is initialised for scores close to 0, instead of by the model's own initialisation."""
+    """Whether the classification head starts with scores near 0, instead of with the model's own initialisation."""
 
     @abstractmethod
     def loss(self, scores: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> LossAndSums:
-        """The contribution of `scores` fp32 [documents, num_outputs] with `targets` fp64 [documents] to the loss of the
-        step; `weights` fp64 [terms] multiply the sums of the terms over their units.
+        """Contribution of `scores` fp32 [documents, num_outputs] with `targets` fp64 [documents] to the loss of the
+        step. `weights` fp64 [terms] are factors of the sums that are the objective's terms.
         """
 
 
 def token_objective(section: ObjectiveConfig) -> TokenObjective:
-    """The cross-entropy objective named in the section."""
+    """The cross-entropy objective that the run file's section names."""
     return TokenObjective(section.name)
 
 
 def make_objective(section: ObjectiveConfig) -> Objective:
-    """The objective that `section` describes, built by the `maker` of its row of the table.
+    """Make the objective that the run file's section describes.
 
-    A classification without a number of classes gets two; the trainer replaces this by the number found in the data.
+    A classification whose number of classes is not given gets two outputs; the trainer replaces it when it has read the
+    data.
     """
     row = section.row
     make = resolve_name(f"ds_finetune.objectives.{row.maker}") if isinstance(row.maker, str) else row.maker
@@ -218,44 +222,44 @@ def make_objective(section: ObjectiveConfig) -> Objective:
 
 
 def is_of_documents(objective: Objective) -> TypeGuard[DocumentObjective]:
-    """Whether the loss needs log-probabilities of documents."""
+    """Whether the objective's loss needs log-probabilities of documents."""
     return objective.head == "documents"
 
 
 def is_of_answers(objective: Objective) -> TypeGuard[AnswerObjective]:
-    """Whether the loss needs the tokens of sampled answers."""
+    """Whether the objective's loss needs the tokens of sampled answers."""
     return objective.head == "answers"
 
 
 def is_of_scores(objective: Objective) -> TypeGuard[ScoreObjective]:
-    """Whether the loss needs the scores of a classification head."""
+    """Whether the objective's loss needs the scores of a classification head."""
     return objective.head == "scores"
 
 
 @dataclass(frozen=True)
 class TopLogProbs:
-    """A teacher's next-token distributions for a batch [rows, tokens], truncated to the k most likely tokens; zeros
-    where a token is not supervised.
+    """A teacher's next-token distributions for a batch [rows, tokens], limited to the k most likely tokens; zeros where
+    a token is not supervised.
     """
 
     ids: torch.Tensor
     """Ids of the k most likely tokens, int32 [rows, tokens, k]."""
     log_probs: torch.Tensor
-    """Log-probabilities of these k tokens and, last, of all other tokens together, fp16 [rows, tokens, k + 1]."""
+    """Log-probabilities of the tokens `ids`, and last of all other tokens together, fp16 [rows, tokens, k + 1]."""
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> "TopLogProbs":
-        """These distributions on `device`."""
+        """The distributions, copied to `device`."""
         return TopLogProbs(*(part.to(device, non_blocking=non_blocking) for part in (self.ids, self.log_probs)))
 
 
 UNKNOWN_EXPERTS = -1
-"""Value in `AnswerNumbers.experts` for a token whose routed experts are not known."""
+"""Value in `AnswerNumbers.experts` for a token whose experts are not known."""
 
 
 @dataclass(frozen=True)
 class AnswerNumbers:
-    """Log-probabilities of answer tokens that are known before the forward, at the positions of their labels: fp32
-    [rows, tokens] each, NaN where not known.
+    """Log-probabilities of answer tokens that are known before the forward pass, fp32 [rows, tokens] each, at the
+    positions of the labels; NaN where not known.
     """
 
     old: torch.Tensor
@@ -265,37 +269,39 @@ class AnswerNumbers:
     sampled: torch.Tensor
     """Log-probabilities that the sampler reported."""
     experts: torch.Tensor | None = None
-    """Experts that computed the logits from which the sampler took each token, encoded as int16 [rows, tokens, layers]
-    (`model.routers`).
+    """Experts that computed the logits of each sampled token, encoded by `model.routers`, int16 [rows,
+    tokens, layers].
     """
 
 
 @dataclass(frozen=True)
 class Examples:
-    """The documents of one forward in the order of its rows, without padding. Used by objectives whose loss is not
-    simply a sum over tokens.
+    """The documents of one forward pass in the order of its rows, without padding. They are given to objectives whose
+    loss is not simply a sum over tokens.
     """
 
     index: torch.Tensor
-    """Number of each token's document within this forward, int64 [rows, tokens]; -1 for padding."""
+    """Index of each token's document within this forward pass, int64 [rows, tokens]; -1 for padding."""
     starts: torch.Tensor
     """Position of the first token of each document in the flattened rows, int64 [documents]."""
     ends: torch.Tensor
     """Position of the last token of each document in the flattened rows, int64 [documents]."""
     numbers: torch.Tensor
-    """Number of each document in the data, int64 [documents]."""
+    """Index of each document in the data, int64 [documents]."""
     targets: torch.Tensor
-    """Target of each document, fp64 [documents]."""
+    """Target of each document, fp64 [documents]: a class index, margin, label or advantage."""
     reference: torch.Tensor
-    """Log-probability of each document under the reference model, fp64 [documents]; zeros where there is none."""
+    """Log-probability of each document under the reference model, fp64 [documents]; zeros without a reference model."""
     top: TopLogProbs | None = None
     """Stored next-token distributions of a teacher; None without a teacher."""
     answers: AnswerNumbers | None = None
-    """Log-probabilities known of sampled answers; None for other documents."""
+    """Log-probabilities that are known for sampled answers; None for other documents."""
 
 
 class Distillation(Objective):
-    """Mean over supervised tokens of label_weight x cross entropy + (1 - label_weight) x T^2 x KL(teacher || model)."""
+    """Distillation objective: mean over supervised tokens of label_weight x cross entropy + (1 - label_weight) x T^2 x
+    KL(teacher || model), where T is the temperature.
+    """
 
     name = "distill"
     head = "tokens"
@@ -304,15 +310,15 @@ class Distillation(Objective):
 
     def __init__(self, section: DistillObjective) -> None:
         self.section = section
-        # Stored teacher distributions are looked up by document number, so the documents must be known.
+        # Stored distributions of a teacher are looked up by document index, so a batch must list its documents.
         self.documents_per_unit = 1 if section.scores is not None else 0
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """The loss, the divergence and the cross entropy of the labels in nats per supervised token, and the share of
-        tokens that are predicted right.
+        """The loss, the divergence from the teacher and the cross entropy of the labels, in nats per supervised token,
+        and the fraction of tokens that are predicted right.
 
-        Rows without a teacher's distribution, which are held-out rows beside stored log-probabilities, have no
-        divergence: their loss is the cross entropy of the labels.
+        If a teacher's distributions are read from files, held-out rows have none: their loss is the cross entropy of
+        the labels, and there is no divergence.
         """
         tokens = max(counts["supervised_tokens"], 1)
         means = {name: sums[name] / tokens for name in ("loss", "divergence", "label_loss")}

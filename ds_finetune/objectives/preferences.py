@@ -1,8 +1,8 @@
-"""Preference objectives: on pairs of answers (DPO and its variants, CPO, ORPO, SimPO) and on single labelled answers
-(KTO).
+"""Preference objectives: DPO and its variants, CPO, ORPO and SimPO on pairs of answers, and KTO on single labelled
+answers.
 
-An objective on pairs gives each answer a score, and its loss compares the scores of the two answers of a pair. An
-answer's *reward* is its score times beta.
+An objective on pairs gives each answer a score, and its loss compares the scores of the two answers of a pair. The
+*reward* of an answer is its score times beta.
 """
 
 from abc import abstractmethod
@@ -15,11 +15,12 @@ from ds_finetune.config.objectives import CpoObjective, DpoObjective, KtoObjecti
 from ds_finetune.objectives.objective import DocumentLogProbs, DocumentObjective, LossAndSums, Term
 
 _PER_PAIR = ("reward_margin", "reward_accuracy", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected")
-"""Metrics that are means over pairs."""
+"""Names of the metrics that are means over pairs."""
 
 
 class PairObjective(DocumentObjective):
-    """Mean over the pairs of the global batch of a loss that compares the scores of the chosen and the rejected answer.
+    """Base of objectives on pairs: mean over the pairs of the global batch of a loss that compares the scores of both
+    answers.
 
     With `nll_weight`, the cross entropy of the chosen answers is added as a second term: the mean over their supervised
     tokens in the global batch.
@@ -36,14 +37,14 @@ class PairObjective(DocumentObjective):
 
     @abstractmethod
     def scores(self, documents: DocumentLogProbs) -> torch.Tensor:
-        """The score of each answer, fp64 [documents]."""
+        """Score of each answer, fp64 [documents]."""
 
     @abstractmethod
     def pair_losses(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-        """The loss of each pair from the scores of its answers, fp64 [pairs] each."""
+        """Loss of each pair, from the scores of its answers, fp64 [pairs] each."""
 
     def loss(self, documents: DocumentLogProbs, weights: torch.Tensor, baseline: torch.Tensor) -> LossAndSums:
-        """The contribution of these pairs to the loss of the step; `baseline` is not used."""
+        """Contribution of these pairs to the loss of the step. The argument `baseline` is not used."""
         assert len(documents.logp) % 2 == 0, f"{len(documents.logp)} documents are not pairs"
         chosen, rejected = self.scores(documents).view(-1, 2).unbind(1)
         logp_chosen, logp_rejected = documents.logp.view(-1, 2).unbind(1)
@@ -54,9 +55,10 @@ class PairObjective(DocumentObjective):
         return LossAndSums((torch.stack(terms) * weights).sum(), torch.stack(sums))
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """The loss, the cross entropy `nll` in nats per chosen token where it is a term, and means over pairs.
+        """The loss, the cross entropy `nll` in nats per chosen token if it is a term of the loss, and means over pairs.
 
-        Equal scores are no win in `reward_accuracy`. `logp_chosen` and `logp_rejected` are in nats per answer.
+        `reward_accuracy` counts pairs of equal scores as wrong. `logp_chosen` and `logp_rejected` are in nats per
+        answer.
         """
         means = [sums[name] / max(counts[term.unit], 1) for name, term in zip(self.sum_names, self.terms, strict=False)]
         pairs = max(counts["pairs"], 1)
@@ -68,17 +70,19 @@ class PairObjective(DocumentObjective):
 
 
 def log_ratios(documents: DocumentLogProbs) -> torch.Tensor:
-    """log p(answer) - log p_reference(answer) of each answer, in nats, fp64 [documents]."""
+    """log p(answer) - log p_reference(answer) for each answer, in nats, fp64 [documents]."""
     return documents.logp - documents.reference
 
 
 def per_token(numbers: torch.Tensor, documents: DocumentLogProbs) -> torch.Tensor:
-    """Mean per supervised token of each answer, fp64 [documents], from sums; 0 for an answer without tokens."""
+    """Mean over the supervised tokens of each answer, fp64 [documents], from its sum; 0 for an answer
+    without tokens.
+    """
     return numbers / documents.num_tokens.clamp(min=1)
 
 
 MEAN_VARIANTS = ("ipo", "sigmoid_norm")
-"""DPO variants that compare the mean log-ratio per token of the answers, not the sum over tokens."""
+"""DPO variants that compare means of the log-ratios over the tokens of each answer, not sums."""
 
 
 class DirectPreference(PairObjective):
@@ -90,44 +94,46 @@ class DirectPreference(PairObjective):
         self._section = section
 
     def scores(self, documents: DocumentLogProbs) -> torch.Tensor:
-        """The log-ratio to the reference of each answer, or its mean over the answer's tokens (ipo, sigmoid_norm)."""
+        """Log-ratio of each answer to the reference model; its mean over tokens with `ipo` and `sigmoid_norm`."""
         ratios = log_ratios(documents)
         return per_token(ratios, documents) if self._section.loss in MEAN_VARIANTS else ratios
 
     def pair_losses(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-        """The variant's loss of each pair."""
+        """Loss of each pair by the chosen variant of DPO."""
         return _VARIANTS[self._section.loss](self._section, chosen, rejected)
 
 
 def _sigmoid(section: DpoObjective, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """Equation 7 of the DPO paper; with label smoothing e its expectation where e of the pairs are swapped (cDPO)."""
+    """DPO's loss of each pair (equation 7 of the paper). With label smoothing e it is the expected loss if a fraction e
+    of the pairs were swapped (cDPO).
+    """
     margin, e = section.beta * (chosen - rejected), section.label_smoothing
     return -(1 - e) * logsigmoid(margin) - e * logsigmoid(-margin)
 
 
 def _robust(section: DpoObjective, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """Robust DPO: an unbiased estimate of the loss without mislabelled pairs (Chowdhury et al., arXiv 2403.00409)."""
+    """Robust DPO's loss of each pair, which is unbiased with mislabelled pairs (Chowdhury et al., arXiv 2403.00409)."""
     margin, e = section.beta * (chosen - rejected), section.label_smoothing
     return (-(1 - e) * logsigmoid(margin) + e * logsigmoid(-margin)) / (1 - 2 * e)
 
 
 def _hinge(section: DpoObjective, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """SLiC's hinge on the margin (Zhao et al., arXiv 2305.10425)."""
+    """SLiC's hinge loss of each pair, on the margin between its answers (Zhao et al., arXiv 2305.10425)."""
     return relu(1 - section.beta * (chosen - rejected))
 
 
 def _ipo(section: DpoObjective, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """Identity preference optimisation (Azar et al., arXiv 2310.12036), on mean log-ratios per token as in TRL 1.16."""
+    """IPO's loss of each pair (Azar et al., arXiv 2310.12036), on mean log-ratios per token as in TRL 1.16."""
     return (chosen - rejected - 1 / (2 * section.beta)) ** 2
 
 
 def _apo_zero(section: DpoObjective, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """APO-zero (D'Oosterlinck et al., arXiv 2408.06266): for chosen answers that are better than the model's own."""
+    """APO-zero's loss of each pair (arXiv 2408.06266), for chosen answers that are better than the model's own."""
     return (1 - torch.sigmoid(section.beta * chosen)) + torch.sigmoid(section.beta * rejected)
 
 
 def _apo_down(section: DpoObjective, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """APO-down (same paper): for chosen answers that are worse than the model's own."""
+    """APO-down's loss of each pair (arXiv 2408.06266), for chosen answers that are worse than the model's own."""
     return torch.sigmoid(section.beta * chosen) + (1 - torch.sigmoid(section.beta * (chosen - rejected)))
 
 
@@ -145,9 +151,9 @@ _VARIANTS: Mapping[str, Callable[[DpoObjective, torch.Tensor, torch.Tensor], tor
 class KahnemanTversky(DocumentObjective):
     """KTO: mean over the examples of the global batch of a loss on single answers labelled good (target 1) or bad (0).
 
-    An answer's gain is its log-ratio to the reference less z0, an estimate of the KL divergence from the reference. z0
-    is the mean over the *global* batch of the log-ratios of prompts paired with another example's answer, and at least
-    0.
+    The gain of an answer is its log-ratio to the reference model minus z0, an estimate of the KL divergence from the
+    reference model. z0 is the mean of the log-ratios of prompts paired with another example's answer, over the *global*
+    batch, and at least 0.
     """
 
     terms = (Term("examples"),)
@@ -159,8 +165,8 @@ class KahnemanTversky(DocumentObjective):
         self._section = section
 
     def loss(self, documents: DocumentLogProbs, weights: torch.Tensor, baseline: torch.Tensor) -> LossAndSums:
-        """Weighted sum of 1 - sigmoid(s beta x gain), with s = 1 for good answers and -1 for bad ones; `baseline` is
-        z0.
+        """Contribution to the loss: weighted sum of 1 - sigmoid(s x beta x (log-ratio - z0)), with s = 1 for good
+        answers and -1 for bad ones; `baseline` is z0.
         """
         section, ratios, good = self._section, log_ratios(documents), documents.target
         signs = 2 * good - 1
@@ -178,14 +184,14 @@ class KahnemanTversky(DocumentObjective):
         return LossAndSums(total * weights[0], torch.stack(sums).double())
 
     def baseline(self, log_ratio_sum: float, count: float) -> float:
-        """z0 from the log-ratios of the mismatched answers of a global batch, in nats."""
+        """KTO's z0 in nats, from the log-ratios of the mismatched answers of a global batch."""
         return max(0.0, log_ratio_sum / max(count, 1))
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
         """The loss, z0 as `kl`, the mean rewards of good and of bad answers, and their difference `reward_margin`.
 
-        A reward is beta times the log-ratio to the reference. `reward_good` is missing without good answers,
-        `reward_bad` without bad ones, and `reward_margin` without either.
+        The reward of an answer is beta times its log-ratio to the reference model. `reward_good` is missing without
+        good answers, `reward_bad` without bad ones, and `reward_margin` unless there are both.
         """
         examples = max(counts["examples"], 1)
         rewards = {f"reward_{side}": sums[f"reward_{side}"] / sums[side] for side in ("good", "bad") if sums[side]}
@@ -201,12 +207,12 @@ class ContrastivePreference(PairObjective):
         self._variant = section.loss
 
     def scores(self, documents: DocumentLogProbs) -> torch.Tensor:
-        """The log-probability of each answer in nats; with `ipo` its mean over the answer's tokens, as in TRL 1.16."""
+        """Log-probability of each answer in nats; with `ipo` its mean over the answer's tokens, as in TRL 1.16."""
         return per_token(documents.logp, documents) if self._variant == "ipo" else documents.logp
 
     def pair_losses(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-        """-log sigmoid of the margin, with `hinge` relu(1 - margin), with `ipo` (difference - 1 / (2 beta))^2; the
-        margin is beta times the difference of the scores.
+        """Loss of each pair, where the margin is beta times the difference of its scores: -log sigmoid(margin), with
+        `hinge` max(0, 1 - margin), with `ipo` (difference - 1 / (2 beta))^2.
         """
         difference = chosen - rejected
         if self._variant == "ipo":
@@ -216,7 +222,7 @@ class ContrastivePreference(PairObjective):
 
 
 LARGEST_MEAN = -1e-6
-"""Upper clamp of mean log-probabilities m, because log(1 - e^m) has no finite gradient at m = 0."""
+"""Upper bound of mean log-probabilities m, because log(1 - e^m) has no finite gradient at m = 0."""
 
 
 class OddsRatioPreference(PairObjective):
@@ -224,26 +230,25 @@ class OddsRatioPreference(PairObjective):
     reference model (Hong et al., arXiv 2403.07691).
 
     The cross entropy is the mean over the *answer* tokens of the chosen answers of the global batch, as in
-    LLaMA-Factory. TRL 1.16 includes the tokens of the prompts (experimental/orpo/orpo_trainer.py:799).
+    LLaMA-Factory. TRL 1.16 also counts the tokens of the prompts (experimental/orpo/orpo_trainer.py:799).
     """
 
     def __init__(self, section: OrpoObjective) -> None:
         super().__init__(section.name, beta=section.beta, pair_weight=section.beta, nll_weight=1.0)
 
     def scores(self, documents: DocumentLogProbs) -> torch.Tensor:
-        """log(p / (1 - p)) of each answer, where log p is the mean log-probability of its tokens."""
+        """Log odds log(p / (1 - p)) of each answer, where log p is the mean log-probability of its tokens."""
         mean = per_token(documents.logp, documents).clamp(max=LARGEST_MEAN)
         return mean - torch.log(-torch.expm1(mean))
 
     def pair_losses(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-        """Equation 7 of the ORPO paper."""
+        """Loss of each pair: -log sigmoid of its log odds ratio (equation 7 of the ORPO paper)."""
         return -logsigmoid(chosen - rejected)
 
 
 class SimplePreference(PairObjective):
-    """SimPO: -log sigmoid(beta x difference of the mean log-probabilities - gamma), without a reference model.
-
-    Meng et al., arXiv 2405.14734.
+    """SimPO: -log sigmoid(beta x (difference of the answers' mean log-probabilities) - gamma), without a reference
+    model (Meng et al., arXiv 2405.14734).
     """
 
     def __init__(self, section: SimpoObjective) -> None:
@@ -251,9 +256,9 @@ class SimplePreference(PairObjective):
         self._gamma = section.gamma
 
     def scores(self, documents: DocumentLogProbs) -> torch.Tensor:
-        """The mean log-probability of the tokens of each answer, in nats."""
+        """Mean log-probability of the tokens of each answer, in nats."""
         return per_token(documents.logp, documents)
 
     def pair_losses(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-        """Equation 6 of the SimPO paper."""
+        """Loss of each pair: equation 6 of the SimPO paper."""
         return -logsigmoid(self.beta * (chosen - rejected) - self._gamma)

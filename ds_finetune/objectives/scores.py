@@ -1,5 +1,6 @@
-"""Objectives of a classification head: the cross entropy of classes, the squared error of a regression, and the loss of
-a reward model on pairs of answers. Metrics are computed from sums over all examples.
+"""Objectives of a classification head: classification, regression, and the reward model on pairs of answers.
+
+Metrics are computed from sums over all examples.
 """
 
 import math
@@ -16,11 +17,11 @@ from ds_finetune.objectives.objective import LossAndSums, ScoreObjective, Term
 Floats = NDArray[np.float64]
 _BINARY = 2
 _ROUNDING = 1e-13
-"""Relative to a sum of squares in fp64: a smaller variance is the rounding error of equal numbers."""
+"""Fraction of a sum of squares in fp64, below which a variance counts as the rounding error of equal numbers."""
 
 
 class Classification(ScoreObjective):
-    """Cross entropy of classes, averaged over the examples of the global batch."""
+    """Classification objective: cross entropy of the classes, averaged over the examples of the global batch."""
 
     name = "classification"
     terms = (Term("examples"),)
@@ -32,19 +33,19 @@ class Classification(ScoreObjective):
         self.sum_names = ("loss", *(f"{kind}_{k}" for kind in ("hits", "predicted", "true") for k in range(num_labels)))
 
     def loss(self, scores: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> LossAndSums:
-        """The contribution of these documents to the loss of the step; `targets` are class numbers.
+        """Contribution of these documents to the loss of the step; `targets` are class indices.
 
-        The sums are the loss in nats and, for each class, the number of documents predicted as it (`predicted`),
-        labelled with it (`true`), and both (`hits`), which suffice for all metrics. Of equal scores the first class is
-        predicted.
+        The sums are the loss in nats and three numbers for each class, which suffice for all metrics: how many
+        documents are predicted as the class (`predicted`), are labelled with it (`true`), and both (`hits`). Of equal
+        scores, the first class is predicted.
         """
         classes = targets.long()
         total = functional.cross_entropy(
             scores.double(), classes, reduction="sum", label_smoothing=self.label_smoothing
         )
         predicted = scores.detach().argmax(dim=1)
-        # `torch.bincount` and boolean indexing would synchronise the GPU, because the sizes of their results depend on
-        # data.
+        # `torch.bincount` and boolean indexing are avoided: the sizes of their results depend on data, so they would
+        # synchronise the GPU.
         numbers = torch.arange(self.num_outputs, device=scores.device)
         is_predicted, is_true = predicted[:, None] == numbers, classes[:, None] == numbers
         counted = [flags.sum(0).double() for flags in (is_predicted & is_true, is_predicted, is_true)]
@@ -54,7 +55,7 @@ class Classification(ScoreObjective):
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
         """Mean loss in nats, accuracy, F1 and Matthews' correlation.
 
-        With two classes `f1` is that of class 1. With more there is `f1_macro`, the mean over the classes that occur.
+        With two classes, `f1` is the score of class 1. With more, `f1_macro` is the mean over the classes that occur.
         """
         hits, predicted, true = (
             np.array([sums[f"{kind}_{k}"] for k in range(self.num_outputs)]) for kind in ("hits", "predicted", "true")
@@ -76,7 +77,7 @@ class Classification(ScoreObjective):
 
 
 class Regression(ScoreObjective):
-    """Squared error of one number, averaged over the examples of the global batch."""
+    """Regression objective: squared error of one number, averaged over the examples of the global batch."""
 
     name = "classification"
     terms = (Term("examples"),)
@@ -85,7 +86,7 @@ class Regression(ScoreObjective):
     gathers_scores = True
 
     def loss(self, scores: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> LossAndSums:
-        """The contribution of these documents to the loss of the step, and the sums for a correlation."""
+        """Contribution of these documents to the loss of the step, and the sums for Pearson's correlation."""
         score = scores.double().squeeze(1)
         total = (score - targets).square().sum()
         x = score.detach()
@@ -110,25 +111,24 @@ class Regression(ScoreObjective):
 
 
 def _ranks(values: Floats) -> Floats:
-    """The rank of each value; equal values get the mean of their ranks."""
     _, where, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     return (ends - (counts - 1) / 2)[where]
 
 
 def make_classification(section: ClassificationObjective) -> Classification | Regression:
-    """A regression for one label, else a classification."""
+    """The regression objective for one label, else the classification objective."""
     number = section.num_outputs
     return Regression() if number == 1 else Classification(number, label_smoothing=section.label_smoothing)
 
 
 _MEANS = ("reward_margin", "reward_accuracy", "reward_chosen", "reward_rejected")
-"""Metrics that are means over pairs."""
+"""Names of the metrics that are means over pairs."""
 
 
 class Reward(ScoreObjective):
-    """Reward model: -log sigmoid(R_chosen - R_rejected - margin) + center_weight x (R_chosen + R_rejected)^2, averaged
-    over the pairs of the global batch (TRL 1.16, trainer/reward_trainer.py:788).
+    """Objective of a reward model: -log sigmoid(R_chosen - R_rejected - margin) + center_weight x (R_chosen +
+    R_rejected)^2, averaged over the pairs of the global batch (TRL 1.16, trainer/reward_trainer.py:788).
     """
 
     name = "reward"
@@ -142,7 +142,7 @@ class Reward(ScoreObjective):
         self.center_weight = center_weight
 
     def loss(self, scores: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> LossAndSums:
-        """The contribution of these pairs to the loss of the step; the target of a chosen answer is the margin."""
+        """Contribution of these pairs to the loss of the step; a chosen answer's target is the margin of its pair."""
         chosen, rejected = scores.double().view(-1, 2).unbind(1)
         losses = -functional.logsigmoid(chosen - rejected - targets.view(-1, 2)[:, 0])
         total = (losses + self.center_weight * (chosen + rejected).square()).sum()
@@ -153,8 +153,9 @@ class Reward(ScoreObjective):
         )
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """The mean loss in nats, and means over pairs: difference of the rewards, share of pairs whose chosen answer
-        has the higher reward (equal rewards do not count), and the reward of each side.
+        """Mean loss in nats, and means over pairs: difference of the rewards, accuracy, and the reward of each side.
+
+        The accuracy is the fraction of pairs whose chosen answer has the higher reward; equal rewards do not count.
         """
         return {name: sums[name] / max(counts["pairs"], 1) for name in self.sum_names}
 

@@ -1,1 +1,1 @@
-"""Rewards: functions that score sampled answers, and the worker processes in which they run."""
+"""Rewards: functions that score sampled answers, and worker processes that run them."""

@@ -1,5 +1,6 @@
-"""Input and output of a reward function: an answer with its data row, and an outcome. This module imports only the
-standard library, because worker processes import it.
+"""Input and output of reward functions: an answer with its data row, and the outcome of scoring it.
+
+Worker processes import this module, so it imports only the standard library.
 """
 
 import re
@@ -15,17 +16,17 @@ class AnswerToScore:
     """A sampled answer, with everything that a reward may read."""
 
     record: Mapping[str, Any]
-    """The data row, with its reference answer in the column `answer` where it has one."""
+    """The data row of the prompt. A reference answer is in the column `answer`."""
     prompt: str
     """The text of the prompt, with its control tokens."""
     text: str
-    """The answer without its end token; nothing that follows the end token is part of it."""
+    """Text of the answer before its end token."""
     ids: Sequence[int]
-    """Token ids of the answer, with the end token where it has one."""
+    """Token ids of the answer, including the end token if the model ended it."""
     finish: str
     """`stop` where the model ended the answer, `length` where the token limit cut it."""
     where: str
-    """Name of the answer in error messages, such as `train.jsonl line 7, answer 3`."""
+    """Name of the answer for error messages, such as `train.jsonl line 7, answer 3`."""
 
 
 class Outcome(NamedTuple):
@@ -34,18 +35,18 @@ class Outcome(NamedTuple):
     score: float | None
     """The score; None where the reward is not applicable."""
     has_result: bool | None = None
-    """Whether a result, such as a number, could be parsed from the answer; None for rewards that parse none."""
+    """Whether a result, such as a number, could be parsed from the answer; None for rewards that parse nothing."""
     read: str = ""
-    """The result parsed from the answer, as `ds-finetune rewards` shows it."""
+    """The result that was parsed from the answer, as `ds-finetune rewards` shows it."""
 
 
 class RewardFaultError(Exception):
-    """Raised where the reward function or the data row is wrong, not the answer; the argument is the reason."""
+    """The reward function or the data row is at fault, not the answer; the exception's argument is the reason."""
 
 
 def final_part(answer: AnswerToScore) -> str:
-    """The answer after the reasoning, or the content of the last `<answer>` tag in it. Empty where the reasoning, which
-    the prompt may have opened, does not end.
+    """The part of an answer after its reasoning, or the content of the last `<answer>` tag in that part. Empty where
+    reasoning does not end, which the prompt may have begun.
     """
     _, end, text = answer.text.rpartition("</think>")
     if not end and ("<think>" in answer.text or begins_reasoning(answer.prompt)):
@@ -55,12 +56,12 @@ def final_part(answer: AnswerToScore) -> str:
 
 
 def begins_reasoning(prompt: str) -> bool:
-    """Whether the prompt ends with an open `<think>`, as the chat template of R1 writes it."""
+    """Whether the prompt ends with an open `<think>`, as from R1's chat template."""
     return prompt.rstrip().endswith("<think>")
 
 
 def last_box(text: str) -> str | None:
-    r"""The content of the last `\\boxed{...}`; None where there is none, or it is not closed."""
+    r"""Content of the last `\\boxed{...}` in a text; None where there is none, or it is not closed."""
     start = text.rfind(r"\boxed{")
     if start < 0:
         return None
@@ -73,7 +74,7 @@ def last_box(text: str) -> str | None:
 
 
 def column_of(record: Mapping[str, Any], column: str) -> object:
-    """The value of a column, or None without it; `a.b` is the key `b` of the mapping in column `a`."""
+    """Value of a column of a data row, or None without it. `a.b` is the key `b` of the mapping in column `a`."""
     if column in record:
         return record[column]
     outer, dot, inner = column.partition(".")

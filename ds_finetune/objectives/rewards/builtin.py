@@ -1,6 +1,6 @@
-"""The built-in rewards. Each compares a sampled answer with the reference answer of its data row, and returns a score.
+"""The built-in rewards, which score a sampled answer, most by comparing it with the reference answer of its data row.
 
-All read only the part of the answer after the reasoning, except `regex`, `format` and `length`. An answer from which no
+All but `regex`, `format` and `length` read only the part of the answer after the reasoning. An answer from which no
 result can be parsed gets the score of the option `unparsed`.
 """
 
@@ -30,16 +30,16 @@ _EXACT = decimal.Context(prec=50, traps=[])
 
 @dataclass(frozen=True)
 class Builtin:
-    """A built-in reward."""
+    """A built-in reward: how it scores answers and reads reference answers."""
 
     score: Callable[[AnswerToScore, Any, Settings], Outcome]
-    """Function of the answer, of the reference that `read` returned, and of the reward's options."""
+    """Function that scores an answer, given what `read` made of the reference answer, and the reward's options."""
     read: Callable[[Any], Any] | None = None
-    """Parses the reference answer of a data row into what `score` compares with; RewardFaultError where that fails."""
+    """Function that parses the reference answer of a data row for `score`; RewardFaultError where that fails."""
     is_long_answers_fault: bool = False
-    """Whether a timeout is the answer's fault, not that of the reward function."""
+    """Whether it is the answer's fault if scoring takes too long, and not that of the reward function."""
     package: str = ""
-    """Module of a package that must be installed for this reward."""
+    """Name of a module that must be installed for this reward; empty for none."""
 
 
 def _unparsed(settings: Settings) -> Outcome:
@@ -62,7 +62,7 @@ def _texts(value: Any) -> list[str]:  # noqa: ANN401 - any JSON value
 
 
 def _exact_match(answer: AnswerToScore, references: list[str], settings: Settings) -> Outcome:
-    """1 where the answer equals the reference answer, or one of a list; runs of white space count as one space."""
+    """Score 1 where the answer equals the reference answer or one of several; white space counts as one space."""
     text = plain_text(final_part(answer))
     change = str.casefold if settings["ignore_case"] else str
     return _compared(text or None, change(text) in map(change, references), settings)
@@ -76,7 +76,7 @@ def _read_number(value: Any) -> decimal.Decimal:  # noqa: ANN401 - any JSON valu
 
 
 def _number(answer: AnswerToScore, reference: decimal.Decimal, settings: Settings) -> Outcome:
-    """1 where the answer's last number differs from the reference by at most `tolerance` x its magnitude."""
+    """Score 1 where the answer's last number differs from the reference by at most `tolerance` x |reference|."""
     number = last_number(final_part(answer))
     if number is None:
         return _unparsed(settings)
@@ -95,19 +95,19 @@ def _read_choice(value: Any) -> str:  # noqa: ANN401 - any JSON value
 
 
 def _choice(answer: AnswerToScore, reference: str, settings: Settings) -> Outcome:
-    """1 where the letter of a multiple-choice answer is that of the reference; a reference number counts from A = 0."""
+    """Score 1 where the answer's multiple-choice letter is that of the reference; a number counts from A = 0."""
     letter = choice(final_part(answer))
     return _compared(letter, letter == reference, settings)
 
 
 def _regex(answer: AnswerToScore, _: object, settings: Settings) -> Outcome:
-    """1 where the regular expression matches anywhere in the answer."""
+    """Score 1 where the regular expression matches anywhere in the answer."""
     return Outcome(float(bool(answer.text) and re.search(settings["pattern"], answer.text) is not None))
 
 
 def _format(answer: AnswerToScore, _: object, settings: Settings) -> Outcome:
-    """1 where the text is `<think>` reasoning `</think>` answer, both not empty. The first tag may be missing where the
-    prompt ends with it.
+    """Score 1 where the text is `<think>` reasoning `</think>` answer, neither of them empty. The first tag may be
+    missing where the prompt ends with it.
     """
     text = "<think>" * begins_reasoning(answer.prompt) + answer.text.strip()
     thought, end, rest = text.removeprefix("<think>").partition("</think>")
@@ -120,8 +120,10 @@ def _format(answer: AnswerToScore, _: object, settings: Settings) -> Outcome:
 
 
 def _length(answer: AnswerToScore, _: object, settings: Settings) -> Outcome:
-    """Soft overlong punishment of DAPO (arXiv 2503.14476, equation 13) for an answer of n tokens, with L = `max_tokens`
-    and C = `soft_tokens`: 0 for n <= L - C, ((L - C) - n) / C up to L, and -1 beyond.
+    """Soft overlong punishment of DAPO (arXiv 2503.14476, equation 13) for an answer of n tokens.
+
+    With L = `max_tokens` and C = `soft_tokens`, the score is 0 for n <= L - C, ((L - C) - n) / C up to L, and -1
+    beyond.
     """
     tokens, most, soft = len(answer.ids), settings["max_tokens"], settings["soft_tokens"]
     if tokens <= most - soft:
@@ -134,7 +136,7 @@ def _no_constant(name: str) -> float:
 
 
 def _parsed_json(text: str) -> Any:  # noqa: ANN401 - any JSON value
-    """The value of a JSON text, which may be in a fenced code block; ValueError without one."""
+    """Parse a JSON text, which may be in a fenced code block; ValueError where it is none."""
     fenced = _FENCED.findall(text)
     return json.loads(fenced[-1] if fenced else text, parse_constant=_no_constant)
 
@@ -149,7 +151,7 @@ def _read_json(value: Any) -> Any:  # noqa: ANN401 - any JSON value
 
 
 def _json(answer: AnswerToScore, reference: Any, settings: Settings) -> Outcome:  # noqa: ANN401 - any JSON value
-    """1 where the answer is valid JSON, or with `column` where it equals the reference value."""
+    """Score 1 where the answer is valid JSON, or with `column` where it equals the reference value."""
     try:
         value = _parsed_json(final_part(answer))
         text = json.dumps(value)
@@ -159,10 +161,10 @@ def _json(answer: AnswerToScore, reference: Any, settings: Settings) -> Outcome:
 
 
 def _math(answer: AnswerToScore, reference: str, settings: Settings) -> Outcome:
-    r"""1 where math-verify finds the answer's formula equal to the reference. The formula is read from the last
+    r"""Score 1 where math-verify judges the answer's formula equal to the reference. The formula is read from the last
     `\\boxed{...}` if there is one.
 
-    math-verify's own time limits are off, because they use the alarm signal on which the worker process relies.
+    math-verify's own time limits are off, because they use the alarm signal that the worker process needs.
     """
     from math_verify import parse, verify
 
@@ -177,7 +179,7 @@ def _math(answer: AnswerToScore, reference: str, settings: Settings) -> Outcome:
 
 
 def _code(answer: AnswerToScore, tests: Any, settings: Settings) -> Outcome:  # noqa: ANN401 - what read_tests makes
-    """1 where the program in the answer passes all tests of the data row; with `partial`, the fraction passed."""
+    """Score 1 where the program in the answer passes all tests of the data row; with `partial`, the fraction passed."""
     passed = score_program(final_part(answer), tests, timeout=settings["timeout"], memory=settings["memory"])
     if passed is None:
         return _unparsed(settings)

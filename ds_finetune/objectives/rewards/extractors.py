@@ -1,4 +1,4 @@
-"""Extractors: functions that parse the final result from a text, or return None if there is none."""
+"""Extractors: functions that parse the final result from an answer, or return None if there is none."""
 
 import decimal
 import json
@@ -22,7 +22,7 @@ _ARGUMENT = r"\s*(?:\{\s*([-+]?[\d.,]+)\s*\}|(\d))"
 _FRACTION = re.compile(rf"(\d\s*)?\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}")
 _OVER = re.compile(r"\{\s*([-+]?[\d.]+)\s*\\over\s*([-+]?[\d.]+)\s*\}")
 _NO_NUMBER = re.compile(r"\\sqrt|\\pi\b|[\u221a\u03c0]")
-"""Parts of an expression whose digits are not its value."""
+"""Patterns of expressions whose digits are not their value, so that no number is read from them."""
 _UNREAD_BEFORE = re.compile(r"\\sqrt(?:\[[^]]*\])?\{[^{}]*$|\u221a\(?$|\\[dtc]?frac\s*\{[^=\n]*$|(?:\}|\\pi|\u03c0)/$")
 _UNREAD_AFTER = re.compile(r"\s*(?:\\sqrt|\\pi\b|[\u221a\u03c0])")
 """Text before or after a number that is only a part of an expression that is not evaluated."""
@@ -30,7 +30,7 @@ _POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _LARGE = re.compile(rf"(?<=\d) ?({'|'.join(_POWERS)})\b", re.IGNORECASE)
 _RAISED = re.compile("(?<=[0-9])[\u207b]?[\u00b2\u00b3\u00b9\u2070\u2074-\u2079]+")
 _POINTS = re.compile(r"(?<![\d.,])(\d{1,3})(?:((?:\.\d{3})++),(\d++)|((?:\.\d{3}){2,}+))(?![.,]?\d)")
-"""Numbers with points between thousands, as `1.234,5` and `1.000.000`."""
+"""Pattern of numbers with points between thousands, as `1.234,5` and `1.000.000`."""
 _VULGAR = re.compile("(\\d\\s*)?([\u00bc-\u00be\u2150-\u215e])")
 _SPELLINGS = (
     ("\u2212|\uff0d|\ufe63|(?<![^\\s=({])[\u2012\u2013](?=[\\d.$])", "-"),
@@ -48,7 +48,7 @@ _SPELLINGS = (
     (r"\^[{(]\s*([-+]?\d+)\s*[})]", r"^\1"),
     (r"\*\*|__", ""),
 )
-"""Regular expressions of other spellings of a number, and the spelling that `_NUMBER` matches."""
+"""Regular expressions for other spellings of a number, each with its replacement, which `_NUMBER` matches."""
 _EXACT = decimal.Context(prec=50, traps=[])
 
 _STYLE = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
@@ -107,7 +107,7 @@ def _read_number(text: str, *, which: int) -> decimal.Decimal | None:
 
 
 def _plain_fraction(fraction: re.Match[str]) -> str:
-    """`3 1/2` for `3\\frac12`; a sign below the line stands before the fraction."""
+    """`3 1/2` for `3\frac12`. A sign below the fraction bar is written before the fraction."""
     whole, above, below = fraction[1] or "", fraction[2] or fraction[3], fraction[4] or fraction[5]
     is_negative = above.startswith("-") != below.startswith("-")
     return f"{whole}{' ' * bool(whole)}{'-' * is_negative}{above.lstrip('+-')}/{below.lstrip('+-')}"
@@ -131,8 +131,10 @@ def _value(number: re.Match[str]) -> decimal.Decimal:
 
 
 def gsm8k(text: str) -> str | None:
-    """The first number after the last `####`, or after `=` on that line, parsed as in `last_number` and written without
-    leading or trailing zeros. It is the form of answers in GSM8K (Cobbe et al., arXiv 2110.14168).
+    """The number in the form of GSM8K's answers (Cobbe et al., arXiv 2110.14168): the first one after the last `####`,
+    or after `=` on that line.
+
+    It is parsed as by `last_number`, and written without leading or trailing zeros.
     """
     _, mark, result = text.rpartition("####")
     line = result.strip().partition("\n")[0]
@@ -143,9 +145,9 @@ def gsm8k(text: str) -> str | None:
 def choice(text: str) -> str | None:
     r"""The letter of a multiple-choice answer, as a capital; None where the text has none.
 
-    It is read from the last `\\boxed{...}` if there is one. The letter is the one after the last `answer` or `correct
-    option` (`Answer: B`, `the answer I choose is (b)`); without these words, it is the only one on the last line, or
-    the text begins with it.
+    It is read from the last `\\boxed{...}` if there is one. Else it is the letter after the last `answer` or `correct
+    option` (`Answer: B`, `the answer I choose is (b)`). Without these words, it is the only letter on the last line, or
+    the one with which the text begins.
     """
     text = _MARKS.sub("", _STYLE.sub(r"\1", unicodedata.normalize("NFKC", last_box(text) or text))).strip()
     stated = [first or second for first, second in _STATED.findall(text)]

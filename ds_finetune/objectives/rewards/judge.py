@@ -1,9 +1,9 @@
 """Runs a generated program in one process and its tests in another, so that the program cannot read or fake the tests.
 
 programs.py starts this module, which imports no other module of the package. It forks the program's process before it
-reads the tests. In the process of the tests, each name of the program is a proxy; a call sends its arguments and
-returns data of built-in types, or a handle of an object of the program. Results are compared in the process of the
-tests, so that a program passes only with the right values.
+reads the tests. In the tests' process, the names that the program defines are proxies. A call of a proxy sends its
+arguments, and returns data of built-in types, or a handle of an object in the program's process. Results are compared
+in the tests' process, so that a program passes only with the right values.
 """
 
 import ast
@@ -37,24 +37,24 @@ _VALUES: Mapping[str, Callable[[Any], tuple[Any, ...]]] = {
     "numpy.ndarray": lambda value: (value.tolist(), value.dtype.str),
     **{f"datetime.{name}": lambda value: value.__reduce__()[1] for name in ("date", "datetime", "time", "timedelta")},
 }
-"""Types that the tests' process rebuilds from the returned constructor arguments."""
+"""Types of objects that are sent to the tests' process by the arguments of their constructors."""
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.GeneratorType)
 _HEADER = struct.Struct("=cQ")
-"""Kind of a message (request or reply) and its number."""
+"""Header of a message: its kind (`?` request or `!` reply) and its number."""
 _MOST_BYTES = 2**26
 _FORWARDED = ["getitem", "setitem", "delitem", "len", "iter", "next", "bool", "str", "repr", "float", "int", "round"]
 _FORWARDED += ["abs", "neg", "index", "reversed", "enter", "exit", "hash", "call", "setattr"]
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
 _ORDER = ("lt", "le", "gt", "ge")
 _DIFFERENCES = ("add", "sub", "mod", "xor", *_ORDER)
-"""Operations with the expected value of a test, whose result a program could fake as zero or as true."""
+"""Operations by which a program's object could fake a difference of zero from the value that a test expects."""
 _TO_NUMBERS = ("abs", "bool", "float", "index", "int", "round")
 
 
 class Proxy:
-    """Handle of an object that lives in the other process."""
+    """Handle of an object that lives in the other process; operations on the handle are run there."""
 
-    # Without `__dict__`, which a pickle could fill.
+    # There is no `__dict__`, which a received pickle could fill.
     __slots__ = ("_asks", "_is_difference", "_number")
 
     def __init__(self, asks: Callable[..., Any], number: int) -> None:
@@ -63,13 +63,13 @@ class Proxy:
         object.__setattr__(self, "_is_difference", False)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the program has
-        # Libraries act on other dunder attributes, such as `__array_interface__`.
+        # Other dunder attributes, such as `__array_interface__`, are refused because libraries act on them.
         if name.startswith("__") and name != "__name__":
             raise AttributeError(name)
         return self._asks("getattr", self, name)
 
     def __eq__(self, other: object) -> bool:
-        """Compare data in this process; the program's own `__eq__` is used only between two of its objects."""
+        """Compare with data in this process. The program's own `__eq__` is used only between two of its objects."""
         if isinstance(other, Proxy):
             return other is self or self._asks("eq", self, other) is True
         data = self._asks("data", self)
@@ -86,7 +86,7 @@ def _forwarded(name: str) -> Callable[..., Any]:
     def forward(self: Proxy, *given: Any, **named: Any) -> Any:  # noqa: ANN401
         result = _marked(self._asks(name, self, *given, **named), self._is_difference)
         if self._is_difference and name in _TO_NUMBERS and not isinstance(result, Proxy):
-            # `abs(f(3) - 3.5) < 1e-6` would pass for an object of the program whose differences are always 0.
+            # Without this check, `abs(f(3) - 3.5) < 1e-6` would pass for an object whose differences are always 0.
             raise TypeError(f"{name}() of a difference from an object")
         return result
 
@@ -94,15 +94,17 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
 
 def _marked(result: Any, is_difference: bool) -> Any:  # noqa: ANN401
-    """The result of an operation. A proxy that results from a difference is marked as one."""
+    """The result of an operation, marked as a difference if it is a proxy that was computed from one."""
     if is_difference and isinstance(result, Proxy):
         object.__setattr__(result, "_is_difference", True)
     return result
 
 
 def _operator(name: str, is_reflected: bool) -> Callable[[Proxy, Any], Any]:
-    """A binary operator of proxies. Where the other operand is data of the test, the object is converted to data first,
-    so that the operation runs in this process; an object without data may only return another object.
+    """Make a binary operator of proxies.
+
+    If the other operand is data of the test, the object is first converted to data, so that the operation runs in the
+    tests' process. If that is not possible, only a proxy may result.
     """
 
     def operate(self: Proxy, other: Any) -> Any:  # noqa: ANN401
@@ -119,7 +121,7 @@ def _operator(name: str, is_reflected: bool) -> Callable[[Proxy, Any], Any]:
 
 
 def _data(value: Any) -> Any:  # noqa: ANN401
-    """The value as a built-in type where its class derives from one, else the object."""
+    """The value as a built-in type if its class derives from one, else the value itself."""
     kinds: Sequence[Callable[[Any], Any]] = [kind for kind in _PLAIN if isinstance(value, kind)]
     return kinds[0](value) if kinds else value
 
@@ -143,7 +145,7 @@ for _name in _BINARY + _ORDER:
 
 
 class _Peer:
-    """One end of the pipes between the two processes. Either may send requests, and answers some while it waits."""
+    """One end of the pipes between the two processes, each of which answers requests while it waits for a reply."""
 
     def __init__(self, reads: int, writes: int, say: Callable[[str], object] | None = None) -> None:
         self.reads, self.writes = Connection(reads, writable=False), Connection(writes, readable=False)
@@ -154,8 +156,8 @@ class _Peer:
         self._asked = 0
 
     def ask(self, operation: str, *given: Any, **named: Any) -> Any:  # noqa: ANN401
-        """The result of an operation on an object of the other process. Lists, dictionaries and sets that the operation
-        changed there are changed here too.
+        """Result of an operation on an object of the other process. Lists, dictionaries and sets among the arguments
+        are changed here as the operation changed them there.
         """
         self._asked += 1
         number = self._asked
@@ -169,7 +171,7 @@ class _Peer:
         self._send(b"?", number, body)
         while (reply := self._receive())[0] == b"?":
             self._answer(*reply[1:])
-        # A program that writes into the pipe itself fails its tests.
+        # A reply with a wrong number comes from a program that writes into the pipe itself, so its tests fail.
         if reply[:2] != (b"!", number):
             self.end()
         error, value, after, printed = self._loads(reply[2])
@@ -180,21 +182,21 @@ class _Peer:
             elif type(argument) is type(changed) and isinstance(argument, dict | set):
                 argument.clear()
                 argument.update(changed)
-            # An argument that is returned is returned as the same object.
+            # If a function returns its argument, the result is the caller's own object.
             value = argument if value is changed and value is not None else value
         if error is not None:
             raise error.__new__(error, *value)
         return value
 
     def serve(self) -> NoReturn:
-        """Answer requests until the other process ends."""
+        """Answer requests of the other process until it ends."""
         sys.stdout = io.StringIO()
         while (request := self._receive())[0] == b"?":
             self._answer(*request[1:])
         self.end()
 
     def end(self) -> NoReturn:
-        """End this process at once; an `except` of a test or program cannot stop it."""
+        """End this process at once, so that no `except` in a test or program can prevent it."""
         os._exit(1)
 
     def _answer(self, number: int, body: bytes) -> None:
@@ -239,7 +241,7 @@ class _Peer:
         if not self.is_judge:
             return _Unpickler(self, io.BytesIO(body)).load()
         try:
-            # BUILD is the only pickle instruction that could change a function of the tests.
+            # No BUILD is accepted, the only pickle instruction that could change a function of the tests.
             if self.held and any(code.name == "BUILD" for code, *_ in pickletools.genops(body)):
                 self.end()
             return _DataUnpickler(self, io.BytesIO(body)).load()
@@ -247,7 +249,7 @@ class _Peer:
             self.end()
 
     def hold(self, value: object) -> int:
-        """The handle of an object of this process, which is kept alive."""
+        """Handle of an object of this process, which is kept alive from now on."""
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self.held)
             self.held.append(value)
@@ -255,8 +257,10 @@ class _Peer:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles plain data, and replaces the rest by handles. The program's process sends a handle for every other type;
-    the tests' process only for functions, and pickles its other objects.
+    """Pickles plain data, and replaces other objects by handles.
+
+    The program's process sends handles of all other objects. The tests' process sends handles of functions only, and
+    pickles the rest.
     """
 
     def __init__(self, peer: _Peer, file: io.BytesIO) -> None:
@@ -292,7 +296,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickles requests of the tests."""
+    """Unpickles requests of the tests in the program's process."""
 
     def __init__(self, peer: _Peer, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -318,15 +322,17 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _DataUnpickler(_Unpickler):
-    """Unpickles what a program sends: data of built-in types, and what persistent_load returns; no classes."""
+    """Unpickles what a program sends: data of built-in types and what persistent_load returns, but no other class."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 
 def _names(tests: Sequence[ast.Module]) -> tuple[set[str], set[str], dict[str, Any]]:
-    """Three groups of names that the tests use: names that the program may define, built-in functions, and modules
-    whose attributes are read. The modules are imported here, also where only the program imports them.
+    """Names that the tests use, in three groups: those that the program may define, built-in functions, and modules
+    whose attributes are read.
+
+    The modules are imported here, even if only the program imports them.
     """
     nodes = [node for test in tests for node in ast.walk(test)]
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
@@ -346,7 +352,7 @@ def _defined(peer: _Peer, names: set[str]) -> dict[str, Any]:
 
 
 def _judge(peer: _Peer, tests: Sequence[str]) -> None:
-    """Run the tests, and report the number of each that raises nothing."""
+    """Run the tests, and report the number of each test that raises no exception."""
     parsed: dict[int, ast.Module] = {}
     for number, test in enumerate(tests):
         with suppress(SyntaxError, ValueError):
@@ -365,16 +371,16 @@ def _judge(peer: _Peer, tests: Sequence[str]) -> None:
 
 
 def _run(peer: _Peer, folder: str) -> None:
-    """Run the program to its end and, with tests, answer their calls afterwards."""
+    """Run the program to its end. With tests, answer their calls afterwards."""
     program, limits, is_tested = peer.reads.recv()
     for number, (name, flags) in enumerate((("in", os.O_RDONLY), ("out", os.O_WRONLY | os.O_CREAT))):
         os.dup2(os.open(f"{folder}/{name}", flags, 0o600), number)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     libc = ctypes.CDLL(None)
-    # A network namespace without interfaces, as `unshare --net`; users other than root need a user namespace first.
-    # Where neither is allowed, the program can use the network of this machine.
+    # The program gets a network namespace without interfaces, as by `unshare --net`, for which users other than root
+    # need a user namespace. Where neither is allowed, the program can use the network of this machine.
     libc.unshare(0x40000000 | (0x10000000 if os.geteuid() else 0))
-    # Drop capabilities, with which root could read the memory of the other process.
+    # Capabilities are dropped, since with them root could read the memory of the other process.
     libc.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24))
     for name, most in limits.items():
         hard = resource.getrlimit(getattr(resource, name))[1]
@@ -388,10 +394,11 @@ def _run(peer: _Peer, folder: str) -> None:
 
 
 def main(folder: str) -> None:
-    """Run the task read from standard input; results are written to standard output."""
-    # Remove this file's folder from the import path, so that the program cannot import from it.
+    """Run a program and its tests, read from standard input. The numbers of passed tests go to standard output."""
+    # This file's folder is removed from the import path, so that the program cannot import from it.
     sys.path.pop()
-    # PR_SET_DUMPABLE of prctl(2): no other process of the same user reads or writes this one's memory and files.
+    # PR_SET_DUMPABLE of prctl(2) is cleared: no other process of the same user reads or writes this one's memory and
+    # files.
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
     report = os.dup(1)
     os.write(report, b"begins\n")

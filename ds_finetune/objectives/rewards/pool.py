@@ -1,8 +1,8 @@
-"""Scores answers with reward functions in worker processes, while the caller continues.
+"""Scores answers with reward functions in worker processes, in the background.
 
-A reward function may loop for ever, end its process or use up the memory. A process that ended is restarted once for
-the same reward; one that exceeds the time limit is killed with all its child processes. The other rewards of the answer
-count in both cases.
+A reward function may loop for ever, end its process or use up the memory. If a worker process ended, it is restarted
+once for the same reward. If a reward exceeds the time limit, its process and all child processes are killed. In both
+cases the other rewards of the answer still count.
 """
 
 import fcntl
@@ -38,15 +38,15 @@ _PROGRAM = (
 )
 _START_SECONDS, _END_SECONDS = 120.0, 1.0
 _LOG_BYTES = 2**24
-"""Size at which the log of the workers is emptied; a line in it says so."""
+"""Size in bytes at which the workers' log is emptied, which a line in it then says."""
 
 
 class _EndedError(Exception):
-    """The worker process ended without a reply; the argument says how."""
+    """The worker process ended without a reply; the exception's argument says how."""
 
 
 class _Worker:
-    """One worker process, started when first needed and again after it has ended."""
+    """One worker process, which is started when it is first needed and again if it has ended."""
 
     def __init__(self, settings: Sequence[Mapping[str, Any]], log: IO[bytes]) -> None:
         self._settings, self._log = settings, log
@@ -54,16 +54,16 @@ class _Worker:
         self._socket: socket.socket | None = None
         self._is_closed = False
         self.at = 0
-        """Index of the reward that is being computed, or that cannot be loaded."""
+        """Index of the reward that is being computed, or that could not be loaded."""
         self._requests = 0
 
     def start(self) -> None:
-        """Start the process if it is not running; RewardFaultError where a reward cannot be loaded."""
+        """Start the worker process if it is not running; RewardFaultError where a reward cannot be loaded."""
         if self._process is not None:
             return
         if self._is_closed:
             raise _EndedError("is not needed any more")
-        # A session of its own: Ctrl-C does not reach the worker, and the child processes of a reward are killed with
+        # In a session of its own, the worker does not get Ctrl-C, and the child processes of a reward are killed with
         # it.
         self._socket, other = socket.socketpair()
         self._requests = 0
@@ -77,7 +77,7 @@ class _Worker:
                 start_new_session=True,
             )
         if self._is_closed:
-            # Another thread called `close` before it could see the new process.
+            # Another thread may have called `close` before it could see the new process.
             self._signal()
         limit = _START_SECONDS + max(map(seconds_of, self._settings))
         try:
@@ -90,8 +90,8 @@ class _Worker:
             raise RewardFaultError(reply["error"])
 
     def score(self, at: int, answer: str) -> Part:
-        """The result of reward number `at` on an answer given as JSON; TimeoutError where the process was killed
-        because it did not reply in time.
+        """Result of reward number `at` on an answer in JSON; TimeoutError where the process was killed
+        for being late.
         """
         self.at = at
         self.start()
@@ -101,12 +101,12 @@ class _Worker:
         return reply
 
     def close(self) -> None:
-        """End the process for good; a thread that waits for its reply gets an error."""
+        """End the worker process for good; a thread that waits for its reply gets an error."""
         self._is_closed = True
         self._signal()
 
     def kill(self) -> None:
-        """End the process and its child processes."""
+        """End the worker process and its child processes."""
         if self._process is None:
             return
         assert self._socket is not None
@@ -121,7 +121,6 @@ class _Worker:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def _reply(self, message: str, seconds: float) -> dict[str, Any]:
-        """Send one line and read the reply, which repeats the request's number."""
         assert self._socket is not None
         self._requests += 1
         self._socket.settimeout(seconds)
@@ -147,7 +146,7 @@ class _Worker:
 
     def _raise_ended(self) -> NoReturn:
         assert self._process is not None
-        # The worker may have closed only its socket; wait for an exit code first.
+        # The worker may have closed only its socket, so wait for an exit code first.
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
         self._signal()
@@ -167,7 +166,7 @@ class PendingScores:
         self._futures: list[Future[list[Part]]] = []
 
     def add(self, answer: AnswerToScore) -> None:
-        """Queue a further answer for scoring."""
+        """Add an answer, whose scoring begins in the background."""
         self._answers.append(answer)
         self._futures.append(self._rewards.submit(answer))
 
@@ -177,19 +176,19 @@ class PendingScores:
             future.cancel()
 
     def is_scored(self, *, within: float) -> bool:
-        """Whether all answers are scored, or one failed; waits at most `within` seconds."""
+        """Whether all answers are scored, or a reward failed on one; it waits at most `within` seconds."""
         done, pending = wait(self._futures, within)
         parts = (part for future in done if not future.cancelled() for part in future.result())
         return not pending or any("error" in part for part in parts)
 
     def parts(self) -> list[list[Part]]:
-        """Results of each reward on each answer, errors included; waits for all."""
+        """Results of all rewards on all answers, including errors; waits for all answers."""
         return [future.result() for future in self._futures]
 
     def result(self) -> NDArray[np.float64]:
-        """Scores, fp64 [answers, rewards], NaN where a reward is not applicable; waits for all answers.
+        """Scores, fp64 [answers, rewards], with NaN where a reward is not applicable; waits for all answers.
 
-        Raises RewardError for the first answer on which a reward failed, without waiting for the answers after it.
+        RewardError for the first answer on which a reward failed, without waiting for later answers.
         """
         for answer, future in zip(self._answers, self._futures, strict=True):
             parts = zip(self._rewards.names, future.result(), strict=True)
@@ -199,8 +198,8 @@ class PendingScores:
         return self._array("score")
 
     def has_result(self) -> NDArray[np.float64]:
-        """1 where a reward could parse a result from the answer, 0 where not, NaN for rewards that parse none; fp64
-        [answers, rewards].
+        """fp64 [answers, rewards]: 1 where a reward parsed a result from an answer, else 0; NaN for rewards that parse
+        none.
         """
         return self._array("has_result")
 
@@ -210,7 +209,7 @@ class PendingScores:
 
 
 class Rewards:
-    """The reward functions of a run with their worker processes; made by `open_rewards`."""
+    """The reward functions of a run, with their worker processes; see `open_rewards`."""
 
     def __init__(self, sections: Sequence[RewardConfig], workers: int, log: IO[bytes]) -> None:
         self.names = tuple(section.shown_name for section in sections)
@@ -224,7 +223,7 @@ class Rewards:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="rewards")
 
     def check(self) -> None:
-        """Start one worker; ConfigError where a reward cannot be loaded."""
+        """Start one worker process; ConfigError where a reward cannot be loaded."""
         worker = self._workers[0]
         try:
             worker.start()
@@ -237,18 +236,18 @@ class Rewards:
             ) from None
 
     def start(self, answers: Iterable[AnswerToScore] = ()) -> PendingScores:
-        """Score answers in the background; more may be added to the result."""
+        """Score answers in the background; more answers may be added to the returned object."""
         pending = PendingScores(self)
         for answer in answers:
             pending.add(answer)
         return pending
 
     def submit(self, answer: AnswerToScore) -> Future[list[Part]]:
-        """Score an answer in the background; the result has the part of each reward."""
+        """Score one answer in the background; the result has a part for each reward."""
         return self._threads.submit(self._score, answer)
 
     def error(self, name: str, reason: str, answer: AnswerToScore) -> RewardError:
-        """Error message for a reward that failed on an answer; `reason` is what it did, e.g. `raised ...`."""
+        """Error for a reward that failed on an answer; `reason` says how, e.g. `raised ValueError: ...`."""
         record = json.dumps(answer.record, ensure_ascii=False)
         return RewardError(
             f"reward `{name}` failed on {answer.where}: it {reason}\n  answer: {answer.text!r:.300}\n"
@@ -257,7 +256,7 @@ class Rewards:
         )
 
     def close(self) -> None:
-        """End all processes."""
+        """End all worker processes."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.close()
@@ -281,7 +280,7 @@ class Rewards:
             self._idle.put(worker)
 
     def _part(self, worker: _Worker, at: int, answer: str) -> Part:
-        """The result of one reward on one answer. A request is repeated once if the process ended."""
+        """Result of one reward on one answer. If the worker process ends, the request is repeated once."""
         reason, settings = "", self._settings[at]
         for _ in range(2):
             try:
@@ -311,11 +310,11 @@ def check_files(sections: Sequence[RewardConfig]) -> None:
 def open_rewards(
     sections: Sequence[RewardConfig], *, workers: int = 0, ranks_here: int = 1, log: Path | None = None
 ) -> Iterator[Rewards]:
-    """The rewards of a run; their worker processes end with the `with`.
+    """Context manager with the rewards of a run, whose worker processes end with it.
 
-    `workers` is the number of processes. 0 means the `workers` of the sections, or else this rank's share of the cores
-    of a machine with `ranks_here` ranks. Output of reward functions is appended to the file `log`, or to a temporary
-    one. ConfigError where a reward cannot be loaded.
+    `workers` is the number of processes. 0 means the `workers` of the sections, or else this rank's part of the cores
+    of a machine with `ranks_here` ranks. What reward functions print is appended to the file `log`, or to a temporary
+    file. ConfigError where a reward cannot be loaded.
     """
     cores = max(1, len(os.sched_getaffinity(0)) // ranks_here)
     number = workers or max(section.workers for section in sections) or cores

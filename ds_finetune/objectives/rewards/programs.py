@@ -32,15 +32,15 @@ _JUDGE = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import j
 
 @dataclass(frozen=True)
 class Tests:
-    """Tests of a program: Python code, or pairs of standard input and expected output."""
+    """Tests of a generated program: Python code, or pairs of standard input and expected output."""
 
     code: tuple[str, ...] = ()
     dialogues: tuple[tuple[str, str], ...] = ()
 
 
 def read_tests(value: Any) -> Tests:  # noqa: ANN401 - any JSON value
-    """The tests of a data row: Python code as a text or a list of texts, `{inputs: [...], outputs: [...]}`, or a list
-    of `{input, output}`; the latter two may be JSON texts.
+    """Read the tests of a data row: Python code as a text or a list of texts, `{inputs: [...], outputs: [...]}`, or a
+    list of `{input, output}`. The latter two may also be JSON texts.
     """
     if isinstance(value, str):
         with suppress(ValueError):
@@ -89,8 +89,10 @@ def _is_dialogue(test: object) -> bool:
 
 
 def score_program(text: str, tests: Tests, *, timeout: float, memory: int) -> float | None:
-    """The fraction of the tests that the program in an answer passes; all tests together have `timeout` seconds. None
-    where the answer has no program. The program is the last code block marked as Python, or else the last code block.
+    """Fraction of the tests that the program in an answer passes, within `timeout` seconds for all tests; None where
+    the answer has no program.
+
+    The program is the last code block marked as Python, or else the last code block.
     """
     blocks = _BLOCK.findall(text)
     python = [code for language, code in blocks if language.lower() in ("python", "py", "python3")]
@@ -113,7 +115,9 @@ def _lines(output: str) -> list[str]:
 
 
 def _run(program: str, tests: Sequence[str], given: str, *, deadline: float, memory: int) -> tuple[int, str]:
-    """The number of tests passed (without tests: 1 if the program ran to its end), and the program's output."""
+    """Run a program with its tests. Returns the number of tests passed (without tests: 1 if the program ran to its
+    end), and the program's output.
+    """
     seconds = deadline - time.monotonic()
     if seconds <= 0:
         return 0, ""
@@ -123,10 +127,10 @@ def _run(program: str, tests: Sequence[str], given: str, *, deadline: float, mem
         "RLIMIT_FSIZE": _OUTPUT_BYTES,
         "RLIMIT_NOFILE": 64,
         "RLIMIT_CORE": 0,
-        # No further processes or threads; the limit does not bind root.
+        # The program may start no processes or threads; this limit does not bind root.
         "RLIMIT_NPROC": 0,
     }
-    # The program may have created folders that cannot be removed.
+    # Cleaning up may fail, since the program may have created folders that cannot be removed.
     with tempfile.TemporaryDirectory(prefix="reward-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / "in").write_text(given, encoding="utf-8")
@@ -143,9 +147,11 @@ def _run(program: str, tests: Sequence[str], given: str, *, deadline: float, mem
 
 
 def _drive(folder: Path, task: bytes, seconds: float) -> tuple[str, str, bool]:
-    """What judge.py reported, its standard error, and whether it timed out. Kills all processes that were started."""
+    """Run judge.py, then kill all processes it left. Returns its report, its standard error and whether
+    it timed out.
+    """
     libc, others = ctypes.CDLL(None), _children()
-    # PR_SET_CHILD_SUBREAPER of prctl(2): processes whose parents have ended become children of this one.
+    # With PR_SET_CHILD_SUBREAPER of prctl(2), processes whose parents have ended become children of this process.
     libc.prctl(36, 1, 0, 0, 0)
     process = subprocess.Popen(
         [sys.executable, "-I", "-X", "utf8", "-c", _JUDGE, str(folder)],
@@ -180,7 +186,6 @@ def _kill(children: set[int]) -> None:
 
 
 def _children() -> set[int]:
-    """Process ids of the children of this process, including zombies."""
     pids: set[int] = set()
     for file in Path("/proc/self/task").glob("*/children"):
         # A thread may end while its file is read.

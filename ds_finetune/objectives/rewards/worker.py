@@ -1,8 +1,8 @@
-"""The worker process that computes rewards, started by pool.py. It reads the number of a reward and an answer as one
-line of JSON, and replies with one line.
+"""The worker process that computes rewards, started by pool.py.
 
-Each call of a reward has an alarm that raises an exception. Where the exception is not raised, as in C code, pool.py
-kills the worker; if that process has died, the kernel does. Output of reward functions goes to the log of the pool.
+It reads requests as lines of JSON with a reward's number and an answer, and replies to each with one line. An alarm
+raises an exception in a reward that takes too long. Where the exception is not raised, as in C code, pool.py kills the
+worker; if pool.py's process has died, the kernel does. Output of reward functions goes to the log of the pool.
 """
 
 import ctypes
@@ -28,26 +28,26 @@ from ds_finetune.objectives.rewards.answers import AnswerToScore, Outcome, Rewar
 from ds_finetune.objectives.rewards.builtin import BUILTIN
 
 GRACE_SECONDS = 10.0
-"""Seconds between the alarm and the moment when pool.py kills the process."""
+"""Seconds after the alarm of a reward until pool.py kills the worker process."""
 ARGUMENTS = ("record", "prompt", "text", "token_ids", "finish_reason")
-"""Names of the arguments that a user's reward function may have."""
+"""Names of the arguments with which a user's reward function may be called."""
 _READ = 100
-"""Maximum length in characters of a parsed result that is sent back."""
+"""Maximum number of characters of a parsed result that are sent back."""
 Scorer = Callable[[AnswerToScore], Outcome]
 Settings = Mapping[str, Any]
 
 
 class RewardAlarmError(BaseException):
-    """Raised by the alarm of a reward. Not an Exception, so that `except Exception` in a reward does not swallow it."""
+    """A reward took too long. Not an Exception, so that `except Exception` in a reward does not swallow it."""
 
 
 def seconds_of(settings: Settings) -> float:
-    """Seconds until the alarm of a reward. The reward `code` enforces its own `timeout` before."""
+    """Seconds until a reward's alarm. The reward `code` gets some more, since it enforces its own `timeout`."""
     return float(settings["timeout"]) + GRACE_SECONDS * (settings["reward"] == "code")
 
 
 def load_scorer(settings: Settings) -> Scorer:
-    """The callable of a reward; RewardFaultError where the user's file has no such function."""
+    """Function that computes a reward; RewardFaultError where it cannot be loaded from a package or the user's file."""
     builtin = BUILTIN.get(settings["reward"])
     if builtin is None:
         return _FileReward(settings["reward"])
@@ -84,7 +84,7 @@ def read_reference(settings: Settings, record: Mapping[str, Any]) -> Any:  # noq
 
 
 def needs_of(rewards: Sequence[Settings], record: Mapping[str, Any]) -> str:
-    """Error of the first of `rewards` that cannot use the data row; empty where all can."""
+    """Error message of the first of `rewards` that cannot use a data row; empty where all can."""
     for settings in rewards:
         try:
             _ = settings["reward"] in BUILTIN and read_reference(settings, record)
@@ -94,7 +94,7 @@ def needs_of(rewards: Sequence[Settings], record: Mapping[str, Any]) -> str:
 
 
 def late_part(settings: Settings, end: str = "") -> dict[str, Any]:
-    """Result of a reward that exceeded its time: an error, or the `unparsed` score where the answer is at fault."""
+    """Result of a reward that took too long: an error, or the `unparsed` score where that is the answer's fault."""
     builtin = BUILTIN.get(settings["reward"])
     if builtin is not None and builtin.is_long_answers_fault:
         return {"score": settings["unparsed"], "has_result": False}
@@ -102,7 +102,7 @@ def late_part(settings: Settings, end: str = "") -> dict[str, Any]:
 
 
 class _FileReward:
-    """A reward function of a user's file. Coroutines share one event loop, so that connections can stay open."""
+    """A reward function of a user's file. Coroutines run in one event loop, so that connections can stay open."""
 
     def __init__(self, reward: str) -> None:
         file, _, name = reward.rpartition(":")
@@ -124,12 +124,12 @@ class _FileReward:
         self._names = [name for name in ARGUMENTS if takes_all or name in {each.name for each in by_name}]
 
     def __call__(self, answer: AnswerToScore) -> Outcome:
-        # A copy, because other rewards get the same record.
+        # The record is copied, because other rewards get it too.
         values = (deepcopy(answer.record), answer.prompt, answer.text, list(answer.ids), answer.finish)
         given = dict(zip(ARGUMENTS, values, strict=True))
         score = self._call(**{name: given[name] for name in self._names})
         if inspect.isawaitable(score):
-            # Importing asyncio would take half of the start-up time.
+            # asyncio is imported late, since that would take half of the start-up time.
             import asyncio
 
             async def awaited() -> Any:  # noqa: ANN401 - what a reward returns
@@ -141,7 +141,6 @@ class _FileReward:
 
 
 def _module_of(file: str) -> ModuleType:
-    """The imported module of a file, under a name that cannot hide another module."""
     name = f"reward file {Path(file).resolve()}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
@@ -153,8 +152,8 @@ def _module_of(file: str) -> ModuleType:
 
 
 def check_score(score: Any) -> float | None:  # noqa: ANN401 - what a reward returns
-    """The score as a float, or None; RewardFaultError for other types and non-finite numbers. Numbers and booleans of
-    numpy and torch are accepted.
+    """The score as a float, or None; RewardFaultError for other types (numpy's and torch's numbers pass) and for
+    infinity.
     """
     score = score.item() if getattr(score, "shape", None) == () else score
     if score is None:
@@ -194,14 +193,13 @@ def run_reward(scorer: Scorer, settings: Settings, answer: AnswerToScore) -> dic
 
 
 def _shown(raised: BaseException) -> str:
-    """An exception with the file and line of the reward's code that raised it."""
     frames = traceback.extract_tb(raised.__traceback__)
     location = f" at {frames[-1].filename} line {frames[-1].lineno}" if frames else ""
     return f"{type(raised).__name__}: {raised!s:.300}{location}"
 
 
 def _set_limits(seconds: float, memory: int) -> None:
-    """Set the alarm and the memory limit of one call; the previous reward may have changed them."""
+    """Set the alarm and the memory limit of one call of a reward, since the previous reward may have changed them."""
     signal.signal(signal.SIGALRM, _raise_time_is_up)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
@@ -214,7 +212,6 @@ def _raise_time_is_up(_: int, __: FrameType | None) -> None:
 
 
 def _load(rewards: list[Settings]) -> tuple[list[Scorer], str, int]:
-    """The callables of all rewards, or the error and the index of the first that cannot be loaded."""
     scorers: list[Scorer] = []
     for number, settings in enumerate(rewards):
         try:
@@ -233,13 +230,15 @@ def _load(rewards: list[Settings]) -> tuple[list[Scorer], str, int]:
 def main(descriptor: int) -> None:
     """Answer requests from the socket until it is closed, or until the thread that started this process ends."""
     owner = os.getpid()
-    # PR_SET_PDEATHSIG of prctl(2): this process is killed when its parent thread ends.
+    # With PR_SET_PDEATHSIG of prctl(2), this process is killed when its parent thread ends.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-    # A scheduler sends SIGTERM or SIGUSR1 to all processes of a run; rewards are needed until the run has saved.
+    # SIGTERM and SIGUSR1 are ignored: a scheduler sends them to all processes, and rewards are needed until the run has
+    # saved.
     for ignored in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(ignored, lambda *_: None)
     with socket.socket(fileno=descriptor) as connection, connection.makefile("rw", encoding="utf-8") as lines:
-        # Neither programs that a reward starts nor processes that it forks keep the connection open.
+        # The connection is not inherited by programs that a reward starts or processes that it forks, which would keep
+        # it open.
         connection.set_inheritable(False)
         os.register_at_fork(after_in_child=lambda: os.close(descriptor))
         rewards = json.loads(lines.readline())
@@ -249,6 +248,6 @@ def main(descriptor: int) -> None:
             at, answer = json.loads(line)
             part = run_reward(scorers[at], rewards[at], AnswerToScore(**answer))
             if os.getpid() != owner:
-                # A process that a reward forked has also returned from the reward.
+                # This is a process that a reward forked and that also returned from the reward.
                 os._exit(0)
             print(json.dumps({**part, "request": request}), file=lines, flush=True)
