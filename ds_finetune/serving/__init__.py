@@ -1,1 +1,1 @@
-"""HTTP server of answers from transformers or ONNX Runtime: checks, queues, answers and stops requests."""
+"""HTTP server for the answers of an exported model, computed by transformers or ONNX Runtime."""

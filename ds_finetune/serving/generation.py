@@ -1,6 +1,6 @@
-"""Generates one answer at a time: the queue of requests, stopping a generation, and decoding its text.
+"""Generates answers one at a time: queues requests, stops a generation, and decodes its text.
 
-Generation ends when the client disconnects, and before the first stop text.
+A generation ends when the client disconnects, and before the first stop text.
 """
 
 import asyncio
@@ -26,21 +26,21 @@ from ds_finetune.serving.openai_request import RequestError
 
 _POLL_SECONDS = 0.01
 _CLOSING_SECONDS = 3.0
-"""Seconds that the current answer may still take when the server stops."""
+"""Seconds that the current answer may still take after the server was told to stop."""
 _STOPPING = "the server is stopping"
 _DECODING = Foreign("transformers", "cli/serving/utils.py:476, DirectStreamer")
 _INCOMPLETE = "\ufffd"
-"""Replacement character to which a tokenizer decodes an incomplete or invalid UTF-8 sequence."""
+"""Replacement character, to which a tokenizer decodes an incomplete or invalid UTF-8 sequence."""
 
 
 class GenerationStoppedError(RuntimeError):
-    """Raised inside a model's forward to end a generation."""
+    """Raised inside a model's forward pass to end a generation."""
 
 
 class GenerationStopper:
-    """Ends a generation from another thread, before the next decoder layer.
+    """Ends a generation from another thread: each decoder layer checks first whether to stop.
 
-    The check in every layer also ends the forward of a long prompt.
+    So the forward pass of a long prompt also ends early.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -51,17 +51,17 @@ class GenerationStopper:
             module.register_forward_pre_hook(self._check)
 
     def stop(self, reason: str) -> None:
-        """End the current generation, and any that starts before `clear`."""
+        """End the current generation, and any that starts before `clear` is called."""
         self.reason = reason
         self._set_terminate(terminate=True)
 
     def clear(self) -> None:
-        """Allow generations again."""
+        """Allow generations again after `stop`."""
         self.reason = ""
         self._set_terminate(terminate=False)
 
     def _set_terminate(self, *, terminate: bool) -> None:
-        # A forward of ONNX Runtime is one call, which checks this flag between operators.
+        # ONNX Runtime runs a forward pass as one call, which checks this flag between operators.
         if self._options is not None:
             self._options.terminate = terminate
 
@@ -72,14 +72,14 @@ class GenerationStopper:
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """Maximum number of waiting requests, and maximum seconds of a request including its wait."""
+    """Limits of the server: maximum number of waiting requests, and maximum seconds of a request including its wait."""
 
     queue: int
     request_seconds: float
 
 
 class RequestQueue:
-    """Answers requests one at a time in the order of arrival; awaiting `idle()` waits until the model is idle."""
+    """Answers requests one at a time in the order of arrival; the awaitable `idle()` ends when the model is idle."""
 
     def __init__(self, limits: QueueLimits, stopper: GenerationStopper, idle: Callable[[], Awaitable[Any]]) -> None:
         self._limits, self._stopper, self._idle = limits, stopper, idle
@@ -92,7 +92,7 @@ class RequestQueue:
         return not self._waiting
 
     def close(self) -> None:
-        """Refuse waiting and later requests (status 503), and stop the current answer after a few seconds."""
+        """Refuse waiting and later requests with status 503, and stop the current answer after a few seconds."""
         if not self._is_closed:
             self._is_closed = True
             asyncio.get_running_loop().call_later(_CLOSING_SECONDS, self._stopper.stop, _STOPPING)
@@ -109,7 +109,7 @@ class RequestQueue:
     async def run(
         self, answer: Callable[[], Coroutine[Any, Any, None]], disconnected: Callable[[], Coroutine[Any, Any, None]]
     ) -> None:
-        """Run `answer` when the earlier requests are done, and stop it when `disconnected` returns.
+        """Run `answer` when all earlier requests are done, and stop it if `disconnected` returns.
 
         RequestError where the queue is full (429) or closed (503), or the request takes too long (504).
         """
@@ -126,7 +126,7 @@ class RequestQueue:
             self._waiting.remove(request)
 
     async def _wait(self, request: object, client_left: "asyncio.Task[None]", until: float) -> bool:
-        """Wait until this request is first in the queue; false where its client disconnects before."""
+        """Wait until this request is first in the queue; false if its client disconnects before that."""
         while self._waiting[0] is not request:
             await asyncio.wait({client_left}, timeout=_POLL_SECONDS)
             if client_left.done():
@@ -140,7 +140,7 @@ class RequestQueue:
     async def _answer(self, answer: "asyncio.Task[None]", client_left: "asyncio.Task[None]", until: float) -> None:
         """Wait for `answer`, and stop the model if the client disconnects or the time is over.
 
-        Returns when the model is idle.
+        It returns when the model is idle again.
         """
         seconds_left = until - asyncio.get_running_loop().time()
         try:
@@ -171,7 +171,7 @@ def _stopping() -> RequestError:
 
 
 def stop_position(text: str, stops: Sequence[str]) -> int | None:
-    """Position where `text` is cut: the start of the stop text that ends first; of several, the longest."""
+    """Position where an answer's text is cut: where the stop text begins that ends first; of several, the longest."""
     spans = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]
     return min(spans)[1] if spans else None
 
@@ -179,8 +179,7 @@ def stop_position(text: str, stops: Sequence[str]) -> int | None:
 class AnswerText:
     """Decodes the tokens of an answer one by one, and cuts the text before the first stop text.
 
-    Replaces the `DecodeStream` of tokenizers 0.23, which raises an error where a byte makes the bytes before it
-    invalid.
+    It replaces the `DecodeStream` of tokenizers 0.23, which fails if a byte makes the bytes before it invalid.
     """
 
     def __init__(self, stops: Sequence[str], *, skip_special_tokens: bool) -> None:
@@ -191,7 +190,7 @@ class AnswerText:
         self.is_stopped = False
 
     def step(self, tokenizer: Tokenizer, token: int) -> str | None:
-        """Add a token; returns new text that later tokens cannot change, or None."""
+        """Add a token. Returns new text that later tokens cannot change, or None."""
         self._ids.append(token)
         text = self._undecoded(tokenizer)
         if not text or text.endswith(_INCOMPLETE):
@@ -200,17 +199,19 @@ class AnswerText:
         return self._release(text) or None
 
     def finish(self, tokenizer: Tokenizer) -> str:
-        """The text held back so far, at the end of the answer."""
+        """The remaining text at the end of an answer, which was held back as a possible beginning of a stop text."""
         text = self._release(self._undecoded(tokenizer))
         return text if self.is_stopped else text + self._unsent
 
     def _undecoded(self, tokenizer: Tokenizer) -> str:
-        """Text of the tokens from `_end` on. Earlier ones are decoded too, as tokenizers may drop a leading space."""
+        """Text of tokens that are not decoded yet. Earlier ones are decoded too: tokenizers may drop a
+        leading space.
+        """
         before = tokenizer.decode(self._ids[self._begin : self._end], skip_special_tokens=self._skip)
         return str(tokenizer.decode(self._ids[self._begin :], skip_special_tokens=self._skip)[len(before) :])
 
     def _release(self, text: str) -> str:
-        """Add `text` to the text held back; returns the part that cannot begin a stop text."""
+        """Add `text` to the text held back. Returns the part that cannot be the beginning of a stop text."""
         if self.is_stopped:
             return ""
         self._unsent += text
@@ -225,7 +226,7 @@ class AnswerText:
 
 
 class AnswerStreamer(DirectStreamer):
-    """The streamer of `transformers serve`, decoding with an `AnswerText`."""
+    """A streamer for `transformers serve` that decodes with an `AnswerText`."""
 
     def __init__(self, text: AnswerText, settings: GenerationConfig, tokenizer: Tokenizer, *given: Any) -> None:  # noqa: ANN401
         super().__init__(tokenizer, *given)
@@ -233,19 +234,19 @@ class AnswerStreamer(DirectStreamer):
         self._decode_stream, self._settings = text, settings
 
     def end(self) -> None:
-        """Send the text held back, and the end of the answer."""
+        """Send the text that was held back, then end the stream."""
         rest = self._decode_stream.finish(self._tokenizer)
         items = [rest] if self._parser is None else response_events_to_chunks(self._parser.feed(rest))
         for item in items if rest else []:
             self._enqueue(item)
         if self._decode_stream.is_stopped:
-            # The handlers say "length" where the answer has this many tokens (cli/serving/chat_completion.py:257, 301).
+            # With this many tokens, handlers report "length" as the reason (cli/serving/chat_completion.py:257, 301).
             self._settings.max_new_tokens = None
         super().end()
 
 
 class _StopCriterion(StoppingCriteria):
-    """Ends a generation whose text contains a stop text."""
+    """Ends a generation when its text contains a stop text."""
 
     def __init__(self, text: AnswerText) -> None:
         self._text = text
@@ -255,27 +256,30 @@ class _StopCriterion(StoppingCriteria):
 
 
 class AnswerManager(GenerateManager):
-    """Generates one answer at a time in a thread, for the handlers of `transformers serve`."""
+    """Generates answers in a thread, one at a time, for the handlers of `transformers serve`."""
 
     def __init__(self, stopper: GenerationStopper) -> None:
         super().__init__()
         self._stopper = stopper
 
     def generate_streaming(self, *given: Any, response_parser: Any = None, **_: object) -> tuple[Any, AnswerStreamer]:  # noqa: ANN401 - of transformers
-        """Start an answer; the queue then yields its pieces of text or an error, and None at the end."""
+        """Start an answer. The returned queue yields its pieces of text or an error, and None at the end."""
         queue: asyncio.Queue[object] = asyncio.Queue()
         done, streamer = self._start(*given, queue, response_parser)
 
         def report(done: "asyncio.Future[torch.Tensor]") -> None:
             if (error := done.exception()) is not None:
-                # The handlers write the text between two quotation marks (cli/serving/chat_completion.py:229).
+                # The text is escaped, as the handlers write it between two quotation marks
+                # (cli/serving/chat_completion.py:229).
                 queue.put_nowait(_StreamError(json.dumps(self._stopper.reason or str(error))[1:-1]))
 
         done.add_done_callback(report)
         return queue, streamer
 
     async def generate_non_streaming(self, *given: Any, **_: object) -> tuple[str, int, torch.Tensor]:  # noqa: ANN401 - of transformers
-        """The answer's text before it is cut at a stop text, the number of prompt tokens, and its token ids."""
+        """The answer's text before it is cut at a stop text, the number of prompt tokens, and the
+        answer's token ids.
+        """
         done, _streamer = self._start(*given, asyncio.Queue(), None)
         length = given[2]["input_ids"].shape[-1]
         ids = (await done)[0, length:]
@@ -289,7 +293,6 @@ class AnswerManager(GenerateManager):
         settings: GenerationConfig,
         *sink: object,
     ) -> tuple["asyncio.Future[torch.Tensor]", AnswerStreamer]:
-        """Start `generate`; `sink` is the queue for pieces of text, and the parser of responses or None."""
         text = AnswerText(settings.stop_strings or (), skip_special_tokens=sink[1] is None)
         settings.stop_strings = None
         streamer = AnswerStreamer(text, settings, tokenizer._tokenizer, asyncio.get_running_loop(), *sink)
@@ -298,12 +301,12 @@ class AnswerManager(GenerateManager):
 
 
 class AnswerState(GenerationState):
-    """Gives all handlers of `transformers serve` the same manager."""
+    """Gives one and the same `AnswerManager` to all handlers of `transformers serve`."""
 
     def __init__(self, stopper: GenerationStopper) -> None:
         super().__init__()
         self.manager = AnswerManager(stopper)
 
     def get_manager(self, *_: object, **__: object) -> AnswerManager:
-        """The manager."""
+        """The manager of all answers."""
         return self.manager

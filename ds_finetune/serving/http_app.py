@@ -1,8 +1,7 @@
-"""The HTTP application that serves the model in one folder, and its process.
+"""The HTTP application that serves the model in a folder, run as a process of its own.
 
-It checks each request and passes it to the handlers of `transformers serve`. `ds-finetune serve` starts it as
-`python -m ds_finetune.serving.http_app FOLDER ...` for the engines transformers and onnx; for vLLM it starts
-`vllm serve`.
+It checks each request and passes it to the handlers of `transformers serve`. `ds-finetune serve` starts it as `python
+-m ds_finetune.serving.http_app FOLDER ...` for the engines transformers and onnx; for vLLM it starts `vllm serve`.
 """
 
 import argparse
@@ -53,23 +52,20 @@ from ds_finetune.serving.openai_request import (
 from ds_finetune.serving.serve import API_KEY
 
 MAX_NEW_TOKENS = 1024
-"""Maximum number of tokens of an answer where neither request nor generation_config.json sets it, as in transformers
-5.23 (cli/serving/utils.py:1178).
+"""Maximum number of tokens of an answer if neither request nor generation_config.json sets it, as in transformers 5.23
+(cli/serving/utils.py:1178).
 """
 _BODY_BYTES, _BYTES_PER_TOKEN = MIB, 64
-"""Maximum size of a request's body: `_BODY_BYTES`, and `_BYTES_PER_TOKEN` for each token of the model's context."""
+"""Maximum bytes of a request's body: the first number, plus the second for each token of the model's context."""
 _PIECE = 2**16
 """Number of characters of a long prompt that are tokenised at a time."""
 _SHUTDOWN_SECONDS = 2
-"""Seconds that connections may still send and receive after the last answer has ended."""
+"""Seconds for which connections may still send and receive after the last answer has ended."""
 _PARSING = Foreign("transformers", "cli/serving/utils.py:313, parse_response")
 
 
 class ServedModel(ModelManager):
-    """The served model, as the handlers of `transformers serve` expect it.
-
-    The handlers cannot load another model.
-    """
+    """The served model in the form that the handlers of `transformers serve` expect. They cannot load another model."""
 
     def __init__(self, folder: Path, device: str) -> None:
         self._folder = folder
@@ -79,9 +75,9 @@ class ServedModel(ModelManager):
         self.model.generation_config.eos_token_id = end_ids(self._folder, self.model.config, self.tokenizer)
 
     def _load_model(self, name: str, *_: Any, **__: Any) -> PreTrainedModel:  # noqa: ANN401 - of transformers
-        """Load the model of the folder.
+        """Load the model of the folder to be served.
 
-        `do_sample` is set because transformers 5.23 otherwise ignores the temperature of requests
+        `do_sample` is set, since transformers 5.23 otherwise ignores the temperature of requests
         (cli/serving/utils.py:1181).
         """
         model = format_of(self._folder).load_engine(self._folder).load_model(self._folder, self.device)
@@ -99,16 +95,16 @@ class ServedModel(ModelManager):
 
     @staticmethod
     def process_model_name(model_id: str) -> str:
-        """The model's name in answers; transformers would append `@main`, which requests may not use."""
+        """Name of the model in answers. transformers would append `@main`, which requests may not use."""
         return model_id
 
     @property
     def name(self) -> str:
-        """The path of the folder, which is the model's name in requests."""
+        """Name of the model in requests: the path of its folder."""
         return str(self._folder)
 
     def not_found(self, name: str) -> RequestError:
-        """The error for a request for another model."""
+        """Error for a request that names another model."""
         text = f"the model `{name}` was not found; this server serves `{self.name}`"
         return RequestError(404, text, param="model", code="model_not_found")
 
@@ -118,20 +114,20 @@ class ServedModel(ModelManager):
         return _BODY_BYTES + _BYTES_PER_TOKEN * (self.context or 0)
 
     def prompt_tokens(self, text: str, *, add_special_tokens: bool) -> int:
-        """Number of tokens of the prompt; counting stops where the prompt is much longer than the context."""
+        """Number of tokens of a prompt. Counting stops if the prompt is much longer than the model's context."""
         count, most = 0, 2 * self.context if self.context and len(text) > _PIECE else None
         for begin in range(0, len(text) if most else 0, _PIECE):
             count += len(self.tokenizer(text[begin : begin + _PIECE], add_special_tokens=False)["input_ids"])
-            # Splitting the text into pieces may add some tokens, hence the limit of twice the context.
+            # The limit is twice the context because tokenising in pieces may give some more tokens.
             if most and count > most:
                 return count
         return len(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def prompt_text(self, request: AnswerRequest) -> str:
-        """The prompt as text; RequestError where the chat template fails, drops a part of the messages or takes too
-        long.
+        """Text of the prompt. RequestError where the chat template fails, takes too long, or drops a part of the
+        messages.
 
-        Must be called in the main thread, because the time limit of a template works only there.
+        It must be called in the main thread, because the time limit of a template works only there.
         """
         if isinstance(request, CompletionRequest):
             return request.prompt
@@ -156,7 +152,8 @@ class ServedModel(ModelManager):
             raise RequestError(400, f"the chat template refuses these messages: {wrong}", param="messages") from wrong
         if len(set(texts)) < len(texts):
             raise RequestError(400, "the chat template ignores `tools`", param="tools")
-        # A template may leave out reasoning, and may write the results of tools as JSON.
+        # Assistants and tools are not checked: a template may leave out reasoning, and may write results of tools as
+        # JSON.
         for number, message in enumerate(messages):
             if message["role"] not in ("assistant", "tool") and message["content"].strip() not in texts[0]:
                 text = f"the chat template drops the text of message {number}, role `{message['role']}`"
@@ -165,10 +162,11 @@ class ServedModel(ModelManager):
 
 
 def _parse_or_text(tokenizer: PreTrainedTokenizerBase) -> Callable[..., dict[str, Any]]:
-    """Wraps the tokenizer's `parse_response`: an answer that it cannot parse is returned as plain text, as vLLM does.
+    """Wrap the tokenizer's `parse_response` so that an answer which it cannot parse is returned as plain text, as by
+    vLLM.
 
-    This happens where a tool call is cut by `max_tokens` or is not valid JSON; transformers 5.23 raises an error for
-    it, except in streams (cli/serving/utils.py:545).
+    Such an answer has a tool call that is cut by `max_tokens` or is not valid JSON; transformers 5.23 raises an error
+    for it, except in streams (cli/serving/utils.py:545).
     """
     parse = _PARSING.attribute(tokenizer, "parse_response")
 
@@ -182,7 +180,7 @@ def _parse_or_text(tokenizer: PreTrainedTokenizerBase) -> Callable[..., dict[str
 
 
 def _within_limits(tokenizer: PreTrainedTokenizerBase) -> Callable[..., Any]:
-    """Wraps the tokenizer's `apply_chat_template` with limits of time and memory, as its origin may be unknown."""
+    """Wrap the tokenizer's `apply_chat_template` with limits of time and memory: its origin may be unknown."""
     render = tokenizer.apply_chat_template
 
     @wraps(render)
@@ -194,7 +192,7 @@ def _within_limits(tokenizer: PreTrainedTokenizerBase) -> Callable[..., Any]:
 
 
 class AnswerRoute:
-    """A route for one kind of request; all routes share one queue."""
+    """An HTTP route that answers one kind of request; all routes share one queue."""
 
     def __init__(
         self,
@@ -215,7 +213,8 @@ class AnswerRoute:
             self._check_bias(request)
 
             async def answer() -> None:
-                # Tokenised in its turn in the queue, so that many long prompts are not tokenised at the same time.
+                # A prompt is tokenised in its turn in the queue, so that many long prompts are not tokenised at the
+                # same time.
                 body = await self._body(request)
                 response = await self._handler.handle_request(body, str(uuid.uuid4()))
                 await _finish_answer(response, body["stop"])(scope, _never, send)
@@ -227,7 +226,7 @@ class AnswerRoute:
             await refused.response()(scope, receive, send)
 
     async def _body(self, request: AnswerRequest) -> dict[str, Any]:
-        """The request in the form that transformers expects, with `max_tokens` and `stop` filled in."""
+        """The request as transformers expects it, with `max_tokens` and `stop` filled in."""
         text, has_specials = self._served.prompt_text(request), isinstance(request, ChatRequest)
         length = await asyncio.to_thread(self._served.prompt_tokens, text, add_special_tokens=not has_specials)
         stops = request.stop or self._served.model.generation_config.stop_strings or []
@@ -257,7 +256,7 @@ class AnswerRoute:
             raise RequestError(400, f"token {beyond[0]} is not in the vocabulary of {size}", param="logit_bias")
 
     def _max_tokens(self, request: AnswerRequest, prompt: int) -> int:
-        """Maximum tokens of the answer; RequestError where prompt and answer do not fit into the model's context."""
+        """Maximum tokens of an answer; RequestError where it and the prompt do not fit into the model's context."""
         if not prompt:
             raise RequestError(400, "the prompt has no tokens", param="prompt")
         context, requested = self._served.context, request.max_new_tokens
@@ -271,10 +270,10 @@ class AnswerRoute:
 
 
 def _finish_answer(response: Response, stops: Sequence[str]) -> Response:
-    """The response as OpenAI clients expect it: a stream gets its end mark, and a complete text ends before the first
-    stop text.
+    """Change a response as OpenAI clients expect it: a stream gets its end mark, and a complete text is cut before the
+    first stop text.
 
-    The text of a stream is already cut while it is generated.
+    The text of a stream has already been cut while it was generated.
     """
     if isinstance(response, StreamingResponse):
         response.body_iterator = _with_end(response.body_iterator)
@@ -288,9 +287,9 @@ def _finish_answer(response: Response, stops: Sequence[str]) -> Response:
 
 
 async def _with_end(pieces: AsyncIterable[Any]) -> AsyncGenerator[Any, None]:
-    """The pieces of a stream, followed by OpenAI's end mark, which transformers 5.23 leaves out."""
+    """Yield the pieces of a stream, then OpenAI's end mark, which transformers 5.23 leaves out."""
     assert isinstance(pieces, AsyncGenerator)
-    # Closing this generator closes `pieces`, whereupon transformers ends the generation
+    # If this generator is closed, it closes `pieces`, and then transformers ends the generation
     # (cli/serving/chat_completion.py:278).
     async with aclosing(pieces):
         async for piece in pieces:
@@ -304,7 +303,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def _never() -> Message:
-    """Wait forever: given to handlers as `receive`, because `RequestQueue` already reads the client's messages."""
+    """Wait forever. Handlers get this as `receive`, because `RequestQueue` already reads the client's messages."""
     return await asyncio.get_running_loop().create_future()
 
 
@@ -321,7 +320,7 @@ class ApiKeyCheck:
         self._app, self._expected = app, f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or refuse it."""
+        """Answer a request, or refuse it if it has not the API key."""
         if scope["type"] == "http" and scope["path"] != "/health":
             given = Headers(scope=scope).get("authorization", "").encode()
             if not hmac.compare_digest(given, self._expected):
@@ -331,9 +330,9 @@ class ApiKeyCheck:
 
 
 def make_app(folder: Path, limits: QueueLimits, *, device: str = "cpu", api_key: str = "") -> Starlette:
-    """Load the model of `folder` on `device` (`auto`: all GPUs) and return the application that serves it.
+    """Load the model of `folder` on `device` (`auto`: all GPUs), and return the application that serves it.
 
-    Where `api_key` is not empty, requests need it.
+    If `api_key` is not empty, requests need it.
     """
     served = ServedModel(folder, device)
     stopper = GenerationStopper(served.model)
@@ -369,14 +368,14 @@ def make_app(folder: Path, limits: QueueLimits, *, device: str = "cpu", api_key:
 
 
 class AnsweringServer(uvicorn.Server):
-    """A server that after a signal keeps listening, and refuses requests with status 503, until its answer ends."""
+    """A server that listens on after a signal until its answer ends, and refuses requests with status 503."""
 
     def __init__(self, config: uvicorn.Config, queue: RequestQueue) -> None:
         super().__init__(config)
         self._queue = queue
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether the server ends now; called ten times a second."""
+        """Whether the server ends now. uvicorn calls this ten times a second."""
         if not await super().on_tick(counter):
             return False
         self._queue.close()
@@ -384,7 +383,7 @@ class AnsweringServer(uvicorn.Server):
 
 
 def main() -> None:
-    """Serve the folder until a signal."""
+    """Serve the model in a folder until a signal arrives."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--device", required=True)

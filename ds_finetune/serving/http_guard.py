@@ -1,5 +1,6 @@
-"""Protection of all HTTP servers of this program: refuses foreign Host and Origin headers, and closes connections that
-send no complete request.
+"""Protects all HTTP servers of this program.
+
+Requests with foreign Host and Origin headers are refused, and connections that send no complete request are closed.
 """
 
 import asyncio
@@ -13,9 +14,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 RECEIVE_SECONDS = 30.0
-"""Seconds in which the headers and the body of a request must arrive."""
+"""Seconds within which the headers and the body of a request must arrive."""
 CONNECTIONS = 256
-"""Maximum number of open connections; a process may usually open 1,024 files."""
+"""Maximum number of open connections of a server; a process may usually open 1,024 files."""
 _OWN_NAMES = ("localhost", "127.0.0.1", "::1")
 _REFUSED = (
     "The Host or Origin header names another server. If the name is right, start the server with --allow-host NAME.\n"
@@ -23,20 +24,20 @@ _REFUSED = (
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address given as `--host` is reachable only from this machine."""
+    """Whether an address given as `--host` can be reached only from this machine."""
     address = _address(host)
     return host == "localhost" or (address is not None and address.is_loopback)
 
 
 @dataclass(frozen=True)
 class HostRules:
-    """The host names that requests to a server listening on `host` may use."""
+    """Host names that may appear in requests to a server that listens on `host`."""
 
     host: str
     allowed: tuple[str, ...] = field(default=(), kw_only=True)
-    """Further host names, such as those of a proxy or cluster; `*` allows every name."""
+    """Further host names that requests may use, such as those of a proxy or cluster; `*` allows every name."""
     own_names: frozenset[str] = field(init=False)
-    """Names of this server, looked up once, because a look-up takes seconds where a name server does not answer."""
+    """Names of this server. They are looked up once, since that takes seconds if a name server does not answer."""
 
     def __post_init__(self) -> None:
         names = {*_OWN_NAMES, self.host.lower(), *(name.lower() for name in self.allowed)}
@@ -45,10 +46,10 @@ class HostRules:
         object.__setattr__(self, "own_names", frozenset(names - {""}))
 
     def allows(self, headers: Headers) -> bool:
-        """Whether the Host header of a request names this server, and its Origin header, if any, does too.
+        """Whether the Host header of a request names this server, and so does its Origin header, if there is one.
 
         A page of another site whose host name resolves to this machine (DNS rebinding) sends that name as Host. Numeric
-        addresses cannot be rebound, so they are allowed where the server listens for other machines. A page of another
+        addresses cannot be rebound, so they are allowed if the server listens for other machines. A page of another
         site that posts to this server sends the name of that site as Origin.
         """
         hosts = headers.getlist("host")
@@ -68,28 +69,28 @@ class HostCheck:
         self._app, self._rules = app, rules
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or refuse it."""
+        """Answer a request, or refuse it because of its Host or Origin header."""
         is_refused = scope["type"] == "http" and not self._rules.allows(Headers(scope=scope))
         await (foreign_host() if is_refused else self._app)(scope, receive, send)
 
 
 def foreign_host() -> ASGIApp:
-    """The response to a request whose Host or Origin header names another server."""
+    """Response to a request whose Host or Origin header names another server."""
     return PlainTextResponse(_REFUSED, status_code=421)
 
 
 class BoundedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1 protocol with a time limit for each request to arrive and a limit of open connections.
+    """uvicorn's HTTP/1.1 protocol with a time limit for a request to arrive, and a limit of open connections.
 
     uvicorn 0.54 limits only the time between two requests (`timeout_keep_alive`), and counts connections when a request
     is complete (h11_impl.py:250). Beyond `CONNECTIONS` connections, the one that has waited longest without a complete
-    request is closed. This is the new one where all others are being answered.
+    request is closed; that is the new one if all others are being answered.
     """
 
     _waits_since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the time limit, and close another connection where there are too many."""
+        """Start the time limit for a request of a new connection, and close a connection if there are too many."""
         super().connection_made(transport)
         self._await_request()
         if len(self.connections) > CONNECTIONS:
@@ -97,13 +98,12 @@ class BoundedProtocol(H11Protocol):
             min(waiting, key=lambda other: other._waits_since)._close()
 
     def on_response_complete(self) -> None:
-        """Start the time limit of the next request."""
+        """Start the time limit for the next request of a connection."""
         super().on_response_complete()
         self._await_request()
 
     @property
     def _is_waiting(self) -> bool:
-        """Whether the next request has not arrived completely."""
         return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
     def _await_request(self) -> None:
@@ -120,7 +120,6 @@ class BoundedProtocol(H11Protocol):
 
 
 def _name_of(header: str) -> str:
-    """The name or address of a Host header, without port and brackets."""
     if header.startswith("["):
         return header[1:].partition("]")[0].lower()
     return header.partition(":")[0].rstrip(".").lower()

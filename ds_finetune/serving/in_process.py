@@ -1,4 +1,4 @@
-"""Completes prompts, classifies texts and chats with an exported model, by transformers or ONNX Runtime."""
+"""Answers prompts, classifies texts and chats with an exported model, by transformers or ONNX Runtime."""
 
 import math
 import threading
@@ -11,11 +11,11 @@ from ds_finetune.errors import ExportError
 
 Message = dict[str, str]
 EXIT_WORD = "exit"
-"""What the user types to end a chat."""
+"""Word that the user types to end a chat."""
 
 
 def ask(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) -> list[str]:
-    """Greedy answers of the model in `folder` to prompts, rendered by its chat template where it has one."""
+    """Greedy answers of the model in `folder` to prompts, which are rendered by its chat template if it has one."""
     import torch
 
     model, tokenizer = _load(folder)
@@ -34,7 +34,7 @@ def ask(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) -> l
 
 
 def _load(folder: Path) -> tuple[Any, Any]:
-    """The model in `folder`, whose answers end at the ids of its format, and its tokenizer."""
+    """Load the model in `folder` and its tokenizer. Its answers end at the ids that `end_ids` names."""
     from ds_finetune.data.prompt_format import end_ids
     from ds_finetune.data.tokenizer_files import load_tokenizer
     from ds_finetune.export.load import load_exported
@@ -45,17 +45,15 @@ def _load(folder: Path) -> tuple[Any, Any]:
 
 
 def _inputs(tokenizer: Any, messages: Sequence[Message]) -> Any:  # noqa: ANN401 - of transformers
-    """Token ids [1, tokens] of messages and the start of an answer, rendered by the tokenizer's chat template."""
     with TemplateLimits(str(tokenizer.chat_template)):
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
     return tokenizer(text, add_special_tokens=False, return_tensors="pt")
 
 
 def classify(folder: Path, texts: Sequence[str]) -> list[dict[str, float]]:
-    """For each text the probability of each class by name. A regression gives its number under the name of its only
-    label.
+    """Probability of each class by name, for each text. A regression has one number, under the name of its only label.
 
-    The texts are tokenised as in a pipeline of transformers. ExportError for a reward model, whose input is a dialogue.
+    Texts are tokenised as in a pipeline of transformers. ExportError for a reward model, whose input is a dialogue.
     """
     from ds_finetune.export.load import load_scorer
     from ds_finetune.foreign.auto_configs import AutoConfig, AutoTokenizer
@@ -77,7 +75,7 @@ def classify(folder: Path, texts: Sequence[str]) -> list[dict[str, float]]:
 
 
 class ChatSession:
-    """A model, its tokenizer and the messages so far; ExportError where the tokenizer has no chat template."""
+    """A chat: the model, its tokenizer and the messages so far; ExportError where there is no chat template."""
 
     def __init__(self, folder: Path, *, max_new_tokens: int) -> None:
         self._model, self._tokenizer = _load(folder)
@@ -92,7 +90,7 @@ class ChatSession:
         self.messages: list[Message] = []
 
     def _check_generates(self, folder: Path) -> None:
-        """ExportError where transformers refuses to sample with the generation config, e.g. at temperature 0."""
+        """ExportError where transformers refuses to sample by generation_config.json, e.g. because of temperature 0."""
         import torch
 
         ids = torch.zeros((1, 1), dtype=torch.long, device=self._model.device)
@@ -107,11 +105,11 @@ class ChatSession:
     def make_room(self, text: str) -> str:
         """Drop the earliest messages until `text` and its answer fit into the model's context.
 
-        Returns a line for the user, empty where all messages fit; ExportError where `text` alone does not fit.
+        Returns a line for the user, empty if all messages fit; ExportError if `text` alone does not fit.
         """
         context, messages = self._context, self.messages
         while context and messages and self._num_tokens(messages, text) + self._max_new_tokens > context:
-            # Drops a question together with its answer.
+            # A question is dropped together with its answer.
             messages = messages[2:]
         if context and (tokens := self._num_tokens(messages, text)) >= context:
             raise ExportError(
@@ -125,9 +123,9 @@ class ChatSession:
         return int(_inputs(self._tokenizer, [*messages, {"role": "user", "content": text}])["input_ids"].shape[1])
 
     def reply(self, text: str) -> Iterator[str]:
-        """The model's answer to `text` after all earlier messages, in pieces, sampled with its generation config.
+        """Yield the model's answer to `text` and all earlier messages in pieces, sampled by its generation config.
 
-        The question and its answer are added to the messages when the answer is complete.
+        Question and answer are added to the messages when the answer is complete.
         """
         from transformers import TextIteratorStreamer
 
@@ -137,7 +135,7 @@ class ChatSession:
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         limit = min(self._max_new_tokens, (self._context or math.inf) - ids.shape[1])
         settings = {"attention_mask": mask, "streamer": streamer, "max_new_tokens": limit}
-        # A daemon thread, so that Ctrl-C during an answer ends the program at once.
+        # In a daemon thread, an answer does not keep Ctrl-C from ending the program at once.
         failures: list[Exception] = []
 
         def generate() -> None:
@@ -160,7 +158,7 @@ class ChatSession:
 
 
 def run_chat(session: ChatSession, *, read: Callable[[], str], write: Callable[[str], None]) -> None:
-    """Answer each line of `read` until it returns `exit` or raises EOFError; `write` prints text unchanged."""
+    """Answer each line from `read` until it returns `exit` or raises EOFError; `write` gets the answers' text."""
     while True:
         try:
             text = read().strip()

@@ -1,4 +1,4 @@
-"""The supported requests of OpenAI's API; others are refused with OpenAI's error object."""
+"""Checks requests of OpenAI's API: unsupported ones are refused with OpenAI's error object."""
 
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -7,11 +7,11 @@ from starlette.responses import JSONResponse
 
 R = TypeVar("R", bound="AnswerRequest")
 MIN_TEMP = 0.01
-"""Minimum temperature above 0; logits divided by a smaller one would overflow."""
+"""Smallest temperature above 0; logits divided by a smaller one would overflow."""
 
 
 class RequestError(Exception):
-    """A refused request: an HTTP status with OpenAI's error object."""
+    """A request that is refused with an HTTP status and OpenAI's error object."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -20,12 +20,12 @@ class RequestError(Exception):
         self.error = {"message": message, "type": kind, "param": param, "code": code}
 
     def response(self) -> JSONResponse:
-        """The HTTP answer."""
+        """HTTP response that reports the refusal."""
         return JSONResponse({"error": self.error}, status_code=self.status)
 
 
 def _joined_text(value: object) -> object:
-    """A list of text parts as one text, joined by newlines as vLLM does; other values are left to their type check."""
+    """Join a list of text parts by newlines, as vLLM does; other values are returned, for pydantic to check."""
     if not isinstance(value, list):
         return value
     if not all(isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text" for part in value):
@@ -43,7 +43,7 @@ class _Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, value: object) -> object:
-        """Remove keys whose value is null, which means absent; OpenAI's client sends them in repeated messages."""
+        """Remove keys whose value is null, which means absent. OpenAI's client sends such keys in repeated messages."""
         return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
@@ -66,7 +66,7 @@ class _Message(_Strict):
 
     @model_validator(mode="after")
     def _has_one_content(self) -> Self:
-        # transformers 5.23 drops the text beside tool calls (cli/serving/utils.py:1237).
+        # A message with text and tool calls is refused: transformers 5.23 drops such text (cli/serving/utils.py:1237).
         if self.tool_calls and self.content:
             raise ValueError("a message with both text and tool_calls is not supported: its text would be dropped")
         return self
@@ -85,7 +85,7 @@ _Zero = Annotated[float, Field(ge=0, le=0)]
 
 
 class AnswerRequest(_Strict):
-    """The parameters common to chat and plain completions. Unsupported ones may only have their neutral value."""
+    """Parameters that chat and plain completions share. Unsupported parameters may only have their neutral value."""
 
     model: str
     max_tokens: int | None = Field(default=None, ge=1)
@@ -97,7 +97,8 @@ class AnswerRequest(_Strict):
     user: str | None = None
     n: Literal[1] = 1
     presence_penalty: _Zero = 0
-    # transformers 5.23 uses it as a repetition penalty, which is another formula (cli/serving/chat_completion.py:355).
+    # A frequency penalty is refused: transformers 5.23 uses it as a repetition penalty, which is another formula
+    # (cli/serving/chat_completion.py:355).
     frequency_penalty: _Zero = 0
     stop: Annotated[list[_StopText], BeforeValidator(_as_list), Field(max_length=4)] = []
 
@@ -115,12 +116,12 @@ class AnswerRequest(_Strict):
         return self.max_tokens
 
     def body(self) -> dict[str, Any]:
-        """The request for transformers, without neutral values."""
+        """The request's parameters for transformers, without neutral values."""
         return self.model_dump(include={"temperature", "top_p", "seed", "stream"}, exclude_none=True)
 
 
 class ChatRequest(AnswerRequest):
-    """A request to /v1/chat/completions."""
+    """A request to /v1/chat/completions, the chat API."""
 
     messages: Annotated[list[_Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -150,31 +151,31 @@ class ChatRequest(AnswerRequest):
         return self.max_completion_tokens or self.max_tokens
 
     def body(self) -> dict[str, Any]:
-        """The request for transformers, without neutral values."""
+        """The chat request's parameters for transformers, without neutral values."""
         names = ("tools", "chat_template_kwargs", "logit_bias")
         settings = {name: value for name in names if (value := getattr(self, name))}
         return super().body() | {"messages": self.conversation()} | settings
 
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages in the form that a chat template expects."""
+        """Messages of the request in the form that a chat template expects."""
         dumped = (message.model_dump(exclude_none=True) for message in self.messages)
         return [{key: value for key, value in message.items() if key != "tool_calls" or value} for message in dumped]
 
 
 class CompletionRequest(AnswerRequest):
-    """A request to /v1/completions."""
+    """A request to /v1/completions, the API for plain prompts."""
 
     prompt: Annotated[str, Field(min_length=1)]
     echo: Literal[False] = False
     best_of: Literal[1] = 1
 
     def body(self) -> dict[str, Any]:
-        """The request for transformers, without neutral values."""
+        """The completion request's parameters for transformers, without neutral values."""
         return super().body() | {"prompt": self.prompt}
 
 
 def parse_request(kind: type[R], body: object) -> R:
-    """The request in `body`; RequestError with status 400 names the first parameter that is wrong or not supported."""
+    """Parse the request in `body`; RequestError (400) names the first parameter that is wrong or not supported."""
     try:
         return kind.model_validate(body)
     except ValidationError as invalid:

@@ -31,26 +31,24 @@ from ds_finetune.system.versions import check_versions
 _SERVING = ("fastapi", "uvicorn", "pydantic", "openai")
 """Packages that `transformers serve` imports (transformers 5.23, utils/import_utils.py:972)."""
 API_KEY = "DS_FINETUNE_API_KEY"
-"""Environment variable with the API key of requests. Not a command-line option, since other users of a machine can read
-command lines.
-"""
+"""Environment variable with the API key of requests. Other users of a machine can read options of commands."""
 QUEUE, REQUEST_SECONDS = 16, 600.0
-"""Defaults of --queue and --request-seconds."""
+"""Default values of the options --queue and --request-seconds."""
 _POLL_SECONDS = 0.3
 _STOP_SECONDS = 30.0
-"""Seconds that a server may take to end after a signal."""
+"""Seconds that a server may take to end after it was told to."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """The address on which a server listens."""
+    """Address on which a server listens."""
 
     host: str
     port: int
 
     @property
     def url(self) -> str:
-        """The URL of the server as seen from this host."""
+        """URL of the server as seen from this host."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
@@ -74,7 +72,7 @@ class ServeOptions:
     """Folder of a LoRA adapter, which vLLM serves as a second model beside the base model."""
 
     def resolve(self, folder: Path) -> "ServeOptions":
-        """The options with the engine chosen and defaults filled in; ServeError where they are not valid together."""
+        """Choose the engine and fill in defaults; ServeError where options are not valid together."""
         engine = choose_engine(self.engine, folder)
         limits = {"--queue": self.queue, "--request-seconds": self.request_seconds}
         named = [f"{name} {value:g}" for name, value in limits.items() if value is not None]
@@ -99,10 +97,10 @@ class ServeOptions:
 
 
 def serve(folder: Path, address: Address, options: ServeOptions, *, show: Callable[[str], None]) -> None:
-    """Serve `folder` until SIGINT, SIGTERM or SIGHUP; no process is left afterwards.
+    """Serve the model in `folder` until SIGINT, SIGTERM or SIGHUP; all processes that were started then end.
 
-    ServeError where the folder, the engine or the address cannot be used, where the server ends by itself, and
-    where it is not healthy after `options.ready_seconds`.
+    ServeError where the folder, the engine or the address cannot be used, where the server ends by itself, and where it
+    is not healthy after `options.ready_seconds`.
     """
     if not (folder / "config.json").is_file():
         raise ServeError(f"`{folder}` has no config.json", hint="name an exported folder, e.g. runs/r1/export")
@@ -152,9 +150,9 @@ def serve(folder: Path, address: Address, options: ServeOptions, *, show: Callab
 
 
 def choose_engine(engine: str, folder: Path) -> str:
-    """The engine that serves a folder.
+    """Choose the engine that serves the model in a folder.
 
-    `auto` is the first engine of the folder's format; vllm is skipped where it is not installed or there is no GPU.
+    `auto` is the first engine for the folder's format, without vllm if it is not installed or there is no GPU.
     ServeError where the engine is not installed or cannot read the folder.
     """
     row = format_of(folder)
@@ -182,7 +180,7 @@ def choose_engine(engine: str, folder: Path) -> str:
 
 
 def server_command(options: ServeOptions, folder: Path, address: Address) -> list[str]:
-    """The command that starts the server; requests name the model by the path of `folder`."""
+    """Command that starts the server. Requests name the model by the path of `folder`."""
     listen = ["--host", address.host, "--port", str(address.port)]
     if options.engine == "vllm":
         return ["vllm", "serve", str(folder), "--served-model-name", str(folder), *listen]
@@ -194,7 +192,7 @@ def server_command(options: ServeOptions, folder: Path, address: Address) -> lis
 
 
 def _adapter_arguments(options: ServeOptions, folder: Path, cache: str) -> list[str]:
-    """vLLM's arguments for the adapter, which is written to `cache` under the parameter names that vLLM expects.
+    """vLLM's arguments for a LoRA adapter, which is written to `cache` under the parameter names that vLLM expects.
 
     ExportError where the adapter does not fit the model in `folder`, or vLLM would ignore a part of it.
     """
@@ -206,7 +204,7 @@ def _adapter_arguments(options: ServeOptions, folder: Path, cache: str) -> list[
     out = Path(cache) / "adapter"
     ADAPTER.load().write(options.adapter, out, ADAPTER.resolved(ExportOptions(base=folder)))
     given = ["--lora-modules", f"{options.adapter}={out}"]
-    # With these, prompts and end tokens of both served models are as the adapter was trained.
+    # With these files, prompts and end tokens of both served models are those with which the adapter was trained.
     given += ["--tokenizer", str(out)] if (out / "tokenizer_config.json").is_file() else []
     given += ["--generation-config", str(out)] if (out / GENERATION).is_file() else []
     return ["--enable-lora", "--max-lora-rank", str(served_rank(out)), *given]
@@ -219,9 +217,7 @@ def _has_gpu() -> bool:
 
 
 def _check_address(address: Address, *, no_api_key: bool) -> None:
-    """ServeError where another program listens on the address, it is not an address of this host, or other machines
-    could send requests without a key.
-    """
+    """ServeError where the address cannot be used, or other machines could send requests to it without a key."""
     try:
         infos = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, socket_address = infos[0]
@@ -244,7 +240,7 @@ def _check_address(address: Address, *, no_api_key: bool) -> None:
 def _start_server(command: list[str], cache: str) -> Iterator["subprocess.Popen[bytes]"]:
     """Start the server in a session of its own, and end all its processes afterwards.
 
-    In the terminal's session it would get the SIGINT of Ctrl-C twice, from the terminal and from this process.
+    In the terminal's session, the server would get the SIGINT of Ctrl-C twice: from the terminal and from this process.
     """
     environ = with_package(os.environ) | {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": cache}
     if API_KEY in environ:
@@ -254,7 +250,7 @@ def _start_server(command: list[str], cache: str) -> Iterator["subprocess.Popen[
         yield server
     finally:
         if server.poll() is None:
-            # SIGTERM, because SIGINT during the server's imports would print a traceback.
+            # SIGTERM is sent, since SIGINT during the server's imports would print a traceback.
             server.terminate()
         try:
             server.wait(_STOP_SECONDS)
