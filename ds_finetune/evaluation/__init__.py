@@ -1,1 +1,1 @@
-"""Evaluation of a model, and of its base model on the same tokens: losses, answers, confidence intervals."""
+"""Evaluates a model, and its base model on the same tokens: losses, answers, confidence intervals."""

@@ -1,4 +1,4 @@
-"""Evaluation of an exported classifier on labelled texts, or of a reward model on pairs of answers."""
+"""Evaluates an exported classifier on labelled texts, or a reward model on pairs of answers."""
 
 import json
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from ds_finetune.objectives.scores import Classification, Regression, Reward
 
 @dataclass(frozen=True)
 class LabelledDocument:
-    """Token ids of a labelled text or of one side of a pair, position where its second text begins, and its target."""
+    """A labelled text or one side of a pair: token ids, position where a second text begins, and target."""
 
     ids: list[int]
     second: int
@@ -32,9 +32,9 @@ class LabelledDocument:
 
 
 def objective_of(config: PretrainedConfig) -> ScoreObjective:
-    """The objective whose metrics apply to a classifier with this config.json.
+    """The objective whose metrics apply to a classifier with the config.json `config`.
 
-    A model with one label is a regression, unless the config records that it was trained as a reward model.
+    A model with one label is a regression, unless its config.json says that it was trained as a reward model.
     """
     if getattr(config, SETTINGS, {}).get("objective") == REWARD:
         return Reward()
@@ -42,7 +42,7 @@ def objective_of(config: PretrainedConfig) -> ScoreObjective:
 
 
 def kind_of(config: PretrainedConfig) -> RowKind:
-    """The kind of rows on which a classifier with this config.json is scored; labels are its classes."""
+    """Kind of rows on which a classifier with the config.json `config` is scored; labels are its classes."""
     objective = objective_of(config)
     if objective.name == REWARD:
         return RowKind.of(RewardObjective(name="reward"))
@@ -52,7 +52,7 @@ def kind_of(config: PretrainedConfig) -> RowKind:
 
 
 def labelled_documents(rows: PreparedRows, limit: int | None) -> list[LabelledDocument]:
-    """The documents of the first `limit` units."""
+    """Documents of the first `limit` labelled texts or pairs; all with None."""
     documents, size = rows.documents, max(rows.kind.documents_per_unit, 1)
     number = min(rows.num_units, limit or rows.num_units) * size
     return [
@@ -66,12 +66,12 @@ def labelled_documents(rows: PreparedRows, limit: int | None) -> list[LabelledDo
 
 
 def score_labelled(folder: Path, documents: Sequence[LabelledDocument], *, batch_tokens: int) -> ObjectiveScores:
-    """Scores of documents under the classifier in `folder`, from padded batches of at most `batch_tokens` tokens."""
+    """Score documents by the classifier in `folder`, in padded batches of at most `batch_tokens` tokens."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     score, pad = load_scorer(folder), config.pad_token_id
     scores = np.zeros((len(documents), config.num_labels))
     lengths = [len(document.ids) for document in documents]
-    # transformers refuses batches for a classifier without a padding token.
+    # Without a padding token each document is a batch, since transformers then refuses larger batches for a classifier.
     batches = length_batches(lengths, batch_tokens if pad is not None else 1)
     for numbers in batches:
         inputs = _inputs([documents[number] for number in numbers], 0 if pad is None else pad)
@@ -83,7 +83,6 @@ def score_labelled(folder: Path, documents: Sequence[LabelledDocument], *, batch
 
 
 def _inputs(documents: Sequence[LabelledDocument], pad: int) -> dict[str, torch.Tensor]:
-    """Model inputs of a batch, padded on the right, int64 [rows, tokens] each."""
     shape = (len(documents), max(len(document.ids) for document in documents))
     ids, mask, types = (np.full(shape, value, dtype=np.int64) for value in (pad, 0, 0))
     for row, document in enumerate(documents):
@@ -94,7 +93,7 @@ def _inputs(documents: Sequence[LabelledDocument], pad: int) -> dict[str, torch.
 
 
 def check_baseline(folder: Path, base: Path) -> None:
-    """ConfigError where `base` is not a classifier with the labels of the one in `folder`."""
+    """ConfigError where `base` is not a classifier with the same labels as the classifier in `folder`."""
     trees = [json.loads((each / "config.json").read_text(encoding="utf-8")) for each in (folder, base)]
     names = [tree.get("id2label") if is_classifier(tree) else None for tree in trees]
     if names[0] != names[1]:

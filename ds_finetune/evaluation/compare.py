@@ -1,6 +1,6 @@
 """Compares the scores of two models on the same documents, with confidence intervals from a paired bootstrap."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -10,18 +10,20 @@ from numpy.typing import NDArray
 RESAMPLES = 2000
 METHOD = f"paired bootstrap over documents: {RESAMPLES} resamples with seed 0, 2.5th and 97.5th percentile"
 _CELLS_AT_ONCE = 2**24
-"""Bound on documents x resamples of the matrix of counts in memory at once."""
+"""Upper bound of documents x resamples, which are counted in a matrix that is held in memory."""
 
 
 class UnitScores(Protocol):
-    """Per-unit scores of a model, from which metrics of any sample follow; a unit is a document, text or pair."""
+    """Scores of a model for documents, texts or pairs (units), from which the metrics of any sample of units follow."""
 
     def __len__(self) -> int:
-        """Number of units."""
+        """Number of documents, texts or pairs that were scored."""
         ...
 
     def metrics(self, counts: NDArray[np.float64]) -> Mapping[str, NDArray[np.float64]]:
-        """Metrics of bootstrap samples, [samples] each; sample s contains unit u `counts[s, u]` times."""
+        """Metrics of bootstrap samples by name, [samples] each; sample s has document or pair u
+        `counts[s, u]` times.
+        """
         ...
 
 
@@ -32,8 +34,7 @@ Scored = TypeVar("Scored", bound=UnitScores)
 class Metric:
     """A metric and its 95% confidence interval.
 
-    With a baseline, also the baseline's value and the difference (value - baseline); the interval is then that of the
-    difference.
+    With a baseline, it also has the baseline's value and the difference (value - baseline), whose interval it then is.
     """
 
     value: float
@@ -43,7 +44,7 @@ class Metric:
 
 
 def compare(scores: Scored, baseline: Scored | None) -> dict[str, Metric]:
-    """The metrics of `scores` by name, compared with those of `baseline` on the same units where there is one."""
+    """Metrics of `scores` by name with confidence intervals, compared with a `baseline` on the same documents."""
     if baseline is not None:
         assert len(scores) == len(baseline), "not the same documents"
     ones = np.ones((1, len(scores)))
@@ -64,19 +65,15 @@ def compare(scores: Scored, baseline: Scored | None) -> dict[str, Metric]:
 
 
 def _resample(scores: Scored, baseline: Scored | None) -> Mapping[str, NDArray[np.float64]]:
-    """Metrics of every bootstrap resample, or their differences from the baseline's."""
     parts: dict[str, list[NDArray[np.float64]]] = {}
-    for counts in _resamples(len(scores)):
+    documents, rng = len(scores), np.random.default_rng(0)
+    most = max(1, _CELLS_AT_ONCE // documents)
+    for first in range(0, RESAMPLES, most):
+        size = min(RESAMPLES - first, most)
+        # How often each resample contains each document, [resamples, documents].
+        counts = rng.multinomial(documents, np.full(documents, 1 / documents), size=size).astype(np.float64)
         of_model = scores.metrics(counts)
         of_baseline = None if baseline is None else baseline.metrics(counts)
         for name, values in of_model.items():
             parts.setdefault(name, []).append(values if of_baseline is None else values - of_baseline[name])
     return {name: np.concatenate(values) for name, values in parts.items()}
-
-
-def _resamples(documents: int) -> Iterator[NDArray[np.float64]]:
-    """How often each bootstrap resample contains each document, [resamples, documents], in blocks of resamples."""
-    rng, most = np.random.default_rng(0), max(1, _CELLS_AT_ONCE // documents)
-    for first in range(0, RESAMPLES, most):
-        size = min(RESAMPLES - first, most)
-        yield rng.multinomial(documents, np.full(documents, 1 / documents), size=size).astype(np.float64)

@@ -1,4 +1,4 @@
-"""Dry run of rewards before training: scores the reference answers of the data, and answers sampled from the model."""
+"""Dry run of rewards before training: scores the data's reference answers, and answers sampled from the model."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,22 +29,22 @@ from ds_finetune.trainer.rollouts.sampling import AnswerTexts
 
 @dataclass(frozen=True)
 class ScoredAnswers:
-    """Answers of one origin (references or samples), and each reward's result; None where not applicable."""
+    """Reference or sampled answers, with each reward's result; None where a reward did not get the answer."""
 
     title: str
     answers: Sequence[AnswerToScore]
     parts: Sequence[Sequence[Part | None]]
 
     def column(self, reward: int) -> list[Part]:
-        """Results of one reward, without the answers that it did not get."""
+        """Results of reward number `reward`, for the answers that it got."""
         return [part for parts in self.parts if (part := parts[reward]) is not None]
 
     def scores(self, reward: int) -> list[float]:
-        """Scores of one reward, without answers to which it does not apply."""
+        """Scores by reward number `reward`, without answers to which it does not apply."""
         return [part["score"] for part in self.column(reward) if part.get("score") is not None]
 
     def errors(self, reward: int) -> list[str]:
-        """Errors of one reward, each with the name of its answer."""
+        """Errors of reward number `reward`, each with the name of its answer."""
         pairs = zip(self.answers, self.parts, strict=True)
         return [
             f"{answer.where}: it {part['error']}"
@@ -53,7 +53,9 @@ class ScoredAnswers:
         ]
 
     def numbers(self, reward: int) -> tuple[str, ...]:
-        """Cells of a table row: mean score, answers with a parsed result, not applicable, errors, seconds each."""
+        """Cells of a reward's row: mean score, answers parsed, answers not applicable, errors, seconds
+        for an answer.
+        """
         parts, scores = self.column(reward), self.scores(reward)
         read = [part["has_result"] for part in parts if part.get("has_result") is not None]
         errors = len(self.errors(reward))
@@ -70,7 +72,7 @@ class _RewardTrial:
     tokenizer: PreTrainedTokenizerBase
 
     def references(self, rewards: Rewards, most: int) -> ScoredAnswers:
-        """Score each reference answer, wrapped for each reward in the form that it parses."""
+        """Score the reference answers of data rows, each in the form that a reward parses."""
         numbers = range(min(most, len(self.rows)))
         texts = [[_reference_text(section, self.rows.record(n)) for section in self.run.rewards] for n in numbers]
         given = [
@@ -85,7 +87,7 @@ class _RewardTrial:
         return ScoredAnswers(f"reference answers of {len(given)} records", [answers[0] for answers in given], parts)
 
     def samples(self, rewards: Rewards, most: int) -> ScoredAnswers:
-        """Score one answer to each of the first prompts, sampled from the model with the run's settings."""
+        """Score one answer to each of the first prompts, which the model samples with the run's settings."""
         folder = resolve_folder(self.run.model.path)
         check_generates(folder)
         lm = load_model(folder, "")
@@ -108,8 +110,8 @@ class _RewardTrial:
 
 
 def try_rewards(run: RunSettings, *, records: int, samples: int) -> list[ScoredAnswers]:
-    """Results of the rewards on the reference answers of the first `records` data rows, and on one sampled answer to
-    each of the first `samples` prompts.
+    """Dry run of a run's rewards on the reference answers of the first `records` data rows, and on one sampled answer
+    to each of the first `samples` prompts.
 
     ConfigError where the run has no rewards, or one cannot be loaded; DataError for a row that a reward cannot use.
     """
@@ -128,7 +130,7 @@ def try_rewards(run: RunSettings, *, records: int, samples: int) -> list[ScoredA
 
 
 def _reference_text(section: RewardConfig, record: Mapping[str, object]) -> str | None:
-    """The reference answer in the form that the reward parses; None where the row has none."""
+    """A data row's reference answer, written in the form that the reward parses; None where the row has none."""
     column = section.read_column if section.reward != "code" else ANSWER
     value = column_of(record, column or ANSWER)
     value = value[0] if section.reward == "exact_match" and isinstance(value, list) else value
@@ -143,7 +145,7 @@ def _reference_text(section: RewardConfig, record: Mapping[str, object]) -> str 
 
 
 def faults(sections: Sequence[RewardConfig], scored: Sequence[ScoredAnswers]) -> Iterator[str]:
-    """Faults of the rewards: errors, a built-in reward that scores no reference answer above 0, or a user's function
+    """Yield faults of rewards: errors, a built-in reward that scores no reference answer above 0, or a user's function
     that scores all answers alike.
     """
     for at, section in enumerate(sections):

@@ -51,11 +51,11 @@ AnyDocument = TypeVar("AnyDocument", Document, LabelledDocument, LabelledAnswer)
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """The models and data to evaluate, and how; at most `limit` documents of each held-out set.
+    """What to evaluate and how: the models, and at most `limit` documents of each held-out set.
 
-    `extract` is the name of an extractor. With it, answers of at most `max_new_tokens` tokens are generated, and the
-    results extracted from them compared with those of the rows' own answers: one greedy answer, and `samples` answers
-    sampled at temperature 1.
+    `extract` is the name of an extractor. With it, the model generates answers of at most `max_new_tokens` tokens: a
+    greedy one, and `samples` answers sampled at temperature 1. Results that the extractor finds in them are compared
+    with the results in the rows' own answers.
     """
 
     model: str
@@ -74,7 +74,7 @@ class EvalRequest:
 
 @dataclass(frozen=True)
 class EvalReport:
-    """Metrics by name, with the models and the numbers of documents and supervised tokens behind them.
+    """Metrics of an evaluation by name, the models, and how many documents and tokens were scored.
 
     `sets` has the metrics of each named held-out set; `metrics` are those of all documents together.
     """
@@ -88,23 +88,23 @@ class EvalReport:
     sets: Mapping[str, Mapping[str, Metric]] = field(default_factory=dict)
     method: str = field(default=METHOD)
     unit: str = "documents"
-    """Name of the unit that `documents` counts: documents, pairs, answers or examples."""
+    """What `documents` counts: documents, pairs, answers or examples."""
     counts_all_tokens: bool = False
-    """Whether `tokens` counts all tokens (classifiers), not only supervised ones."""
+    """Whether `tokens` counts all tokens, as for classifiers, and not only supervised ones."""
 
     @property
     def counted(self) -> str:
-        """The numbers of units and tokens scored, as text."""
+        """Text with the numbers of documents and tokens that were scored."""
         kind = "tokens" if self.counts_all_tokens else "supervised tokens"
         return f"{self.tokens:,} {kind} of {self.documents:,} {self.unit}"
 
     def as_json(self) -> dict[str, Any]:
-        """All fields as plain values."""
+        """All fields of the report as plain values."""
         return asdict(self)
 
 
 def evaluate_model(request: EvalRequest) -> EvalReport:
-    """Score `request.model`, and `request.baseline` on the same token ids.
+    """Score the model and the baseline of `request` on the same token ids.
 
     DataError or ExportError where rows or models cannot be read, or the models cannot be compared.
     """
@@ -126,7 +126,7 @@ def evaluate_model(request: EvalRequest) -> EvalReport:
 
 
 class _Scoring:
-    """One evaluation: folders of the models, the tokenizer, and notes on the rows read."""
+    """One evaluation: the folders of the models, the tokenizer, and notes on the rows that were read."""
 
     def __init__(self, request: EvalRequest) -> None:
         self.request = request
@@ -136,11 +136,11 @@ class _Scoring:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of the model; both models are scored on its token ids."""
+        """The model's tokenizer, whose token ids are also given to the baseline."""
         return load_tokenizer(str(self.folder))
 
     def of_documents(self) -> EvalReport:
-        """Score a language model on its loss and, with `extract`, on its answers."""
+        """Score a language model by its loss and, with `extract`, by its answers."""
         request, base = self.request, self.base
 
         def take(rows: PreparedRows, _: int) -> list[Document]:
@@ -162,7 +162,7 @@ class _Scoring:
         return self._report(sets, scores, baseline, tokens=int(scores.tokens.sum()))
 
     def of_classifier(self) -> EvalReport:
-        """Score a classifier or reward model on labelled texts or pairs, by the metrics of training."""
+        """Score a classifier or reward model on labelled texts or pairs by the metrics of its training."""
         request, folder, base = self.request, self.folder, self.base
         if request.extract is not None:
             raise ConfigError(
@@ -186,9 +186,9 @@ class _Scoring:
         return replace(self._report(sets, scores, baseline, tokens=tokens), unit=kind.unit, counts_all_tokens=True)
 
     def of_pairs(self, objective: DocumentObjective) -> EvalReport:
-        """Score a language model on pairs of answers, with the metrics of training.
+        """Score a language model on pairs of answers by the metrics of its training.
 
-        The baseline serves as the reference model where the objective needs one, else as a second model.
+        The baseline is the reference model if the objective needs one, else a second model to compare with.
         """
         sets = self._read(lambda rows, _: sides_of(rows, self.request.limit), "pairs")
         documents = list(chain.from_iterable(sets.values()))
@@ -200,7 +200,7 @@ class _Scoring:
         return replace(self._report(sets, scores, baseline, tokens=int(scored.tokens.sum())), unit="pairs")
 
     def of_labelled_answers(self, objective: DocumentObjective) -> EvalReport:
-        """Score a language model on labelled answers (KTO) by training metrics, the baseline as reference model."""
+        """Score a language model on labelled answers by the metrics of KTO, with the baseline as reference model."""
         limit = self.request.limit
         sets = self._read(lambda rows, length: labelled_answers(rows, limit, max_seq_len=length), "answers")
         answers = list(chain.from_iterable(sets.values()))
@@ -216,8 +216,8 @@ class _Scoring:
     def _read(
         self, take: Callable[[PreparedRows, int], list[AnyDocument]], unit: str, kind: RowKind | None = None
     ) -> dict[str, list[AnyDocument]]:
-        """Units of each held-out set, by the name of the set (empty for files without a name). `take` makes them from
-        the tokenised rows and the maximum number of tokens.
+        """Read the held-out sets, by their names (empty for files without a name). The function `take` makes documents
+        of tokenised rows, given also the maximum number of tokens.
         """
         config, request = text_config(AutoConfig.from_pretrained(self.folder, trust_remote_code=False)), self.request
         length = min(request.max_seq_len, max_positions(config) or request.max_seq_len)
@@ -258,7 +258,7 @@ class _Scoring:
     def _report(
         self, sets: Mapping[str, Sequence[AnyDocument]], scores: AnyScores, baseline: AnyScores | None, *, tokens: int
     ) -> EvalReport:
-        """The metrics over all documents and over each named set; scores are in the order of the sets."""
+        """Report with the metrics of all documents and of each named set; scores are in the order of the sets."""
         per_unit = sum(map(len, sets.values())) // len(scores)
         ends = accumulate(len(documents) // per_unit for documents in sets.values())
         compared: dict[str, Mapping[str, Metric]] = {}
@@ -279,9 +279,7 @@ def _model_folder(name: str) -> Path:
 def _check_same_tokens(
     folder: Path, base: Path, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document | LabelledDocument]
 ) -> list[str]:
-    """Check that the baseline's tokenizer gives the used token ids the same meaning, else DataError; returns a note
-    where the baseline has no tokenizer.
-    """
+    """DataError where used token ids mean something else to the baseline; a note if it has no tokenizer."""
     size = int(text_config(AutoConfig.from_pretrained(base, trust_remote_code=False)).vocab_size)
     largest = max(max(document.ids) for document in documents)
     if largest >= size:
@@ -305,7 +303,7 @@ def _check_same_tokens(
 
 
 def _references(extract: str, documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase) -> list[object]:
-    """The results that `extract` finds in the rows' own answers; DataError where a row has none."""
+    """Results that the extractor `extract` finds in the rows' own answers; DataError where it finds none in a row."""
     references = [
         EXTRACTORS[extract](tokenizer.decode(document.answer, skip_special_tokens=True)) for document in documents
     ]

@@ -16,7 +16,8 @@ _Z = 1.96
 def run_tasks(
     model: str, baseline: str | None, tasks: Sequence[str | dict[str, Any]], *, limit: int | None
 ) -> dict[str, Metric]:
-    """The metrics that have a standard error, by the name `task/metric,filter`; ConfigError without lm_eval.
+    """Run lm_eval tasks. Returns the metrics that have a standard error, by `task/metric,filter`; ConfigError without
+    lm_eval.
 
     Each of `tasks` is the name of an lm_eval task, or a task configuration.
     """
@@ -36,11 +37,10 @@ def run_tasks(
 
 
 def _results(model: str, tasks: Sequence[str | dict[str, Any]], limit: int | None) -> dict[str, tuple[float, float]]:
-    """The value and standard error of each metric."""
     import torch
     from lm_eval import simple_evaluate
 
-    # Without a named device, lm_eval 0.4.13 selects `cuda`, even on a host without GPUs.
+    # The device is named, since lm_eval 0.4.13 otherwise takes `cuda`, even on a host without GPUs.
     device = "cuda" if torch.cuda.is_available() else "cpu"
     arguments = {"pretrained": str(resolve_folder(model)), "dtype": "auto"}
     results = simple_evaluate(
@@ -52,7 +52,7 @@ def _results(model: str, tasks: Sequence[str | dict[str, Any]], limit: int | Non
 
 
 def _with_errors(values: Mapping[str, Any]) -> Iterator[tuple[str, tuple[float, float]]]:
-    """Metrics with a standard error; lm_eval writes `acc,none` and `acc_stderr,none`, or N/A without one."""
+    """Yield metrics that have a standard error: lm_eval writes `acc,none` and `acc_stderr,none`, or N/A."""
     for key, value in values.items():
         name, _, kind = key.partition(",")
         error = values.get(f"{name}_stderr,{kind}")

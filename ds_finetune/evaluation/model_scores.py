@@ -1,5 +1,7 @@
-"""Loss and generated answers of documents under a plain transformers model. transformers does not load multi-token
-prediction (MTP) layers, so the MTP layer of a folder is loaded and scored here.
+"""Scores documents by a plain transformers model, and generates answers to their prompts.
+
+transformers does not load multi-token prediction (MTP) layers, so this module loads and scores the MTP layer of a
+folder.
 """
 
 import json
@@ -28,7 +30,7 @@ Sums = NDArray[np.float64]
 
 
 class Drafter:
-    """A multi-token prediction layer with the model whose tokens it predicts."""
+    """A multi-token prediction (MTP) layer, with the model whose tokens it predicts."""
 
     def __init__(self, model: PreTrainedModel, layer: Any, embedding: torch.Tensor, head: torch.Tensor) -> None:  # noqa: ANN401 - a decoder layer
         self._model, self._layer, self._embedding, self._head = model, layer, embedding, head
@@ -36,17 +38,17 @@ class Drafter:
     def score(
         self, hidden: torch.Tensor, ids: torch.Tensor, labels: torch.Tensor, *, chosen: torch.Tensor
     ) -> NDArray[np.float64]:
-        """Sums over each row's predictions, [rows, 4]: loss in nats, number of predictions, how many are right, and how
-        many equal the model's own greedy choice, so that the model would accept them.
+        """Score the layer's predictions in each row by sums, [rows, 4]: loss in nats, and numbers of predictions, of
+        right ones, and of ones that the model would accept since they equal its own greedy choice.
 
-        `hidden` [rows, tokens, width] are states after the final norm. `ids` and `labels` [rows, tokens] hold one
-        document per row, padded on the right; the label of a token is the next token, or IGNORE_INDEX. `chosen` [rows,
-        tokens] are the next tokens that the model finds most likely.
+        `hidden` [rows, tokens, width] are the model's states after the final norm. `ids` and `labels` [rows, tokens]
+        have one document per row, padded on the right; the label of a token is the next token, or IGNORE_INDEX.
+        `chosen` [rows, tokens] are the next tokens that the model finds most likely.
         """
         embedded = functional.embedding(ids[:, 1:], self._embedding)
         joined = mtp_layer_inputs(self._layer, embedded, hidden[:, :-1])
         positions = torch.arange(joined.shape[1], device=joined.device)[None]
-        # No attention mask is needed: padding follows the document, and attention is causal.
+        # Attention needs no mask, since it is causal and padding follows the document.
         states = run_mtp_layer(self._model, self._layer, joined, positions)
         logits = functional.linear(states, self._head)
         return np.array([_row_sums(*row) for row in zip(logits, labels[:, 1:], chosen[:, 1:], strict=True)])
@@ -60,8 +62,9 @@ def _row_sums(logits: torch.Tensor, labels: torch.Tensor, chosen: torch.Tensor) 
 
 
 def load_drafter(folder: Path, model: PreTrainedModel) -> Drafter | None:
-    """The MTP layer in `folder` for its `model`, as an inference server loads it: with an embedding and head of its own
-    where these differ from the model's. None unless the folder has exactly one layer.
+    """Load the MTP layer in `folder` for its `model`; None unless the folder has exactly one such layer.
+
+    As in an inference server, it has an embedding and head of its own where these differ from the model's.
     """
     family = family_of(model.config.model_type)
     tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -82,7 +85,7 @@ def load_drafter(folder: Path, model: PreTrainedModel) -> Drafter | None:
 
 
 def _own(hub: HubFolder, copy: str, original: str, weight: torch.Tensor) -> torch.Tensor:
-    """The MTP layer's copy of a tensor where it differs from the model's `weight`, else `weight`."""
+    """The MTP layer's own copy of a tensor if it differs from the model's `weight`, else `weight`."""
     if copy not in hub.shapes or hub.is_same(copy, original):
         return weight
     return hub.full_tensor(copy).to(weight)
@@ -107,7 +110,7 @@ def _load_layer(hub: HubFolder, model: PreTrainedModel, family: Family, prefix: 
 
 @contextmanager
 def last_hidden_states(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """Collects the hidden states after the final norm of each forward within the `with`, [rows, tokens, width]."""
+    """Context manager with a list of the final hidden states [rows, tokens, width] of each forward pass."""
     states: list[torch.Tensor] = []
     handle = model.base_model.register_forward_hook(lambda _, __, out: states.append(out.last_hidden_state))
     try:
@@ -120,7 +123,7 @@ def last_hidden_states(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
 class Document:
     """Token ids of a document, with a mask that is true for supervised tokens.
 
-    `answer` holds the ids of the last supervised span, and `prompt` all ids before that span.
+    `answer` has the ids of the last supervised span, and `prompt` all ids before it.
     """
 
     ids: list[int]
@@ -131,31 +134,31 @@ class Document:
 
 @dataclass(frozen=True)
 class Scores:
-    """Sums over the supervised tokens of each document, [documents] each.
+    """Scores of documents by a language model: sums over the supervised tokens of each document, [documents] each.
 
-    `loss` is in nats, `tokens` the number of tokens, and `correct` how many of them the model predicts.
+    `loss` is in nats, `tokens` the number of tokens, and `correct` the number of tokens that the model predicts.
     """
 
     loss: Sums
     tokens: Sums
     correct: Sums
     answers: Mapping[str, Sums] = field(default_factory=dict)
-    """Scores of generated answers: `exact_match` is 1 where the greedy answer is right, else 0; `sampled_pass_at_1` and
+    """Scores of generated answers. `exact_match` is 1 if the greedy answer is right, else 0. `sampled_pass_at_1` and
     `pass_at_K` are probabilities that one of k sampled answers is right.
     """
     drafts: Sums | None = None
-    """Sums of a multi-token prediction layer, [documents, 4]: loss, number of predictions, right ones, and ones that
-    the model accepts; None where the model has no such layer.
+    """Sums of a multi-token prediction layer, [documents, 4]: loss, and numbers of predictions, of right ones, and of
+    ones that the model accepts. None without such a layer.
     """
 
     def __len__(self) -> int:
-        """Number of documents."""
         return len(self.tokens)
 
     def metrics(self, counts: Sums) -> dict[str, Sums]:
-        """Metrics of bootstrap samples, [samples] each; sample s contains document d `counts[s, d]` times. These are
-        `loss` (nats per supervised token), `perplexity`, `token_accuracy`, means of the scores of generated answers,
-        and `mtp_loss`, `mtp_accuracy` and `mtp_acceptance` of a multi-token prediction layer.
+        """Metrics of bootstrap samples by name, [samples] each; sample s contains document d `counts[s, d]` times.
+
+        They are `loss` (nats per supervised token), `perplexity`, `token_accuracy`, and means of the scores of
+        generated answers. A multi-token prediction layer has `mtp_loss`, `mtp_accuracy` and `mtp_acceptance`.
         """
         tokens = counts @ self.tokens
         loss = counts @ self.loss / tokens
@@ -169,7 +172,7 @@ class Scores:
         return metrics
 
     def part(self, documents: slice) -> Self:
-        """The scores of a slice of the documents."""
+        """Scores of a slice of the documents."""
         answers = {name: fractions[documents] for name, fractions in self.answers.items()}
         drafts = None if self.drafts is None else self.drafts[documents]
         return type(self)(self.loss[documents], self.tokens[documents], self.correct[documents], answers, drafts)
@@ -178,8 +181,8 @@ class Scores:
 def score_documents(
     model: PreTrainedModel, documents: Sequence[Document], *, batch_tokens: int, drafter: Drafter | None = None
 ) -> Scores:
-    """Scores of each document, from batches of at most `batch_tokens` tokens, padded on the right; a longer document
-    has a batch of its own. With a `drafter`, its predictions are scored too.
+    """Score documents in padded batches of at most `batch_tokens` tokens; a longer document is a batch by itself. With
+    a `drafter`, the predictions of its layer are scored too.
     """
     sums, drafts = np.zeros((3, len(documents))), np.zeros((len(documents), 4))
     lengths = [len(document.ids) for document in documents]
@@ -214,8 +217,8 @@ def generate_answers(
     batch_tokens: int,
     samples: int = 0,
 ) -> list[list[list[int]]]:
-    """Token ids of generated answers to each prompt, without the stop token: the greedy answer, or `samples` answers
-    sampled at temperature 1 from torch's generator. Prompts are padded on the left.
+    """Token ids of generated answers to each prompt, without the stop token. They are the greedy answer, or `samples`
+    answers sampled at temperature 1 from torch's generator. Prompts are padded on the left.
     """
     answers: list[list[list[int]]] = [[] for _ in documents]
     draws = {"do_sample": True, "num_return_sequences": samples, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
@@ -243,9 +246,9 @@ def generate_answers(
 
 
 def length_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Batches of indices of sequences of similar length, longest first; rows x longest is at most `batch_tokens`.
+    """Yield batches of indices of sequences of similar length, longest first; rows x longest is at most `batch_tokens`.
 
-    A sequence longer than `batch_tokens` has a batch of its own.
+    A sequence longer than `batch_tokens` is a batch by itself.
     """
     batch: list[int] = []
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):

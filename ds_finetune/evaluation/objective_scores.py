@@ -1,4 +1,4 @@
-"""Scores of pairs, labelled answers and labelled texts by the loss and the metrics of their training objective."""
+"""Scores pairs, labelled answers and labelled texts by the loss and the metrics of their training objective."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,20 +16,20 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ObjectiveScores:
-    """Sums of an objective for each unit: a pair, a labelled answer or a labelled text."""
+    """Sums of an objective for each pair, labelled answer or labelled text (unit), from which its metrics follow."""
 
     objective: DocumentObjective | ScoreObjective
     sums: Numbers
-    """fp64 [units, sums], in the order of the objective's `sum_names`."""
+    """Sums of the objective, fp64 [units, sums], named by its `sum_names`."""
     chosen_tokens: Numbers
-    """Tokens of the chosen answer of each pair, fp64 [units]; zeros for other units."""
+    """Number of tokens of the chosen answer of each pair, fp64 [units]; zeros for labelled answers and texts."""
     outputs: Numbers
-    """Score and target of each unit of a classifier, fp64 [units, 2], for metrics that need all of them."""
+    """Score and target of each text or pair, fp64 [units, 2], for classifier metrics that need all of them at once."""
 
     @classmethod
     def of_pairs(cls, objective: DocumentObjective, scores: Scores, reference: Scores | None) -> Self:
-        """Scores of pairs, from those of the chosen and the rejected documents, alternately, under the model and the
-        reference model, None for objectives without one.
+        """Scores of pairs, from log-probabilities of alternately a chosen and a rejected document under the model and
+        under the reference model (None for objectives without one).
         """
         assert (reference is not None) == objective.needs_reference
         logps, zeros = -scores.loss, np.zeros(len(scores))
@@ -42,10 +42,10 @@ class ObjectiveScores:
     def of_labelled_answers(
         cls, objective: DocumentObjective, targets: Sequence[Sequence[float]], scores: Scores, reference: Scores
     ) -> Self:
-        """Scores of the labelled answers of some held-out sets, each of which has a z0 of its own.
+        """Scores of the labelled answers of several held-out sets, each of which has its own z0 of KTO.
 
-        `targets` are 1 for a good and 0 for a bad answer of each set. The scores, under the model and the reference
-        model, are of all answers of all sets followed by all mismatched answers.
+        `targets` of each set are 1 for a good and 0 for a bad answer. `scores` are by the model and `reference` by the
+        reference model: first of the answers of all sets, then of all mismatched answers.
         """
         logps, references = (torch.from_numpy(-each.loss).view(2, -1) for each in (scores, reference))
         sums: list[Numbers] = []
@@ -60,9 +60,7 @@ class ObjectiveScores:
 
     @classmethod
     def of_classifier(cls, objective: ScoreObjective, scores: Numbers, targets: Numbers) -> Self:
-        """Scores of labelled texts or pairs from a classifier's `scores` [documents, outputs] and `targets`
-        [documents].
-        """
+        """Scores of labelled texts or pairs from a classifier's `scores` [documents, outputs] and `targets`."""
         weights, size = torch.ones(len(objective.terms), dtype=torch.float64), objective.documents_per_unit
         units = zip(torch.from_numpy(scores).split(size), torch.from_numpy(targets).split(size), strict=True)
         sums = [objective.loss(of_unit, target, weights).sums.numpy() for of_unit, target in units]
@@ -70,16 +68,15 @@ class ObjectiveScores:
         return cls(objective, np.stack(sums), np.zeros(len(sums)), outputs)
 
     def __len__(self) -> int:
-        """Number of units."""
         return len(self.sums)
 
     def part(self, units: slice) -> Self:
-        """The scores of a slice of the units."""
+        """Scores of a slice of the pairs, labelled answers or texts."""
         return type(self)(self.objective, self.sums[units], self.chosen_tokens[units], self.outputs[units])
 
     def metrics(self, counts: Numbers) -> dict[str, Numbers]:
-        """Training metrics of bootstrap samples, [samples] each; sample s contains unit u `counts[s, u]` times. NaN
-        where a metric does not exist for a sample, as in KTO's without good answers.
+        """Training metrics of bootstrap samples, [samples] each; sample s contains pair, answer or text u `counts[s,
+        u]` times. A metric is NaN for a sample without it, as KTO's reward of good answers without good answers.
         """
         totals = zip(counts, counts @ self.sums, (counts @ self.chosen_tokens).tolist(), strict=True)
         results = [self._metrics_of(*sample) for sample in totals]

@@ -1,4 +1,4 @@
-"""Documents of pairs and of labelled answers, to be scored by a preference objective or by KTO."""
+"""Makes documents of pairs and of labelled answers, to be scored by a preference objective or by KTO."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from ds_finetune.objectives.objective import DocumentObjective, is_of_documents,
 
 
 def preference_of(section: ObjectiveConfig) -> DocumentObjective | None:
-    """The preference or KTO objective of the run file's section; None for other objectives."""
+    """The preference or KTO objective that the run file's section names; None for other objectives."""
     objective = make_objective(section)
     return objective if is_of_documents(objective) else None
 
@@ -27,13 +27,13 @@ def check_reference(objective: DocumentObjective, baseline: str | None) -> None:
 
 
 def sides_of(rows: PreparedRows, limit: int | None) -> list[Document]:
-    """Both documents of each of the first `limit` pairs, the chosen one first."""
+    """Documents of the first `limit` pairs, for each the chosen one, then the rejected one."""
     number = 2 * min(rows.num_units, limit or rows.num_units)
     return [Document(*rows.document(index), [], []) for index in range(number)]
 
 
 class LabelledAnswer(NamedTuple):
-    """A labelled answer; its prompt with another example's answer, for KTO's z0; and 1 for good or 0 for bad."""
+    """A labelled answer, its prompt with another example's answer (for KTO's z0), and 1 for good or 0 for bad."""
 
     document: Document
     mismatched: Document
