@@ -1,1 +1,1 @@
-"""Operating system facilities: processes, memory, pauses, atomic file replacement, messages between processes."""
+"""Operating system facilities: processes, memory, pauses, atomic replacement of files, facts of a host."""

@@ -1,4 +1,4 @@
-"""Sizes of folders, and the existing parent of a folder to be created."""
+"""Size of a folder, and the nearest existing parent of a folder that is to be created."""
 
 import os
 import stat
@@ -9,7 +9,7 @@ from pathlib import Path
 def bytes_below(folder: Path) -> int:
     """Total bytes of the regular files in a folder, recursively; files that vanish meanwhile do not count."""
     total = 0
-    # Another process may remove folders meanwhile; os.walk skips them, rglob would raise.
+    # Another process may remove folders meanwhile: os.walk skips them, while rglob would raise.
     for parent, _, names in os.walk(folder):
         for name in names:
             with suppress(OSError):
@@ -19,5 +19,5 @@ def bytes_below(folder: Path) -> int:
 
 
 def nearest_existing(folder: Path) -> Path:
-    """`folder`, or its nearest existing parent."""
+    """`folder` itself, or its nearest parent that exists."""
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())

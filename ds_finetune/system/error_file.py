@@ -1,4 +1,4 @@
-"""The file in which a rank leaves its error for torch's elastic agent, under `launch` and under plain torchrun."""
+"""The file in which a rank leaves its error for torch's elastic agent, which starts the ranks of a host."""
 
 import json
 import os
@@ -9,15 +9,16 @@ from pathlib import Path
 from ds_finetune.system.whole_file import replace_file
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Environment variable in which torch's elastic agent names the error file of a rank."""
+"""Environment variable in which torch's elastic agent names a rank's error file."""
 
 
 def record_error(text: str, *, cause: str = "", file: str = "") -> None:
-    """Write the error with which a rank ends, unless an earlier error is recorded; does nothing where no agent asks.
+    """Write the error with which a rank ends, unless an earlier one is recorded or no agent has named a file.
 
-    `cause` says why the run ends, for a rank that only ends because of another one. `file` is the error file of
-    another rank that this process is about to kill; by default the one of this process. The format is that of torch
-    2.13 (elastic/multiprocessing/errors/error_handler.py:80). `at` is more exact than the agent's timestamp in seconds.
+    `cause` says why the run ends, for a rank that only ends because of another one. `file` is the error file of another
+    rank that this process is about to kill; by default it is this process's own. The format is that of torch 2.13
+    (elastic/multiprocessing/errors/error_handler.py:80). `at` in it is more exact than the agent's timestamp in
+    seconds.
     """
     path = Path(file or os.environ.get(ERROR_FILE, ""))
     if path == Path() or path.exists():
@@ -25,6 +26,6 @@ def record_error(text: str, *, cause: str = "", file: str = "") -> None:
     now = time.time()
     extra = {"py_callstack": text, "timestamp": str(int(now))}
     message = {"message": text, "extraInfo": extra, "at": now, "cause": cause}
-    # The agent fails at a part of a file, as a full disk leaves it.
+    # The file is written whole or not at all: the agent fails on a part of one, as a full disk leaves it.
     with suppress(OSError):
         replace_file(path, json.dumps({"message": message}))

@@ -1,4 +1,4 @@
-"""Memory of this host available to a process, in total and free."""
+"""Total and free memory of this host for this process."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -8,18 +8,18 @@ import psutil
 
 
 def available_bytes() -> int:
-    """Free memory for this process in bytes: the host's, or its control group's where that is less."""
+    """Free memory for this process in bytes: the host's, or its control group's if that is less."""
     return min([psutil.virtual_memory().available, *(limit - used for limit, used in _cgroups())])
 
 
 def total_bytes() -> int:
-    """Maximum memory of this process in bytes: the host's, or its control group's where that is less."""
+    """Maximum memory of this process in bytes: the host's, or its control group's if that is less."""
     return min([psutil.virtual_memory().total, *(limit for limit, _ in _cgroups())])
 
 
 def _cgroups() -> Iterator[tuple[int, int]]:
-    """Limit and usage in bytes of control groups with a limit (cgroup versions 2 and 1): this process's own group, and
-    the container's root group; none except on Linux. Page cache does not count as used.
+    """Yield limit and used bytes of control groups with a memory limit (cgroup versions 2 and 1): this process's own
+    group, and the container's root group. Page cache does not count as used.
     """
     own: list[str] = []
     with suppress(OSError):
@@ -31,9 +31,6 @@ def _cgroups() -> Iterator[tuple[int, int]]:
         for group in {Path(root), *(Path(root) / name for name in own)}:
             with suppress(OSError, ValueError):
                 limit, used = (int((group / name).read_text()) for name in (limit_file, used_file))
-                yield limit, used - _page_cache(group)
-
-
-def _page_cache(group: Path) -> int:
-    lines = (group / "memory.stat").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith(("inactive_file ", "active_file ")))
+                lines = (group / "memory.stat").read_text().splitlines()
+                cache = [int(each.split()[1]) for each in lines if each.startswith(("inactive_file ", "active_file "))]
+                yield limit, used - sum(cache)

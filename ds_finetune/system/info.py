@@ -1,4 +1,4 @@
-"""Facts of a host: versions, GPUs, network interfaces and the port on which rank 0 listens.
+"""Collects facts of a host: versions, GPUs, network interfaces, and the port on which rank 0 listens.
 
 This module does not import torch, so that a host responds in a fraction of a second.
 """
@@ -26,45 +26,42 @@ from ds_finetune.system.processes import boot_id
 from ds_finetune.system.versions import installed_versions
 
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate")
-"""Packages whose versions must be the same on every host."""
+"""Names of the packages whose versions must be the same on every host."""
 _SMI_SECONDS = 30
 _DIGITS = 10
 
 
 @dataclass(frozen=True)
 class HostInfo:
-    """The facts of a host that decide whether a run can start on it."""
+    """Facts of a host that decide whether a run can start on it."""
 
     hostname: str
     network_identity: str
     """Boot id and network namespace: equal for two names of one host, different for two containers of one machine."""
     versions: dict[str, str]
-    """Versions of Python, this program (with a hash of its source), packages, torch's CUDA, NCCL and driver; "" where
-    not installed.
-    """
+    """Versions of Python, this program (with its source's hash), packages, CUDA, NCCL and GPU driver, "" if absent."""
     packages: dict[str, str]
-    """Version of each package with a tested range; "" where not installed."""
+    """Version of each package that has a tested range; "" where it is not installed."""
     gpus: list[str]
     """Model of each GPU."""
     cores: int
     interfaces: dict[str, list[str]]
     """Addresses of each network interface that is up."""
     ssh_client: str
-    """Address of the ssh client; empty without ssh."""
+    """Address of the ssh client that connected to this host; empty without ssh."""
     ssh_server_address: str
-    """Address of this host at which the ssh connection arrived; empty without ssh."""
+    """Address of this host at which its ssh client connected; empty without ssh."""
     port: int
-    """The requested port, or a free port where none was requested; 0 where the requested port is in use."""
+    """The requested port, or a free port if none was requested; 0 if the requested port is in use."""
     port_holder: str | None
-    """The process that uses the requested port; None where the port is free or none was requested."""
+    """The process that uses the requested port; None if the port is free or none was requested."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as nvidia-smi lists it; memory in bytes, None where not reported.
+    """A GPU as nvidia-smi lists it. Memory is in bytes, or None where nvidia-smi does not report it.
 
-    nvidia-smi reports no memory for GPUs that share the host's, and no usage of a GPU in MIG mode to users without
-    access.
+    It reports no memory for GPUs that share the host's, and no usage of a GPU in MIG mode to users without access.
     """
 
     name: str
@@ -76,7 +73,7 @@ class Gpu:
 
 
 def gather_host_info(port: int = 0) -> HostInfo:
-    """The facts of this host; `port` is the requested port, 0 for none."""
+    """Collect the facts of this host; `port` is the requested port, or 0 for none."""
     client, _, address = (os.environ.get("SSH_CONNECTION", "").split() + [""] * 3)[:3]
     holder = _port_holder(port) if port else None
     return HostInfo(
@@ -120,7 +117,6 @@ def query_gpus() -> list[Gpu]:
 
 
 def _mib(text: str) -> int | None:
-    """A number of MiB in bytes; None for other texts, such as `[N/A]`."""
     return int(text) * MIB if text.isdigit() else None
 
 
@@ -136,7 +132,8 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def interface_towards(address: str) -> str:
-    """Name of the interface by which this host reaches `address`, or that owns `address`; empty without a route.
+    """Name of the network interface by which this host reaches `address`, or that owns `address`; empty without a
+    route.
 
     No packet is sent.
     """
@@ -148,12 +145,12 @@ def interface_towards(address: str) -> str:
         except OSError:
             return ""
         own = str(connection.getsockname()[0])
-    # For an address of this host, the kernel uses the loopback interface and that same address as the source.
+    # For an address of its own host, the kernel takes the loopback interface, and that same address as the source.
     return next((name for name, addresses in interfaces().items() if own in addresses), "")
 
 
 def free_port() -> int:
-    """A port that no process listens on at this moment."""
+    """A port on which no process listens at this moment."""
     with socket.socket() as listening:
         listening.bind(("", 0))
         return int(listening.getsockname()[1])
@@ -166,7 +163,7 @@ def host_versions(packages: Mapping[str, str]) -> dict[str, str]:
     spec = find_spec("torch")
     about = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     versions["CUDA of torch"] = str(runpy.run_path(str(about)).get("cuda") or "") if about and about.is_file() else ""
-    # torch's wheels bring NCCL as nvidia-nccl-cu12 or -cu13.
+    # NCCL comes with torch's wheels as the package nvidia-nccl-cu12 or -cu13.
     versions["NCCL"] = next(
         (str(d.version) for d in distributions() if str(d.metadata["Name"]).startswith("nvidia-nccl-cu")), ""
     )
@@ -184,7 +181,7 @@ def source_version() -> str:
 
 def _port_holder(port: int) -> str | None:
     with socket.socket() as listening:
-        # Options as TCPStore uses them: a port with only connections in TIME_WAIT counts as free.
+        # With this option, as in torch's TCPStore, a port with only connections in TIME_WAIT counts as free.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind(("", port))

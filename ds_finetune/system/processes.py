@@ -1,4 +1,4 @@
-"""Processes: identity of a process id, signals, the end of a parent, and pauses of this process.
+"""Processes: whether one with a given id has ended, signals, the end of a parent, and pauses of this process.
 
 A process is paused when it is stopped by SIGSTOP, frozen with its container, or suspended with its machine. A pause is
 not a hang, so it does not count towards time limits.
@@ -23,23 +23,24 @@ _OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 _LEAST_SECONDS = 4.0
 _SWITCHES_PER_SECOND = 20
 _SET_PARENT_DEATH_SIGNAL = 1
-"""PR_SET_PDEATHSIG of prctl(2)."""
+"""Option PR_SET_PDEATHSIG of prctl(2), the signal at the end of a parent."""
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-"""Clock that, on Linux, includes the time in which the machine was suspended, unlike `time.monotonic`."""
+"""A clock that, on Linux, also counts time in which the machine was suspended, unlike `time.monotonic`."""
 
 
 def python_module(name: str, *arguments: str, python: str = sys.executable) -> list[str]:
-    """Command that runs a module of this project in another process, to be started with `with_package(os.environ)`.
+    """Command that runs a module of this project in another process, to be started in the environment
+    `with_package(os.environ)`.
 
-    With -P, a file in the working directory, such as `secrets.py`, is not imported instead of a module.
+    With -P, Python does not import a file of the working directory, such as `secrets.py`, instead of a module.
     """
     return [python, "-P", "-u", "-m", name, *arguments]
 
 
 def with_package(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` with a PYTHONPATH on which another process finds this project, even if it is not installed."""
+    """`environ` with a PYTHONPATH by which another process finds this project, even if it is not installed."""
     package = str(Path(__file__).parents[2])
-    # Where it is installed, nothing is added: site-packages in PYTHONPATH would precede Python's own modules.
+    # For an installed package nothing is added, since site-packages in PYTHONPATH would precede Python's own modules.
     if package in site.getsitepackages():
         return dict(environ)
     return {**environ, "PYTHONPATH": os.pathsep.join(filter(None, [package, environ.get("PYTHONPATH")]))}
@@ -54,7 +55,7 @@ def began_at(pid: int) -> str:
 
 
 def has_ended(pid: int, began: str) -> bool:
-    """Whether the process with this id and start has ended, or is a zombie; the id is of this PID namespace."""
+    """Whether the process with this id and start time has ended or is a zombie. The id is one of this PID namespace."""
     try:
         stat = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -65,7 +66,7 @@ def has_ended(pid: int, began: str) -> bool:
 
 
 def _exists(pid: int) -> bool:
-    """Whether a process with this id exists, even where /proc hides other users' processes (hidepid=2)."""
+    """Whether a process with this id exists; it also works where /proc hides other users' processes (hidepid=2)."""
     try:
         os.kill(max(pid, 1), 0)
     except PermissionError:
@@ -76,16 +77,16 @@ def _exists(pid: int) -> bool:
 
 
 def own_pid_namespace() -> str:
-    """Identifier of this process's PID namespace: the machine's boot id, and the namespace.
+    """Identifier of this process's PID namespace: the machine's boot id, and the namespace. Empty without /proc.
 
-    Processes with equal identifiers can signal each other. Empty without /proc.
+    Processes with equal identifiers can send each other signals.
     """
     namespace = Path("/proc/self/ns/pid")
     return f"{boot_id()} {namespace.readlink()}" if boot_id() and namespace.exists() else ""
 
 
 def boot_id() -> str:
-    """Identifier of the running kernel, equal in all its containers; empty without /proc."""
+    """Identifier of the running kernel since its boot, equal in all its containers; empty without /proc."""
     file = Path("/proc/sys/kernel/random/boot_id")
     return file.read_text(encoding="utf-8").strip() if file.exists() else ""
 
@@ -99,7 +100,7 @@ def oom_kills() -> int:
 
 
 def echo_seconds(number: int) -> float:
-    """Seconds after a signal within which another signal `number` counts as the same request.
+    """Seconds for which another signal `number` counts as an echo of the signal before, not as a new request.
 
     A scheduler signals every process of a job, a closing terminal sends two signals, and launchers and wrappers forward
     signals that the processes have received already. Wrappers in a terminal, such as `uv run`, forward SIGINT at once;
@@ -110,8 +111,8 @@ def echo_seconds(number: int) -> float:
 
 @contextmanager
 def handle_signals(handler: Callable[[int], object]) -> Iterator[None]:
-    """Handle SIGINT, SIGTERM and SIGHUP by `handler`, once for a request and its echoes; ignored signals, as SIGHUP
-    under `nohup`, stay ignored.
+    """Context manager in which `handler` gets SIGINT, SIGTERM and SIGHUP, once for a request and its echoes. Signals
+    that are ignored, as SIGHUP under `nohup`, stay ignored.
     """
     latest = -math.inf
 
@@ -132,7 +133,7 @@ def handle_signals(handler: Callable[[int], object]) -> Iterator[None]:
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Let the kernel send a signal to this process when its parent ends for any reason; no effect without prctl(2)."""
+    """Let the kernel send a signal to this process when its parent ends for any reason; needs prctl(2)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, number, 0, 0, 0)
 
@@ -141,7 +142,7 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 class Pause:
     """A time in which a thread did not run. Deadlines on `time.monotonic` must be extended by `monotonic_seconds`.
 
-    `is_of_process` is false where only this thread waited, for example for Python's lock held by native code.
+    `is_of_process` is false if only this thread waited, for example for Python's lock while native code held it.
     """
 
     seconds: float
@@ -150,21 +151,22 @@ class Pause:
 
 
 class PauseDetector:
-    """Detects pauses of a thread that calls `last_pause` at least once a second."""
+    """Detects pauses of a thread, which must call `last_pause` at least once a second."""
 
     def __init__(self) -> None:
         self._looked_at, self._switches = _now(), _num_switches()
 
     def last_pause(self) -> Pause | None:
-        """The pause since the previous call; None without one."""
+        """The thread's pause since the previous call; None if there was none."""
         (before, before_monotonic), (now, monotonic) = self._looked_at, _now()
         switches, self._switches = self._switches, _num_switches()
         self._looked_at = now, monotonic
         seconds = now - before
         if seconds < _LEAST_SECONDS:
             return None
-        # A thread that waits for Python's lock requests it every 5 ms (Python 3.11, Python/ceval_gil.h, take_gil), and
-        # the kernel counts each wait as a context switch. A thread of a paused process makes none.
+        # A waiting thread is told from a paused process by its context switches. A thread that waits for Python's lock
+        # requests it every 5 ms (Python 3.11, Python/ceval_gil.h, take_gil), and the kernel counts each wait. A paused
+        # thread makes none.
         waited = self._switches - switches > _SWITCHES_PER_SECOND * seconds
         return Pause(seconds, monotonic - before_monotonic, is_of_process=not waited)
 
@@ -174,5 +176,4 @@ def _now() -> tuple[float, float]:
 
 
 def _num_switches() -> int:
-    """Number of voluntary context switches of this thread (outside Linux: of this process)."""
     return resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)).ru_nvcsw

@@ -1,4 +1,4 @@
-"""Tested version ranges of packages, from pyproject.toml, and installed versions."""
+"""Version ranges of packages that were tested, from pyproject.toml, and versions that are installed."""
 
 import os
 import shlex
@@ -15,18 +15,20 @@ from ds_finetune.console.tables import show_error
 from ds_finetune.errors import DependencyError
 
 UNTESTED = "DS_FINETUNE_UNTESTED_VERSIONS"
-"""Environment variable: with the value 1, versions outside the tested ranges cause a warning instead of an error."""
+"""Environment variable that, if it is 1, turns the error for versions outside the tested ranges into a warning."""
 EXTRAS = ("compressed", "eval", "gguf", "gpu", "math", "onnx", "pages", "quantize", "serve", "sweep", "track")
-"""Extras whose packages are used at run time."""
+"""Extras (optional dependencies) whose packages are used at run time."""
 _PROJECT = "ds_finetune"
 _FILE = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 
 @cache
 def requirements_of(extra: str = "") -> tuple[Requirement, ...]:
-    """Requirements of `extra`, including the extras it refers to, or of the program itself. They are read from the
-    pyproject.toml of a checkout, whose installed metadata may be outdated, else from the installed package's metadata;
-    empty without either.
+    """Requirements of the extra `extra`, including those of extras it refers to, or of the program itself if it is
+    empty.
+
+    They are read from the pyproject.toml of a checkout, whose installed metadata may be outdated, else from the
+    metadata of the installed package. Empty if there is neither.
     """
     lines: list[str] | None = None
     if _FILE.is_file():
@@ -48,7 +50,7 @@ def requirements_of(extra: str = "") -> tuple[Requirement, ...]:
 
 
 def installed_version(name: str) -> str:
-    """The version of an installed package; "" where it is not installed."""
+    """Version of an installed package; "" if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -56,13 +58,13 @@ def installed_version(name: str) -> str:
 
 
 def installed_versions(extras: Sequence[str] = ("", *EXTRAS)) -> dict[str, str]:
-    """The installed version of each package that `extras` require ("": the program itself); "" where not installed."""
+    """Installed version of each package that `extras` require ("": the program itself); "" if not installed."""
     return {line.name: installed_version(line.name) for extra in extras for line in requirements_of(extra)}
 
 
 def outside_ranges(installed: Mapping[str, str], extra: str = "") -> dict[str, Requirement]:
-    """Requirements of `extra`, or of the program itself, that the installed versions do not meet, by a text with the
-    reason.
+    """Requirements of the extra `extra` (or of the program itself) that the installed versions do not meet. The keys
+    are texts with the reason.
 
     A package of an extra that is not installed is left out, because the code that needs it reports that.
     """
@@ -75,18 +77,18 @@ def outside_ranges(installed: Mapping[str, str], extra: str = "") -> dict[str, R
 
 
 def pip_install(*lines: Requirement) -> str:
-    """The pip command that installs tested versions."""
+    """The pip command that installs tested versions of packages."""
     return shlex.join(["pip", "install", *(f"{line.name}{range_text(line)}" for line in lines)])
 
 
 def range_text(line: Requirement) -> str:
-    """The tested range of a package, lower bound first."""
+    """The tested version range of a package as text, lower bound first."""
     return ",".join(sorted(map(str, line.specifier), reverse=True))
 
 
 @cache
 def check_versions(extra: str = "") -> None:
-    """DependencyError where installed packages are outside the tested ranges; a warning where `UNTESTED` is 1."""
+    """DependencyError where installed packages are outside the tested version ranges; a warning if `UNTESTED` is 1."""
     if not requirements_of():
         _warn("ds_finetune is not installed, and no pyproject.toml is beside it: versions of packages are not checked")
     elif wrong := outside_ranges(installed_versions([extra]), extra):
@@ -98,9 +100,7 @@ def check_versions(extra: str = "") -> None:
 
 
 def require_extra(extra: str, what: str) -> None:
-    """DependencyError where a package of an extra, without which `what` does not work, is not installed or outside its
-    tested range.
-    """
+    """DependencyError where `what` needs an extra with a package that is absent or outside its tested range."""
     missing = [line.name for line in requirements_of(extra) if find_spec(line.name) is None]
     if missing:
         raise DependencyError(

@@ -1,4 +1,4 @@
-"""Atomic replacement of files: written under another name, then renamed, so that no reader sees an incomplete file."""
+"""Replaces files atomically: a file is written under another name, then renamed, so that no reader sees a part."""
 
 import errno
 import os
@@ -24,17 +24,17 @@ def replace_file(path: Path, content: str | bytes, *, is_synced: bool = False) -
 
 
 def synchronise_names(folder: Path) -> None:
-    """Flush the directory entries of `folder`, and of its parents on the same file system, to disk."""
+    """Flush the directory entries of the parents of `folder` on the same file system to disk."""
     above = folder.absolute()
     while above.parent != above and above.parent.stat().st_dev == above.stat().st_dev:
         above = above.parent
-        # A folder that cannot be read was not created by this process.
+        # Only folders that can be read are flushed: this process has not created the others.
         if os.access(above, os.R_OK):
             synchronise(above)
 
 
 def synchronise(path: Path) -> None:
-    """Flush a file's content, or a folder's entries, to disk, so that they survive a power failure (fsync)."""
+    """Flush a file's content, or a folder's entries, to disk (fsync), so that they survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

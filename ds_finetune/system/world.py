@@ -1,4 +1,4 @@
-"""The rank of this process from the environment of any supported launcher, and the settings of `accelerate launch`."""
+"""Finds the rank of this process from the environment of its launcher, and settings of `accelerate launch`."""
 
 import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -14,30 +14,26 @@ from ds_finetune.errors import LaunchError
 _STANDARD = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _OTHER_SIZES = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE")
-"""Variables with the number of ranks under MPICH derivatives (Intel MPI, PALS), MVAPICH, Flux and jsrun, which are not
-supported.
-"""
+"""Variables with the number of ranks under unsupported launchers: MPICH's (Intel MPI, PALS), MVAPICH, Flux, jsrun."""
 _PARTS_OF_OTHERS = ("MPI_LOCALNRANKS", "NPROC_PER_NODE", "NNODES")
-"""Variables with a number of ranks on a host, or of hosts; ms-swift and LLaMA-Factory start ranks by the last two."""
+"""Variables with a number of ranks on a host, or of hosts; ms-swift and LLaMA-Factory read the last two."""
 _OTHER_RANKS = ("PMI_RANK", "PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "FLUX_TASK_RANK", "MPI_LOCALRANKID")
-"""Variables with a rank; a launcher that is not supported may set one of them and no size."""
+"""Environment variables with a rank, which a launcher that is not supported may set without a number of ranks."""
 _NODE_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
-"""Variables that only torchrun (also in accelerate) and DeepSpeed 0.19.8 (launcher/launch.py:181) set.
+"""Environment variables that only torchrun (also in accelerate) and DeepSpeed 0.19.8 (launcher/launch.py:181) set.
 
 A scheduler may start one of these launchers on each host.
 """
 _STEPS_WITHOUT_RANKS = (0xFFFFFFFA, 0xFFFFFFFB, 0xFFFFFFFC)
-"""Slurm's step ids of an interactive shell, a batch script and an adopted process (slurm.h): each is a single process,
-whatever SLURM_NTASKS is.
-"""
+"""Slurm's step ids (slurm.h) of a shell, a batch script and an adopted process, each of which is a single process."""
 _ANY_PORT = 0
-"""The system selects a free port: a single process needs no known port, and runs on a machine must not share one."""
+"""Port 0, for which the system selects a free one: a single process needs no port that others know."""
 DEFAULT_PORT = 29_500
-"""Default rendezvous port on the first host, as in torch, where neither an option nor MASTER_PORT names one."""
+"""Default rendezvous port on the first host, as in torch, if neither an option nor MASTER_PORT names one."""
 _FIRST_PORT, _PORTS = 20_000, 12_000
-"""First port and number of ports; all are below 32768, since Linux uses 32768 and above for outgoing connections."""
+"""Range of ports for jobs, all below 32768: Linux uses 32768 and above for outgoing connections."""
 _NODES = r"(?:[^,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
-"""An entry of a list of nodes, such as `node[01-03,7]-ib`."""
+"""Regular expression of an entry in a list of nodes, such as `node[01-03,7]-ib`."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,6 @@ class World:
     master_port: int = DEFAULT_PORT
 
     def __post_init__(self) -> None:
-        """LaunchError where the numbers contradict each other."""
         if not 0 <= self.rank < self.world_size:
             raise LaunchError(
                 f"rank {self.rank} is not below world size {self.world_size} (from {self.launcher})",
@@ -68,8 +63,8 @@ class World:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Self:
-        """Read the variables of torchrun, DeepSpeed, accelerate, Open MPI or Slurm; without any, a world of one
-        process.
+        """Read the environment variables of torchrun, DeepSpeed, accelerate, Open MPI or Slurm. Without any, the world
+        is one process.
 
         LaunchError where only some are set, or where RANK, WORLD_SIZE or LOCAL_RANK contradict the scheduler that
         started this process.
@@ -98,7 +93,7 @@ class World:
         return cls(0, 1, 0, 1, "python", master_port=_ANY_PORT)
 
     def set_environment(self, environ: MutableMapping[str, str]) -> None:
-        """Set the standard variables that are missing; without them DeepSpeed would need mpi4py."""
+        """Set the standard environment variables that are missing, without which DeepSpeed would need mpi4py."""
         values = {
             "RANK": self.rank,
             "WORLD_SIZE": self.world_size,
@@ -162,7 +157,7 @@ class World:
 
 @dataclass(frozen=True)
 class AccelerateChoices:
-    """Settings that `accelerate launch` with DeepSpeed has put into the environment; None where not set."""
+    """Settings that `accelerate launch` with DeepSpeed has put into the environment; None for one that is not set."""
 
     config_file: str | None
     zero_stage: int | None
@@ -174,7 +169,7 @@ class AccelerateChoices:
 
 
 def accelerate_choices(environ: Mapping[str, str]) -> AccelerateChoices | None:
-    """The settings of `accelerate launch`; None where it was not used, or without DeepSpeed."""
+    """Settings of `accelerate launch`; None if it was not used, or not with DeepSpeed."""
     if environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
         return None
 
@@ -204,9 +199,9 @@ def check_deepspeed_hostfile() -> None:
     """LaunchError where a parent `deepspeed` process was given a `--hostfile` that does not exist or is invalid.
 
     DeepSpeed 0.19.8 then starts ranks on this machine only (launcher/runner.py, fetch_hostfile) without telling them.
-    This function reads the command lines of the visible parent processes.
+    So the command lines of the parent processes are read.
     """
-    # Imported here, because the import takes 15 ms, which commands without ranks do not need.
+    # psutil is imported here, because that takes 15 ms, and commands without ranks do not need it.
     import psutil
 
     with suppress(psutil.Error):
@@ -235,7 +230,7 @@ def _check_hostfile_arguments(line: list[str]) -> None:
 
 
 def _scheduler(environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Names of the scheduler's variables with rank, size and local rank; None without Open MPI or Slurm."""
+    """Names of the scheduler's environment variables for rank, size and local rank; None without Open MPI or Slurm."""
     if _OPEN_MPI[0] in environ:
         return _OPEN_MPI
     if (
@@ -248,7 +243,9 @@ def _scheduler(environ: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def _slurm_names(environ: Mapping[str, str]) -> tuple[str, str, str]:
-    """Names of Slurm's variables; the step's number of tasks first, since SLURM_NTASKS may be the allocation's."""
+    """Names of Slurm's environment variables for rank, size and local rank. SLURM_NTASKS may be that of the whole
+    allocation, so the step's own variable comes first.
+    """
     return (
         "SLURM_PROCID",
         "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS",
@@ -257,7 +254,8 @@ def _slurm_names(environ: Mapping[str, str]) -> tuple[str, str, str]:
 
 
 def _check_leftover_variables(environ: Mapping[str, str], scheduler: tuple[str, ...], given: Sequence[str]) -> None:
-    """LaunchError where the variables `given`, left from another launch, contradict the scheduler's.
+    """LaunchError where the environment variables `given` contradict the scheduler's, as they are left from another
+    launch.
 
     With RANK 0 and WORLD_SIZE 1 left in the shell, every rank would start a run of its own in the same folder.
     """
@@ -271,9 +269,7 @@ def _check_leftover_variables(environ: Mapping[str, str], scheduler: tuple[str, 
 
 
 def _check_other_mpi(environ: Mapping[str, str], world_size: str) -> None:
-    """LaunchError where an unsupported launcher has started more processes than `world_size`, each of which would be a
-    run of its own in the same folder.
-    """
+    """LaunchError where an unsupported launcher has started more processes, each of which would be its own run."""
     sizes = _OTHER_SIZES + _PARTS_OF_OTHERS * (world_size == "1")
     wrong = [name for name in sizes if environ.get(name, "1") not in ("1", world_size)]
     wrong += [name for name in _OTHER_RANKS if world_size == "1" and environ.get(name, "0") != "0"]
@@ -296,13 +292,13 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 
 def _master_address(environ: Mapping[str, str], job: str) -> tuple[str, int]:
-    """Address and port of rank 0. Without MASTER_PORT, the port is derived from the job id, so that jobs differ."""
+    """Address and port of rank 0. Without MASTER_PORT, the port follows from the job id, so that jobs differ."""
     port = _FIRST_PORT + sum(ord(c) * 31**i for i, c in enumerate(job)) % _PORTS if job else DEFAULT_PORT
     return environ.get("MASTER_ADDR", "127.0.0.1"), master_port(environ, port)
 
 
 def master_port(environ: Mapping[str, str], default: int) -> int:
-    """The port that MASTER_PORT names, or else `default`; LaunchError where it is set to something else."""
+    """The port that MASTER_PORT names, or `default` if it is not set; LaunchError where it is not a port."""
     text = environ.get("MASTER_PORT")
     if text is None:
         return default
@@ -315,7 +311,6 @@ def master_port(environ: Mapping[str, str], default: int) -> int:
 
 
 def _tasks_per_node(text: str) -> Iterator[int]:
-    """`2(x3),1` -> 2, 2, 2, 1."""
     for part in text.split(","):
         numbers = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if not numbers:
@@ -324,7 +319,7 @@ def _tasks_per_node(text: str) -> Iterator[int]:
 
 
 def slurm_nodes(environ: Mapping[str, str], *names: str) -> list[str]:
-    """Names of nodes from the first of these variables that is set, like the output of `scontrol show hostnames`."""
+    """Names of nodes from the first of the variables `names` that is set, as from `scontrol show hostnames`."""
     name = next((name for name in names if name in environ), names[0])
     text = environ.get(name, "")
     if not re.fullmatch(rf"{_NODES}(?:,{_NODES})*", text):
@@ -336,7 +331,7 @@ def slurm_nodes(environ: Mapping[str, str], *names: str) -> list[str]:
 
 
 def _expand(part: str) -> list[str]:
-    """`node[01-03,7]-ib` -> node01-ib, node02-ib, node03-ib, node7-ib; several brackets multiply."""
+    """Nodes of an entry: `node[01-03,7]-ib` is node01-ib, node02-ib, node03-ib, node7-ib; brackets multiply."""
     pieces = re.split(r"\[([^\[\]]*)\]", part)
     choices = [_numbers(piece) if index % 2 else [piece] for index, piece in enumerate(pieces)]
     return ["".join(chosen) for chosen in product(*choices)]
