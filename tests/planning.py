@@ -19,8 +19,7 @@ from ds_finetune.plan.deepspeed_config import given_choices
 from ds_finetune.plan.estimate.traced import TracedLayer, TracedModel, Tracer
 from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.plan.search.candidates import STAGES, Candidate, Candidates
-from ds_finetune.plan.search.layout import OFFLOADS, Activations, Layout, Offload
+from ds_finetune.plan.search.candidates import OFFLOADS, STAGES, Activations, Candidate, Candidates, Layout, Offload
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer.prepare import PreparedRun, read_run

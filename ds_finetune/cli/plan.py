@@ -80,7 +80,7 @@ def _check_options(arguments: Arguments) -> None:
 
 def _search(arguments: Arguments, config: RunConfig, target: "Target") -> None:
     from ds_finetune.model.build.planned_model import model_of_run
-    from ds_finetune.plan.search.search_run import result_notes, result_tree, search_layouts
+    from ds_finetune.plan.search.search import result_notes, result_tree, search_layouts
     from ds_finetune.plan.settings import RunSettings
     from ds_finetune.trainer.tracing.cache import planned_traces
 
@@ -108,8 +108,8 @@ def run_file_text(
 ) -> str:
     """Text of the run file `source`, from which `config` was read with `overrides`, with a search's first layout."""
     from ds_finetune.config.edit_run_file import override_values, written_run_file
-    from ds_finetune.plan.search.layout import layout_keys
-    from ds_finetune.plan.search.search_run import layout_header
+    from ds_finetune.plan.search.candidates import layout_keys
+    from ds_finetune.plan.search.search import layout_header
     from ds_finetune.plan.settings import RunSettings
 
     best, run = result.proposals[0], RunSettings.of(config)
@@ -160,7 +160,7 @@ def _memory_lines(memory: "MemoryEstimate") -> Iterator[tuple[str, str]]:
 
 def _layout_lines(result: "SearchResult") -> Iterator[tuple[str, str]]:
     """A line for each proposed layout with the memory that it needs."""
-    from ds_finetune.plan.search.search_run import layout_text
+    from ds_finetune.plan.search.search import layout_text
 
     for number, proposal in enumerate(result.proposals, start=1):
         device, host = proposal.memory.device_bytes / GIB, proposal.memory.host_bytes / GIB

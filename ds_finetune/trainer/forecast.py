@@ -12,7 +12,7 @@ from ds_finetune.errors import FinetuneError, RunError
 from ds_finetune.observers.performance import MemoryCheck
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.estimate.zero_rows import bucket_bytes
-from ds_finetune.plan.search.fitting import first_texts, fitting_changes
+from ds_finetune.plan.search.fitting import fitting_changes
 from ds_finetune.system.whole_file import replace_file
 from ds_finetune.trainer.prepare import PreparedRun
 
@@ -76,8 +76,9 @@ def what_fits(run: PreparedRun, *, budget: int) -> str:
     """Hint with the nearest settings that fit into `budget` bytes."""
     changes = fitting_changes(run.plan, run.model.described, run.traces, budget=budget)
     if not changes:
-        return "by the estimate no change of the run file fits: take more ranks, or devices with more memory"
-    return f"by the estimate these fit, each with its need: {first_texts(changes, _MOST_CHANGES)}"
+        return "by the estimate no single change of the run file fits; `ds-finetune plan --search` lists what fits"
+    texts = (f"{change.text} ({change.device_bytes / GIB:,.2f} GiB)" for change in changes[:_MOST_CHANGES])
+    return f"by the estimate these fit, each with its need: {'; '.join(texts)}"
 
 
 @contextmanager

@@ -1,8 +1,7 @@
 """Memory estimate of a run: what a rank holds on its device, in host memory and on disk, and which option lowers it."""
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, get_args
+from dataclasses import dataclass
 
 from ds_finetune.config.objectives import is_grpo
 from ds_finetune.config.units import GIB
@@ -12,7 +11,6 @@ from ds_finetune.plan.estimate.rank_weights import RankWeights, rank_elements, w
 from ds_finetune.plan.estimate.rollouts import samples_itself, sampling_rows
 from ds_finetune.plan.estimate.rows import (
     KEPT_FOR_BACKWARD,
-    MOMENTS,
     MemoryRow,
     Moment,
     Place,
@@ -25,7 +23,7 @@ from ds_finetune.plan.estimate.traced import TracedLayer, TracedModel, Tracer
 from ds_finetune.plan.estimate.zero_rows import teacher_rows, zero_rows
 from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.pipeline import num_forwards_in_flight
-from ds_finetune.plan.plan import Plan, Recomputation
+from ds_finetune.plan.plan import Plan
 from ds_finetune.plan.tested_layouts import WEIGHT_BYTES
 
 _MICRO_BATCH, _LENGTH = "train.micro_batch_size", "train.max_seq_len"
@@ -132,36 +130,6 @@ def _kept_rows(plan: Plan, model: DescribedModel, weights: RankWeights) -> Itera
         yield MemoryRow("weights of the start", "host", size, option)
         if plan.device == "cuda" and plan.offload_param == "none":
             yield MemoryRow("weights of the start, in use", "gpu", size, option, ("rollout",))
-
-
-class StateBytes(NamedTuple):
-    """Lower bounds of the bytes that a rank holds, whatever its activations are."""
-
-    device: int
-    host: int
-
-
-def least_bytes_of_stages(plan: Plan, model: DescribedModel) -> StateBytes:
-    """Lower bound of the bytes of a run's states, with or without recomputation (whichever is less), for any division
-    of layers over pipeline stages: on the device of the fullest stage, and on the host of an average stage.
-    `estimate_memory` gives at least as much, and takes far longer.
-    """
-    # The bytes of a stage's states grow with its layers, and two stages together never hold less than one stage with
-    # the layers of both, because buffers are held once per stage. So the fullest of `pp` stages holds at least the
-    # `pp`-th part of one stage with all layers.
-    parallel = plan.parallel.model_copy(update={"pp": 1, "vpp": 1, "pp_layers": ()})
-    merged = replace(plan, parallel=parallel, mesh=replace(plan.mesh, pp=1))
-    (weights,) = weights_of_run(merged, model)
-    own = rank_elements(merged, model, weights)
-    plans = [merged.with_recomputation(each) for each in get_args(Recomputation)]
-    rows = [tuple(zero_rows(each, own, weights)) for each in plans]
-    # Every stage writes a part of a checkpoint; only the last stage has a teacher.
-    others = (*(teacher_rows(plan, model.teacher) if plan.mesh.pp == 1 else ()), *_file_rows(plan, model))
-    shared = [row for row in others if row.when == MOMENTS]
-    memories: tuple[Place, Place] = (plan.home, "host")
-    return StateBytes(
-        *(peak(shared, place) + min(peak(each, place) for each in rows) // plan.mesh.pp for place in memories)
-    )
 
 
 def _rollout_rows(  # noqa: PLR0913 - what a rank holds, and what it knows of its device and layers

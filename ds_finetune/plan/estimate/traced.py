@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
+from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.plan import Plan
 
 
@@ -75,6 +76,13 @@ class TracedModel:
 
 Tracer = Callable[[Plan], TracedModel]
 """Function from the plan of a run to the activations of its model in that layout."""
+
+
+def without_activations(model: DescribedModel) -> Tracer:
+    """Traces of no bytes, with which an estimate counts only states: a lower bound of the memory of a run."""
+    layers = len(model.tensors.layers) - model.tensors.num_predictions
+    traced = TracedModel((TracedLayer(0, 0, 0, 0),) * layers, 0, 0, 0, 0, 0, 0, 0)
+    return lambda plan: traced
 
 
 def by_rows(traces: Tracer) -> Tracer:

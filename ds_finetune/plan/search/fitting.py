@@ -3,7 +3,7 @@ file with which a run would fit.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from ds_finetune.config.units import GIB
 from ds_finetune.errors import FinetuneError
 from ds_finetune.plan.batch import legal_micro_batches
 from ds_finetune.plan.deepspeed_config import read_choices
-from ds_finetune.plan.estimate.memory import MemoryEstimate, StateBytes, estimate_memory
+from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.estimate.traced import Tracer
 from ds_finetune.plan.model_tensors import DescribedModel
 from ds_finetune.plan.pipeline import forwards_multiple
@@ -92,15 +92,7 @@ class Budget:
         """Bytes by which an estimate exceeds the budget of the device or of the host, whichever is more; 0 where it
         fits.
         """
-        return max(0, self.device_excess(memory), memory.host_bytes - usable(self.host_bytes))
-
-    def least_excess(self, states: StateBytes) -> int:
-        """Lower bound of the bytes by which a run exceeds the budget, from its states."""
-        return max(0, states.device - usable(self.device_bytes), states.host - usable(self.host_bytes))
-
-    def device_excess(self, memory: MemoryEstimate) -> int:
-        """Bytes by which an estimate exceeds the budget of the device; negative where it fits."""
-        return memory.device_bytes - usable(self.device_bytes)
+        return max(0, memory.device_bytes - usable(self.device_bytes), memory.host_bytes - usable(self.host_bytes))
 
     def problem(self, memory: MemoryEstimate) -> str:
         """Text with needed and available bytes of each memory that is too small; empty where the run fits."""
@@ -120,25 +112,10 @@ _HIGHEST_STAGE = 3
 
 
 class FittingChange(NamedTuple):
-    """Values of the run file, as `KEY VALUE` joined by commas, and the plan and device bytes of the run with them."""
+    """A value of the run file, as `KEY VALUE`, and the device bytes of a rank of the run with it."""
 
     text: str
-    plan: Plan
     device_bytes: int
-
-
-def _changes(plan: Plan, model: DescribedModel, traces: Tracer, *, budget: int) -> Iterator[FittingChange]:
-    """The run with each single change that `make_plan` accepts, those that cost least time first."""
-    rows = largest_micro_batch(plan, model, traces, budget=budget) or 1
-    for text, train, zero in _changed_keys(plan, rows):
-        updates: dict[str, Any] = {"train": plan.train.model_copy(update=train)}
-        if zero:
-            tree = read_choices(plan.deepspeed)[0] if plan.deepspeed else {}
-            section = {**(tree.get("zero_optimization") or {"stage": plan.zero_stage}), **zero}
-            updates["deepspeed"] = {**tree, "zero_optimization": section}
-        with suppress(FinetuneError):
-            changed = make_plan(replace(plan, **updates), world=plan.world, device=plan.device)
-            yield FittingChange(text, changed, estimate_memory(changed, model, traces).device_bytes)
 
 
 def _changed_keys(plan: Plan, rows: int) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -164,24 +141,19 @@ def _changed_keys(plan: Plan, rows: int) -> Iterator[tuple[str, dict[str, Any], 
 
 
 def fitting_changes(plan: Plan, model: DescribedModel, traces: Tracer, *, budget: int) -> tuple[FittingChange, ...]:
-    """Single changes with which the run leaves enough of `budget` bytes free; if there are none, the shortest sequence
-    of changes that does, each the one that saves most; empty if nothing suffices.
-
-    `make_plan` accepts a run with these changes, and none of them changes the loss.
+    """Single changes of the run file with which the run leaves enough of `budget` bytes free, those that cost least
+    time first. `make_plan` accepts each of them, and none changes the loss.
     """
-    changes = list(_changes(plan, model, traces, budget=budget))
-    if single := [change for change in changes if fits(change.device_bytes, budget)]:
-        return tuple(single)
-    texts, size = list[str](), estimate_memory(plan, model, traces).device_bytes
-    while helpful := [change for change in changes if change.device_bytes < size]:
-        text, plan, size = min(helpful, key=lambda change: change.device_bytes)
-        texts.append(text)
-        if fits(size, budget):
-            return (FittingChange(", ".join(texts), plan, size),)
-        changes = list(_changes(plan, model, traces, budget=budget))
-    return ()
-
-
-def first_texts(changes: Sequence[FittingChange], most: int) -> str:
-    """Text with the first `most` changes and the GiB of each."""
-    return "; ".join(f"{change.text} ({change.device_bytes / 2**30:,.2f} GiB)" for change in changes[:most])
+    rows = largest_micro_batch(plan, model, traces, budget=budget) or 1
+    changes = []
+    for text, train, zero in _changed_keys(plan, rows):
+        updates: dict[str, Any] = {"train": plan.train.model_copy(update=train)}
+        if zero:
+            tree = read_choices(plan.deepspeed)[0] if plan.deepspeed else {}
+            section = {**(tree.get("zero_optimization") or {"stage": plan.zero_stage}), **zero}
+            updates["deepspeed"] = {**tree, "zero_optimization": section}
+        with suppress(FinetuneError):
+            changed = make_plan(replace(plan, **updates), world=plan.world, device=plan.device)
+            need = estimate_memory(changed, model, traces).device_bytes
+            changes += [FittingChange(text, need)] if fits(need, budget) else []
+    return tuple(changes)

@@ -1,33 +1,52 @@
 """Lists the first layouts of a run that fit given machines, in an order of simplicity. No speed is predicted.
 
-A layout comes before another one that
-1. holds more in host memory: nothing, inputs of recomputed layers, optimizer states, and then weights too;
-2. has more communicating axes besides data parallelism;
-3. has a higher ZeRO stage;
-4. has larger axes: their product counts, and of equal products the larger ep comes first, then tp, sp and pp.
+Layouts are ordered by
+1. what is in host memory: nothing, inputs of recomputed layers, optimizer states, and then weights too;
+2. the number of communicating axes besides data parallelism, smaller first;
+3. the ZeRO stage, lower first;
+4. the product of the axes, smaller first; of equal products the larger ep comes first, then tp, sp and pp.
 
-Of each combination of these, the search takes the least recomputation with which a micro-batch fits, and then the
-largest micro-batch. What would need host memory is left out where the same sizes and ZeRO stage fit without.
+Of layouts with equal ranks in this order, the search lists one: that with the least recomputation with which a
+micro-batch fits, and with the largest micro-batch that fits. A layout that needs host memory is left out where its
+sizes and ZeRO stage fit without.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ds_finetune.config.sections import ParallelConfig
-from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory, least_bytes_of_stages
-from ds_finetune.plan.estimate.traced import Tracer, by_rows
-from ds_finetune.plan.plan import Plan
-from ds_finetune.plan.search.candidates import STAGES, Candidate, Candidates
-from ds_finetune.plan.search.fitting import Budget, largest_micro_batch
-from ds_finetune.plan.search.layout import OFFLOADS, Activations, Layout
+from ds_finetune.config.units import GIB
+from ds_finetune.errors import ConfigError, FinetuneError
+from ds_finetune.plan.batch import rows_of_forward
+from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
+from ds_finetune.plan.estimate.traced import Tracer, by_rows, without_activations
+from ds_finetune.plan.model_tensors import DescribedModel
+from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.plan.search.candidates import (
+    OFFLOADS,
+    STAGES,
+    Activations,
+    Candidate,
+    Candidates,
+    Layout,
+    check_run,
+)
+from ds_finetune.plan.search.fitting import SPARE, Budget, largest_micro_batch
+from ds_finetune.plan.search.forecast import UNCONFIRMED, memory_tree
+from ds_finetune.plan.search.machines import Target
+from ds_finetune.plan.settings import RunSettings
 
 LISTED = 5
 """Number of listed layouts."""
 MOST_TRIED = 100
 """Maximum number of layouts, not counting micro-batch and recomputation, whose memory is estimated in full."""
+ORDER = (
+    "Order: nothing in host memory first, then fewer parallel axes, lower ZeRO stages and smaller axes; of each the "
+    "least recomputation and the largest micro-batch that fit. No speed is predicted: measure the first ones."
+)
 
 
 class Proposal(NamedTuple):
@@ -50,8 +69,11 @@ class SearchResult:
     """Layouts whose states were compared with the memory."""
     num_tried: int
     """Layouts whose states fit and whose memory was estimated in full."""
-    is_cut_off: bool
-    """Whether the search stopped after `MOST_TRIED` layouts."""
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the search stopped after `MOST_TRIED` layouts."""
+        return self.num_tried == MOST_TRIED and len(self.proposals) < LISTED
 
 
 @dataclass(frozen=True)
@@ -64,17 +86,17 @@ class Search:
 
     def run(self) -> SearchResult:
         """Run the search; without proposals if no layout fits."""
-        proposals: list[Proposal] = []
-        misfits: list[Proposal] = []
+        proposals, misfits = list[Proposal](), list[Proposal]()
         too_large: list[tuple[int, Candidate]] = []
         fitting: set[tuple[ParallelConfig, int]] = set()
-        is_cut_off = False
+        states_only = without_activations(self.candidates.model)
         for first in self._groups():
-            if len(proposals) == LISTED or (is_cut_off := len(proposals) + len(misfits) == MOST_TRIED):
+            if len(proposals) == LISTED or len(proposals) + len(misfits) == MOST_TRIED:
                 break
             if first.layout[:2] in fitting:
                 continue
-            if excess := self._excess_of_states(first):
+            states = self._proposal(Candidate(first.layout, first.plan.with_recomputation("full")), states_only)
+            if excess := self.budget.excess(states.memory):
                 too_large.append((excess, first))
             elif self.budget.excess((best := self._best(first.layout)).memory):
                 misfits.append(best)
@@ -82,18 +104,10 @@ class Search:
                 proposals.append(best)
                 fitting.add(first.layout[:2])
         num_tried = len(proposals) + len(misfits)
-        if not proposals:
-            smallest = sorted(too_large, key=lambda each: each[0])[:LISTED]
-            misfits += [self._best(first.layout) for _, first in smallest]
+        if not proposals and too_large:
+            misfits.append(self._best(min(too_large, key=lambda each: each[0])[1].layout))
         nearest = min(misfits, key=lambda each: self.budget.excess(each.memory), default=None)
-        return SearchResult(tuple(proposals), nearest, num_tried + len(too_large), num_tried, is_cut_off)
-
-    def has_fitting_states(self) -> bool:
-        """Whether the states of some layout fit."""
-        return not all(map(self._excess_of_states, self._groups()))
-
-    def _excess_of_states(self, candidate: Candidate) -> int:
-        return self.budget.least_excess(least_bytes_of_stages(candidate.plan, self.candidates.model))
+        return SearchResult(tuple(proposals), nearest, num_tried + len(too_large), num_tried)
 
     def _groups(self) -> Iterator[Candidate]:
         """For each legal combination of sizes, ZeRO stage and offload, in search order, the layout with all rows of a
@@ -148,3 +162,109 @@ def _order_of_sizes(sizes: ParallelConfig) -> tuple[int, ...]:
     """Sort key: product of all axes, then larger ep, tp, sp and pp first."""
     axes = sizes.ep, sizes.tp, sizes.sp, sizes.pp
     return prod(axes), *(-size for size in axes)
+
+
+def search_layouts(given: RunSettings, target: Target, model: DescribedModel, traces: Tracer) -> SearchResult:
+    """The first layouts of a run that fit the machines of `target`.
+
+    ConfigError where no layout is legal or none fits, with what is missing and what would provide it.
+    """
+    if target.budget is None or not target.is_named:
+        reason = "this machine has none" if target.budget is not None else "their memory is not known"
+        raise ConfigError(
+            f"--search for {target.ranks.number} GPU{'s' * (target.ranks.number > 1)}, and {reason}",
+            hint="name the GPU, as --gpu h100-80g, give --gpu-memory 40GiB, or --gpu cpu for this machine's CPU ranks",
+        )
+    # An undecided micro-batch counts as one row; the search chooses it.
+    run = replace(given, train=given.train.model_copy(update={"micro_batch_size": rows_of_forward(given.train)}))
+    check_run(run, model)
+    search = Search(Candidates(run, model, target.ranks), target.budget, traces)
+    result = search.run()
+    if result.proposals:
+        return result
+    raise _no_legal_layout(search) if result.nearest is None else _none_fits(search, target, result, result.nearest)
+
+
+def _no_legal_layout(search: Search) -> FinetuneError:
+    """Error where no layout is legal: the run file is refused in every layout, or no layout divides the ranks."""
+    candidates = search.candidates
+    run, number = candidates.run, candidates.ranks.number
+    on_one_rank = replace(candidates, ranks=replace(candidates.ranks, number=1))
+    pp_layers = run.parallel.pp_layers if (run.parallel.pp, run.parallel.vpp) == (1, 1) else ()
+    refusal: FinetuneError | None = on_one_rank.refusal(ParallelConfig(pp_layers=pp_layers))
+    if refusal is None and candidates.sizes:
+        layout = Layout(candidates.sizes[0], 1, "none", 1, candidates.activations[0])
+        try:
+            make_plan(layout.apply(run), world=candidates.ranks.world, device=candidates.ranks.device)
+        except ConfigError as refused:
+            refusal = refused
+    if refusal is not None:
+        return refusal
+    numbers = (n for n in range(number, 0, -1) if n % min(n, candidates.ranks.per_node) == 0)
+    usable = next(n for n in numbers if replace(candidates, ranks=replace(candidates.ranks, number=n)).sizes)
+    batch, tree = run.train.global_batch_size, candidates.model
+    return ConfigError(
+        f"no layout of {run.model.path} uses {number} ranks: its {tree.get('num_attention_heads')} heads and "
+        f"{tree.get('num_hidden_layers')} layers, and train.global_batch_size {batch}, cannot be divided so",
+        hint=f"use {usable} ranks, or set train.global_batch_size to a multiple of {number}",
+    )
+
+
+def _none_fits(search: Search, target: Target, result: SearchResult, nearest: Proposal) -> ConfigError:
+    """Error with the nearest layout and the bytes that it lacks on a rank."""
+    missing = search.budget.excess(nearest.memory) / GIB
+    tried = f" (the search ended after {MOST_TRIED} layouts whose states fit)" if result.is_cut_off else ""
+    return ConfigError(
+        f"no layout of {search.candidates.run.model.path} fits {target.name}{tried}: {layout_text(nearest)} comes "
+        f"nearest and {search.budget.problem(nearest.memory)} ({SPARE:.0%} stay free), so {missing:,.1f} GiB of a rank "
+        "are missing",
+        hint="take more GPUs or hosts with more memory, train adapters by `lora`, or set a smaller train.max_seq_len",
+    )
+
+
+def layout_text(proposal: Proposal) -> str:
+    """Text of a layout, such as `dp 8 x ep 8, ZeRO-3, micro-batch 2, activations recomputed`."""
+    layout, offload = proposal.layout, OFFLOADS[proposal.layout.offload][1]
+    text = f"{proposal.plan.mesh}, ZeRO-{layout.zero_stage}{offload}, micro-batch {layout.micro_batch_size}"
+    return f"{text}, activations {layout.activations}"
+
+
+def layout_header(best: Proposal, target: Target) -> list[str]:
+    """Header lines for a run file with the first layout."""
+    return [
+        f"Layout for {target.name}, {target.ranks.per_node} in a node, by ds-finetune plan --search:",
+        f"{layout_text(best)};",
+        f"{best.memory.device_bytes / GIB:,.1f} GiB on the device are estimated.",
+    ]
+
+
+def result_tree(result: SearchResult, target: Target) -> dict[str, Any]:
+    """A result as JSON values."""
+    assert target.budget is not None
+    return {
+        "gpus": target.ranks.number,
+        "gpus_per_node": target.ranks.per_node,
+        "device_bytes": target.budget.device_bytes,
+        "layouts": [
+            {
+                "text": layout_text(proposal),
+                "parallel": proposal.plan.parallel.model_dump(mode="json"),
+                "deepspeed": proposal.plan.deepspeed,
+                "train": proposal.layout.train_keys,
+                "memory": memory_tree(proposal.memory),
+            }
+            for proposal in result.proposals
+        ],
+        "notes": result_notes(result, target),
+    }
+
+
+def result_notes(result: SearchResult, target: Target) -> list[str]:
+    """Notes on the order of the layouts, the number compared, and assumptions."""
+    compared = (
+        f"The states of {result.num_compared} layouts were compared with the memory by arithmetic, and all memory was "
+        f"estimated of {result.num_tried} of them ({MOST_TRIED} at most)"
+    )
+    cut = "; the search ended before the last layout, and later ones may fit too" if result.is_cut_off else ""
+    unconfirmed = () if target.ranks.device == "cpu" else (UNCONFIRMED,)
+    return [ORDER, f"{compared}{cut}.", *unconfirmed, *target.notes]

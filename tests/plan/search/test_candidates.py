@@ -15,8 +15,16 @@ from ds_finetune.families.table import FAMILIES
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.build.planned_model import model_of_run
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.plan.search.candidates import ACTIVATIONS, STAGES, Candidate, Candidates, Ranks, check_run
-from ds_finetune.plan.search.layout import OFFLOADS, Layout
+from ds_finetune.plan.search.candidates import (
+    ACTIVATIONS,
+    OFFLOADS,
+    STAGES,
+    Candidate,
+    Candidates,
+    Layout,
+    Ranks,
+    check_run,
+)
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import TINY_MODELS, hf_config
 from ds_finetune.trainer.resolve import make_model_plan

@@ -10,7 +10,7 @@ from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.errors import OutputError
 from ds_finetune.plan.deepspeed_config import given_choices
-from ds_finetune.plan.search.layout import Activations, Layout, decided, layout_keys, shipped_name
+from ds_finetune.plan.search.candidates import Activations, Layout, decided, layout_keys
 from ds_finetune.plan.settings import RunSettings
 from tests.conftest import ROOT
 from tests.planning import layout_of
@@ -81,8 +81,3 @@ def test_a_file_that_cannot_be_edited_is_written_anew(tmp_path: Path) -> None:
     source.write_text("data: &data {train: t.jsonl}\nmodel: m\ntrain: {<<: {for: 1 steps}}\noutput_dir: o\n")
     text, wanted = _written(source, LAYOUTS[1])
     assert RunConfig.model_validate(yaml.safe_load(text)).train == wanted.train
-
-
-def test_choices_of_a_shipped_file_are_named() -> None:
-    assert shipped_name({"zero_optimization": {"stage": 3}}) == "zero3"
-    assert shipped_name({"zero_optimization": {"stage": 3, "reduce_scatter": True}}) is None

@@ -10,14 +10,13 @@ import pytest
 from ds_finetune.cli.main import main
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.model.build.planned_model import model_of_run
-from ds_finetune.plan.estimate.memory import estimate_memory, least_bytes_of_stages
+from ds_finetune.plan.estimate.memory import estimate_memory
+from ds_finetune.plan.estimate.traced import without_activations
 from ds_finetune.plan.search import search as search_module
-from ds_finetune.plan.search.candidates import ACTIVATIONS, Candidates, Ranks
+from ds_finetune.plan.search.candidates import ACTIVATIONS, OFFLOADS, Candidates, Layout, Ranks
 from ds_finetune.plan.search.fitting import Budget
-from ds_finetune.plan.search.layout import OFFLOADS, Layout
 from ds_finetune.plan.search.machines import Request, target_of
-from ds_finetune.plan.search.search import LISTED, MOST_TRIED, Search
-from ds_finetune.plan.search.search_run import search_layouts
+from ds_finetune.plan.search.search import LISTED, MOST_TRIED, Search, search_layouts
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import hf_config
 from tests.conftest import ROOT
@@ -62,9 +61,9 @@ def test_the_first_layouts_that_fit_are_found(name: str, ranks: int, per_node: i
         (estimate_memory(found.plan, model, search.traces), found.layout) for found in all_layouts(search.candidates)
     ]
     for found, (memory, layout) in zip(all_layouts(search.candidates), every, strict=True):
-        states = least_bytes_of_stages(found.plan, model)
-        assert 0 < states.device <= memory.device_bytes, layout
-        assert states.host <= memory.host_bytes, layout
+        states = estimate_memory(found.plan.with_recomputation("full"), model, without_activations(model))
+        assert 0 < states.device_bytes <= memory.device_bytes, layout
+        assert states.host_bytes <= memory.host_bytes, layout
     needs = sorted(memory.device_bytes for memory, _ in every)
     nothing = Search(search.candidates, Budget(needs[0] // 2, PLENTY), search.traces).run()
     assert not nothing.proposals
@@ -172,7 +171,7 @@ def test_the_command_writes_a_run_file_that_it_accepts(
             (
                 "fits 1 x l4-24g: ",
                 "GiB of a rank are missing",
-                "the states of a layout fit with one of: 16 GPUs",
+                "take more GPUs or hosts with more memory",
             ),
         ),
         ("r1_distill_qwen_7b", "--gpus 8192 --gpu h100-80g", ("uses 8192 ranks", "use 8064 ranks")),
