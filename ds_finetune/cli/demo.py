@@ -85,7 +85,7 @@ def write_demo(folder: Path, *, ranks: int = 2, days: int = DAYS) -> Path:
     A step has 8 rows, or the next multiple of `ranks`. 200 of the `days` rows are held out. OutputError where one of
     these files exists with other content, since it may be the user's.
     """
-    from ds_finetune.config.edit_run_file import one_line_yaml
+    from ds_finetune.config.run_file import one_line_yaml
 
     with tempfile.TemporaryDirectory() as scratch:
         new = Path(scratch)

@@ -66,8 +66,8 @@ def _init(arguments: Arguments) -> None:
 def _convert(path: Path, arguments: Arguments) -> None:
     """Write a run file converted from another trainer's file, with a line for each of its keys."""
     from ds_finetune.config.conversion import ConvertedRun
-    from ds_finetune.config.edit_run_file import write_run_file
     from ds_finetune.config.other_files import read_other_file
+    from ds_finetune.config.run_file import write_run_file
 
     file, out = read_other_file(path), Path(arguments.out)
     options = {**({"model": arguments.model} if arguments.model else {}), **file.words}
@@ -85,7 +85,7 @@ def _convert(path: Path, arguments: Arguments) -> None:
 
 
 def _from_rows(arguments: Arguments) -> None:
-    from ds_finetune.config.edit_run_file import one_line_yaml, write_run_file
+    from ds_finetune.config.run_file import one_line_yaml, write_run_file
     from ds_finetune.data.sources import find_sources, read_records
     from ds_finetune.families.text_part import text_tree
     from ds_finetune.plan.config_json import max_positions, read_config_json

@@ -1,9 +1,9 @@
 """`ds-finetune plan`: shows what a run decides and needs on given machines, which need not be available."""
 
 import json
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_finetune.cli.arguments import Arguments, Commands, add_run_command, positive, read_run
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ds_finetune.plan.estimate.memory import MemoryEstimate
     from ds_finetune.plan.search.machines import Target
     from ds_finetune.plan.search.search import SearchResult
+    from ds_finetune.plan.settings import RunSettings
 
 
 def add_commands(commands: Commands) -> None:
@@ -34,7 +35,6 @@ def add_commands(commands: Commands) -> None:
     plan.add_argument("--host-memory", metavar="SIZE", help="memory of a node, e.g. 2000GB")
     text = "list the first tested layouts that fit, in a documented order"
     plan.add_argument("--search", action="store_true", help=text)
-    plan.add_argument("--write", metavar="FILE", help="with --search: write the run file with the first layout")
     text = "build the model without memory, which takes seconds, and show ranks, tensors and the DeepSpeed JSON"
     plan.add_argument("--tensors", action="store_true", help=text)
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
@@ -74,8 +74,6 @@ def _check_options(arguments: Arguments) -> None:
     given += ["--json"] if arguments.tensors and arguments.json else []
     if len(given) > 1:
         raise ConfigError(f"{' with '.join(given)} is not possible", hint=f"leave {given[-1]} out")
-    if arguments.write and not arguments.search:
-        raise ConfigError(f"--write {arguments.write} needs --search", hint="add --search, or leave --write out")
 
 
 def _search(arguments: Arguments, config: RunConfig, target: "Target") -> None:
@@ -86,38 +84,12 @@ def _search(arguments: Arguments, config: RunConfig, target: "Target") -> None:
 
     run = RunSettings.of(config)
     result = search_layouts(run, target, model_of_run(run), planned_traces(run, ERR.print))
-    if arguments.write:
-        from ds_finetune.config.edit_run_file import write_run_file
-
-        # The search uses train.precision as written.
-        given = read_run(arguments)
-        text = run_file_text(Path(arguments.run), given, result, target, overrides=arguments.overrides)
-        write_run_file(Path(arguments.write), text, option="--write")
     if arguments.json:
-        OUT.print_json(json.dumps(result_tree(result, target)))
+        OUT.print_json(json.dumps(result_tree(result, run, target)))
         return
-    show_pairs(f"the first layouts that fit {target.name}", _layout_lines(result))
+    show_pairs(f"the first layouts that fit {target.name}", _layout_lines(result, run))
     for note in result_notes(result, target):
         show_note(note)
-    if arguments.write:
-        show_note(f"written: {arguments.write}")
-
-
-def run_file_text(
-    source: Path, config: RunConfig, result: "SearchResult", target: "Target", *, overrides: Sequence[str]
-) -> str:
-    """Text of the run file `source`, from which `config` was read with `overrides`, with a search's first layout."""
-    from ds_finetune.config.edit_run_file import override_values, written_run_file
-    from ds_finetune.plan.search.candidates import layout_keys
-    from ds_finetune.plan.search.search import layout_header
-    from ds_finetune.plan.settings import RunSettings
-
-    best, run = result.proposals[0], RunSettings.of(config)
-    keys = layout_keys(best.layout, run)
-    sections = best.layout.sections(run) | {"deepspeed": keys.get("deepspeed", config.deepspeed)}
-    rest = f"The rest is {source} with these choices; its comments were written for other ones."
-    header, written_config = [*layout_header(best, target), rest], config.model_copy(update=sections)
-    return written_run_file(source, {**dict(override_values(overrides)), **keys}, written_config, header=header)
 
 
 def _show_forecast(config: RunConfig, target: "Target", *, is_json: bool) -> None:
@@ -158,11 +130,13 @@ def _memory_lines(memory: "MemoryEstimate") -> Iterator[tuple[str, str]]:
     yield from ((f"{size / GIB:10,.2f} GiB  {memory_kind}", text) for size, memory_kind, text in rows if size)
 
 
-def _layout_lines(result: "SearchResult") -> Iterator[tuple[str, str]]:
-    """A line for each proposed layout with the memory that it needs."""
+def _layout_lines(result: "SearchResult", given: "RunSettings") -> Iterator[tuple[str, str]]:
+    """A line for each proposed layout with the memory that it needs, and one with the overrides that give it."""
+    from ds_finetune.plan.search.candidates import layout_overrides
     from ds_finetune.plan.search.search import layout_text
 
     for number, proposal in enumerate(result.proposals, start=1):
         device, host = proposal.memory.device_bytes / GIB, proposal.memory.host_bytes / GIB
         memory = f"{device:,.1f} GiB on a rank, {host:,.1f} GiB of its host's memory"
         yield f"{number:3}", f"{layout_text(proposal)}: {memory}"
+        yield "   ", shlex.join(layout_overrides(proposal.layout, given)) or "as in the run file"

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import yaml
 
-from ds_finetune.config.edit_run_file import one_line_yaml
 from ds_finetune.config.ineffective_keys import NoEffectError
 from ds_finetune.config.invalid_keys import meant_key
 from ds_finetune.config.objectives import GrpoObjective, is_grpo, read_objective
@@ -24,7 +23,7 @@ from ds_finetune.config.other_programs import (
     Program,
     value_of,
 )
-from ds_finetune.config.run_file import SHORT_FORMS, set_key
+from ds_finetune.config.run_file import SHORT_FORMS, one_line_yaml, set_key
 from ds_finetune.config.schema import RunConfig, validate_tree
 from ds_finetune.errors import ConfigError
 

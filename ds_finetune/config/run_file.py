@@ -1,5 +1,6 @@
 """Reads a YAML run file as a nested dictionary with the line of each key, and applies overrides `a.b=value`."""
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import yaml
 
 from ds_finetune.config.shipped import read_text
-from ds_finetune.errors import ConfigError
+from ds_finetune.errors import ConfigError, OutputError
 
 Lines = dict[tuple[str, ...], int]
 """Line number of each key in the YAML file, by the path of keys from the top."""
@@ -119,3 +120,24 @@ def set_key(tree: dict[str, Any], lines: Lines, name: str, value: object, *, sou
         branch = section
     branch[keys[-1]] = value
     lines.pop(keys, None)
+
+
+def one_line_yaml(value: object) -> str:
+    """A value as YAML on one line, quoted where YAML needs quotes, also inside a flow mapping `{...}`."""
+    # Only double quotes escape line ends; in other styles YAML folds them.
+    style = '"' if isinstance(value, str) and not value.isprintable() else None
+    options: dict[str, Any] = {"sort_keys": False, "width": math.inf, "allow_unicode": True, "default_style": style}
+    return str(yaml.safe_dump([value], default_flow_style=True, **options)).strip()[1:-1]
+
+
+def write_run_file(path: Path, text: str, *, option: str) -> None:
+    """Write a new run file to `path`, given by CLI option `option`; OutputError if it exists or cannot be written."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise OutputError(f"`{path}` exists already", hint=f"give {option} another name, or remove the file") from None
+    except OSError as failed:
+        raise OutputError(
+            f"`{path}` cannot be written: {failed.strerror}", hint=f"give {option} another name"
+        ) from failed

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+from ds_finetune.config.run_file import one_line_yaml
 from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.table import family_of
@@ -88,8 +89,8 @@ def decided(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value != "auto" and value != {}}
 
 
-def layout_keys(layout: Layout, given: RunSettings) -> dict[str, Any]:
-    """Run-file keys that a layout changes, with their new values."""
+def layout_overrides(layout: Layout, given: RunSettings) -> list[str]:
+    """Overrides `key=value` of the run file `given` with which the run has this layout."""
     values: dict[str, Any] = {}
     wanted = layout.sections(given)
     if layout.parallel != given.parallel:
@@ -97,7 +98,8 @@ def layout_keys(layout: Layout, given: RunSettings) -> dict[str, Any]:
     if wanted["deepspeed"] != decided(given_choices(given.deepspeed)[0]):
         values["deepspeed"] = wanted["deepspeed"]
     changed = {key: value for key, value in layout.train_keys.items() if value != getattr(given.train, key)}
-    return values | {f"train.{key}": value for key, value in changed.items()}
+    values |= {f"train.{key}": value for key, value in changed.items()}
+    return [f"{key}={one_line_yaml(value)}" for key, value in values.items()]
 
 
 STAGES = (0, 1, 2, 3)

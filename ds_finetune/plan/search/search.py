@@ -33,6 +33,7 @@ from ds_finetune.plan.search.candidates import (
     Candidates,
     Layout,
     check_run,
+    layout_overrides,
 )
 from ds_finetune.plan.search.fitting import SPARE, Budget, largest_micro_batch
 from ds_finetune.plan.search.forecast import UNCONFIRMED, memory_tree
@@ -229,17 +230,8 @@ def layout_text(proposal: Proposal) -> str:
     return f"{text}, activations {layout.activations}"
 
 
-def layout_header(best: Proposal, target: Target) -> list[str]:
-    """Header lines for a run file with the first layout."""
-    return [
-        f"Layout for {target.name}, {target.ranks.per_node} in a node, by ds-finetune plan --search:",
-        f"{layout_text(best)};",
-        f"{best.memory.device_bytes / GIB:,.1f} GiB on the device are estimated.",
-    ]
-
-
-def result_tree(result: SearchResult, target: Target) -> dict[str, Any]:
-    """A result as JSON values."""
+def result_tree(result: SearchResult, given: RunSettings, target: Target) -> dict[str, Any]:
+    """The result of a search for the run `given` as JSON values."""
     assert target.budget is not None
     return {
         "gpus": target.ranks.number,
@@ -248,6 +240,7 @@ def result_tree(result: SearchResult, target: Target) -> dict[str, Any]:
         "layouts": [
             {
                 "text": layout_text(proposal),
+                "overrides": layout_overrides(proposal.layout, given),
                 "parallel": proposal.plan.parallel.model_dump(mode="json"),
                 "deepspeed": proposal.plan.deepspeed,
                 "train": proposal.layout.train_keys,
