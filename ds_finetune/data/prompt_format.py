@@ -41,7 +41,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 """Folder of the chat templates that a run file may name; each renders as the published template of that name."""
 _MARK = re.compile(r"\{# ds_finetune: (\{.*?\}) #\}")
 _TEMPLATE = Template(
-    "{# ds_finetune: $mark #}$bos{% for message in messages %}{% set content = message['content'] %}"
+    "{# ds_finetune: $mark #}$begin{% for message in messages %}{% set content = message['content'] %}"
     "{% if message['role'] == 'user' %}{{ $prompt }}"
     "{% elif message['role'] == 'assistant' %}{{ content + eos_token }}"
     "{% else %}{{ content + '\\n\\n' }}{% endif %}{% endfor %}"
@@ -80,21 +80,25 @@ class PlainFormat:
         messages = Conversation(({"role": "user", "content": text},))
         return Completion(text, "", messages, is_joined=self.form == "joined")
 
-    def template(self, *, has_bos: bool) -> str:
+    def template(self, *, has_bos: bool, has_space: bool = False) -> str:
         """A chat template that writes a user's text as in training, and ends an answer with the eos token.
 
         It begins with a comment that holds this format. It accepts every role, since servers try a template on sample
-        dialogues.
+        dialogues. With `has_space`, a space stands between BOS and a text that does not begin with one, for tokenizers
+        that put a space before a text and not behind BOS.
         """
         separator = "" if self.form == "joined" else self.separator
         prompt = f"content + ('' if content[-1:].strip() != content[-1:] else {_quoted(separator)})"
         if self.form == "alpaca":
             with_input, without = (f"{_quoted(intro)} + {_quoted(_INSTRUCTION)}" for intro in _INTROS)
             prompt = f"({with_input} if {_quoted(_INPUT)} in content else {without}) + content + {_quoted(_RESPONSE)}"
+        begin = "{{ bos_token }}" if has_bos else ""
+        if has_space:
+            begin += "{{ ' ' }}" if self.form == "alpaca" else "{{ '' if messages[0]['content'][:1] == ' ' else ' ' }}"
         return _TEMPLATE.substitute(
             # A `#}` in the format would end the Jinja comment.
             mark=json.dumps(asdict(self)).replace("#", "\\u0023"),
-            bos="{{ bos_token }}" if has_bos else "",
+            begin=begin,
             prompt=prompt,
         )
 
@@ -144,7 +148,9 @@ class PromptFormat:
         if settings.chat_template is None and not is_scorer and (rows := counts.forms.entries):
             form, *others = sorted(rows, key=lambda name: -rows[name][0])
             plain = PlainFormat(form, settings.separator)
-            template = plain.template(has_bos=bool(SampleTokeniser(tokenizer, settings).begin))
+            begin = SampleTokeniser(tokenizer, settings).begin
+            ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("x", f"{tokenizer.bos_token}x")]
+            template = plain.template(has_bos=bool(begin), has_space=bool(begin) and ids[1] != [*begin, *ids[0]])
             rest = ", ".join(f"{rows[other][0]:,} rows of {_FORMS[other]}" for other in others)
             line = f"the export's chat template writes prompts of {_FORMS[form]}, and not those of {rest}"
             notes += [line] if rest else []
@@ -342,11 +348,9 @@ def prompt_lines(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[s
     ends = read_generation(folder).get("eos_token_id", tokenizer.eos_token_id)
     texts = tokenizer.convert_ids_to_tokens(ends if isinstance(ends, list) else [ends])
     yield f"Ends: an answer ends at {', '.join(f'`{text}`' for text in texts)}."
-    if normalises(tokenizer):
-        yield "Accents: transformers composes characters (NFC), and llama.cpp does not: send it composed texts."
-
-
-def normalises(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer composes decomposed Unicode characters (NFC)."""
     normalizer = tokenizer.backend_tokenizer.normalizer
-    return normalizer is not None and "\u00e9" in normalizer.normalize_str("e\u0301")
+    if normalizer is not None and "\u00e9" in normalizer.normalize_str("e\u0301"):
+        yield (
+            "Accents: transformers composes characters (NFC), and llama.cpp and ONNX Runtime GenAI do not: send them "
+            "composed texts."
+        )

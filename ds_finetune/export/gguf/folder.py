@@ -93,7 +93,7 @@ def _write_file(
     writer.add_file_type(gguf.LlamaFileType[f"{prefix}_{options.dtype.upper()}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_settings(writer, config, family)
-    tokenizer = add_tokenizer(writer, folder, config, source)
+    tokenizer, token_notes = add_tokenizer(writer, folder, config, source)
     for tensor in tensors:
         # The writer derives ggml's type from an array's dtype unless the type is passed.
         fp32 = np.dtype(np.float32)
@@ -103,7 +103,7 @@ def _write_file(
     finally:
         writer.close()
     text, more = modelfile(file.name, tokenizer, end_ids(folder, config, tokenizer))
-    return ranges, [*_notes(tensors, hub, options.dtype), *notes_on(config), *more], text
+    return ranges, [*_notes(tensors, hub, options.dtype), *notes_on(config), *token_notes, *more], text
 
 
 def _write_tensors(

@@ -15,9 +15,10 @@ from gguf import TokenType as Type
 from jinja2 import Environment, TemplateSyntaxError, nodes
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from ds_finetune.data.prompt_format import end_ids
+from ds_finetune.data.prompt_format import PlainFormat, end_ids
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ExportError
+from ds_finetune.export.consumer_tokens import compare_tokens, is_sentencepiece, probe_chats
 
 _PROBE = (
     "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n\U0001f680 (normal) \U0001f636‍\U0001f32b️ (multiple emojis "
@@ -55,8 +56,7 @@ def splitting(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
     ExportError where llama.cpp has no rules for the tokenizer.
     """
-    core = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-    if core["type"] == "BPE" and core["byte_fallback"]:
+    if is_sentencepiece(tokenizer):
         return None
     ids = [tokenizer(_PROBE, add_special_tokens=special)["input_ids"] for special in (True, False)]
     # As published, the tokenizer may begin texts with BOS: transformers 5.23 saves no `add_bos_token`.
@@ -65,7 +65,8 @@ def splitting(tokenizer: PreTrainedTokenizerBase) -> str | None:
     for each in sums:
         if each in _SPLITTERS:
             return _SPLITTERS[each]
-    kinds = f"{core['type']} after {type(tokenizer.backend_tokenizer.pre_tokenizer).__name__}"
+    model = type(tokenizer.backend_tokenizer.model).__name__
+    kinds = f"{model} after {type(tokenizer.backend_tokenizer.pre_tokenizer).__name__}"
     raise ExportError(
         f"llama.cpp is not known to split text like the tokenizer `{tokenizer.name_or_path}` ({kinds}; sha256 of its "
         f"ids of llama.cpp's probe {sums[0]})",
@@ -75,16 +76,23 @@ def splitting(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 def add_tokenizer(
     writer: gguf.GGUFWriter, folder: Path, config: PretrainedConfig, source: Path
-) -> PreTrainedTokenizerBase:
-    """Add the tokenizer of `folder`, the export of `source`, to `writer`, for a model of `config`; returns it.
+) -> tuple[PreTrainedTokenizerBase, list[str]]:
+    """Add the tokenizer of `folder`, the export of `source`, to `writer`, for a model of `config`; returns it with the
+    chat template of the GGUF, and notes for the user.
 
-    DataError where the folder has no tokenizer. ExportError as in `splitting` and `check_template`, and where the
-    tokenizer has more tokens than the model.
+    DataError where the folder has no tokenizer. ExportError as in `splitting` and `check_template`, where the tokenizer
+    has more tokens than the model, and where llama.cpp makes other tokens of every chat, or without a chat template of
+    every text.
     """
     tokenizer, vocab_size = load_tokenizer(str(folder)), int(config.vocab_size)
     tokenizer.name_or_path = str(source)
     check_template(tokenizer)
     rules, tree = splitting(tokenizer), json.loads(tokenizer.backend_tokenizer.to_str())
+    template = tokenizer.chat_template
+    if (plain := PlainFormat.of(template)) is not None:
+        # llama.cpp adds the space behind BOS itself.
+        tokenizer.chat_template = plain.template(has_bos="{{ bos_token" in template)
+    adds_space, note = _space_prefix(tokenizer, [] if plain else probe_chats(tokenizer))
     core, added = tree["model"], {token["id"]: token for token in tree["added_tokens"]}
     texts = {number: text for text, number in core["vocab"].items()}
     texts |= {number: token["content"] for number, token in added.items()}
@@ -102,14 +110,27 @@ def add_tokenizer(
         # The score of a token is the negative rank of the first merge that makes it.
         ranks = {"".join(pair): rank for rank, pair in reversed([*enumerate(core["merges"])])}
         writer.add_token_scores([-float(ranks.get(texts.get(number, ""), 10_000)) for number in range(vocab_size)])
-        writer.add_add_space_prefix(tokenizer.tokenize("a")[0].startswith("▁"))
+        writer.add_add_space_prefix(adds_space)
     types = [_type_of(texts.get(number), added.get(number), core) for number in range(vocab_size)]
     tokens = (texts.get(number, f"[PAD{number}]") for number in range(vocab_size))
     pairs = zip(tokens, types, strict=True)
     writer.add_token_list([text.replace("▁", " ") if kind == Type.USER_DEFINED else text for text, kind in pairs])
     writer.add_token_types(types)
     _add_special(writer, tokenizer, end_ids(folder, config, tokenizer))
-    return tokenizer
+    return tokenizer, [note] if note else []
+
+
+def _space_prefix(tokenizer: PreTrainedTokenizerBase, chats: Sequence[str]) -> tuple[bool, str]:
+    """Whether llama.cpp is to put a space before a text and behind each control token, by which it makes transformers'
+    tokens of most `chats` and texts, and a note on the others. ExportError where it makes them of none.
+    """
+    usual = tokenizer.tokenize("a")[0].startswith("▁")
+    choices = {adds: compare_tokens(tokenizer, chats, "llama.cpp", adds_space=adds) for adds in (usual, not usual)}
+    best = max(choices, key=lambda adds: (choices[adds].chats, choices[adds].texts))
+    agreement = choices[best]
+    if not (agreement.chats if chats else agreement.texts):
+        raise ExportError(agreement.note, hint="export with --format safetensors, which keeps tokenizer.json")
+    return best, agreement.note
 
 
 def _type_of(text: str | None, added: Mapping[str, Any] | None, core: Mapping[str, Any]) -> Type:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.data.chat_template import ChatTemplate, Messages, RenderingError, placeholder
-from ds_finetune.data.prompt_format import normalises
 
 _USER, _ANSWER, _SYSTEM = ({"role": role, "content": placeholder("text")} for role in ("user", "assistant", "system"))
 _IS = '{{ %s eq %s "%s" }}'
@@ -27,10 +26,6 @@ def modelfile(name: str, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
     texts = tokenizer.convert_ids_to_tokens(list(ends))
     lines += [f'PARAMETER stop "{text}"' for text in texts if '"' not in text]
     others = [number for number in ends if number != tokenizer.eos_token_id][2:]
-    if normalises(tokenizer):
-        notes.append(
-            "the tokenizer composes characters (e + U+0301 as é), and llama.cpp does not: send it composed texts (NFC)"
-        )
     if others:
         notes.append(
             f"a GGUF names three ends of an answer: give {tokenizer.convert_ids_to_tokens(others)} to llama.cpp as stop"

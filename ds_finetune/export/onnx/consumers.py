@@ -6,6 +6,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from ds_finetune.data.tokenizer_files import has_vocabulary, load_tokenizer
+from ds_finetune.export.consumer_tokens import genai_note
 from ds_finetune.export.onnx import DATA, MODEL
 from ds_finetune.families.table import family_of
 
@@ -27,7 +29,8 @@ def write_settings(folder: Path, config: PretrainedConfig, *, dtype: str, with_c
         return ["no genai_config.json: neither config.json nor generation_config.json has an eos_token_id"]
     text = json.dumps(settings, indent=2)
     (folder / "genai_config.json").write_text(text + "\n", encoding="utf-8")
-    return []
+    note = genai_note(load_tokenizer(str(folder))) if has_vocabulary(folder) else ""
+    return [note] if note else []
 
 
 def _tell_transformers_js(folder: Path, dtype: str) -> None:

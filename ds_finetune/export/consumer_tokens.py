@@ -1,0 +1,115 @@
+"""Whether llama.cpp and ONNX Runtime GenAI make the same tokens of texts and chats as transformers.
+
+Both have a tokenizer of their own. They put a space before a text and behind every control token, or nowhere, whatever
+the normalizer and pre-tokenizer of tokenizer.json do. They compose no characters (NFC), and ignore that an added token
+strips the white space beside it.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from ds_finetune.data.chat_template import ChatTemplate, RenderingError
+from ds_finetune.data.prompt_format import PlainFormat
+from ds_finetune.data.tokenizer_files import PROBES
+
+_FLAGS = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+_SHOWN_CHARACTERS, _SHOWN_TOKENS = 40, 6
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Numbers of chats and of plain texts of which a program makes the tokens of transformers."""
+
+    chats: int
+    texts: int
+    note: str
+    """What differs, for the user; empty where nothing does."""
+
+
+def is_sentencepiece(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer is SentencePiece's BPE with tokens for single bytes."""
+    core = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    return core["type"] == "BPE" and bool(core["byte_fallback"])
+
+
+def compare_tokens(
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[str], program: str, *, adds_space: bool
+) -> Agreement:
+    """Compare transformers' tokens of PROBES and of rendered `chats` with those of `program`, which puts a space before
+    a text and behind control tokens if `adds_space`.
+    """
+    own, texts = tokenizer.backend_tokenizer, list(PROBES.values())
+    other = _as_elsewhere(tokenizer, adds_space=adds_space)
+    differences: dict[str, tuple[list[str], list[str]]] = {}
+    for text in (*chats, *texts):
+        expected, actual = (core.encode(text, add_special_tokens=False).tokens for core in (own, other))
+        if expected != actual:
+            differences[text] = expected, actual
+    kinds = {"chats": chats, "plain texts": texts}
+    wrong = {kind: sum(text in differences for text in each) for kind, each in kinds.items()}
+    note = ""
+    if differences:
+        counts = " and ".join(f"{n} of {len(kinds[kind])} {kind}" for kind, n in wrong.items() if n)
+        text, (expected, actual) = next(iter(differences.items()))
+        start = next((n for n, (a, b) in enumerate(zip(expected, actual, strict=False)) if a != b), 0)
+        shown = slice(start, start + _SHOWN_TOKENS)
+        note = f"{program} makes other tokens than transformers of {counts}"
+        if all(PROBES["accents"] in text for text in differences):
+            note += ": it does not compose characters (e + U+0301 as é), so send it composed texts (NFC)"
+        else:
+            note += f": {actual[shown]} instead of {expected[shown]} from token {start} on of "
+            note += repr(text[:_SHOWN_CHARACTERS])
+    return Agreement(len(chats) - wrong["chats"], len(texts) - wrong["plain texts"], note)
+
+
+def genai_note(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Note for the user where ONNX Runtime GenAI makes other tokens than transformers; empty where it does not."""
+    steps = _steps(json.loads(tokenizer.backend_tokenizer.to_str()))
+    adds_space = is_sentencepiece(tokenizer) and bool(steps & {"Prepend", "Metaspace"})
+    return compare_tokens(tokenizer, probe_chats(tokenizer), "ONNX Runtime GenAI", adds_space=adds_space).note
+
+
+def probe_chats(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """A rendered dialogue about each text of PROBES; empty without a chat template, or where it refuses dialogues."""
+    given = tokenizer.chat_template
+    source = given.get("default") if isinstance(given, dict) else given
+    if not source:
+        return []
+    template, roles = ChatTemplate(tokenizer, source), ("user", "assistant", "user")
+    # The template of completions writes single prompts.
+    for number in (1,) if PlainFormat.of(source) else (3, 1):
+        try:
+            return [
+                template.render([{"role": role, "content": text} for role in roles[:number]], None, opens=True)
+                for text in PROBES.values()
+            ]
+        except RenderingError:
+            continue
+    return []
+
+
+def _as_elsewhere(tokenizer: PreTrainedTokenizerBase, *, adds_space: bool) -> Tokenizer:
+    """The tokenizer with the steps of llama.cpp and ONNX Runtime GenAI."""
+    tree = json.loads(tokenizer.backend_tokenizer.to_str())
+    tree |= {"added_tokens": [token | _FLAGS for token in tree["added_tokens"]], "normalizer": None}
+    if is_sentencepiece(tokenizer):
+        space = [{"type": "Prepend", "prepend": "▁"}] if adds_space else []
+        steps = [*space, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
+        tree |= {"normalizer": {"type": "Sequence", "normalizers": steps}, "pre_tokenizer": None}
+    for step in (tree["pre_tokenizer"] or {}).get("pretokenizers", [tree["pre_tokenizer"] or {}]):
+        if "add_prefix_space" in step:
+            step["add_prefix_space"] = False
+    return Tokenizer.from_str(json.dumps(tree))
+
+
+def _steps(tree: dict[str, Any]) -> set[str]:
+    """Types of the normalizers and pre-tokenizers of a parsed tokenizer.json."""
+    parts = [tree[name] or {} for name in ("normalizer", "pre_tokenizer")]
+    return {
+        step.get("type", "") for part in parts for step in part.get("normalizers", part.get("pretokenizers", [part]))
+    }
